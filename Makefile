@@ -1,0 +1,35 @@
+# `make demo` and `make test` do all the set-up themselves: a virtual environment in .venv, then the run.
+PYTHON ?= python3.11
+ifeq (, $(shell command -v $(PYTHON) 2>/dev/null))
+PYTHON := python3
+endif
+BIN := .venv/bin
+
+.PHONY: help demo test check format clean
+help:             ## what can be made
+	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: .venv/installed      ## ten devices, a broker and an aggregator learn one classifier
+	$(BIN)/python -m examples.quickstart $(DEMO)
+
+test: .venv/installed      ## every test
+	$(BIN)/python -m pytest $(TESTS)
+
+check: .venv/installed     ## lint, types and who may import whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/installed    ## rewrite the code in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "protofleet needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,aggregator,export,dev]'
+	@touch $@
+
+clean:            ## remove the virtual environment and what the demo wrote
+	rm -rf .venv build/ quickstart/

@@ -1,0 +1,1 @@
+"""The server program: prototypes of a fleet to one head, and the head back to the fleet as ONNX."""

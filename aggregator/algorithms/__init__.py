@@ -1,0 +1,1 @@
+"""One file per paper, each of pure functions."""

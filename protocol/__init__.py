@@ -1,0 +1,1 @@
+"""What crosses the wire, for both sides: messages, their bytes, topics, transfers and preprocessing."""

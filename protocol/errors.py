@@ -1,0 +1,37 @@
+"""The one tree of errors: each says what was expected, what came, and what to do."""
+
+
+class ProtofleetError(Exception):
+    """An expected failure, told to a person as one line."""
+
+
+class ConfigError(ProtofleetError):
+    """A setting, a task file or a folder of pictures that cannot be used as it is."""
+
+
+class MalformedMessage(ProtofleetError):
+    """Bytes from outside that are not a message of this protocol."""
+
+
+class VersionMismatch(MalformedMessage):
+    """A message of another protocol version."""
+
+
+class TransferError(ProtofleetError):
+    """A transfer whose bytes contradict themselves, their bounds or their digest."""
+
+
+class BackboneMismatch(ProtofleetError):
+    """A backbone or head that is not the one the task names."""
+
+
+class UnreadablePicture(ProtofleetError):
+    """A picture that cannot be decoded."""
+
+
+class RuntimeMissing(ProtofleetError):
+    """A program was started without the packages it runs on."""
+
+
+class StateError(ProtofleetError):
+    """The state directory cannot be read or written."""
