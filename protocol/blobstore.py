@@ -1,0 +1,137 @@
+"""Blobs on disk: files named by their sha256, written whole or not at all, and downloads that can go on.
+
+A name is a promise: what stands under it has that digest. A download grows in `partial/` from its first byte
+on, so that its length says all about what is there, and gets its name only once its digest is right.
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from protocol.codec import digest_of
+from protocol.errors import StateError, TransferError
+
+
+@contextlib.contextmanager
+def state_errors(path: Path) -> Iterator[None]:
+    """Turn a failure of the file system into one clear line.
+
+    Raises:
+        StateError: the body met an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StateError(f"cannot use {error.filename or path}: {reason}") from error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put `data` at `path`, durable and whole: a reader sees the old file or the new one, nothing between.
+
+    Raises:
+        StateError: the disk is full, or the folder cannot be written.
+    """
+    with state_errors(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}-")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def file_digest(path: Path) -> bytes:
+    """The sha256 of a file, read piece by piece.
+
+    Raises:
+        StateError: it cannot be read.
+    """
+    with state_errors(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+class BlobStore:
+    """A folder of blobs.
+
+    Args:
+        folder: made if it is not there.
+
+    Raises:
+        StateError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._partial = folder / "partial"
+        with state_errors(folder):
+            self._partial.mkdir(parents=True, exist_ok=True)
+
+    def path(self, digest: bytes) -> Path:
+        """Where the blob stands, or would stand."""
+        return self.folder / digest.hex()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return self.path(digest).is_file()
+
+    def put(self, data: bytes) -> bytes:
+        """Store `data`; returns its digest. Storing it again changes nothing."""
+        digest = digest_of(data)
+        if digest not in self:
+            write_atomically(self.path(digest), data)
+        return digest
+
+    def read(self, digest: bytes) -> bytes:
+        """The blob's bytes, checked against their name.
+
+        Raises:
+            StateError: it is not there, or the disk has changed it.
+        """
+        with state_errors(self.path(digest)):
+            data = self.path(digest).read_bytes()
+        if digest_of(data) != digest:
+            raise StateError(f"{self.path(digest)} was changed on disk: delete it, it will be fetched again")
+        return data
+
+    def partial_bytes(self, digest: bytes) -> int:
+        """How many bytes of an unfinished download are there: it goes on from this offset."""
+        partial = self._partial / digest.hex()
+        return partial.stat().st_size if partial.is_file() else 0
+
+    def append(self, digest: bytes, data: bytes) -> None:
+        """Add the next bytes of a download."""
+        partial = self._partial / digest.hex()
+        with state_errors(partial), partial.open("ab") as file:
+            file.write(data)
+
+    def finish(self, digest: bytes) -> Path:
+        """Give a complete download its name.
+
+        Raises:
+            TransferError: its bytes are not the digest's; they are thrown away.
+        """
+        partial = self._partial / digest.hex()
+        got = file_digest(partial)
+        if got != digest:
+            partial.unlink(missing_ok=True)
+            raise TransferError(f"expected sha256 {digest.hex()}, got {got.hex()}: will fetch it again")
+        with state_errors(partial), partial.open("rb+") as file:
+            os.fsync(file.fileno())
+            partial.replace(self.path(digest))
+        return self.path(digest)
+
+    def keep_only(self, digests: Collection[bytes]) -> None:
+        """Delete every blob and unfinished download but these."""
+        names = {digest.hex() for digest in digests}
+        for folder in (self.folder, self._partial):
+            for file in folder.iterdir():
+                if file.is_file() and file.name not in names:
+                    with contextlib.suppress(OSError):
+                        file.unlink()

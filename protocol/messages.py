@@ -1,0 +1,200 @@
+"""Every message of the wire contract: one frozen struct each, shape, unit and bound beside every field.
+
+A digest is the 32 raw bytes of a sha256. A map key a reader does not know is ignored; a key that is missing,
+of another type or out of its bounds makes the whole message malformed. `docs/protocol.md` lists the same
+fields in words, and a test compares the two.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL_VERSION = 1
+
+MAX_CHUNK_BYTES = 60 * 1024
+"""Bytes of payload in one frame: it fits with its envelope under every broker's packet limit we know."""
+
+MAX_MANIFEST_BYTES = 120 * 1024
+"""Bytes of one message that is not a frame."""
+
+MAX_BLOB_BYTES = 2 * 1024**3
+"""Bytes of the largest thing that is ever transferred."""
+
+MAX_CLASSES = 4096
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Text = Annotated[str, Meta(max_length=256)]
+ClassName = Annotated[str, Meta(min_length=1, max_length=128)]
+Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+ByteCount = Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
+PerClass = Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)]
+
+Reason = Literal[
+    "malformed",
+    "version",
+    "oversized",
+    "shape",
+    "dtype",
+    "not_finite",
+    "unknown_class",
+    "unknown_device",
+    "unknown_task",
+    "unknown_head",
+    "unknown_blob",
+    "digest",
+    "superseded",
+]
+"""Why something was refused, for a program; the detail beside it is for a person."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """What all messages share: the protocol version, and a type name of their own."""
+
+    v: Annotated[int, Meta(ge=0)] = PROTOCOL_VERSION
+
+
+class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A blob by its digest: a backbone, a head, anything large."""
+
+    digest: Digest
+    size_bytes: ByteCount
+    name: Text
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A dense little-endian array, row-major: `len(data) == prod(shape) * itemsize`."""
+
+    dtype: Literal["f2", "f4", "u1", "u2", "u4"]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=4)]
+    data: bytes
+
+
+class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
+    """What the fleet works on. The sha256 of its bytes as retained is the task's identity."""
+
+    fleet: Name
+    algorithm: Literal["fedtc"]
+    classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
+    """Class names; a label is an index into them."""
+    backbones: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=16)]
+    alpha: Annotated[float, Meta(gt=0, le=1)]
+    """Share of each class's pictures that outlier filtering keeps (FedTC eq. 3)."""
+    batch_size: Annotated[int, Meta(ge=1, le=65535)]
+    """Pictures averaged in one prototype (FedTC eq. 4)."""
+    min_images: Annotated[int, Meta(ge=1, le=65535)]
+    """A class with fewer kept pictures than this sends nothing."""
+    seed: Natural
+    """Seed of the shuffle before batching, mixed with the device's id."""
+
+
+class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
+    """The fleet's current head."""
+
+    task: Digest
+    version: Positive
+    head: BlobRef
+    devices: Positive
+    """Devices whose prototypes it was trained on."""
+    prototypes: Positive
+    metrics: Annotated[dict[Text, float], Meta(max_length=32)] = {}
+
+
+class Presence(Message, frozen=True, kw_only=True, tag="presence"):
+    """Whether a device, or the aggregator, is there."""
+
+    state: Literal["online", "stopped", "offline"]
+    epoch: Natural
+    """Grows with every start of the sender, so that an old Last Will cannot end a new session."""
+
+
+class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
+    """What a device runs and what it has, for the operator."""
+
+    epoch: Natural
+    software: Text
+    runtime: Text
+    """ONNX Runtime's version and the execution provider in use."""
+    backbones: Annotated[tuple[Digest, ...], Meta(max_length=64)]
+    """Backbones cached on the device."""
+    pictures: Annotated[dict[ClassName, Natural], Meta(max_length=MAX_CLASSES)]
+    """Pictures of each class found on the device."""
+    refused: Natural
+    """Pictures that could not be used."""
+
+
+class Submission(Message, frozen=True, kw_only=True, tag="submission"):
+    """Prototypes of one device. A pair (epoch, sequence) that is greater supersedes a smaller one."""
+
+    task: Digest
+    epoch: Natural
+    sequence: Natural
+    prototypes: Tensor
+    """float16 (m, L)."""
+    labels: Tensor
+    """uint8 or uint16 (m,): class index of each prototype."""
+    counts: Tensor
+    """uint8, uint16 or uint32 (m,): pictures averaged in each prototype."""
+    pictures: Natural
+    """Pictures read, kept or filtered out."""
+    left_out: Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)] = ()
+    """Class indices with pictures, but fewer than `min_images` of them."""
+
+
+class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
+    """How a head does on the pictures that a device kept out of its prototypes."""
+
+    task: Digest
+    epoch: Natural
+    head_version: Positive
+    right: PerClass
+    """Held-out pictures of each class that the head got right."""
+    wrong: PerClass
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
+    """A piece of a blob or of a device's message: `data` are the bytes from `offset` on."""
+
+    v: Annotated[int, Meta(ge=0)]
+    digest: Digest
+    size_bytes: ByteCount
+    """Bytes of the whole."""
+    offset: ByteCount
+    data: Annotated[bytes, Meta(max_length=MAX_CHUNK_BYTES)]
+
+
+class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):
+    """The aggregator's word on a transfer: received for good, what is missing, or why it was refused."""
+
+    digest: Digest
+    status: Literal["received", "missing", "refused"]
+    missing: Annotated[tuple[tuple[ByteCount, ByteCount], ...], Meta(max_length=64)] = ()
+    """Byte ranges [start, stop) still wanted; the first ones, if there are more than fit."""
+    reason: Reason | None = None
+    detail: Text = ""
+
+
+class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):
+    """A device asks for bytes [offset, offset + length) of a blob."""
+
+    digest: Digest
+    offset: ByteCount
+    length: Annotated[int, Meta(ge=1, le=16 * MAX_CHUNK_BYTES)]
+
+
+WIRE_TYPES: tuple[type[msgspec.Struct], ...] = (
+    TaskManifest,
+    HeadManifest,
+    Presence,
+    DeviceInfo,
+    Submission,
+    Evaluation,
+    Frame,
+    Receipt,
+    BlobRequest,
+    BlobRef,
+    Tensor,
+)
+"""Everything that crosses the wire, in the order of `docs/protocol.md`."""
