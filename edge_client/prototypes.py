@@ -1,0 +1,128 @@
+"""The whole of FedTC's work on a device: leave the outliers of a class out, average the rest in batches."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import ConfigError, ProtofleetError
+
+Chunks: TypeAlias = Callable[[], Iterable[NDArray[np.float32]]]
+
+# Rows are added up in blocks of this size however they arrive, so that not even the last bit of a score,
+# which may decide between two pictures, depends on how the caller cuts its features.
+BLOCK_ROWS = 256
+LEFT_OUT = -1
+
+
+def batch_prototypes(
+    chunks: Chunks, *, alpha: float, batch_size: int, min_images: int, rng: np.random.Generator
+) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+    """Average the features of one class on one device into batch-level prototypes (FedTC eq. 1-4).
+
+    Laws: the counts add up to the pictures kept; the count-weighted mean of the prototypes is the mean of the
+    kept features; the result is the same however the features are cut into chunks.
+
+    Args:
+        chunks: gives the class's features, (any, L) float32 at a time, in the same order at each of three
+            calls; memory grows with the prototypes, not with the features. An array is `lambda: [array]`.
+        alpha: share of the features to keep, in (0, 1]: those whose cosine to the class mean is highest.
+        batch_size: features in a prototype, B. What remains joins the last one.
+        min_images: fewer kept features than this send nothing; at most `batch_size`.
+        rng: deals the kept features out to the prototypes.
+
+    Returns:
+        Prototypes (m, L) float32 and the number of pictures in each, (m,) uint32. From fewer than B kept
+        features comes one prototype, from fewer than `min_images` none.
+
+    Raises:
+        ConfigError: a setting out of its range.
+        ProtofleetError: a feature is not finite.
+    """
+    _check_settings(alpha=alpha, batch_size=batch_size, min_images=min_images)
+    total, features = _sum_features(chunks)
+    scores = _score(chunks, total / max(features, 1))
+    kept = _closest(scores, math.ceil(Fraction(str(alpha)) * features))
+    return _average(chunks, _deal(kept, batch_size=batch_size, min_images=min_images, rng=rng), len(total))
+
+
+def _check_settings(*, alpha: float, batch_size: int, min_images: int) -> None:
+    if not 0 < alpha <= 1:
+        raise ConfigError(f"alpha is the share of pictures to keep, above 0 and at most 1, not {alpha}")
+    if not 1 <= min_images <= batch_size:
+        raise ConfigError(
+            f"min_images must lie between 1 and the batch size {batch_size}, not at {min_images}: "
+            "no prototype averages fewer pictures than that"
+        )
+
+
+def _blocks(chunks: Chunks) -> Iterator[NDArray[np.float64]]:
+    """Cut chunks of any size into blocks of BLOCK_ROWS features, the last one with what remains."""
+    rest: NDArray[np.float32] | None = None
+    for chunk in chunks():
+        rows = chunk if rest is None else np.concatenate([rest, chunk])
+        full = len(rows) - len(rows) % BLOCK_ROWS
+        for start in range(0, full, BLOCK_ROWS):
+            yield rows[start : start + BLOCK_ROWS].astype(np.float64)
+        rest = rows[full:]
+    if rest is not None:
+        yield rest.astype(np.float64)
+
+
+def _sum_features(chunks: Chunks) -> tuple[NDArray[np.float64], int]:
+    """Return the sum of the features, (L,), and how many there are: together the class mean (eq. 1)."""
+    total: NDArray[np.float64] = np.zeros(0)
+    features = 0
+    for block in _blocks(chunks):
+        total = block.sum(axis=0) + (total if features else 0.0)
+        features += len(block)
+    if not np.isfinite(total).all():
+        raise ProtofleetError("features must be finite; leave out the pictures whose features are not")
+    return total, features
+
+
+def _score(chunks: Chunks, mean: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the cosine of every feature to the class mean (eq. 2), (n,); 0 where either has no direction."""
+    scores = [np.zeros(0)]
+    for block in _blocks(chunks):
+        lengths = np.linalg.norm(block, axis=1) * np.linalg.norm(mean)
+        along = (block * mean).sum(axis=1)
+        scores.append(np.divide(along, lengths, out=np.zeros(len(block)), where=lengths > 0))
+    return np.concatenate(scores)
+
+
+def _closest(scores: NDArray[np.float64], keep: int) -> NDArray[np.bool_]:
+    """Mark the `keep` highest scores (eq. 3), the earlier first among equals."""
+    kept = np.zeros(len(scores), dtype=np.bool_)
+    kept[np.argsort(-scores, kind="stable")[:keep]] = True
+    return kept
+
+
+def _deal(
+    kept: NDArray[np.bool_], *, batch_size: int, min_images: int, rng: np.random.Generator
+) -> NDArray[np.intp]:
+    """Return the number of the prototype that each feature goes into, (n,), or LEFT_OUT."""
+    images = int(kept.sum())
+    prototypes = max(images // batch_size, int(images >= min_images))
+    dealt = np.full(len(kept), LEFT_OUT, dtype=np.intp)
+    if prototypes:
+        shuffled = rng.permutation(np.flatnonzero(kept))
+        dealt[shuffled] = np.minimum(np.arange(images) // batch_size, prototypes - 1)
+    return dealt
+
+
+def _average(
+    chunks: Chunks, dealt: NDArray[np.intp], feature_size: int
+) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+    """Average the features dealt to each prototype (eq. 4)."""
+    counts = np.bincount(dealt[dealt != LEFT_OUT])
+    sums = np.zeros((len(counts), feature_size))
+    start = 0
+    for block in _blocks(chunks):
+        into = dealt[start : start + len(block)]
+        np.add.at(sums, into[into != LEFT_OUT], block[into != LEFT_OUT])
+        start += len(block)
+    return (sums / counts[:, None]).astype(np.float32), counts.astype(np.uint32)
