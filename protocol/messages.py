@@ -126,10 +126,9 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
 
 
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
-    """Prototypes of one device. A pair (epoch, sequence) that is greater supersedes a smaller one."""
+    """Prototypes of one device. A greater sequence supersedes a smaller one."""
 
     task: Digest
-    epoch: Natural
     sequence: Natural
     prototypes: Tensor
     """float16 (m, L)."""
@@ -147,7 +146,6 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     """How a head does on the pictures that a device kept out of its prototypes."""
 
     task: Digest
-    epoch: Natural
     head_version: Positive
     right: PerClass
     """Held-out pictures of each class that the head got right."""
@@ -174,6 +172,8 @@ class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):
     """Byte ranges [start, stop) still wanted; the first ones, if there are more than fit."""
     reason: Reason | None = None
     detail: Text = ""
+    sequence: Natural = 0
+    """With `superseded`: the sequence that stands; send a greater one."""
 
 
 class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):

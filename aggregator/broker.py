@@ -1,0 +1,75 @@
+"""A broker inside the aggregator's process, for a demo, a test, or a fleet that needs no more: amqtt."""
+
+import asyncio
+import logging
+import threading
+
+from protocol.errors import ConfigError
+from protocol.session import Broker
+
+START_TIMEOUT_S = 20.0
+
+
+class EmbeddedBroker:
+    """amqtt in a thread of its own. It speaks MQTT 3.1.1 and keeps retained messages in memory.
+
+    Args:
+        address: where it listens.
+    """
+
+    def __init__(self, address: Broker) -> None:
+        self._address = address
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="embedded-broker", daemon=True)
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: the address is taken or not ours, or amqtt is not installed.
+        """
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            raise ConfigError(f"the embedded broker did not start within {START_TIMEOUT_S:.0f} s")
+        if self._failure is not None:
+            raise ConfigError(
+                f"the embedded broker cannot listen on {self._address}: {self._failure}; "
+                "choose another address with --broker"
+            ) from self._failure
+
+    def stop(self) -> None:
+        """Close every connection and end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._failure = error.__cause__ or error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        from amqtt.broker import Broker as Amqtt
+
+        for name in ("amqtt", "transitions"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
+        # amqtt's own defaults listen on every interface: every option is ours.
+        broker = Amqtt(
+            {
+                "listeners": {"default": {"type": "tcp", "bind": f"{host}:{self._address.port}"}},
+                "timeout_disconnect_delay": 5,
+                "plugins": {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}},
+            }
+        )
+        await broker.start()
+        self._started.set()
+        await self._stopping.wait()
+        await broker.shutdown()

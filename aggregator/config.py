@@ -1,0 +1,127 @@
+"""The task file: what the fleet works on, read from TOML; a wrong one is refused with the line and the reason."""
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from aggregator.rounds import Settings
+from protocol.errors import ConfigError
+from protocol.messages import MAX_CLASSES, ClassName, Name, Natural
+
+
+class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[client]`: what every device is told about making prototypes."""
+
+    alpha: Annotated[float, Meta(gt=0, le=1)] = 0.99
+    batch_size: Annotated[int, Meta(ge=1, le=65535)] = 5
+    min_images: Annotated[int, Meta(ge=1, le=65535)] = 2
+    seed: Natural = 0
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[training]`: how the aggregator makes a head. What is not set is the recipe's own."""
+
+    recipe: Literal["default", "paper"] = "default"
+    restore: bool | None = None
+    epochs: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    seed: Natural = 0
+
+
+class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
+    backbones: Annotated[tuple[str, ...], Meta(min_length=1, max_length=1)]
+    """Paths of ONNX files, from the task file's own folder."""
+    fleet: Name = "default"
+    algorithm: Literal["fedtc"] = "fedtc"
+    quorum: Annotated[int, Meta(ge=1)] = 1
+    deadline_s: Annotated[float, Meta(gt=0)] = 600.0
+    retrain_after: Annotated[int, Meta(ge=1)] = 1
+    max_submission_mb: Annotated[float, Meta(gt=0, le=2048)] = 64.0
+    devices: tuple[Name, ...] | None = None
+    """The only devices that may take part; left out, any may."""
+    client: Client = Client()
+    training: Training = Training()
+
+    @property
+    def settings(self) -> Settings:
+        """What the round logic needs of it."""
+        return Settings(
+            quorum=self.quorum, deadline_s=self.deadline_s, retrain_after=self.retrain_after
+        )
+
+
+def load_task(path: Path) -> tuple[TaskFile, Path]:
+    """Read a task file; returns it with the path of its backbone.
+
+    Raises:
+        ConfigError: it cannot be read, or is wrong: the message names the line and what to write instead.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        task = msgspec.convert(tomllib.loads(text), TaskFile)
+    except OSError as error:
+        raise ConfigError(f"cannot read the task file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected UTF-8 text: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(path, text, str(error))) from error
+    repeated = {name for name in task.classes if task.classes.count(name) > 1}
+    if repeated:
+        line = _line_of(text, (), "classes")
+        raise ConfigError(f"{path}:{line}: classes named twice: {', '.join(sorted(repeated))}")
+    if task.client.min_images > task.client.batch_size:
+        line = _line_of(text, ("client",), "min_images")
+        raise ConfigError(
+            f"{path}:{line}: min_images ({task.client.min_images}) must not exceed batch_size "
+            f"({task.client.batch_size}): no prototype would be large enough"
+        )
+    backbone = path.parent / task.backbones[0]
+    if not backbone.is_file():
+        line = _line_of(text, (), "backbones")
+        raise ConfigError(
+            f"{path}:{line}: no backbone at {backbone}; make one with: export-backbone MODEL --out {backbone.parent}"
+        )
+    return task, backbone
+
+
+def _explain(path: Path, text: str, error: str) -> str:
+    """A validation error with its line, and the closest known name for an unknown one."""
+    problem, _, where = error.partition(" - at ")
+    tables = tuple(re.findall(r"\.([A-Za-z_]\w*)", where))
+    field = re.search(r"field `(\w+)`", problem)
+    if field and "unknown" in problem:
+        owner: type[msgspec.Struct] = {"client": Client, "training": Training}.get(
+            tables[0] if tables else "", TaskFile
+        )
+        close = difflib.get_close_matches(field[1], owner.__struct_fields__, n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(owner.__struct_fields__)}"
+        return f"{path}:{_line_of(text, tables, field[1])}: unknown setting `{field[1]}`{hint}"
+    if field:
+        return f"{path}:{_line_of(text, tables, None)}: `{field[1]}` is missing"
+    key = ".".join(tables)
+    return f"{path}:{_line_of(text, tables[:-1], tables[-1] if tables else None)}: `{key}`: {problem}"
+
+
+def _line_of(text: str, tables: tuple[str, ...], key: str | None) -> int:
+    """The line on which a table's key stands, or the table itself; 1 if it cannot be told."""
+    header = re.compile(r"\s*\[\s*([\w.\- ]+?)\s*\]")
+    inside = not tables
+    found = 1
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := header.match(line):
+            inside = tuple(match[1].split(".")) == tables
+            if inside:
+                found = number
+        elif inside and key is not None and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
+            return number
+    return found

@@ -1,0 +1,158 @@
+"""One training, as a process of its own: `python -m aggregator.training JOB.json`.
+
+The daemon goes on taking submissions meanwhile, never imports torch, and gets the memory back. Progress goes
+to stdout as one JSON object a line; the results are `head.onnx`, `model.onnx` and `result.json` in the job's
+folder, the last one written last.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from aggregator.algorithms.fedtc import RECIPES, Recipe, train_head
+from aggregator.config import Training
+from aggregator.graphs import fuse, head_to_onnx, max_abs_difference
+from aggregator.intake import Expectation, Prototypes, check_submission, read_message
+from protocol.blobstore import BlobStore, write_atomically
+from protocol.codec import decode
+from protocol.errors import ProtofleetError
+from protocol.messages import MAX_MANIFEST_BYTES, Submission, TaskManifest
+from protocol.metadata import HeadMetadata
+
+MAX_ONNX_DIFFERENCE = 1e-4
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to train, on what, and where to put it."""
+
+    version: int
+    task: str
+    """Hex digest of the task manifest, which is a blob."""
+    members: tuple[str, ...]
+    """Hex digests of the submissions, which are blobs, in the order to train on."""
+    blobs: str
+    feature_size: int
+    training: Training
+    folder: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out."""
+
+    prototypes: int
+    metrics: dict[str, float]
+
+
+def recipe_of(training: Training) -> Recipe:
+    """The recipe that a task file asks for."""
+    recipe = RECIPES[training.recipe]
+    if training.restore is not None:
+        recipe = dataclasses.replace(recipe, restore=training.restore, mix=recipe.mix and training.restore)
+    if training.epochs is not None:
+        recipe = dataclasses.replace(recipe, epochs=training.epochs, min_steps=0)
+    return recipe
+
+
+def pool(parts: list[Prototypes]) -> Prototypes:
+    """The prototypes of several submissions as one labelled data set (FedTC section 3.1, before eq. 5)."""
+    return Prototypes(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.labels for part in parts]),
+        np.concatenate([part.counts for part in parts]),
+    )
+
+
+def torch_device(wanted: str) -> str:
+    """The device to train on; `auto` is CUDA where there is one.
+
+    Raises:
+        ProtofleetError: a CUDA device was asked for and there is none.
+    """
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ProtofleetError(f'training.device is "{wanted}", but torch sees no CUDA device: use "auto"')
+    return wanted
+
+
+def run(job: Job) -> Result:
+    """Train a head, check it against torch, fuse it with the backbone, and write both.
+
+    Raises:
+        ProtofleetError: the data cannot be trained on, or the ONNX head differs from torch.
+    """
+    blobs = BlobStore(Path(job.blobs))
+    task = bytes.fromhex(job.task)
+    manifest = decode(blobs.read(task), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+    expectation = Expectation(task, manifest, job.feature_size)
+    data = pool([_prototypes(blobs.read(bytes.fromhex(digest)), expectation) for digest in job.members])
+    device = torch_device(job.training.device)
+    _say({"device": device, "prototypes": len(data.labels)})
+    trained = train_head(
+        data.values,
+        data.labels,
+        data.counts,
+        num_classes=len(manifest.classes),
+        recipe=recipe_of(job.training),
+        seed=job.training.seed,
+        device=device,
+        on_epoch=lambda epoch, epochs, loss: _say({"epoch": epoch, "epochs": epochs, "loss": loss}),
+    )
+    figures = {
+        "loss": trained.loss,
+        "accuracy": trained.accuracy,
+        "epochs": float(trained.epochs),
+        "seconds": trained.seconds,
+    }
+    backbone = manifest.backbones[0].digest
+    metadata = HeadMetadata(
+        classes=manifest.classes,
+        version=job.version,
+        task=job.task,
+        backbone_sha256=backbone.hex(),
+        feature_size=job.feature_size,
+        training=figures,
+    )
+    head = head_to_onnx(trained.module, metadata=metadata)
+    difference = max_abs_difference(trained.module, head, data.values[:256])
+    if not difference <= MAX_ONNX_DIFFERENCE:
+        raise ProtofleetError(
+            f"the ONNX head differs from torch by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}: not published"
+        )
+    result = Result(prototypes=len(data.labels), metrics={**figures, "onnx_max_abs_diff": difference})
+    folder = Path(job.folder)
+    write_atomically(folder / "head.onnx", head)
+    write_atomically(folder / "model.onnx", fuse(blobs.read(backbone), head))
+    write_atomically(folder / "result.json", msgspec.json.encode(result))
+    return result
+
+
+def _prototypes(payload: bytes, expectation: Expectation) -> Prototypes:
+    message = read_message(payload)
+    if not isinstance(message, Submission):
+        raise ProtofleetError("expected a stored submission, got an evaluation")
+    return check_submission(message, expectation)
+
+
+def _say(progress: dict[str, float | str]) -> None:
+    sys.stdout.write(json.dumps(progress) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Run the job in the file named on the command line."""
+    try:
+        run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job))
+    except ProtofleetError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
