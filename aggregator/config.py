@@ -12,6 +12,7 @@ from msgspec import Meta
 from aggregator.rounds import Settings
 from protocol.errors import ConfigError
 from protocol.messages import MAX_CLASSES, ClassName, Name, Natural
+from protocol.metadata import BackboneMetadata, backbone_metadata
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,9 +54,7 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def settings(self) -> Settings:
         """What the round logic needs of it."""
-        return Settings(
-            quorum=self.quorum, deadline_s=self.deadline_s, retrain_after=self.retrain_after
-        )
+        return Settings(quorum=self.quorum, deadline_s=self.deadline_s, retrain_after=self.retrain_after)
 
 
 def load_task(path: Path) -> tuple[TaskFile, Path]:
@@ -94,17 +93,32 @@ def load_task(path: Path) -> tuple[TaskFile, Path]:
     return task, backbone
 
 
+def read_backbone(path: Path) -> BackboneMetadata:
+    """What a backbone file says of itself.
+
+    Raises:
+        ConfigError: it is no ONNX file.
+        BackboneMismatch: it is not one that `export-backbone` wrote.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (OSError, DecodeError) as error:
+        raise ConfigError(f"cannot read the backbone {path}: {error}") from error
+    return backbone_metadata({entry.key: entry.value for entry in model.metadata_props})
+
+
 def _explain(path: Path, text: str, error: str) -> str:
     """A validation error with its line, and the closest known name for an unknown one."""
     problem, _, where = error.partition(" - at ")
     tables = tuple(re.findall(r"\.([A-Za-z_]\w*)", where))
     field = re.search(r"field `(\w+)`", problem)
     if field and "unknown" in problem:
-        owner: type[msgspec.Struct] = {"client": Client, "training": Training}.get(
-            tables[0] if tables else "", TaskFile
-        )
-        close = difflib.get_close_matches(field[1], owner.__struct_fields__, n=1)
-        hint = f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(owner.__struct_fields__)}"
+        known = {"client": Client, "training": Training}.get(".".join(tables), TaskFile).__struct_fields__
+        close = difflib.get_close_matches(field[1], known, n=1)
+        hint = f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
         return f"{path}:{_line_of(text, tables, field[1])}: unknown setting `{field[1]}`{hint}"
     if field:
         return f"{path}:{_line_of(text, tables, None)}: `{field[1]}` is missing"

@@ -116,9 +116,7 @@ def step(state: State, event: Event, *, settings: Settings) -> tuple[State, tupl
             state, actions = _close(state, entry.received_s, settings)
             return state, (answer, *actions)
         case Trained(version=version) if state.training is not None:
-            state = replace(
-                state, covered=state.training, training=None, failed=None, head_version=version
-            )
+            state = replace(state, covered=state.training, training=None, failed=None, head_version=version)
         case TrainingFailed() if state.training is not None:
             state = replace(state, failed=state.training, training=None)
         case Ticked(now_s=now_s):

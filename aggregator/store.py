@@ -11,6 +11,7 @@ from typing import Any
 from aggregator.rounds import Entry, State
 from protocol.blobstore import BlobStore, state_errors
 from protocol.errors import StateError
+from protocol.messages import Evaluation
 
 SCHEMA_VERSION = 1
 
@@ -26,13 +27,13 @@ CREATE TABLE submissions (
     prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, PRIMARY KEY (task, device)
 ) STRICT;
 CREATE TABLE heads (
-    version INTEGER PRIMARY KEY, task BLOB NOT NULL, digest BLOB NOT NULL, size_bytes INTEGER NOT NULL,
-    trained_s REAL NOT NULL, prototypes INTEGER NOT NULL,
-    members TEXT NOT NULL, metrics TEXT NOT NULL
+    version INTEGER NOT NULL, task BLOB NOT NULL, digest BLOB NOT NULL, size_bytes INTEGER NOT NULL,
+    trained_s REAL NOT NULL, prototypes INTEGER NOT NULL, members TEXT NOT NULL, metrics TEXT NOT NULL,
+    PRIMARY KEY (task, version)
 ) STRICT;
 CREATE TABLE evaluations (
-    device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL, received_s REAL NOT NULL,
-    right TEXT NOT NULL, wrong TEXT NOT NULL, PRIMARY KEY (device, head_version)
+    task BLOB NOT NULL, device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL,
+    received_s REAL NOT NULL, right TEXT NOT NULL, wrong TEXT NOT NULL, PRIMARY KEY (task, device, head_version)
 ) STRICT;
 CREATE TABLE refusals (
     device TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, last_s REAL NOT NULL,
@@ -89,9 +90,7 @@ class Store:
             self.blobs = BlobStore(folder / "blobs")
         mode = "ro" if read_only else "rwc"
         with self._sqlite_errors():
-            self._db = sqlite3.connect(
-                f"file:{file}?mode={mode}", uri=True, isolation_level=None, timeout=10
-            )
+            self._db = sqlite3.connect(f"file:{file}?mode={mode}", uri=True, isolation_level=None, timeout=10)
             if not read_only:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
@@ -186,30 +185,34 @@ class Store:
             json.dumps(dict(head.members)), json.dumps(dict(head.metrics)),
         )  # fmt: skip
 
-    def heads(self) -> list[HeadRow]:
-        """Every head, oldest first."""
+    def heads(self, task: bytes) -> list[HeadRow]:
+        """Every head of a task, oldest first."""
         return [
-            HeadRow(*values[:-2], members=json.loads(values[-2]), metrics=json.loads(values[-1]))
-            for values in self._read("SELECT * FROM heads ORDER BY version")
+            HeadRow(*columns, members=json.loads(members), metrics=json.loads(metrics))
+            for *columns, members, metrics in self._read(
+                "SELECT version, task, digest, size_bytes, trained_s, prototypes, members, metrics "
+                "FROM heads WHERE task = ? ORDER BY version",
+                task,
+            )
         ]
 
-    def keep_evaluation(
-        self, device: str, *, head_version: int, digest: bytes, right: list[int], wrong: list[int], now_s: float
-    ) -> None:
+    def keep_evaluation(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
         """Keep how a head did on a device's held-out pictures, in the place of what was said before."""
         self._write(
-            "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?)",
-            device, head_version, digest, now_s, json.dumps(right), json.dumps(wrong),
+            "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?)",
+            evaluation.task, device, evaluation.head_version, digest, now_s,
+            json.dumps(evaluation.right), json.dumps(evaluation.wrong),
         )  # fmt: skip
 
-    def evaluations(self, head_version: int) -> dict[str, tuple[list[int], list[int]]]:
+    def evaluations(self, task: bytes, head_version: int) -> dict[str, tuple[list[int], list[int]]]:
         """Per device, counts of right and wrong per class for one head."""
         return {
             device: (json.loads(right), json.loads(wrong))
             for device, right, wrong in self._read(
-                "SELECT device, right, wrong FROM evaluations WHERE head_version = ? ORDER BY device", head_version
+                "SELECT device, right, wrong FROM evaluations WHERE task = ? AND head_version = ? ORDER BY device",
+                task, head_version,
             )
-        }
+        }  # fmt: skip
 
     def holds(self, device: str, digest: bytes) -> bool:
         """Whether this payload of a device was taken and still stands."""
@@ -252,9 +255,8 @@ class Store:
     def round_state(self, task: bytes) -> State:
         """The round logic's state, as of what is stored for a task."""
         submissions = {device: row.entry for device, row in self.submissions(task).items()}
-        heads = self.heads()
-        newest = next((head for head in reversed(heads) if head.task == task), None)
-        members = newest.members if newest is not None else {}
+        heads = self.heads(task)
+        members = heads[-1].members if heads else {}
         covered = {
             device: Entry(sequence=0, digest=bytes.fromhex(digest), received_s=0.0)
             for device, digest in members.items()
@@ -262,7 +264,7 @@ class Store:
         return State(
             submissions=submissions,
             covered=covered,
-            head_version=newest.version if newest is not None else 0,
+            head_version=heads[-1].version if heads else 0,
         )
 
 

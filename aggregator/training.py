@@ -17,6 +17,7 @@ from aggregator.algorithms.fedtc import RECIPES, Recipe, train_head
 from aggregator.config import Training
 from aggregator.graphs import fuse, head_to_onnx, max_abs_difference
 from aggregator.intake import Expectation, Prototypes, check_submission, read_message
+from aggregator.trainer import Job, Result
 from protocol.blobstore import BlobStore, write_atomically
 from protocol.codec import decode
 from protocol.errors import ProtofleetError
@@ -24,27 +25,6 @@ from protocol.messages import MAX_MANIFEST_BYTES, Submission, TaskManifest
 from protocol.metadata import HeadMetadata
 
 MAX_ONNX_DIFFERENCE = 1e-4
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train, on what, and where to put it."""
-
-    version: int
-    task: str
-    """Hex digest of the task manifest, which is a blob."""
-    members: tuple[str, ...]
-    """Hex digests of the submissions, which are blobs, in the order to train on."""
-    blobs: str
-    feature_size: int
-    training: Training
-    folder: str
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out."""
-
-    prototypes: int
-    metrics: dict[str, float]
 
 
 def recipe_of(training: Training) -> Recipe:

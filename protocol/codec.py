@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.messages import PROTOCOL_VERSION, Frame, Message, Tensor
 
-M = TypeVar("M", Message, Frame)
+M = TypeVar("M", bound=Message | Frame)
 
 
 class _MapHeader(msgspec.Struct):
@@ -56,7 +56,7 @@ def decode(data: bytes, message_type: type[M], *, max_bytes: int) -> M:
                 f"expected protocol version {PROTOCOL_VERSION}, got {header.v}: "
                 "install the same protofleet version on both sides"
             )
-        message: M = _decoder(message_type).decode(data)
+        message: M = _decoder(cast(Any, message_type)).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError) as error:
         name = message_type.__struct_config__.tag
         raise MalformedMessage(f"not a {name} message: {str(error)[:200]}") from error

@@ -1,0 +1,115 @@
+"""`aggregator run` and `aggregator status`."""
+
+import json
+import signal
+import sys
+import types
+from pathlib import Path
+
+import click
+
+from protocol.cli import config_option, run, start_logging, verbose_option
+
+state_option = click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("state"),
+    show_default=True,
+    envvar="PROTOFLEET_STATE",
+    show_envvar=True,
+    help="Folder of everything that survives a restart.",
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="protofleet")
+def cli() -> None:
+    """Collect prototypes from a fleet, train one head on them, and ship it back as ONNX."""
+
+
+@cli.command("run")
+@config_option
+@click.option(
+    "--task",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    envvar="PROTOFLEET_TASK",
+    show_envvar=True,
+    help="TOML file: fleet, classes, backbone, quorum, ...",
+)
+@state_option
+@click.option(
+    "--broker",
+    default="127.0.0.1:1883",
+    show_default=True,
+    metavar="HOST[:PORT]",
+    envvar="PROTOFLEET_BROKER",
+    show_envvar=True,
+    help="The MQTT broker to connect to, or the address the embedded one listens on.",
+)
+@click.option(
+    "--embedded-broker",
+    is_flag=True,
+    envvar="PROTOFLEET_EMBEDDED_BROKER",
+    show_envvar=True,
+    help="Run a broker in this process; without --broker, for this machine only.",
+)
+@verbose_option
+def run_command(*, task: Path, state: Path, broker: str, embedded_broker: bool, verbose: bool) -> None:
+    """Serve a fleet until interrupted."""
+    from aggregator.broker import EmbeddedBroker
+    from aggregator.config import load_task, read_backbone
+    from aggregator.service import Aggregator
+    from aggregator.store import Store, open_folder
+    from protocol.session import parse_broker
+
+    start_logging(verbose=verbose)
+    address = parse_broker(broker)
+    task_file, backbone = load_task(task)
+    metadata = read_backbone(backbone)
+    store = Store(open_folder(state))
+    _stop_on_terminate()
+    embedded = EmbeddedBroker(address) if embedded_broker else None
+    if embedded is not None:
+        embedded.start()
+    try:
+        Aggregator(task=task_file, backbone=backbone, metadata=metadata, store=store, broker=address).run()
+    finally:
+        store.close()
+        if embedded is not None:
+            embedded.stop()
+
+
+@cli.command("status")
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
+def status_command(*, state: Path, as_json: bool) -> None:
+    """Show devices, submissions, coverage of the classes, and heads."""
+    from aggregator.status import report, show
+    from aggregator.store import Store
+
+    summary = report(Store(state, read_only=True))
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+        return
+    from rich.console import Console
+
+    show(summary, Console())
+
+
+def _stop_on_terminate() -> None:
+    """End on SIGTERM as on Ctrl-C, but with exit status 0: a service manager asked for it."""
+
+    def stop(_number: int, _frame: types.FrameType | None) -> None:
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def main() -> None:
+    """Run the console script."""
+    run(cli, program="aggregator")
+
+
+if __name__ == "__main__":
+    main()

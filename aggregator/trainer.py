@@ -1,0 +1,114 @@
+"""Starts trainings as processes of their own and reports what they say, as events."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aggregator.config import Training
+from protocol.blobstore import state_errors, write_atomically
+
+log = logging.getLogger(__name__)
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to train, on what, and where to put it."""
+
+    version: int
+    task: str
+    """Hex digest of the task manifest, which is a blob."""
+    members: tuple[str, ...]
+    """Hex digests of the submissions, which are blobs, in the order to train on."""
+    blobs: str
+    feature_size: int
+    training: Training
+    folder: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came out."""
+
+    prototypes: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A line of a training: device, prototypes, epoch, epochs or loss."""
+
+    figures: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A training is over; without a result it failed, and `reason` says why."""
+
+    job: Job
+    result: Result | None
+    reason: str = ""
+
+
+class Trainer:
+    """At most one training process at a time.
+
+    Args:
+        folder: each training gets a folder of its own in it.
+        on_event: called from a thread with Progress and Finished; it must only put them somewhere.
+    """
+
+    def __init__(self, folder: Path, *, on_event: Callable[[Progress | Finished], None]) -> None:
+        self._folder = folder
+        self._on_event = on_event
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, job: Job) -> None:
+        """Begin a training.
+
+        Raises:
+            StateError: its folder cannot be written.
+        """
+        folder = Path(job.folder)
+        with state_errors(folder):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        write_atomically(folder / "job.json", msgspec.json.encode(job))
+        with (folder / "training.log").open("wb") as errors:
+            # In a session of its own, so that Ctrl-C reaches the daemon alone, which then ends it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "aggregator.training", str(folder / "job.json")],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._watch, args=(job, self._process), daemon=True).start()
+
+    def stop(self) -> None:
+        """End a running training; it will be started again by the next run of the daemon."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(timeout=10)
+
+    def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout or ():
+            try:
+                self._on_event(Progress(json.loads(line)))
+            except json.JSONDecodeError:
+                log.debug("training said: %s", line.rstrip())
+        code = process.wait()
+        try:
+            data = (Path(job.folder) / "result.json").read_bytes()
+            self._on_event(Finished(job, msgspec.json.decode(data, type=Result)))
+        except (OSError, msgspec.MsgspecError):
+            errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
+            last = errors.splitlines()[-1] if errors else "it said nothing"
+            self._on_event(Finished(job, None, f"exit status {code}: {last}"))
