@@ -1,14 +1,11 @@
 """`aggregator run` and `aggregator status`."""
 
 import json
-import signal
-import sys
-import types
 from pathlib import Path
 
 import click
 
-from protocol.cli import config_option, run, start_logging, verbose_option
+from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
 
 state_option = click.option(
     "--state",
@@ -68,7 +65,7 @@ def run_command(*, task: Path, state: Path, broker: str, embedded_broker: bool, 
     task_file, backbone = load_task(task)
     metadata = read_backbone(backbone)
     store = Store(open_folder(state))
-    _stop_on_terminate()
+    stop_on_terminate()
     embedded = EmbeddedBroker(address) if embedded_broker else None
     if embedded is not None:
         embedded.start()
@@ -95,15 +92,6 @@ def status_command(*, state: Path, as_json: bool) -> None:
     from rich.console import Console
 
     show(summary, Console())
-
-
-def _stop_on_terminate() -> None:
-    """End on SIGTERM as on Ctrl-C, but with exit status 0: a service manager asked for it."""
-
-    def stop(_number: int, _frame: types.FrameType | None) -> None:
-        sys.exit(0)
-
-    signal.signal(signal.SIGTERM, stop)
 
 
 def main() -> None:

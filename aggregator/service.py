@@ -38,6 +38,7 @@ from protocol.messages import (
     HeadManifest,
     Message,
     Presence,
+    PresenceState,
     Receipt,
     Submission,
     TaskManifest,
@@ -170,9 +171,8 @@ class Aggregator:
                 pass
         self._advance(rounds.Ticked(time.time()))
 
-    def _presence(self, state: str) -> mqtt.Outgoing:
-        message = msgspec.convert({"type": "presence", "state": state, "epoch": self._epoch}, Presence)
-        return self._to_fleet("state", encode(message))
+    def _presence(self, state: PresenceState) -> mqtt.Outgoing:
+        return self._to_fleet("state", encode(Presence(state=state, epoch=self._epoch)))
 
     def _to_fleet(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
         return mqtt.Outgoing(fleet_topic(self._manifest.fleet, channel), payload, RETAINED[channel])

@@ -81,6 +81,12 @@ class BlobStore:
     def __contains__(self, digest: bytes) -> bool:
         return self.path(digest).is_file()
 
+    def digests(self) -> Iterator[bytes]:
+        """The name of every blob that is there."""
+        for file in self.folder.iterdir():
+            with contextlib.suppress(ValueError):
+                yield bytes.fromhex(file.name)
+
     def put(self, data: bytes) -> bytes:
         """Store `data`; returns its digest. Storing it again changes nothing."""
         digest = digest_of(data)

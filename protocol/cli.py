@@ -1,8 +1,10 @@
 """How all three programs behave on a command line: settings, errors, exit codes, log lines."""
 
 import logging
+import signal
 import sys
 import tomllib
+import types
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +51,15 @@ def start_logging(*, verbose: bool) -> None:
         stream=sys.stderr,
         force=True,
     )
+
+
+def stop_on_terminate() -> None:
+    """End on SIGTERM as on Ctrl-C, but with exit status 0: a service manager asked for it."""
+
+    def stop(_number: int, _frame: types.FrameType | None) -> None:
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def run(command: click.Command, *, program: str) -> NoReturn:

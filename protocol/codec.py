@@ -56,7 +56,7 @@ def decode(data: bytes, message_type: type[M], *, max_bytes: int) -> M:
                 f"expected protocol version {PROTOCOL_VERSION}, got {header.v}: "
                 "install the same protofleet version on both sides"
             )
-        message: M = _decoder(cast(Any, message_type)).decode(data)
+        message: M = _decoder(cast("Any", message_type)).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError) as error:
         name = message_type.__struct_config__.tag
         raise MalformedMessage(f"not a {name} message: {str(error)[:200]}") from error

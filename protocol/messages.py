@@ -102,10 +102,13 @@ class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
     metrics: Annotated[dict[Text, float], Meta(max_length=32)] = {}
 
 
+PresenceState = Literal["online", "stopped", "offline"]
+
+
 class Presence(Message, frozen=True, kw_only=True, tag="presence"):
     """Whether a device, or the aggregator, is there."""
 
-    state: Literal["online", "stopped", "offline"]
+    state: PresenceState
     epoch: Natural
     """Grows with every start of the sender, so that an old Last Will cannot end a new session."""
 

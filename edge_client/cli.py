@@ -1,0 +1,269 @@
+"""`edge-client`, `edge-client predict` and `edge-client status`."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
+from protocol.errors import ConfigError, ProtofleetError
+from protocol.topics import is_name
+
+if TYPE_CHECKING:
+    from edge_client.backbone import Provider
+    from edge_client.state import DeviceState
+    from edge_client.work import Prepared
+
+
+def _setting(*names: str, **details: Any) -> Callable[[Any], Any]:
+    """An option that can come from the environment as well."""
+    variable = "PROTOFLEET_" + names[0].lstrip("-").replace("-", "_").upper()
+    return click.option(*names, envvar=variable, show_envvar=True, **details)
+
+
+fleet_option = _setting("--fleet", default="default", show_default=True, help="Name of the fleet.")
+state_option = _setting(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of everything that survives a restart  [default: ~/.local/state/protofleet/FLEET]",
+)
+provider_option = _setting(
+    "--provider",
+    type=click.Choice(["auto", "cpu", "cuda", "tensorrt"]),
+    default="auto",
+    show_default=True,
+    help="What runs the backbone; auto takes CUDA where it is there.",
+)
+threads_option = _setting(
+    "--threads", type=click.IntRange(min=1), help="Threads of the backbone  [default: all cores]"
+)
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@config_option
+@_setting("--broker", metavar="HOST[:PORT]", help="The fleet's MQTT broker.")
+@_setting(
+    "--data",
+    type=click.Path(path_type=Path),
+    default=Path("data"),
+    show_default=True,
+    help="Folder with one sub-folder of pictures per class, or a CSV file of path,label.",
+)
+@fleet_option
+@_setting("--device-id", help="Name of this device  [default: made from the machine]")
+@state_option
+@_setting("--once", is_flag=True, help="Exit when a head has arrived and been evaluated.")
+@click.option("--dry-run", is_flag=True, help="Say what would leave this device, and send nothing of it.")
+@_setting(
+    "--holdout",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.2,
+    show_default=True,
+    help="Share of the pictures kept out of the prototypes, to evaluate heads on.",
+)
+@_setting(
+    "--backbone",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A local copy of the task's backbone, so that it need not be fetched.",
+)
+@provider_option
+@threads_option
+@_setting(
+    "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Pictures in one run."
+)
+@_setting(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Threads that decode pictures  [default: all cores, at most 4]",
+)
+@_setting(
+    "--rescan-s",
+    type=click.FloatRange(min=0.1),
+    default=30.0,
+    show_default=True,
+    help="Seconds between looks for new pictures.",
+)
+@verbose_option
+@click.version_option(package_name="protofleet")
+@click.pass_context
+def cli(context: click.Context, **options: Any) -> None:
+    """Turn this device's labelled pictures into class prototypes, hand them to the fleet, and take its head.
+
+    Pictures never leave the device. Runs as a service until interrupted, unless told otherwise.
+    """
+    if context.invoked_subcommand is None:
+        context.exit(_serve(**options))
+
+
+def _serve(
+    *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
+    state: Path | None, holdout: float, backbone: Path | None, provider: "Provider", threads: int | None,
+    batch_size: int, workers: int | None, rescan_s: float,
+) -> int:  # fmt: skip
+    from edge_client.agent import Mode
+    from edge_client.backbone import require_runtime
+    from edge_client.device import Device
+    from edge_client.work import Local, check_data
+    from edge_client.worker import Settings
+    from protocol.session import parse_broker
+
+    start_logging(verbose=verbose)
+    if once and dry_run:
+        raise click.UsageError("--once and --dry-run exclude each other")
+    _check_fleet(fleet)
+    require_runtime()
+    check_data(data)
+    kept = _open_state(state, fleet)
+    kept.lock()
+    local = Local(
+        device_id=kept.device_id(device_id),
+        data=data,
+        holdout=holdout,
+        batch_size=batch_size,
+        workers=workers or min(4, os.cpu_count() or 1),
+    )
+    if broker is None and not (dry_run and kept.get("task")):
+        raise click.UsageError("say where the fleet's broker is: --broker HOST[:PORT]")
+    settings = Settings(
+        broker=parse_broker(broker) if broker else None,
+        fleet=fleet,
+        local=local,
+        mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
+        provider=provider,
+        threads=threads,
+        backbone=backbone,
+        rescan_s=rescan_s,
+    )
+    stop_on_terminate()
+    return Device(settings, kept, show=_show_dry_run if dry_run else None).run()
+
+
+@cli.command("predict")
+@click.argument("pictures", nargs=-1, required=True, type=click.Path(path_type=Path))
+@fleet_option
+@state_option
+@provider_option
+@threads_option
+@click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Classes to name.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a picture.")
+def predict_command(
+    *, pictures: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
+    top: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Say what is in PICTURES with the head this device has, offline."""
+    from edge_client.backbone import open_backbone, require_runtime
+    from edge_client.predictor import open_head, predict
+
+    require_runtime()
+    kept = _open_state(state, fleet, read_only=True)
+    installed = kept.get("installed")
+    if installed is None:
+        raise ConfigError(
+            f"no head in {kept.folder} yet: run `edge-client --broker HOST` until one has arrived"
+        )
+    backbone = open_backbone(
+        kept.blobs.path(bytes.fromhex(installed["backbone"])), provider=provider, threads=threads
+    )
+    head = open_head(kept.blobs.read(bytes.fromhex(installed["head"])), backbone=backbone)
+    failed = 0
+    for prediction in predict(pictures, backbone, head, top=top):
+        if prediction.error:
+            failed += 1
+            click.echo(f"error: {prediction.error}", err=True)
+        elif as_json:
+            scores = dict(prediction.top)
+            line = {"picture": str(prediction.path), "label": prediction.label, "scores": scores}
+            click.echo(json.dumps({**line, "head_version": installed["version"]}))
+        else:
+            scores_text = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
+            click.echo(f"{prediction.path}: {scores_text}")
+    if failed:
+        raise ProtofleetError(f"{failed} of {len(pictures)} pictures could not be read")
+
+
+@cli.command("status")
+@fleet_option
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
+def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
+    """Show what this device has, has sent, and is running."""
+    kept = _open_state(state, fleet, read_only=True)
+    summary = _status(kept)
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+        return
+    head, report = summary["head"], summary["report"] or {}
+    click.echo(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
+    click.echo(f"task       {(summary['task'] or 'none yet')[:12]}")
+    click.echo(f"backbone   {summary['runtime'] or 'not run yet'}")
+    for entry in report.get("classes", []):
+        click.echo(
+            f"class      {entry['name']}: {entry['pictures']} pictures, {entry['held_out']} held out, "
+            f"{len(entry['counts'])} prototypes"
+        )
+    sent = "received by the aggregator" if summary["received"] else "not received yet"
+    click.echo(f"submission {report['bytes']} bytes, {sent}" if report else "submission none yet")
+    click.echo(
+        f"head       version {head['version']}, {head['right']} of {head['total']} held-out pictures right"
+        if head
+        else "head       none yet"
+    )
+
+
+def _status(kept: "DeviceState") -> dict[str, Any]:
+    submission = kept.get("submission")
+    return {
+        "device_id": kept.get("device_id"),
+        "running": kept.is_locked(),
+        "task": kept.get("task"),
+        "runtime": kept.get("runtime"),
+        "report": kept.get("report"),
+        "submission": submission,
+        "received": submission is not None and kept.get("received") == submission,
+        "head": kept.get("installed"),
+    }
+
+
+def _show_dry_run(prepared: "Prepared", size_bytes: int) -> None:
+    for entry in prepared.classes:
+        click.echo(
+            f"{entry.name}: {entry.pictures} pictures, {entry.held_out} held out; {len(entry.counts)} prototypes"
+            + (f" of {_spans(entry.counts)} pictures" if entry.counts else ", too few pictures")
+        )
+    rows, size = prepared.prototypes.shape
+    for path, reason in prepared.refused:
+        click.echo(f"left out: {path}: {reason}")
+    click.echo(
+        f"{rows} prototypes of {size} float16 values each, {size_bytes} bytes would be sent; nothing was sent"
+    )
+
+
+def _spans(counts: tuple[int, ...]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _check_fleet(fleet: str) -> None:
+    if not is_name(fleet):
+        raise click.BadParameter(
+            f"{fleet!r}: expected 1 to 64 letters, digits, '-' or '_'", param_hint="--fleet"
+        )
+
+
+def _open_state(state: Path | None, fleet: str, *, read_only: bool = False) -> "DeviceState":
+    from edge_client.state import DeviceState, default_folder
+
+    _check_fleet(fleet)
+    return DeviceState(state or default_folder(fleet), read_only=read_only)
+
+
+def main() -> None:
+    """Run the console script."""
+    run(cli, program="edge-client")
+
+
+if __name__ == "__main__":
+    main()

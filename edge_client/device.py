@@ -1,0 +1,331 @@
+"""The device program at work: carries out what `agent.step` decides, and turns what happens into its events."""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+
+from edge_client import agent, events
+from edge_client.state import DeviceState
+from edge_client.work import Prepared
+from edge_client.worker import Crashed, Settings, Worker
+from protocol import session as mqtt
+from protocol.blobstore import file_digest
+from protocol.codec import decode, digest_of, encode
+from protocol.errors import BackboneMismatch, MalformedMessage, ProtofleetError, TransferError
+from protocol.messages import (
+    MAX_CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
+    BlobRef,
+    BlobRequest,
+    DeviceInfo,
+    Frame,
+    HeadManifest,
+    Message,
+    Presence,
+    PresenceState,
+    Receipt,
+    TaskManifest,
+)
+from protocol.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
+from protocol.transfer import frames_of
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
+
+
+class Device:
+    """One device of one fleet.
+
+    Args:
+        settings: what the person chose.
+        state: the device's state directory, locked.
+        show: takes what is prepared in a dry run, with the bytes that would be sent.
+    """
+
+    def __init__(
+        self, settings: Settings, state: DeviceState, *, show: Callable[[Prepared, int], None] | None = None
+    ) -> None:
+        self._settings = settings
+        self._kept = state
+        self._blobs = state.blobs
+        self._id = settings.local.device_id
+        self._inbox: queue.SimpleQueue[mqtt.Event | events.Event | Crashed] = queue.SimpleQueue()
+        self._worker = Worker(settings, state, emit=self._inbox.put, show=show)
+        self._exit: events.Exit | None = None
+        self._aggregator_epoch = 0
+        self._rescan_s = 0.0
+        self._epoch = state.next_number("epoch") if settings.mode is not agent.Mode.DRY_RUN else 0
+        self._state = self._remembered()
+        self._session = self._open_session()
+
+    def run(self) -> int:
+        """Live until there is a reason to end; returns the exit status.
+
+        Raises:
+            ProtofleetError: an expected failure that a person has to look at.
+        """
+        self._worker.start()
+        if self._session is not None:
+            self._session.start()
+        try:
+            self._recall_task()
+            while self._exit is None:
+                self._handle(self._next_event())
+        finally:
+            self._worker.stop()
+            if self._session is not None:
+                dry = self._settings.mode is agent.Mode.DRY_RUN
+                self._session.stop([] if dry else [self._presence("stopped")])
+        if self._exit.code:
+            raise ProtofleetError(self._exit.text)
+        return 0
+
+    # What happens, as the agent's events.
+
+    def _next_event(self) -> mqtt.Event | events.Event | Crashed:
+        try:
+            return self._inbox.get(timeout=TICK_S)
+        except queue.Empty:
+            if time.monotonic() >= self._rescan_s and not self._state.working:
+                self._rescan_s = time.monotonic() + self._settings.rescan_s
+                self._worker.look()
+            return events.Ticked()
+
+    def _handle(self, event: mqtt.Event | events.Event | Crashed) -> None:
+        match event:
+            case Crashed(error=error):
+                raise error
+            case mqtt.Received(topic=topic, payload=payload):
+                try:
+                    for translated in self._translate(topic, payload):
+                        self._step(translated)
+                except MalformedMessage as error:
+                    log.warning("ignored a message on %s: %s", topic, error)
+            case mqtt.Connected():
+                log.info("connected to %s as %s", self._settings.broker, self._id)
+                self._step(events.Connected())
+                if self._state.task is None:
+                    log.info("waiting for the fleet's task")
+            case mqtt.Disconnected(reason=reason, retry_s=retry_s):
+                log.warning("%s; trying again in %.0f s", reason, retry_s)
+                self._step(events.Disconnected())
+            case mqtt.Drained():
+                self._step(events.Drained())
+            case events.Built():
+                self._step(event)
+                self._announce()
+            case events.Installed():
+                self._step(event)
+                self._tidy()
+            case _:
+                self._step(event)
+
+    def _translate(self, topic: str, payload: bytes) -> Sequence[events.Event]:
+        fleet = self._settings.fleet
+        if topic == fleet_topic(fleet, "task"):
+            return [self._task_seen(payload)] if payload else []
+        if topic == fleet_topic(fleet, "head"):
+            return (
+                [events.HeadSeen(decode(payload, HeadManifest, max_bytes=MAX_MANIFEST_BYTES))]
+                if payload
+                else []
+            )
+        if topic == fleet_topic(fleet, "state"):
+            return self._aggregator_seen(decode(payload, Presence, max_bytes=1024)) if payload else []
+        if topic == self._topic("blk"):
+            return [events.BlockSeen(decode(payload, Frame, max_bytes=MAX_FRAME_BYTES))]
+        if topic == self._topic("ack"):
+            return [events.ReceiptSeen(decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES))]
+        if topic == self._topic("state") and payload:
+            self._own_presence_seen(decode(payload, Presence, max_bytes=1024))
+        return []
+
+    def _task_seen(self, payload: bytes) -> events.TaskSeen:
+        manifest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+        if len(manifest.backbones) != 1:
+            raise MalformedMessage(f"expected one backbone for fedtc, got {len(manifest.backbones)}")
+        digest = digest_of(payload)
+        if digest != self._state.task:
+            log.info(
+                "task %s: %s, %d classes, backbone %s",
+                *(digest.hex()[:12], manifest.algorithm, len(manifest.classes), manifest.backbones[0].name),
+            )
+            self._worker.focus = digest
+            self._adopt_backbone(manifest.backbones[0])
+            if self._settings.mode is not agent.Mode.DRY_RUN:
+                self._blobs.put(payload)
+                self._kept.set(task=digest.hex())
+        return events.TaskSeen(digest, manifest)
+
+    def _adopt_backbone(self, blob: BlobRef) -> None:
+        """Use the backbone that the person gave, if it is the task's."""
+        path = self._settings.backbone
+        if path is None:
+            return
+        got = file_digest(path)
+        if got != blob.digest:
+            raise BackboneMismatch(
+                f"{path} is not the task's backbone {blob.name}: expected sha256 {blob.digest.hex()}, "
+                f"got {got.hex()}; leave --backbone out to fetch the right one"
+            )
+        self._blobs.put(path.read_bytes())
+        self._state = replace(self._state, stored=self._state.stored | {blob.digest})
+
+    def _aggregator_seen(self, presence: Presence) -> Sequence[events.Event]:
+        if presence.state != "online":
+            log.info("the aggregator is %s; going on when it is back", presence.state)
+            return []
+        is_new = presence.epoch != self._aggregator_epoch
+        self._aggregator_epoch = presence.epoch
+        return [events.AggregatorStarted()] if is_new else []
+
+    def _own_presence_seen(self, presence: Presence) -> None:
+        """Correct what an old Last Will says of us, and notice a second program of our name."""
+        if presence.epoch > self._epoch:
+            raise ProtofleetError(
+                f"another edge-client has come online as {self._id!r}: give each its own --device-id"
+            )
+        if presence.state != "online" and self._state.connected:
+            self._send_outgoing(self._presence("online"))
+
+    # What the agent decides, done.
+
+    def _step(self, event: events.Event) -> None:
+        self._state, actions = agent.step(self._state, event, now_s=time.monotonic())
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: events.Action) -> None:  # noqa: C901 - a case an action
+        match action:
+            case events.Announce():
+                self._announce()
+            case events.Build() as build:
+                self._worker.build(build)
+            case events.Install() as install:
+                self._worker.install(install)
+            case events.OpenDownload(blob=blob):
+                self._open_download(blob)
+            case events.Request(digest=digest, offset=offset, length=length):
+                self._send("get", BlobRequest(digest=digest, offset=offset, length=length))
+            case events.Append(digest=digest, data=data):
+                self._blobs.append(digest, data)
+            case events.Finish(digest=digest):
+                self._finish_download(digest)
+            case events.SendTail(digest=digest):
+                payload = self._blobs.read(digest)
+                start = max(0, (len(payload) - 1) // MAX_CHUNK_BYTES * MAX_CHUNK_BYTES)
+                self._send_payload(payload, digest, ((start, len(payload)),))
+            case events.SendRanges(digest=digest, ranges=ranges):
+                self._send_payload(self._blobs.read(digest), digest, ranges)
+            case events.KeepReceipt(digest=digest, head=head):
+                self._keep_receipt(digest, head)
+            case events.Tell(text=text, error=error):
+                log.log(logging.ERROR if error else logging.INFO, "%s", text)
+            case events.Exit() as end:
+                self._exit = end
+
+    def _announce(self) -> None:
+        if self._settings.mode is not agent.Mode.DRY_RUN:
+            self._send_outgoing(self._presence("online"))
+            self._send("info", self._info())
+
+    def _topic(self, channel: DeviceChannel) -> str:
+        return device_topic(self._settings.fleet, self._id, channel)
+
+    def _send(self, channel: DeviceChannel, message: Message | Frame) -> None:
+        self._send_outgoing(mqtt.Outgoing(self._topic(channel), encode(message), RETAINED[channel]))
+
+    def _send_outgoing(self, outgoing: mqtt.Outgoing) -> None:
+        if self._session is not None:
+            self._session.send(outgoing)
+
+    def _send_payload(self, payload: bytes, digest: bytes, ranges: tuple[tuple[int, int], ...]) -> None:
+        for frame in frames_of(payload, digest=digest, ranges=ranges):
+            self._send("up", frame)
+
+    def _presence(self, state: PresenceState) -> mqtt.Outgoing:
+        message = Presence(state=state, epoch=self._epoch)
+        return mqtt.Outgoing(self._topic("state"), encode(message), RETAINED["state"])
+
+    def _info(self) -> DeviceInfo:
+        report = self._kept.get("report", {})
+        return DeviceInfo(
+            epoch=self._epoch,
+            software=version("protofleet"),
+            runtime=self._kept.get("runtime", ""),
+            backbones=tuple(sorted(self._state.stored))[:64],
+            pictures={entry["name"]: entry["pictures"] for entry in report.get("classes", [])},
+            refused=len(report.get("refused", [])),
+        )
+
+    def _open_download(self, blob: BlobRef) -> None:
+        offset = self._blobs.partial_bytes(blob.digest)
+        log.info("fetching %s, %.1f MB%s", blob.name, blob.size_bytes / 1e6, " (going on)" if offset else "")
+        if offset >= blob.size_bytes:
+            self._finish_download(blob.digest)
+        else:
+            self._inbox.put(events.DownloadStarts(blob.digest, offset))
+
+    def _finish_download(self, digest: bytes) -> None:
+        try:
+            self._blobs.finish(digest)
+        except TransferError as error:
+            log.warning("%s", error)
+            self._inbox.put(events.DownloadEnded(digest, good=False))
+        else:
+            self._inbox.put(events.DownloadEnded(digest, good=True))
+
+    def _keep_receipt(self, digest: bytes, head: bytes | None) -> None:
+        if head is not None:
+            self._kept.set(evaluated=head.hex())
+        else:
+            log.info("the aggregator has our submission")
+            self._kept.set(received=digest.hex())
+
+    def _tidy(self) -> None:
+        """Delete the blobs of the past, once a head of the current task is in use."""
+        state = self._state
+        if state.installed is None or state.task is None or state.manifest is None:
+            return
+        standing = bytes.fromhex(self._kept.get("submission", ""))
+        wanted = {state.task, state.installed, standing, *(blob.digest for blob in state.manifest.backbones)}
+        wanted |= {upload.digest for upload in state.uploads}
+        wanted |= {state.head.head.digest} if state.head else set()
+        self._blobs.keep_only(wanted)
+        self._state = replace(state, stored=frozenset(self._blobs.digests()))
+
+    # How it starts.
+
+    def _remembered(self) -> agent.State:
+        installed = self._kept.get("installed", {}).get("head")
+        evaluated = self._kept.get("evaluated")
+        # A head whose evaluation was never received is installed and evaluated once more.
+        digest = bytes.fromhex(evaluated) if evaluated and evaluated == installed else None
+        stored = frozenset(self._blobs.digests())
+        return agent.State(mode=self._settings.mode, stored=stored, installed=digest, evaluated=digest)
+
+    def _recall_task(self) -> None:
+        """Begin with the task that was known, so that a start without a broker is not idle."""
+        known = bytes.fromhex(self._kept.get("task", ""))
+        if known in self._blobs:
+            self._handle(mqtt.Received(fleet_topic(self._settings.fleet, "task"), self._blobs.read(known)))
+
+    def _open_session(self) -> mqtt.Session | None:
+        settings = self._settings
+        if settings.broker is None:
+            return None
+        dry = settings.mode is agent.Mode.DRY_RUN
+        shared = [fleet_topic(settings.fleet, channel) for channel in ("task", "head", "state")]
+        own = [self._topic(channel) for channel in ("blk", "ack")] + ([] if dry else [self._topic("state")])
+        return mqtt.Session(
+            settings.broker,
+            client_id=f"pf-{settings.fleet}-{self._id}" + ("-dry-run" if dry else ""),
+            subscriptions=[*shared, *own],
+            on_event=self._inbox.put,
+            will=None if dry else self._presence("offline"),
+        )

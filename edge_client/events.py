@@ -1,0 +1,205 @@
+"""What can happen to a device, and what it can do about it: the alphabet of `agent.step`."""
+
+from dataclasses import dataclass
+
+from protocol.messages import BlobRef, Frame, HeadManifest, Receipt, TaskManifest
+from protocol.transfer import Ranges
+
+
+@dataclass(frozen=True)
+class Connected:
+    """There is a connection."""
+
+
+@dataclass(frozen=True)
+class Disconnected:
+    """The connection is gone."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """All that was sent has reached the broker."""
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class AggregatorStarted:
+    """The aggregator has come back and may have forgotten what was on its way."""
+
+
+@dataclass(frozen=True)
+class TaskSeen:
+    """The retained task, by the digest of its bytes."""
+
+    digest: bytes
+    manifest: TaskManifest
+
+
+@dataclass(frozen=True)
+class HeadSeen:
+    """The retained head manifest."""
+
+    manifest: HeadManifest
+
+
+@dataclass(frozen=True)
+class BlockSeen:
+    """A piece of a blob."""
+
+    frame: Frame
+
+
+@dataclass(frozen=True)
+class ReceiptSeen:
+    """The aggregator's word on a transfer."""
+
+    receipt: Receipt
+
+
+@dataclass(frozen=True)
+class DownloadStarts:
+    """How many bytes of a wanted blob are on the disk already."""
+
+    digest: bytes
+    offset: int
+
+
+@dataclass(frozen=True)
+class DownloadEnded:
+    """A blob is complete; `good` if its digest is right."""
+
+    digest: bytes
+    good: bool
+
+
+@dataclass(frozen=True)
+class Built:
+    """A submission was made, or could not be, and why; `receipted` if this very one was received before."""
+
+    task: bytes
+    digest: bytes | None
+    receipted: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A head is in use and was evaluated (`report` is the evaluation's digest), or was refused, and why."""
+
+    head: bytes
+    report: bytes | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PicturesChanged:
+    """There are other pictures than before."""
+
+
+Event = (
+    Connected | Disconnected | Drained | Ticked | AggregatorStarted | TaskSeen | HeadSeen | BlockSeen
+    | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed | PicturesChanged
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Publish presence and info."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """Make a submission for the task, in the place of one being made; its sequence is above `above`."""
+
+    task: bytes
+    manifest: TaskManifest
+    above: int = 0
+
+
+@dataclass(frozen=True)
+class OpenDownload:
+    """Find out how much of a blob is there."""
+
+    blob: BlobRef
+
+
+@dataclass(frozen=True)
+class Request:
+    """Ask for bytes of a blob."""
+
+    digest: bytes
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Append:
+    """Write the next bytes of a blob."""
+
+    digest: bytes
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Check a complete blob."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Install:
+    """Take a head into use and evaluate it."""
+
+    task: bytes
+    manifest: TaskManifest
+    head: HeadManifest
+
+
+@dataclass(frozen=True)
+class SendTail:
+    """Send the last frame of a payload."""
+
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class SendRanges:
+    """Send these bytes of a payload."""
+
+    digest: bytes
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class KeepReceipt:
+    """Remember that a payload was received for good; `head` is the head that an evaluation is of."""
+
+    digest: bytes
+    head: bytes | None
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Say something to the person."""
+
+    text: str
+    error: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    """End the program."""
+
+    code: int
+    text: str = ""
+
+
+Action = (
+    Announce | Build | OpenDownload | Request | Append | Finish | Install | SendTail | SendRanges
+    | KeepReceipt | Tell | Exit
+)  # fmt: skip

@@ -1,0 +1,160 @@
+"""What a device remembers over a restart: a few facts in SQLite, and blobs beside them."""
+
+import fcntl
+import json
+import os
+import platform
+import re
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from protocol.blobstore import BlobStore, state_errors
+from protocol.codec import digest_of
+from protocol.errors import StateError
+from protocol.topics import is_name
+
+T = TypeVar("T")
+
+
+def default_device_id(folder: Path) -> str:
+    """A name for this machine and this state directory that stays the same: host name and a short digest."""
+    try:
+        machine = Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        machine = ""
+    key = f"{machine or uuid.getnode()}:{folder.resolve()}"
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", platform.node()).strip("-")[:40] or "device"
+    return f"{host}-{digest_of(key.encode()).hex()[:8]}"
+
+
+def default_folder(fleet: str) -> Path:
+    """Where a device keeps its state if nobody says otherwise: systemd's choice, or the user's state folder."""
+    if service := os.environ.get("STATE_DIRECTORY"):
+        return Path(service)
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "protofleet" / fleet
+
+
+class DeviceState:
+    """A device's state directory.
+
+    Args:
+        folder: made if it is not there.
+        read_only: for looking at it while the device program runs.
+
+    Raises:
+        StateError: it cannot be used, or there is nothing in it to read.
+    """
+
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+        self.folder = folder
+        file = folder / "device.sqlite"
+        if read_only and not file.is_file():
+            raise StateError(f"no device state in {folder}: run edge-client first, or give its --state")
+        if not read_only:
+            with state_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+        self.blobs = BlobStore(folder / "blobs")
+        self._file = file
+        self._turn = threading.Lock()
+        mode = "ro" if read_only else "rwc"
+
+        def open_database() -> sqlite3.Connection:
+            # `_turn` lets one thread at a time use it.
+            database = sqlite3.connect(
+                f"file:{file}?mode={mode}",
+                uri=True,
+                isolation_level=None,
+                timeout=10,
+                check_same_thread=False,
+            )
+            if not read_only:
+                database.execute("PRAGMA journal_mode = WAL")
+                database.execute("PRAGMA synchronous = FULL")
+                database.execute(
+                    "CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT"
+                )
+            return database
+
+        self._db = self._guard(open_database)
+
+    def _guard(self, work: Callable[[], T]) -> T:
+        try:
+            with self._turn:
+                return work()
+        except sqlite3.Error as error:
+            raise StateError(f"cannot use {self._file}: {error}") from error
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A fact, as the JSON value it was set to."""
+        rows = self._guard(
+            lambda: self._db.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchall()
+        )
+        return json.loads(rows[0][0]) if rows else default
+
+    def set(self, **facts: Any) -> None:
+        """Keep facts, all of them or none."""
+        rows = [(key, json.dumps(value)) for key, value in facts.items()]
+
+        def write() -> None:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+        self._guard(write)
+
+    def next_number(self, key: str, *, above: int = 0) -> int:
+        """A number greater than every one given before under this key, and than `above`.
+
+        It follows the clock, so that it grows even where the state was lost in between.
+        """
+        number = max(int(self.get(key, 0)), above, int(time.time()) - 1) + 1
+        self.set(**{key: number})
+        return number
+
+    def device_id(self, wanted: str | None) -> str:
+        """The device's name: the wanted one, else the one it had, else one made from the machine.
+
+        Raises:
+            StateError: the wanted one cannot be a name.
+        """
+        name = str(wanted or self.get("device_id") or default_device_id(self.folder))
+        if not is_name(name):
+            raise StateError(
+                f"{name!r} cannot name a device: expected 1 to 64 letters, digits, '-' or '_'; set --device-id"
+            )
+        if name != self.get("device_id"):
+            self.set(device_id=name)
+        return name
+
+    def lock(self) -> None:
+        """Keep other device programs out of this folder for as long as this process lives.
+
+        Raises:
+            StateError: another one is at work in it.
+        """
+        if self.is_locked():
+            raise StateError(
+                f"another edge-client is at work in {self.folder}: stop it, or give this one its own --state"
+            )
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def is_locked(self) -> bool:
+        """Whether another device program is at work in this folder."""
+        with state_errors(self.folder):
+            self._lock = (self.folder / "lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        return False
