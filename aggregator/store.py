@@ -188,9 +188,11 @@ class Store:
     def heads(self, task: bytes) -> list[HeadRow]:
         """Every head of a task, oldest first."""
         return [
-            HeadRow(*columns, members=json.loads(members), metrics=json.loads(metrics))
-            for *columns, members, metrics in self._read(
-                "SELECT version, task, digest, size_bytes, trained_s, prototypes, members, metrics "
+            HeadRow(
+                version, task, digest, size, trained_s, prototypes, json.loads(members), json.loads(metrics)
+            )
+            for version, digest, size, trained_s, prototypes, members, metrics in self._read(
+                "SELECT version, digest, size_bytes, trained_s, prototypes, members, metrics "
                 "FROM heads WHERE task = ? ORDER BY version",
                 task,
             )

@@ -89,7 +89,7 @@ threads_option = _setting(
 @verbose_option
 @click.version_option(package_name="protofleet")
 @click.pass_context
-def cli(context: click.Context, **options: Any) -> None:
+def cli(context: click.Context, /, **options: Any) -> None:
     """Turn this device's labelled pictures into class prototypes, hand them to the fleet, and take its head.
 
     Pictures never leave the device. Runs as a service until interrupted, unless told otherwise.
@@ -98,7 +98,7 @@ def cli(context: click.Context, **options: Any) -> None:
         context.exit(_serve(**options))
 
 
-def _serve(
+def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
     state: Path | None, holdout: float, backbone: Path | None, provider: "Provider", threads: int | None,
     batch_size: int, workers: int | None, rescan_s: float,

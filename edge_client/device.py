@@ -96,7 +96,7 @@ class Device:
                 self._worker.look()
             return events.Ticked()
 
-    def _handle(self, event: mqtt.Event | events.Event | Crashed) -> None:
+    def _handle(self, event: mqtt.Event | events.Event | Crashed) -> None:  # noqa: C901 - a case an event
         match event:
             case Crashed(error=error):
                 raise error

@@ -1,0 +1,268 @@
+"""The life of a device, against a simulated aggregator on a network that loses what it likes."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aggregator.uplink import Complete, Uplink
+from edge_client import agent, events
+from edge_client.agent import Mode, State, step
+from protocol.codec import digest_of
+from protocol.messages import MAX_CHUNK_BYTES, BlobRef, HeadManifest, Receipt, TaskManifest
+from protocol.transfer import Ranges, frames_of
+
+BACKBONE = bytes(range(256)) * 1200
+HEAD = b"head" * 50_000
+SUBMISSION = b"submission" * 30_000
+EVALUATION = b"evaluation"
+
+
+def _reference(data: bytes, name: str) -> BlobRef:
+    return BlobRef(digest=digest_of(data), size_bytes=len(data), name=name)
+
+
+MANIFEST = TaskManifest(
+    fleet="default",
+    algorithm="fedtc",
+    classes=("a", "b"),
+    backbones=(_reference(BACKBONE, "backbone"),),
+    alpha=0.99,
+    batch_size=5,
+    min_images=2,
+    seed=0,
+)
+TASK = b"t" * 32
+HEAD_MANIFEST = HeadManifest(task=TASK, version=1, head=_reference(HEAD, "head"), devices=1, prototypes=1)
+
+
+@dataclass
+class World:
+    """A device, an aggregator, and a network between them that loses a share of the messages."""
+
+    state: State
+    random: random.Random
+    loss: float
+    now_s: float = 0.0
+    exit: events.Exit | None = None
+    disk: dict[bytes, bytes] = field(default_factory=dict)
+    pending: list[events.Event] = field(default_factory=list)
+    taken: list[bytes] = field(default_factory=list)
+    uplink: Uplink = field(default_factory=lambda: Uplink(max_bytes=10**7))
+
+    def arrives(self) -> bool:
+        """Whether the network delivers the next message."""
+        return self.random.random() >= self.loss
+
+    def run(self, *, steps: int = 40_000) -> None:
+        """Live until the program exits, one second a step where nothing else happens."""
+        for _ in range(steps):
+            event: events.Event = events.Ticked()
+            if self.pending:
+                event = self.pending.pop(0)
+            else:
+                self.now_s += 1.0
+            self.state, actions = step(self.state, event, now_s=self.now_s)
+            for action in actions:
+                self.perform(action)
+            if self.exit is not None:
+                return
+
+    def perform(self, action: events.Action) -> None:
+        """Do what the device program and the aggregator would do."""
+        match action:
+            case events.OpenDownload(blob=blob):
+                self.pending.append(events.DownloadStarts(blob.digest, len(self.disk.get(blob.digest, b""))))
+            case events.Request(digest=digest, offset=offset, length=length):
+                data = next(data for data in (BACKBONE, HEAD) if digest_of(data) == digest)
+                ranges = ((offset, offset + length),)
+                blocks = [
+                    events.BlockSeen(frame)
+                    for frame in frames_of(data, digest=digest, ranges=ranges)
+                    if self.arrives()
+                ]
+                self.pending.extend(blocks if self.arrives() else [])
+            case events.Append(digest=digest, data=data):
+                self.disk[digest] = self.disk.get(digest, b"") + data
+            case events.Finish(digest=digest):
+                good = digest_of(self.disk[digest]) == digest
+                self.pending.append(events.DownloadEnded(digest, good=good))
+            case events.Build(task=task):
+                self.pending.append(events.Built(task, digest_of(SUBMISSION)))
+            case events.Install(head=head):
+                self.pending.append(events.Installed(head.head.digest, digest_of(EVALUATION)))
+            case events.SendTail(digest=digest):
+                data = next(data for data in (SUBMISSION, EVALUATION) if digest_of(data) == digest)
+                tail = (len(data) - 1) // MAX_CHUNK_BYTES * MAX_CHUNK_BYTES
+                self.upload(data, ((tail, len(data)),))
+            case events.SendRanges(digest=digest, ranges=ranges):
+                self.upload(next(d for d in (SUBMISSION, EVALUATION) if digest_of(d) == digest), ranges)
+            case events.Exit() as end:
+                self.exit = end
+
+    def upload(self, data: bytes, ranges: Ranges) -> None:
+        """Let frames travel up, and the answers down."""
+        for frame in frames_of(data, digest=digest_of(data), ranges=ranges):
+            if not self.arrives():
+                continue
+            outcome = self.uplink.take("device", frame, holds=lambda _, digest: digest in self.taken)
+            if isinstance(outcome, Complete):
+                self.taken.append(outcome.digest)
+                outcome = Receipt(digest=outcome.digest, status="received")
+            if outcome is not None and self.arrives():
+                self.pending.append(events.ReceiptSeen(outcome))
+        self.pending.append(events.Drained())
+
+
+def _begin(mode: Mode = Mode.ONCE, *, loss: float = 0.0, seed: int = 0) -> World:
+    world = World(State(mode=mode), random.Random(seed), loss)
+    world.pending = [
+        events.Connected(),
+        events.TaskSeen(TASK, MANIFEST),
+        events.HeadSeen(HEAD_MANIFEST),
+    ]
+    return world
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), loss=st.floats(0, 0.5))
+def test_every_loss_is_made_up_for(seed: int, loss: float) -> None:
+    """However many messages get lost, the device ends with its submission and evaluation counted once each."""
+    world = _begin(loss=loss, seed=seed)
+    world.run()
+    assert world.exit == events.Exit(0)
+    assert sorted(world.taken) == sorted([digest_of(SUBMISSION), digest_of(EVALUATION)])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(1, 60), max_size=6))
+def test_a_cut_at_any_moment_is_resumed(seed: int, cuts: list[int]) -> None:
+    """A connection that ends and comes back at any moment delays, and loses nothing."""
+    world = _begin(loss=0.1, seed=seed)
+    for cut in cuts:
+        world.run(steps=cut)
+        if world.exit is None:
+            world.pending.extend([events.Disconnected(), events.Connected()])
+    world.run()
+    assert world.exit == events.Exit(0)
+    assert sorted(world.taken) == sorted([digest_of(SUBMISSION), digest_of(EVALUATION)])
+
+
+def test_nothing_is_sent_before_there_is_a_connection() -> None:
+    """Without a broker the device makes its submission and keeps it."""
+    state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
+    state, actions = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
+    assert actions == (events.Build(TASK, MANIFEST),)
+    state, actions = step(state, events.Built(TASK, digest_of(SUBMISSION)), now_s=1)
+    assert actions == ()
+    state, actions = step(state, events.Connected(), now_s=2)
+    assert actions == (events.Announce(), events.SendTail(digest_of(SUBMISSION)))
+
+
+def test_a_download_goes_on_where_it_ended() -> None:
+    """What is on the disk already is not asked for again."""
+    world = _begin()
+    world.disk[digest_of(BACKBONE)] = BACKBONE[:70_000]
+    requests = []
+    perform = world.perform
+    world.perform = lambda action: (requests.append(action), perform(action))[1]  # type: ignore[method-assign]
+    world.run()
+    asked = [action for action in requests if isinstance(action, events.Request)]
+    assert asked[0] == events.Request(digest_of(BACKBONE), 70_000, len(BACKBONE) - 70_000)
+
+
+def test_damaged_blob_is_fetched_again_and_then_given_up() -> None:
+    """A blob that keeps arriving with another digest ends the program with a line about it."""
+    state, _ = step(State(mode=Mode.SERVICE), events.TaskSeen(TASK, MANIFEST), now_s=0)
+    said: list[events.Action] = []
+    for _ in range(agent.MAX_BROKEN):
+        state, actions = step(state, events.DownloadEnded(digest_of(BACKBONE), good=False), now_s=0)
+        said.extend(actions)
+    assert isinstance(said[0], events.Tell)
+    assert isinstance(said[-1], events.Exit)
+    assert said[-1].code == 1
+
+
+def _handing_in(mode: Mode = Mode.SERVICE) -> State:
+    state = State(mode=mode, stored=frozenset({digest_of(BACKBONE)}), connected=True)
+    state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
+    state, _ = step(state, events.Built(TASK, digest_of(SUBMISSION)), now_s=0)
+    return state
+
+
+def test_superseded_submission_is_made_again_with_a_greater_sequence() -> None:
+    """A device that lost its count is told the standing one and goes above it."""
+    receipt = Receipt(digest=digest_of(SUBMISSION), status="refused", reason="superseded", sequence=41)
+    _, actions = step(_handing_in(), events.ReceiptSeen(receipt), now_s=0)
+    assert actions == (events.Build(TASK, MANIFEST, above=41),)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [(Mode.ONCE, events.Exit), (Mode.SERVICE, events.Tell)])
+def test_refusal_reaches_a_person(mode: Mode, kind: type[events.Action]) -> None:
+    """A submission refused for what it is ends a single run, and is told by a service that goes on."""
+    receipt = Receipt(
+        digest=digest_of(SUBMISSION), status="refused", reason="shape", detail="expected (m, 8)"
+    )
+    state, actions = step(_handing_in(mode), events.ReceiptSeen(receipt), now_s=0)
+    assert isinstance(actions[0], kind)
+    assert "expected (m, 8)" in str(actions[0])
+    assert state.uploads == ()
+
+
+def test_new_pictures_replace_what_was_not_sent_yet() -> None:
+    """A newer submission takes the place of an older one that has no receipt yet."""
+    state, actions = step(_handing_in(), events.PicturesChanged(), now_s=1)
+    assert actions == (events.Build(TASK, MANIFEST),)
+    state, actions = step(state, events.Built(TASK, b"n" * 32), now_s=2)
+    assert [upload.digest for upload in state.uploads] == [b"n" * 32]
+    assert actions == (events.SendTail(b"n" * 32),)
+
+
+def test_new_task_ends_the_old_ones_transfers() -> None:
+    """Another task means another submission, and nothing of the old one is sent any more."""
+    state, actions = step(_handing_in(), events.TaskSeen(b"u" * 32, MANIFEST), now_s=1)
+    assert state.uploads == ()
+    assert events.Build(b"u" * 32, MANIFEST) in actions
+    state, actions = step(state, events.Built(TASK, digest_of(SUBMISSION)), now_s=2)
+    assert actions == ()
+
+
+def test_a_refused_head_is_told_and_not_tried_again() -> None:
+    """The old head stays in use, and the device does not go round in circles."""
+    state = _handing_in()
+    state, _ = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
+    state, actions = step(state, events.DownloadEnded(HEAD_MANIFEST.head.digest, good=True), now_s=0)
+    assert events.Install(TASK, MANIFEST, HEAD_MANIFEST) in actions
+    refused = events.Installed(HEAD_MANIFEST.head.digest, None, reason="it predicts NaN")
+    state, actions = step(state, refused, now_s=0)
+    assert actions == (events.Tell("it predicts NaN", error=True),)
+    _, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=1)
+    assert actions == ()
+
+
+def test_dry_run_announces_and_sends_nothing() -> None:
+    """A dry run fetches what it needs, makes its submission, and exits without handing anything in."""
+    world = _begin(Mode.DRY_RUN)
+    done: list[events.Action] = []
+    perform = world.perform
+    world.perform = lambda action: (done.append(action), perform(action))[1]  # type: ignore[method-assign]
+    world.run()
+    assert world.exit == events.Exit(0)
+    sent = (events.Announce, events.SendTail, events.SendRanges)
+    assert not [action for action in done if isinstance(action, sent)]
+
+
+def test_silence_is_met_with_growing_patience() -> None:
+    """A device whose aggregator is away asks ever more rarely, and at once when it comes back."""
+    state = _handing_in()
+    asked: list[int] = []
+    for second in range(1, 2000):
+        state, actions = step(state, events.Drained(), now_s=second)
+        asked.extend(second for action in actions if isinstance(action, events.SendTail))
+    pauses = [later - earlier for earlier, later in zip(asked, asked[1:], strict=False)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] >= agent.LAST_PATIENCE_S
+    _, actions = step(state, events.AggregatorStarted(), now_s=2000)
+    assert [type(action) for action in actions] == [events.SendTail]
