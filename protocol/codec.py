@@ -80,10 +80,13 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     """An array as a tensor, little-endian and row-major; float16, float32 or unsigned up to 32 bits.
 
     Raises:
-        MalformedMessage: the array's dtype does not travel.
+        MalformedMessage: the array's dtype or number of dimensions does not travel.
     """
-    little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-    return msgspec.convert((little.dtype.str[1:], little.shape, little.tobytes()), Tensor, strict=True)
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    try:
+        return msgspec.convert((little.dtype.str[1:], little.shape, little.tobytes()), Tensor)
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(f"cannot send an array of {array.dtype} {array.shape}: {error}") from error
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:

@@ -23,7 +23,7 @@ MAX_BLOB_BYTES = 2 * 1024**3
 
 MAX_CLASSES = 4096
 
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
 ClassName = Annotated[str, Meta(min_length=1, max_length=128)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]

@@ -119,14 +119,14 @@ def parse_broker(text: str) -> Broker:
     if not colon or (text.count(":") > 1 and not text.startswith("[")):
         host, port = text.strip(), "1883"
     host = host.removeprefix("[").removesuffix("]")
-    if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"expected the broker as HOST or HOST:PORT, got {text!r}")
     return Broker(host, int(port))
 
 
 def pause_s(failures: int, uniform: Callable[[float, float], float]) -> float:
     """Seconds before the next try: exponential with full jitter, so that a fleet does not return as one."""
-    return uniform(0.2, min(LONGEST_PAUSE_S, 2.0**failures))
+    return uniform(0.2, min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10)))
 
 
 @dataclass
