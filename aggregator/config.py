@@ -15,6 +15,10 @@ from protocol.messages import MAX_CLASSES, ClassName, Name, Natural
 from protocol.metadata import BackboneMetadata, backbone_metadata
 
 
+_TABLE = re.compile(r"\s*\[([\w.\"' \t-]+)\]")
+_KEY = re.compile(r"\s*([\w.\"' \t-]+?)\s*=")
+
+
 class Client(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[client]`: what every device is told about making prototypes."""
 
@@ -30,7 +34,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     recipe: Literal["default", "paper"] = "default"
     restore: bool | None = None
     epochs: Annotated[int, Meta(ge=1, le=100_000)] | None = None
-    device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"
     seed: Natural = 0
 
 
@@ -43,10 +47,10 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fleet: Name = "default"
     algorithm: Literal["fedtc"] = "fedtc"
     quorum: Annotated[int, Meta(ge=1)] = 1
-    deadline_s: Annotated[float, Meta(gt=0)] = 600.0
+    deadline_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
     retrain_after: Annotated[int, Meta(ge=1)] = 1
     max_submission_mb: Annotated[float, Meta(gt=0, le=2048)] = 64.0
-    devices: tuple[Name, ...] | None = None
+    devices: Annotated[tuple[Name, ...], Meta(min_length=1)] | None = None
     """The only devices that may take part; left out, any may."""
     client: Client = Client()
     training: Training = Training()
@@ -127,15 +131,23 @@ def _explain(path: Path, text: str, error: str) -> str:
 
 
 def _line_of(text: str, tables: tuple[str, ...], key: str | None) -> int:
-    """The line on which a table's key stands, or the table itself; 1 if it cannot be told."""
-    header = re.compile(r"\s*\[\s*([\w.\- ]+?)\s*\]")
-    inside = not tables
+    """The line on which a table's key stands, or the table itself, or else what is nearest around it."""
+    wanted = (*tables, key) if key else tables
+    table: tuple[str, ...] = ()
     found = 1
     for number, line in enumerate(text.splitlines(), start=1):
-        if match := header.match(line):
-            inside = tuple(match[1].split(".")) == tables
-            if inside:
-                found = number
-        elif inside and key is not None and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
+        if match := _TABLE.match(line):
+            name = table = _parts(match[1])
+        elif match := _KEY.match(line):
+            name = (*table, *_parts(match[1]))
+        else:
+            continue
+        if name == wanted:
             return number
+        if name == wanted[: len(name)]:
+            found = number
     return found
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip(" \t\"'") for part in dotted.split("."))

@@ -127,6 +127,7 @@ def _head(store: Store, task: bytes, row: HeadRow) -> dict[str, Any]:
 
 def show(summary: dict[str, Any], console: "Console") -> None:
     """Print a report for a person."""
+    from rich.markup import escape
     from rich.table import Table
 
     running = "running" if summary["running"] else "not running"
@@ -147,7 +148,7 @@ def show(summary: dict[str, Any], console: "Console") -> None:
     console.print(
         f"{summary['submissions']} submissions, {summary['waiting']} not in a head yet; {covered} of "
         f"{len(summary['classes'])} classes covered"
-        + (f", none of: {', '.join(bare[:10])}{' …' if len(bare) > 10 else ''}" if bare else ""),
+        + (f", none of: {escape(', '.join(bare[:10]))}{' …' if len(bare) > 10 else ''}" if bare else ""),
         highlight=False,
     )
     if summary["training"]:
@@ -172,4 +173,4 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         )
         console.print(refusal["detail"], markup=False, highlight=False)
     if summary["head_path"]:
-        console.print(f"newest: {summary['head_path']}", highlight=False, soft_wrap=True)
+        console.print(f"newest: {summary['head_path']}", markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sqlite3
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,8 @@ class Store:
             self.blobs = BlobStore(folder / "blobs")
         mode = "ro" if read_only else "rwc"
         with self._sqlite_errors():
-            self._db = sqlite3.connect(f"file:{file}?mode={mode}", uri=True, isolation_level=None, timeout=10)
+            uri = f"file:{urllib.parse.quote(str(file))}?mode={mode}"
+            self._db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10)
             if not read_only:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")

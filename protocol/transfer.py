@@ -6,6 +6,9 @@ from protocol.codec import digest_of
 from protocol.errors import TransferError
 from protocol.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, Frame
 
+MAX_PIECES = 2**17
+"""Frames that one transfer may hold apart: what is kept beside their bytes stays small."""
+
 Ranges = tuple[tuple[int, int], ...]
 """Disjoint byte ranges [start, stop) in ascending order."""
 
@@ -54,7 +57,8 @@ class Assembly:
         """Take a frame of this transfer.
 
         Raises:
-            TransferError: it is of another transfer, contradicts the size, or overlaps what came before.
+            TransferError: it is of another transfer, contradicts the size, overlaps what came before, or is empty
+                or one too many.
         """
         if frame.digest != self.digest or frame.size_bytes != self.size_bytes:
             raise TransferError("the frame's digest or size is not this transfer's")
@@ -62,12 +66,16 @@ class Assembly:
             raise TransferError(
                 f"expected bytes within {self.size_bytes}, got {frame.offset}+{len(frame.data)}"
             )
+        if not frame.data and self.size_bytes:
+            raise TransferError("a frame without bytes")
         known = self._pieces.get(frame.offset)
         if known is not None and len(known) >= len(frame.data):
             return
         held = self.held_bytes + len(frame.data) - len(known or b"")
         if held > self.size_bytes:
             raise TransferError("the frames overlap: together they are larger than the whole")
+        if known is None and len(self._pieces) >= MAX_PIECES:
+            raise TransferError(f"more than {MAX_PIECES} pieces: send larger frames")
         self._pieces[frame.offset] = frame.data
         self.held_bytes = held
 
