@@ -14,7 +14,6 @@ from protocol.errors import ConfigError
 from protocol.messages import MAX_CLASSES, ClassName, Name, Natural
 from protocol.metadata import BackboneMetadata, backbone_metadata
 
-
 _TABLE = re.compile(r"\s*\[([\w.\"' \t-]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' \t-]+?)\s*=")
 
