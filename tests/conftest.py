@@ -1,0 +1,35 @@
+"""What tests of several packages share: an address, and real brokers of both kinds."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from protocol.session import Broker
+from tests.brokers import amqtt, free_address, mosquitto, mosquitto_program
+
+Serve = Callable[[Broker], AbstractContextManager[None]]
+
+
+@pytest.fixture
+def address() -> Broker:
+    """An address on which no broker listens yet."""
+    return free_address()
+
+
+@pytest.fixture(params=["amqtt", "mosquitto"])
+def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Serve:
+    """Start a broker at an address, for as long as the context lasts; once for each kind of broker."""
+    if request.param == "amqtt":
+        return amqtt
+    if mosquitto_program() is None:
+        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    return lambda address: mosquitto(address, tmp_path)
+
+
+@pytest.fixture
+def broker(serve: Serve, address: Broker) -> Iterator[Broker]:
+    """A broker that runs."""
+    with serve(address):
+        yield address

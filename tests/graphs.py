@@ -1,0 +1,60 @@
+"""Small real ONNX graphs for tests: a backbone that means something, made in milliseconds."""
+
+import hashlib
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from protocol.metadata import BackboneMetadata, to_properties
+from protocol.preprocessing import Preprocessing
+
+EDGE = 8
+"""Height and width of its pictures, pixels."""
+
+
+def tiny_backbone(*, feature_size: int = 16, seed: int = 0) -> bytes:
+    """A backbone file: means over 2 x 2 patches, then a random projection with `seed`.
+
+    Args:
+        feature_size: L.
+        seed: another seed is another backbone.
+
+    Returns:
+        An ONNX file, `image` uint8 (n, 8, 8, 3) -> `feature` float32 (n, L), with its metadata.
+    """
+    values = 3 * (EDGE // 2) ** 2
+    weights = np.random.default_rng(seed).normal(size=(values, feature_size)).astype(np.float32)
+    nodes = [
+        helper.make_node("Cast", ["image"], ["pixels"], to=TensorProto.FLOAT),
+        helper.make_node("Div", ["pixels", "white"], ["scaled"]),
+        helper.make_node("Transpose", ["scaled"], ["planes"], perm=[0, 3, 1, 2]),
+        helper.make_node("AveragePool", ["planes"], ["patches"], kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Flatten", ["patches"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "projection"], ["feature"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [helper.make_tensor_value_info("image", TensorProto.UINT8, ["n", EDGE, EDGE, 3])],
+        [helper.make_tensor_value_info("feature", TensorProto.FLOAT, ["n", feature_size])],
+        [
+            numpy_helper.from_array(np.array(255, dtype=np.float32), "white"),
+            numpy_helper.from_array(weights, "projection"),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(model, to_properties(_metadata(weights.tobytes(), feature_size)))
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+def _metadata(weights: bytes, feature_size: int) -> BackboneMetadata:
+    return BackboneMetadata(
+        model="tiny",
+        feature_size=feature_size,
+        preprocessing=Preprocessing(height=EDGE, width=EDGE),
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+        weights_sha256=hashlib.sha256(weights).hexdigest(),
+    )
