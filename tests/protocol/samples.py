@@ -1,0 +1,157 @@
+"""One fixed message of every type, and hypothesis strategies for all the others."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from protocol.codec import to_tensor
+from protocol.messages import (
+    MAX_BLOB_BYTES,
+    MAX_CHUNK_BYTES,
+    BlobRef,
+    BlobRequest,
+    DeviceInfo,
+    Evaluation,
+    Frame,
+    HeadManifest,
+    Message,
+    Presence,
+    Receipt,
+    Submission,
+    TaskManifest,
+    Tensor,
+)
+
+_DIGEST = bytes(range(32))
+
+SAMPLES: tuple[Message | Frame, ...] = (
+    TaskManifest(
+        fleet="default",
+        algorithm="fedtc",
+        classes=("cat", "Großer Käfer"),
+        backbones=(BlobRef(digest=_DIGEST, size_bytes=12345, name="mobilenetv2_100.onnx"),),
+        alpha=0.99,
+        batch_size=5,
+        min_images=2,
+        seed=7,
+    ),
+    HeadManifest(
+        task=_DIGEST,
+        version=3,
+        head=BlobRef(digest=_DIGEST[::-1], size_bytes=678, name="head-3.onnx"),
+        devices=10,
+        prototypes=220,
+        metrics={"loss": 0.25},
+    ),
+    Presence(state="online", epoch=1_700_000_000),
+    DeviceInfo(
+        epoch=1_700_000_000,
+        software="0.1.0",
+        runtime="1.31.1 CPUExecutionProvider",
+        backbones=(_DIGEST,),
+        pictures={"cat": 40, "Großer Käfer": 0},
+        refused=1,
+    ),
+    Submission(
+        task=_DIGEST,
+        sequence=1,
+        prototypes=to_tensor(np.array([[0.5, -1.0, 65504.0], [0.0, 0.25, 2.0]], dtype=np.float16)),
+        labels=to_tensor(np.array([0, 1], dtype=np.uint8)),
+        counts=to_tensor(np.array([5, 300], dtype=np.uint16)),
+        pictures=306,
+        left_out=(1,),
+    ),
+    Evaluation(task=_DIGEST, head_version=3, right=(8, 0), wrong=(1, 2)),
+    Frame(v=1, digest=_DIGEST, size_bytes=70_000, offset=61_440, data=b"bytes of a blob"),
+    Receipt(
+        digest=_DIGEST,
+        status="refused",
+        missing=((0, 61_440),),
+        reason="superseded",
+        detail="a submission with sequence 4 stands",
+        sequence=4,
+    ),
+    BlobRequest(digest=_DIGEST, offset=61_440, length=983_040),
+)
+
+_natural = st.integers(0, 2**63 - 1)
+_positive = st.integers(1, 2**63 - 1)
+_byte_count = st.integers(0, MAX_BLOB_BYTES)
+_digest = st.binary(min_size=32, max_size=32)
+_text = st.text(max_size=256)
+_class_name = st.text(min_size=1, max_size=128)
+_name = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+_per_class = st.lists(_natural, max_size=20).map(tuple)
+_blob_ref = st.builds(BlobRef, digest=_digest, size_bytes=_byte_count, name=_text)
+_tensor = st.builds(
+    Tensor,
+    dtype=st.sampled_from(["f2", "f4", "u1", "u2", "u4"]),
+    shape=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
+    data=st.binary(max_size=200),
+)
+
+
+def _version_one(message_type: type[Any], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(message_type, v=st.just(1), **fields)
+
+
+MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
+    _version_one(
+        TaskManifest,
+        fleet=_name,
+        algorithm=st.just("fedtc"),
+        classes=st.lists(_class_name, min_size=1, max_size=20).map(tuple),
+        backbones=st.lists(_blob_ref, min_size=1, max_size=16).map(tuple),
+        alpha=st.floats(0, 1, exclude_min=True),
+        batch_size=st.integers(1, 65535),
+        min_images=st.integers(1, 65535),
+        seed=_natural,
+    ),
+    _version_one(
+        HeadManifest,
+        task=_digest,
+        version=_positive,
+        head=_blob_ref,
+        devices=_positive,
+        prototypes=_positive,
+        metrics=st.dictionaries(_text, st.floats(allow_nan=False), max_size=32),
+    ),
+    _version_one(Presence, state=st.sampled_from(["online", "stopped", "offline"]), epoch=_natural),
+    _version_one(
+        DeviceInfo,
+        epoch=_natural,
+        software=_text,
+        runtime=_text,
+        backbones=st.lists(_digest, max_size=5).map(tuple),
+        pictures=st.dictionaries(_class_name, _natural, max_size=20),
+        refused=_natural,
+    ),
+    _version_one(
+        Submission,
+        task=_digest,
+        sequence=_natural,
+        prototypes=_tensor,
+        labels=_tensor,
+        counts=_tensor,
+        pictures=_natural,
+        left_out=_per_class,
+    ),
+    _version_one(Evaluation, task=_digest, head_version=_positive, right=_per_class, wrong=_per_class),
+    _version_one(
+        Frame, digest=_digest, size_bytes=_byte_count, offset=_byte_count, data=st.binary(max_size=300)
+    ),
+    _version_one(
+        Receipt,
+        digest=_digest,
+        status=st.sampled_from(["received", "missing", "refused"]),
+        missing=st.lists(st.tuples(_byte_count, _byte_count), max_size=64).map(tuple),
+        reason=st.sampled_from([None, "malformed", "version", "oversized", "digest", "superseded"]),
+        detail=_text,
+        sequence=_natural,
+    ),
+    _version_one(
+        BlobRequest, digest=_digest, offset=_byte_count, length=st.integers(1, 16 * MAX_CHUNK_BYTES)
+    ),
+)
+"""Any valid message of protocol version 1."""
