@@ -1,0 +1,177 @@
+"""Payloads cut into frames and put together again, whatever the network does in between."""
+
+import contextlib
+
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.codec import digest_of, encode
+from protocol.errors import TransferError
+from protocol.messages import MAX_CHUNK_BYTES, Frame
+from protocol.transfer import MAX_PIECES, Assembly, frames_of, gaps
+
+PAYLOAD = bytes(range(10))
+DIGEST = digest_of(PAYLOAD)
+
+
+def _assembly_of(payload: bytes) -> Assembly:
+    return Assembly(digest_of(payload), len(payload))
+
+
+def _frame(offset: int, data: bytes, *, size_bytes: int = 10, digest: bytes = DIGEST) -> Frame:
+    return Frame(v=1, digest=digest, size_bytes=size_bytes, offset=offset, data=data)
+
+
+@given(st.binary(max_size=400), st.integers(1, 64), st.data())
+def test_any_order_and_duplication_gives_the_payload(
+    payload: bytes, chunk_bytes: int, data: st.DataObject
+) -> None:
+    """Frames may come in any order and any number of times."""
+    frames = list(frames_of(payload, digest=digest_of(payload), chunk_bytes=chunk_bytes))
+    assembly = _assembly_of(payload)
+    repeated = data.draw(st.lists(st.sampled_from(frames)))
+    for each in data.draw(st.permutations(frames + repeated)):
+        assembly.add(each)
+        assert assembly.held_bytes <= len(payload)
+    assert assembly.missing() == ()
+    assert assembly.payload() == payload
+
+
+@given(st.binary(min_size=1, max_size=400), st.integers(1, 64), st.data())
+def test_what_was_lost_is_named_and_sent_again(payload: bytes, chunk_bytes: int, data: st.DataObject) -> None:
+    """Sending just the missing ranges completes a transfer, in however many lossy rounds."""
+    assembly = _assembly_of(payload)
+    while ranges := assembly.missing():
+        sent = list(frames_of(payload, digest=assembly.digest, ranges=ranges, chunk_bytes=chunk_bytes))
+        assert sum(len(each.data) for each in sent) == len(payload) - assembly.held_bytes
+        arrived = data.draw(st.lists(st.sampled_from(sent), min_size=1, unique_by=id))
+        for each in arrived:
+            assembly.add(each)
+    assert assembly.payload() == payload
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.binary(max_size=30)), max_size=30),
+    st.integers(0, 60),
+)
+def test_no_frames_make_it_hold_more_than_the_whole(pieces: list[tuple[int, bytes]], size_bytes: int) -> None:
+    """Overlapping, empty and contradicting frames are refused before they take room."""
+    assembly = Assembly(DIGEST, size_bytes)
+    for offset, data in pieces:
+        with contextlib.suppress(TransferError):
+            assembly.add(_frame(offset, data, size_bytes=size_bytes))
+        held = sum(len(piece) for piece in assembly._pieces.values())
+        assert held == assembly.held_bytes <= size_bytes
+        assert len(assembly._pieces) <= max(size_bytes, 1)
+
+
+@given(st.integers(0, 100), st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30))))
+def test_gaps_are_the_bytes_nobody_covers(size_bytes: int, pieces: list[tuple[int, int]]) -> None:
+    """Together with the pieces they cover everything, and no byte twice; they ascend."""
+    hypothesis.assume(all(offset + length <= size_bytes for offset, length in pieces))
+    covered = {byte for offset, length in pieces for byte in range(offset, offset + length)}
+    missing = gaps(size_bytes, pieces)
+    listed = [byte for start, stop in missing for byte in range(start, stop)]
+    assert listed == [byte for byte in range(size_bytes) if byte not in covered]
+    assert all(start < stop for start, stop in missing)
+
+
+def test_an_announced_size_allocates_nothing() -> None:
+    """A transfer of two gigabytes of which one byte came holds one byte."""
+    assembly = Assembly(DIGEST, 2 * 1024**3)
+    assembly.add(_frame(5, b"x", size_bytes=2 * 1024**3))
+    assert assembly.held_bytes == 1
+    assert assembly.missing() == ((0, 5), (6, 2 * 1024**3))
+
+
+def test_frames_of_a_whole_payload_are_chunks_that_fit() -> None:
+    """Every frame but the last is full, and with its envelope stays under 64 KiB."""
+    payload = bytes(2 * MAX_CHUNK_BYTES + 1)
+    frames = list(frames_of(payload, digest=DIGEST))
+    assert [len(each.data) for each in frames] == [MAX_CHUNK_BYTES, MAX_CHUNK_BYTES, 1]
+    assert max(len(encode(each)) for each in frames) < 64 * 1024
+
+
+def test_ranges_past_the_payload_are_clipped() -> None:
+    """A receiver that asks for too much gets what there is."""
+    assert [
+        (each.offset, each.data) for each in frames_of(PAYLOAD, digest=DIGEST, ranges=((8, 99), (50, 60)))
+    ] == [(8, b"\x08\x09")]
+
+
+def test_an_empty_payload_is_one_empty_frame() -> None:
+    """Nothing can be sent, too, and is complete."""
+    frames = list(frames_of(b"", digest=digest_of(b"")))
+    assert [(each.offset, each.data) for each in frames] == [(0, b"")]
+    assembly = _assembly_of(b"")
+    assembly.add(frames[0])
+    assert assembly.payload() == b""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (_frame(0, b"ab", digest=bytes(32)), "digest or size"),
+        (_frame(0, b"ab", size_bytes=11), "digest or size"),
+        (_frame(9, b"ab"), "within 10, got 9"),
+        (_frame(11, b""), "within 10, got 11"),
+        (_frame(3, b""), "without bytes"),
+        (_frame(2, b"12345678"), "overlap"),
+    ],
+    ids=["digest", "size", "past the end", "beyond the end", "empty", "overlap"],
+)
+def test_a_frame_that_contradicts_the_transfer_is_refused(wrong: Frame, reason: str) -> None:
+    """It changes nothing, and the rest of the transfer goes on."""
+    assembly = Assembly(DIGEST, 10)
+    assembly.add(_frame(0, PAYLOAD[:5]))
+    with pytest.raises(TransferError, match=reason):
+        assembly.add(wrong)
+    assembly.add(_frame(5, PAYLOAD[5:]))
+    assert assembly.payload() == PAYLOAD
+
+
+def test_frames_that_overlap_never_become_a_payload() -> None:
+    """The byte that two of them hold is missed somewhere else, and what fills the gap is one too many."""
+    assembly = Assembly(DIGEST, 10)
+    for piece in (_frame(0, b"XX"), _frame(1, PAYLOAD[1:9])):
+        assembly.add(piece)
+    with pytest.raises(TransferError, match="overlap"):
+        assembly.add(_frame(9, b"\x09"))
+
+
+def test_other_bytes_than_announced_are_refused() -> None:
+    """Both digests are named."""
+    assembly = Assembly(DIGEST, 10)
+    assembly.add(_frame(0, bytes(10)))
+    with pytest.raises(
+        TransferError, match=f"expected sha256 {DIGEST.hex()}, got {digest_of(bytes(10)).hex()}"
+    ):
+        assembly.payload()
+
+
+def test_half_a_transfer_is_no_payload() -> None:
+    """There is nothing to read before everything is there."""
+    assembly = Assembly(DIGEST, 10)
+    assembly.add(_frame(0, PAYLOAD[:5]))
+    with pytest.raises(TransferError, match="not complete"):
+        assembly.payload()
+
+
+def test_a_longer_piece_replaces_a_shorter_one() -> None:
+    """A sender that cuts differently the second time is understood."""
+    assembly = Assembly(DIGEST, 10)
+    for piece in (_frame(0, PAYLOAD[:2]), _frame(0, PAYLOAD[:10]), _frame(0, PAYLOAD[:1])):
+        assembly.add(piece)
+    assert assembly.payload() == PAYLOAD
+
+
+def test_a_transfer_in_crumbs_is_refused() -> None:
+    """What is kept beside the bytes is bounded as well."""
+    size_bytes = 2 * MAX_PIECES + 2
+    assembly = Assembly(DIGEST, size_bytes)
+    for index in range(MAX_PIECES):
+        assembly.add(_frame(2 * index, b"x", size_bytes=size_bytes))
+    with pytest.raises(TransferError, match="send larger frames"):
+        assembly.add(_frame(2 * MAX_PIECES, b"x", size_bytes=size_bytes))
