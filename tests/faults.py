@@ -1,0 +1,51 @@
+"""Faults of a machine, provoked for real: a disk that is full, a folder that cannot be written."""
+
+import contextlib
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_NOBODY = 65534
+
+
+@contextlib.contextmanager
+def full_disk(*, after_bytes: int) -> Iterator[None]:
+    """Let every write past `after_bytes` of a file fail, as a full disk or an exceeded quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Take away the right to write in a folder and all below it, from root as well."""
+    below = [path for path in (folder, *folder.rglob("*")) if path.is_dir()]
+    for path in below:
+        path.chmod(0o555)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(_NOBODY)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        for path in below:
+            path.chmod(0o755)
+
+
+@contextlib.contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may enter, unlike pytest's own."""
+    folder = Path(tempfile.mkdtemp(prefix="protofleet-"))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
