@@ -168,7 +168,7 @@ def evaluate_head(
     """
     right, wrong = [], []
     pictures = find_pictures(local.data, manifest.classes)
-    known = cache.known((picture.identity for picture in pictures), backbone.sha256)
+    known = cache.known(backbone.sha256)
     for label in range(len(manifest.classes)):
         members = [
             picture.identity

@@ -1,0 +1,222 @@
+"""Folders and lists of labelled pictures: what is there, what is held out, and one picture decoded."""
+
+import csv
+import difflib
+import hashlib
+import os
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISREG
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from protocol.errors import ConfigError, UnreadablePicture
+
+PICTURE_SUFFIXES = (
+    ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp",
+)  # fmt: skip
+"""What counts as a picture in a folder, in upper or lower case. A list may name files of any suffix."""
+
+# Every other format of Pillow is left out: some start other programs (EPS), none comes out of a camera.
+PICTURE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+
+UNLABELLED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One labelled picture as it lay on the disk when it was found."""
+
+    path: Path
+    relative: str
+    """Its path from the folder (or the list's folder) that it was found in."""
+    label: int
+    """Index into the task's classes, or UNLABELLED."""
+    size_bytes: int
+    mtime_ns: int
+
+    @property
+    def identity(self) -> str:
+        """Key of what was computed from it: another file, or the same file changed, has another one."""
+        return f"{self.size_bytes}-{self.mtime_ns}-{self.relative}"
+
+
+def find_pictures(source: Path, classes: Sequence[str]) -> tuple[Picture, ...]:
+    """Find the labelled pictures of a device, in order of their relative paths.
+
+    Args:
+        source: a folder with one sub-folder per class (pictures may lie deeper in it; hidden files and files
+            without one of PICTURE_SUFFIXES are not looked at), or a CSV file with the columns `path` and
+            `label`, the paths relative to the file.
+        classes: the task's class names; labels are indices into them.
+
+    Raises:
+        ConfigError: there is nothing to be found, or something that is not of the task.
+    """
+    labels = {_normal(name): label for label, name in enumerate(classes)}
+    try:
+        found = list(_listed(source, labels) if source.is_file() else _in_folders(source, labels))
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {error.filename}; say in which folder the pictures are") from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+    if not found:
+        raise ConfigError(
+            f"{source} holds no pictures; expected one folder of pictures per class ({_name_some(classes)}), "
+            "or a CSV file of path,label"
+        )
+    return tuple(sorted(found, key=lambda picture: picture.relative))
+
+
+def unlabelled(path: Path) -> Picture:
+    """Take a single file as a picture of no known class."""
+    return _picture(path, str(path), UNLABELLED)
+
+
+def held_out(picture: Picture, fraction: float) -> bool:
+    """Tell whether a picture is kept out of the prototypes, to evaluate heads on.
+
+    It depends on the relative path alone, so that no other picture, and no restart, ever moves one across.
+    """
+    drawn = hashlib.sha256(os.fsencode(picture.relative)).digest()[:8]
+    return int.from_bytes(drawn, "big") < fraction * 2**64
+
+
+def decode(path: Path) -> Image.Image:
+    """Read one picture whole, turned upright by its EXIF orientation; the first frame of several.
+
+    Returns:
+        A loaded Pillow picture in its own mode, one that `preprocess` takes.
+
+    Raises:
+        UnreadablePicture: names the file and why: not a picture, truncated, corrupt, too large.
+    """
+    try:
+        with path.open("rb") as file, Image.open(file, formats=PICTURE_FORMATS) as image:
+            _check_kind(image)
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            return image
+    except UnreadablePicture as error:
+        raise UnreadablePicture(f"{path}: {error}") from error
+    except UnidentifiedImageError as error:
+        raise UnreadablePicture(f"{path}: it is none of {', '.join(PICTURE_FORMATS)}") from error
+    except OSError as error:
+        raise UnreadablePicture(f"{path}: {error.strerror or error}") from error
+    except Exception as error:  # a broken file can raise nearly anything inside a decoder
+        raise UnreadablePicture(f"{path}: {error or type(error).__name__}") from error
+
+
+def _check_kind(image: Image.Image) -> None:
+    pixels, most = image.width * image.height, Image.MAX_IMAGE_PIXELS or 0
+    if pixels > most > 0:
+        raise UnreadablePicture(
+            f"{image.width} x {image.height} pixels are more than the {most} that are decoded"
+        )
+    if image.mode in {"I", "F"}:
+        raise UnreadablePicture("its 32-bit pixels have no agreed white; save it with 8 bits a channel")
+
+
+def _picture(path: Path, relative: str, label: int) -> Picture:
+    """Describe a file; one that cannot be looked at is found all the same, and refused when it is read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return Picture(path, relative, label, size_bytes=0, mtime_ns=0)
+    return Picture(path, relative, label, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def _in_folders(source: Path, labels: Mapping[str, int]) -> Iterator[Picture]:
+    folders = [entry for entry in _entries(source) if entry.is_dir()]
+    seen = {_place(source.stat()), *(_place(folder.stat()) for folder in folders)}
+    for folder in folders:
+        label = _label_of(folder.name, labels, where=source / folder.name)
+        for path in _walk(Path(folder.path), seen):
+            yield _picture(path, str(path.relative_to(source)), label)
+
+
+def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
+    """Yield the pictures in a folder and below; a folder reached once more through a link is not entered."""
+    folders = [folder]
+    while folders:
+        for entry in _entries(folders.pop()):
+            if entry.is_dir():
+                if _place(entry.stat()) not in seen:
+                    seen.add(_place(entry.stat()))
+                    folders.append(Path(entry.path))
+            elif entry.name.lower().endswith(PICTURE_SUFFIXES) and _may_be_read(entry):
+                yield Path(entry.path)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """List what is not hidden in a folder, in order of names."""
+    with os.scandir(folder) as entries:
+        return sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
+
+
+def _may_be_read(entry: os.DirEntry[str]) -> bool:
+    """Leave out pipes and devices, which could block for ever; a dangling link stays, to be named later."""
+    try:
+        return S_ISREG(entry.stat().st_mode)
+    except OSError:
+        return True
+
+
+def _place(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _listed(source: Path, labels: Mapping[str, int]) -> Iterator[Picture]:
+    lines: dict[str, int] = {}
+    try:
+        with source.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            if not {"path", "label"} <= set(rows.fieldnames or ()):
+                header = ",".join(rows.fieldnames or ())
+                raise ConfigError(f"{source} must start with the header path,label, not '{header}'")
+            for row in rows:
+                where = f"{source} line {rows.line_num}"
+                picture = _listed_picture(row, where, source.parent, labels)
+                if picture.relative in lines:
+                    raise ConfigError(
+                        f"{where}: {picture.relative} is in line {lines[picture.relative]} already"
+                    )
+                lines[picture.relative] = rows.line_num
+                yield picture
+    except (UnicodeError, csv.Error) as error:
+        raise ConfigError(f"{source} cannot be read as a CSV file in UTF-8: {error}") from error
+
+
+def _listed_picture(
+    row: Mapping[str, str | None], where: str, folder: Path, labels: Mapping[str, int]
+) -> Picture:
+    relative = (row["path"] or "").strip()
+    label = _label_of((row["label"] or "").strip(), labels, where=where)
+    if not relative or not (folder / relative).is_file():
+        raise ConfigError(f"{where}: there is no file {folder / relative}")
+    return _picture(folder / relative, relative, label)
+
+
+def _label_of(name: str, labels: Mapping[str, int], *, where: str | Path) -> int:
+    label = labels.get(_normal(name))
+    if label is not None:
+        return label
+    by_lower_case = {known.lower(): known for known in labels}
+    close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
+    hint = f" (did you mean '{by_lower_case[close[0]]}'?)" if close else ""
+    raise ConfigError(
+        f"{where}: '{name}' is no class of the task{hint}; its classes are {_name_some(labels)}"
+    )
+
+
+def _normal(name: str) -> str:
+    """Give the same name for the same letters: some file systems take accents apart."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _name_some(names: Iterable[str], most: int = 20) -> str:
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,182 @@
+"""Real devices, a real aggregator and a real broker, as processes: from pictures to a head that predicts."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from PIL import Image
+
+from protocol.session import Broker
+from tests.graphs import tiny_backbone
+from tests.integration.fleet import Fleet, write_digits
+
+CLASSES = [str(digit) for digit in range(10)]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, broker: Broker) -> Iterator[Fleet]:
+    """A fleet that is taken down at the end."""
+    fleet = Fleet(tmp_path, broker)
+    yield fleet
+    fleet.stop()
+
+
+def write_task(folder: Path, **settings: object) -> Path:
+    """Write a task file and its backbone."""
+    (folder / "backbone.onnx").write_bytes(tiny_backbone())
+    values = {"classes": CLASSES, "backbones": ["backbone.onnx"], "quorum": 3, "deadline_s": 600, **settings}
+    task = folder / "task.toml"
+    task.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+    return task
+
+
+def test_three_devices_get_a_head(fleet: Fleet, tmp_path: Path) -> None:
+    """Three devices with different classes end with one head for all of them, evaluated and predicting."""
+    aggregator = fleet.aggregator(write_task(tmp_path))
+    shares = ([0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9])
+    devices = [
+        fleet.device(f"device-{number}", write_digits(tmp_path / f"data-{number}", classes=share), "--once")
+        for number, share in enumerate(shares)
+    ]
+    for device in devices:
+        fleet.wait_exit(device)
+    summary = fleet.wait_for(
+        "the devices' farewells", lambda s: all(d["state"] == "stopped" for d in s["devices"])
+    )
+    assert summary["submissions"] == 3
+    assert [head["devices"] for head in summary["heads"]] == [3]
+    assert summary["heads"][0]["held_out"]["devices"] == 3
+    assert summary["heads"][0]["metrics"]["onnx_max_abs_diff"] <= 1e-4
+    assert all(covered["prototypes"] > 0 for covered in summary["coverage"].values())
+    assert summary["refusals"] == []
+    aggregator.terminate()
+    fleet.wait_exit(aggregator)
+    _check_prediction(fleet, tmp_path)
+    _check_fused_model(tmp_path)
+
+
+def _check_prediction(fleet: Fleet, folder: Path) -> None:
+    """Without broker and aggregator, a device names classes that it never had pictures of."""
+    picture = next((folder / "data-2" / "9").glob("*.png"))
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "edge_client.cli",
+            "predict",
+            "--json",
+            "--state",
+            fleet.root / "devices/device-0",
+            picture,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    line = json.loads(done.stdout)
+    assert line["label"] in CLASSES
+    assert line["head_version"] == 1
+
+
+def _check_fused_model(folder: Path) -> None:
+    """`model.onnx` takes pictures and gives the probabilities of the classes."""
+    session = onnxruntime.InferenceSession(folder / "aggregator" / "model.onnx")
+    _, height, width, _ = session.get_inputs()[0].shape
+    picture = next((folder / "data-0" / "1").glob("*.png"))
+    with Image.open(picture) as image:
+        pixels = np.asarray(image.convert("RGB").resize((width, height)))[None]
+    (probabilities,) = session.run(["probabilities"], {"image": pixels})
+    assert probabilities.shape == (1, len(CLASSES))
+    assert probabilities.sum() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_late_device_is_in_the_next_head(fleet: Fleet, tmp_path: Path) -> None:
+    """The deadline closes the collection without the missing device; who comes late makes the next head."""
+    fleet.aggregator(write_task(tmp_path, quorum=3, deadline_s=2, retrain_after=1))
+    data = [write_digits(tmp_path / f"data-{n}", classes=[n, n + 1]) for n in range(2)]
+    fleet.device("early", data[0])
+    fleet.wait_for("the first head", lambda s: len(s["heads"]) == 1)
+    late = fleet.device("late", data[1], "--once")
+    fleet.wait_exit(late)
+    summary = fleet.wait_for("the second head", lambda s: len(s["heads"]) == 2)
+    assert [head["devices"] for head in summary["heads"]] == [1, 2]
+    fleet.wait_for("the early device's evaluation", lambda s: s["heads"][1]["held_out"]["devices"] >= 1)
+
+
+def test_restarts_change_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    """An aggregator and a device that are killed and started again go on with what they had."""
+    task = write_task(tmp_path, quorum=1)
+    aggregator = fleet.aggregator(task)
+    data = write_digits(tmp_path / "data", classes=[0, 1])
+    device = fleet.device("device", data)
+    before = fleet.wait_for(
+        "the head and its evaluation", lambda s: s["heads"] and s["heads"][0]["held_out"]["devices"]
+    )
+    for process in (aggregator, device):
+        process.kill()
+        process.wait()
+    fleet.aggregator(task)
+    fleet.wait_exit(fleet.device("device", data, "--once"))
+    after = fleet.wait_for(
+        "the restarted fleet", lambda s: s["running"] and s["devices"][0]["state"] == "stopped"
+    )
+    assert after["submissions"] == 1
+    assert [head["sha256"] for head in after["heads"]] == [head["sha256"] for head in before["heads"]]
+
+
+def test_new_pictures_make_a_new_head(fleet: Fleet, tmp_path: Path) -> None:
+    """A device that runs as a service notices new pictures, and its newer submission replaces the older."""
+    fleet.aggregator(write_task(tmp_path, quorum=1, retrain_after=1))
+    data = write_digits(tmp_path / "data", classes=[0, 1])
+    fleet.device("device", data, "--rescan-s", "0.5")
+    first = fleet.wait_for("the first head", lambda s: s["heads"])
+    write_digits(data, classes=[2], start=0)
+    second = fleet.wait_for("the second head", lambda s: len(s["heads"]) == 2)
+    assert second["submissions"] == 1
+    assert second["heads"][1]["prototypes"] > first["heads"][0]["prototypes"]
+    assert second["coverage"]["2"]["prototypes"] > 0
+
+
+def test_dry_run_sends_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    """A dry run says what would leave the device, and the aggregator hears of no device."""
+    fleet.aggregator(write_task(tmp_path, quorum=1))
+    data = write_digits(tmp_path / "data", classes=[0, 1])
+    fleet.wait_exit(fleet.device("device", data, "--dry-run"))
+    said = (tmp_path / "device.log").read_text()
+    assert "nothing was sent" in said
+    assert "0: 20 pictures" in said
+    summary = fleet.wait_for("the aggregator", lambda s: s["running"])
+    assert summary["devices"] == []
+    assert summary["submissions"] == 0
+
+
+@pytest.mark.parametrize("folder", ["cat", None])
+def test_wrong_folder_is_one_line(fleet: Fleet, tmp_path: Path, folder: str | None) -> None:
+    """A folder that is no class of the task, or no picture at all: one line, exit status 1, nothing handed in."""
+    fleet.aggregator(write_task(tmp_path, quorum=1))
+    data = tmp_path / "data"
+    data.mkdir()
+    if folder is not None:
+        write_digits(data, classes=[0]).joinpath("0").rename(data / folder)
+    fleet.wait_exit(fleet.device("device", data, "--once"), code=1)
+    said = (tmp_path / "device.log").read_text()
+    assert "Traceback" not in said
+    assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1
+    assert fleet.wait_for("the aggregator", lambda s: s["running"])["submissions"] == 0
+
+
+def test_other_backbone_is_refused_with_both_digests(fleet: Fleet, tmp_path: Path) -> None:
+    """A local backbone that is not the task's is refused, and the line names both digests."""
+    fleet.aggregator(write_task(tmp_path, quorum=1))
+    other = tmp_path / "other.onnx"
+    other.write_bytes(tiny_backbone(seed=1))
+    data = write_digits(tmp_path / "data", classes=[0, 1])
+    fleet.wait_exit(fleet.device("device", data, "--once", "--backbone", str(other)), code=1)
+    said = (tmp_path / "device.log").read_text()
+    assert said.count("sha256") >= 1
+    assert "Traceback" not in said
