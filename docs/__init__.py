@@ -1,0 +1,1 @@
+"""Pages about protofleet, and the program that makes one of them."""

@@ -1,0 +1,213 @@
+"""The files in deploy/ do what their comments say, tried with the programs that they are for."""
+
+import getpass
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import paho.mqtt.client as paho
+import pytest
+from paho.mqtt.enums import CallbackAPIVersion
+
+from aggregator.cli import cli as aggregator
+from aggregator.config import Client, TaskFile, Training, load_task
+from edge_client.cli import cli as edge_client
+from protocol.messages import MAX_MANIFEST_BYTES
+from protocol.session import Broker
+from tests.brokers import mosquitto, mosquitto_program
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+
+needs_mosquitto = pytest.mark.skipif(
+    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
+)
+
+
+def mosquitto_options(folder: Path) -> str:
+    """deploy/mosquitto.conf without its listener, and with its data in a folder of the test."""
+    text = (DEPLOY / "mosquitto.conf").read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^listener .*$", "", text)
+    text = re.sub(r"(?m)^persistence_location .*$", f"persistence_location {folder}/", text)
+    return f"{text}\nuser {getpass.getuser()}\n"
+
+
+def client(broker: Broker, name: str) -> paho.Client:
+    """A client of its own, connected, without a thread."""
+    connected = paho.Client(CallbackAPIVersion.VERSION2, client_id=name)
+    connected.connect(broker.host, broker.port)
+    while not connected.is_connected():
+        connected.loop(0.1)
+    return connected
+
+
+def publish(
+    broker: Broker, topic: str, *, times: int = 1, payload: bytes = b"x", retain: bool = False
+) -> None:
+    """Publish at QoS 1 and wait until the broker has taken all of it."""
+    sender = client(broker, "sender")
+    sender.loop_start()
+    for message in [sender.publish(topic, payload, qos=1, retain=retain) for _ in range(times)]:
+        message.wait_for_publish(timeout=20)
+    sender.disconnect()
+    sender.loop_stop()
+
+
+def receive(subscriber: paho.Client, *, messages: int) -> int:
+    """Take messages until there are enough, or none comes for two seconds; returns how many came."""
+    got = 0
+    heard_s = time.monotonic()
+
+    def on_message(_client: paho.Client, _data: Any, _message: paho.MQTTMessage) -> None:
+        nonlocal got, heard_s
+        got += 1
+        heard_s = time.monotonic()
+
+    subscriber.on_message = on_message
+    while got < messages and time.monotonic() < heard_s + 2:
+        subscriber.loop(0.1)
+    return got
+
+
+@needs_mosquitto
+def test_what_is_retained_outlives_the_broker(tmp_path: Path, address: Broker) -> None:
+    """A retained task is there again after mosquitto was stopped and started."""
+    options = mosquitto_options(tmp_path)
+    with mosquitto(address, tmp_path, options=options):
+        publish(address, "pf/1/orchard/task", retain=True)
+    with mosquitto(address, tmp_path, options=options):
+        subscriber = client(address, "receiver")
+        subscriber.subscribe("pf/1/+/task", qos=1)
+        assert receive(subscriber, messages=1) == 1
+
+
+@needs_mosquitto
+def test_a_slow_subscriber_loses_nothing(tmp_path: Path, address: Broker) -> None:
+    """More messages than mosquitto's default of 1000 wait for a subscriber that does not read meanwhile."""
+    with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
+        subscriber = client(address, "receiver")
+        subscribed = threading.Event()
+        subscriber.on_subscribe = lambda *_: subscribed.set()
+        subscriber.subscribe("pf/1/orchard/d/+/up/+", qos=1)
+        while not subscribed.is_set():
+            subscriber.loop(0.1)
+        publish(address, "pf/1/orchard/d/shed-1/up/0", times=3000)
+        assert receive(subscriber, messages=3000) == 3000
+
+
+@needs_mosquitto
+def test_the_largest_message_passes(tmp_path: Path, address: Broker) -> None:
+    """A manifest of the largest size that the protocol allows is under the broker's packet limit."""
+    with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
+        publish(address, "pf/1/orchard/task", payload=bytes(MAX_MANIFEST_BYTES), retain=True)
+        subscriber = client(address, "receiver")
+        subscriber.subscribe("pf/1/orchard/task", qos=1)
+        assert receive(subscriber, messages=1) == 1
+
+
+def uncommented(file: Path) -> str:
+    """A TOML file of deploy/ with the settings behind # as settings."""
+    return re.sub(r"(?m)^# (?=[\w-]+ = )", "", file.read_text(encoding="utf-8"))
+
+
+def task_in(folder: Path, text: str) -> TaskFile:
+    """What the aggregator reads out of a task file, with a backbone where the file says."""
+    backbone = folder / tomllib.loads(text)["backbones"][0]
+    backbone.parent.mkdir(exist_ok=True)
+    backbone.touch()
+    (folder / "task.toml").write_text(text, encoding="utf-8")
+    return load_task(folder / "task.toml")[0]
+
+
+def test_the_task_file_is_one(tmp_path: Path) -> None:
+    """The aggregator takes deploy/task.toml as it is, and with everything that stands behind # as well."""
+    file = DEPLOY / "task.toml"
+    task = task_in(tmp_path, file.read_text(encoding="utf-8"))
+    assert task.client == Client()
+    assert task.training == Training()
+    full = task_in(tmp_path, uncommented(file))
+    assert full.devices is not None
+    assert full.training.epochs is not None
+
+
+def test_the_task_file_names_every_setting_and_its_default(tmp_path: Path) -> None:
+    """Behind # stands what holds without the line, where there is such a value."""
+    file = DEPLOY / "task.toml"
+    written = tomllib.loads(uncommented(file))
+    full = task_in(tmp_path, uncommented(file))
+    optional = re.findall(r"(?m)^# (\w+) = ", file.read_text(encoding="utf-8"))
+    for table, given, default in (
+        (written, full, TaskFile(classes=("a",), backbones=("b",))),
+        (written["client"], full.client, Client()),
+        (written["training"], full.training, Training()),
+    ):
+        assert set(default.__struct_fields__) == set(table)
+        for name in set(optional) & set(table):
+            assert getattr(default, name) in (None, getattr(given, name)), name
+
+
+def parse(command: click.Command, *arguments: str) -> click.Context:
+    """The command line, parsed and checked by the program itself, and not run."""
+    return command.make_context("program", list(arguments))
+
+
+def test_the_device_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """edge-client takes deploy/edge-client.toml, and every option of it behind # with the default named there."""
+    monkeypatch.delenv("PROTOFLEET_FLEET", raising=False)
+    context = parse(edge_client, "--config", str(DEPLOY / "edge-client.toml"))
+    assert context.params["broker"] == "broker.example:1883"
+    assert context.params["data"] == Path("/srv/pictures")
+    (tmp_path / "backbone.onnx").touch()
+    text = uncommented(DEPLOY / "edge-client.toml").replace(
+        "/srv/backbone.onnx", str(tmp_path / "backbone.onnx")
+    )
+    (tmp_path / "full.toml").write_text(text, encoding="utf-8")
+    full = parse(edge_client, "--config", str(tmp_path / "full.toml"))
+    for option in ("holdout", "provider", "batch_size", "rescan_s"):
+        assert full.params[option] == context.params[option]
+    set_elsewhere = {"config", "help", "version", "verbose", "once", "dry_run"}
+    named = {name.replace("-", "_") for name in tomllib.loads(text)}
+    assert named == {parameter.name for parameter in edge_client.params} - set_elsewhere
+
+
+@pytest.mark.parametrize(("unit", "command"), [("edge-client", edge_client), ("aggregator", aggregator)])
+def test_the_units_are_right(unit: str, command: click.Group, tmp_path: Path) -> None:
+    """The unit is one that systemd has nothing to say about, and the program understands the command in it."""
+    text = (DEPLOY / f"{unit}.service").read_text(encoding="utf-8")
+    started = re.search(r"(?m)^ExecStart=(.*)$", text)
+    assert started
+    program, *arguments = shlex.split(started[1].replace("%S", "/var/lib"))
+    assert Path(program).name == unit
+    arguments = [a.replace("/etc/protofleet", str(DEPLOY)) for a in arguments]
+    name, *rest = arguments
+    parse(command.commands.get(name, command), *(rest if name in command.commands else arguments))
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    copy = tmp_path / f"{unit}.service"
+    copy.write_text(text.replace(program, shutil.which("true") or program), encoding="utf-8")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
+    )
+    assert not [line for line in done.stderr.splitlines() if unit in line]
+
+
+def test_the_images_get_every_package() -> None:
+    """What the wheel is made of is copied into the build, and not kept out of it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    copied = re.findall(r"(?m)^COPY (.*) \S+$", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    needed = {
+        "pyproject.toml",
+        project["project"]["readme"],
+        *project["project"]["license-files"],
+        *project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
+    }
+    assert needed == set(" ".join(copied).split())
+    allowed = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    assert needed == {line[1:] for line in allowed if line.startswith("!")}
