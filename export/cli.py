@@ -1,0 +1,188 @@
+"""`export-backbone MODEL --out DIR`."""
+
+import ast
+import json
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from protocol.cli import config_option, run, start_logging, verbose_option
+from protocol.errors import RuntimeMissing
+
+
+def _three(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    try:
+        numbers = tuple(float(part) for part in value.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != 3:
+        raise click.BadParameter(f"expected three numbers such as 0.5,0.5,0.5, got {value!r}")
+    return numbers
+
+
+def _keywords(
+    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, Any]:
+    keywords: dict[str, Any] = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not equals or not key.isidentifier():
+            raise click.BadParameter(f"expected NAME=VALUE, got {value!r}")
+        try:
+            keywords[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            keywords[key] = text
+    return keywords
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model", required=False)
+@config_option
+@click.option("--list", "pattern", metavar="PATTERN", help="Print timm's models that match, and exit.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(),
+    show_default=True,
+    help="Folder for MODEL-SIZE.onnx.",
+)
+@click.option(
+    "--weights",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Weights: safetensors, or a torch checkpoint that holds nothing but weights.",
+)
+@click.option("--pretrained", is_flag=True, help="Fetch timm's own weights from the hub.")
+@click.option("--random", is_flag=True, help="Take no weights: only for trying things out.")
+@click.option(
+    "--model-kwargs",
+    "keywords",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_keywords,
+    help="Passed on to timm, such as pad_type=same; may be repeated.",
+)
+@click.option(
+    "--image-size", type=click.IntRange(min=8), help="Pixels of the square input  [default: the model's]"
+)
+@click.option(
+    "--mean", metavar="R,G,B", callback=_three, help="Of pixels scaled to 0..1  [default: the model's]"
+)
+@click.option("--std", metavar="R,G,B", callback=_three, help="Likewise.")
+@click.option(
+    "--crop-pct", type=click.FloatRange(0.1, 1), help="Part kept by the crop  [default: the model's]"
+)
+@click.option(
+    "--photos",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Photographs to compare on  [default: two of scikit-learn's]",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0),
+    default=1e-3,
+    show_default=True,
+    help="Largest relative error against torch.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
+@verbose_option
+@click.version_option(package_name="protofleet")
+def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool, **options: Any) -> None:  # fmt: skip
+    """Turn a frozen pretrained backbone of timm into an ONNX file that devices can use."""
+    start_logging(verbose=verbose)
+    logging.getLogger("timm").setLevel(logging.INFO if verbose else logging.WARNING)
+    try:
+        import onnxruntime  # noqa: F401 - only to see that it is there
+        import timm  # noqa: F401
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise RuntimeMissing(
+            f"{error.name} is not installed: pip install 'protofleet[export,cpu]'"
+        ) from error
+    if pattern is not None:
+        from export.backbones import list_models
+
+        click.echo("\n".join(list_models(pattern)))
+        return
+    if model is None:
+        raise click.UsageError("name a MODEL, or look for one with --list PATTERN")
+    summary = _export(model, **options)
+    click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
+
+
+def _export(
+    model: str, *, out: Path, photos: Path | None, tolerance: float, keywords: dict[str, Any], **chosen: Any
+) -> dict[str, Any]:
+    from export.backbones import Choice, load_backbone
+    from export.parity import photos_in, timm_reference
+    from export.to_onnx import export_module, feature_size
+    from protocol.blobstore import state_errors
+    from protocol.metadata import BackboneMetadata
+
+    started = time.monotonic()
+    click.echo(f"loading {model} ...", err=True)
+    backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
+    spec = backbone.preprocessing
+    metadata = BackboneMetadata(
+        model=model,
+        feature_size=feature_size(backbone.module, height=spec.height, width=spec.width),
+        preprocessing=spec,
+        mean=tuple(backbone.config["mean"]),
+        std=tuple(backbone.config["std"]),
+        weights_sha256=backbone.weights_sha256,
+        weights=backbone.weights,
+    )
+    click.echo("exporting and comparing with torch ...", err=True)
+    with state_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    exported = export_module(
+        backbone.module,
+        metadata,
+        path=out / f"{re.sub(r'[^A-Za-z0-9._-]', '_', model)}-{spec.height}.onnx",
+        reference=timm_reference(backbone.module, dict(backbone.config)),
+        photos=photos_in(photos) if photos else None,
+        tolerance=tolerance,
+    )
+    parity = exported.metadata.parity
+    return {
+        "path": str(exported.path),
+        "sha256": exported.sha256,
+        "size_bytes": exported.size_bytes,
+        "model": model,
+        "feature_size": metadata.feature_size,
+        "image_size": [spec.height, spec.width],
+        "weights": metadata.weights,
+        "weights_sha256": metadata.weights_sha256,
+        "parity": None if parity is None else {
+            "cosine": parity.cosine, "relative_error": parity.relative_error, "pictures": parity.pictures
+        },
+        "seconds": round(time.monotonic() - started, 1),
+    }  # fmt: skip
+
+
+def _describe(summary: dict[str, Any]) -> str:
+    parity = summary["parity"]
+    height, width = summary["image_size"]
+    return (
+        f"{summary['path']}\n"
+        f"  {summary['size_bytes'] / 1e6:.1f} MB, pictures of {height}x{width} to {summary['feature_size']} features\n"
+        f"  sha256 {summary['sha256']}\n"
+        f"  against torch on {parity['pictures']} photographs: cosine {parity['cosine']:.8f}, "
+        f"relative error {parity['relative_error']:.1e}"
+    )
+
+
+def main() -> None:
+    """Run the console script."""
+    run(cli, program="export-backbone")
+
+
+if __name__ == "__main__":
+    main()
