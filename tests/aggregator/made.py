@@ -1,0 +1,46 @@
+"""A task and what devices hand in for it, for the aggregator's tests."""
+
+import numpy as np
+
+from aggregator.intake import Expectation
+from protocol.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.messages import BlobRef, Evaluation, Submission, TaskManifest
+
+FEATURE_SIZE = 16
+MANIFEST = TaskManifest(
+    fleet="f",
+    algorithm="fedtc",
+    classes=("cat", "dog", "fox"),
+    backbones=(BlobRef(digest=bytes(32), size_bytes=1, name="tiny.onnx"),),
+    alpha=0.99,
+    batch_size=5,
+    min_images=2,
+    seed=0,
+)
+TASK = digest_of(encode(MANIFEST))
+EXPECTATION = Expectation(TASK, MANIFEST, FEATURE_SIZE)
+
+
+def submission(
+    *,
+    task: bytes = TASK,
+    sequence: int = 1,
+    labels: tuple[int, ...] = (0, 0, 1, 2),
+    feature_size: int = FEATURE_SIZE,
+    seed: int = 0,
+) -> Submission:
+    """A good submission: float16 (m, L) prototypes of five pictures each."""
+    values = np.random.default_rng(seed).normal(size=(len(labels), feature_size)).astype(np.float16)
+    return Submission(
+        task=task,
+        sequence=sequence,
+        prototypes=to_tensor(values),
+        labels=to_unsigned(np.array(labels)),
+        counts=to_unsigned(np.full(len(labels), 5)),
+        pictures=5 * len(labels),
+    )
+
+
+def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:
+    """A good evaluation: nine of ten held-out pictures right."""
+    return Evaluation(task=task, head_version=head_version, right=(4, 5, 0), wrong=(1, 0, 0))

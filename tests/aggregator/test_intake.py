@@ -1,0 +1,153 @@
+"""What devices hand in is taken only if everything about it is right, and told apart by reason if not."""
+
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aggregator.intake import Refused, check_evaluation, check_submission, read_message
+from protocol.codec import encode, to_tensor, to_unsigned
+from protocol.messages import Evaluation, Presence, Submission, Tensor
+from tests.aggregator.made import EXPECTATION, FEATURE_SIZE, evaluation, submission
+
+GOOD = submission()
+
+
+def _changed(**fields: Any) -> Submission:
+    return msgspec.structs.replace(GOOD, **fields)
+
+
+def _floats(values: float, *shape: int, dtype: str = "f2") -> Tensor:
+    return to_tensor(np.full(shape, values, dtype=dtype))
+
+
+def _refused(spoilt: Submission) -> Refused:
+    """The refusal of a submission that came as bytes, as all do."""
+    message = read_message(encode(spoilt))
+    assert isinstance(message, Submission)
+    with pytest.raises(Refused) as caught:
+        check_submission(message, EXPECTATION)
+    return caught.value
+
+
+def test_a_good_submission_becomes_arrays() -> None:
+    """Values, labels and counts come out as sent, ready to train on."""
+    message = read_message(encode(GOOD))
+    assert isinstance(message, Submission)
+    taken = check_submission(message, EXPECTATION)
+    arrays = (taken.values, taken.labels, taken.counts)
+    assert [str(array.dtype) for array in arrays] == ["float32", "int64", "int64"]
+    assert taken.values.shape == (4, FEATURE_SIZE)
+    np.testing.assert_array_equal(taken.values, np.frombuffer(GOOD.prototypes.data, "<f2").reshape(4, -1))
+    assert taken.labels.tolist() == [0, 0, 1, 2]
+    assert taken.counts.tolist() == [5, 5, 5, 5]
+
+
+def test_float32_prototypes_are_taken_too() -> None:
+    """A device may spend more bytes than it needs to."""
+    check_submission(_changed(prototypes=_floats(1.5, 4, FEATURE_SIZE, dtype="f4")), EXPECTATION)
+
+
+REFUSED: dict[str, tuple[Submission, str, str]] = {
+    "other task": (_changed(task=bytes(32)), "unknown_task", "expected task .*, got 000000000000"),
+    "prototypes of integers": (
+        _changed(prototypes=to_tensor(np.zeros((4, 16), "u1"))),
+        "dtype",
+        "prototypes",
+    ),
+    "labels of floats": (_changed(labels=_floats(0, 4)), "dtype", "labels of kind 'u', got f2"),
+    "counts of floats": (_changed(counts=_floats(5, 4)), "dtype", "counts of kind 'u', got f2"),
+    "flat prototypes": (_changed(prototypes=_floats(0, 64)), "shape", "of 2 dimensions"),
+    "labels in a table": (_changed(labels=to_tensor(np.zeros((4, 1), "u1"))), "shape", "of 1 dimensions"),
+    "another backbone's size": (submission(feature_size=17), "shape", r"expected \(m, 16\) .* got \(4, 17\)"),
+    "one label too few": (_changed(labels=to_unsigned(np.zeros(3, int))), "shape", r"\(3,\)"),
+    "one count too many": (_changed(counts=to_unsigned(np.full(5, 5))), "shape", r"\(5,\)"),
+    "no prototype": (submission(labels=()), "shape", r"\(0, 16\)"),
+    "bytes missing": (_changed(prototypes=Tensor("f2", (4, 16), bytes(127))), "shape", "expected 128 bytes"),
+    "bytes to spare": (_changed(labels=Tensor("u1", (4,), bytes(5))), "shape", "labels: expected 4 bytes"),
+    "a shape beyond memory": (
+        _changed(prototypes=Tensor("f2", (2**31 - 1, 2**31 - 1), b"")),
+        "shape",
+        "expected 9223372",
+    ),
+    "NaN": (_changed(prototypes=_floats(float("nan"), 4, 16)), "not_finite", "NaN or infinity"),
+    "infinity": (_changed(prototypes=_floats(float("-inf"), 4, 16)), "not_finite", "NaN or infinity"),
+    "a class too many": (submission(labels=(0, 3)), "unknown_class", "labels below 3, got 3"),
+    "a picture by itself": (
+        _changed(counts=to_unsigned(np.array([5, 5, 1, 5]))),
+        "malformed",
+        "at least 2 pictures",
+    ),
+    "no picture at all": (_changed(counts=to_unsigned(np.array([5, 5, 0, 5]))), "malformed", "got 0 to 5"),
+    "more pictures than there are": (
+        _changed(counts=to_unsigned(np.array([5, 5, 5, 2**32 - 1]))),
+        "malformed",
+        "to 4294967295",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoilt", "reason", "detail"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_wrong_submission_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
+    """The reason is for programs; the detail says what was expected and what came."""
+    refused = _refused(spoilt)
+    assert refused.reason == reason
+    assert re.search(detail, refused.detail)
+
+
+@given(st.data())
+def test_one_bad_value_anywhere_is_found(data: st.DataObject) -> None:
+    """A single NaN or infinity among all prototypes refuses the submission."""
+    values = np.zeros((4, FEATURE_SIZE), dtype=np.float16)
+    place = data.draw(st.tuples(st.integers(0, 3), st.integers(0, FEATURE_SIZE - 1)))
+    values[place] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    assert _refused(_changed(prototypes=to_tensor(values))).reason == "not_finite"
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", "malformed"),
+        (b"\x00", "malformed"),
+        (b"not msgpack at all", "malformed"),
+        (encode(Presence(state="online", epoch=1)), "malformed"),
+        (encode(GOOD)[:-1], "malformed"),
+        (encode(GOOD) + b"\x00", "malformed"),
+        (encode(_changed(v=2)), "version"),
+        (encode(msgspec.structs.replace(evaluation(), v=0)), "version"),
+    ],
+)
+def test_what_is_no_submission_is_refused(payload: bytes, reason: str) -> None:
+    """Noise, cut messages, other kinds and other versions are told apart from wrong contents."""
+    with pytest.raises(Refused) as caught:
+        read_message(payload)
+    assert caught.value.reason == reason
+    assert caught.value.detail == str(caught.value) != ""
+
+
+def test_a_good_evaluation_is_taken() -> None:
+    """It may be of any head up to the newest."""
+    message = read_message(encode(evaluation(head_version=2)))
+    assert isinstance(message, Evaluation)
+    check_evaluation(message, EXPECTATION, newest_head=2)
+    check_evaluation(message, EXPECTATION, newest_head=3)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason"),
+    [
+        (evaluation(task=bytes(32)), "unknown_task"),
+        (evaluation(head_version=3), "unknown_head"),
+        (msgspec.structs.replace(evaluation(), right=(1, 2)), "shape"),
+        (msgspec.structs.replace(evaluation(), wrong=(1, 2, 3, 4)), "shape"),
+    ],
+)
+def test_a_wrong_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
+    """Another task's, a head that was never made, and a wrong number of classes."""
+    with pytest.raises(Refused) as caught:
+        check_evaluation(spoilt, EXPECTATION, newest_head=2)
+    assert caught.value.reason == reason
