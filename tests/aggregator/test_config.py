@@ -1,0 +1,177 @@
+"""The task file: what is taken, and that a wrong one is refused with its line and the reason."""
+
+from pathlib import Path
+
+import pytest
+
+from aggregator.config import Client, Training, load_task, read_backbone
+from aggregator.rounds import Settings
+from protocol.errors import BackboneMismatch, ConfigError
+from tests.graphs import tiny_backbone
+
+LEAST = 'classes = ["cat", "dog"]\nbackbones = ["tiny.onnx"]\n'
+"""Two lines: what is added begins on the third."""
+
+
+def _write(folder: Path, text: str) -> Path:
+    (folder / "tiny.onnx").write_bytes(b"a backbone")
+    path = folder / "task.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_the_least_there_can_be(tmp_path: Path) -> None:
+    """Classes and a backbone; the rest has defaults, and the backbone lies beside the file."""
+    task, backbone = load_task(_write(tmp_path, LEAST))
+    assert backbone == tmp_path / "tiny.onnx"
+    assert task.classes == ("cat", "dog")
+    assert (task.fleet, task.algorithm, task.devices) == ("default", "fedtc", None)
+    assert task.settings == Settings(quorum=1, deadline_s=600.0, retrain_after=1)
+    assert task.client == Client(alpha=0.99, batch_size=5, min_images=2, seed=0)
+    assert task.training == Training(recipe="default", restore=None, epochs=None, device="auto", seed=0)
+
+
+def test_everything_that_can_be_set(tmp_path: Path) -> None:
+    """Every setting reaches the task."""
+    text = """
+# a comment with classes = 3
+fleet = "barn-7"
+algorithm = "fedtc"
+classes = [
+    "cat",
+    "Großer Käfer",
+]
+backbones = ["tiny.onnx"]
+quorum = 10
+deadline_s = 60
+retrain_after = 3
+max_submission_mb = 1.5
+devices = ["a", "b"]
+[client]
+alpha = 0.9
+batch_size = 7
+min_images = 1
+seed = 3
+[training]
+recipe = "paper"
+restore = false
+epochs = 20
+device = "cuda:1"
+seed = 4
+"""
+    task, _ = load_task(_write(tmp_path, text))
+    assert task.fleet == "barn-7"
+    assert task.classes == ("cat", "Großer Käfer")
+    assert task.settings == Settings(quorum=10, deadline_s=60.0, retrain_after=3)
+    assert task.max_submission_mb == 1.5
+    assert task.devices == ("a", "b")
+    assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
+    assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
+
+
+WRONG: dict[str, tuple[str, int, str]] = {
+    "unknown setting": ("quorom = 3", 3, "unknown setting `quorom`; did you mean `quorum`?"),
+    "nothing like it": ("zzz = 3", 3, "unknown setting `zzz`; known: classes, backbones, fleet"),
+    "unknown table": ("\n[trainings]", 4, "unknown setting `trainings`; did you mean `training`?"),
+    "unknown in a table": ("[client]\n# x\nalfa = 1", 5, "unknown setting `alfa`; did you mean `alpha`?"),
+    "wrong type": ('quorum = "ten"', 3, "`quorum`: Expected `int`, got `str`"),
+    "table for a value": ("[quorum]", 3, "`quorum`: Expected `int`, got `object`"),
+    "value for a table": ("client = 3", 3, "`client`: Expected `object`, got `int`"),
+    "no device": ("quorum = 0", 3, "`quorum`: Expected `int` >= 1"),
+    "no time": ("deadline_s = 0", 3, "`deadline_s`: Expected `float` > 0.0"),
+    "not a time": ("deadline_s = nan", 3, "`deadline_s`: Expected `float`"),
+    "endless": ("deadline_s = inf", 3, "`deadline_s`: Expected `float` <= "),
+    "no room": ("max_submission_mb = -1", 3, "`max_submission_mb`: Expected `float` > 0.0"),
+    "fleet with a slash": ('fleet = "a/b"', 3, "`fleet`: Expected `str` matching"),
+    "fleet with a line break": ('fleet = "a\\n"', 3, "`fleet`: Expected `str` matching"),
+    "device with a space": ('devices = ["a", "b c"]', 3, "`devices`: Expected `str` matching"),
+    "no devices": ("devices = []", 3, "`devices`: Expected `array` of length >= 1"),
+    "unknown algorithm": ('algorithm = "fedavg"', 3, "`algorithm`: Invalid enum value 'fedavg'"),
+    "alpha past 1": ("[client]\nseed = 1\nalpha = 1.5", 5, "`client.alpha`: Expected `float` <= 1.0"),
+    "alpha in an inline table": ("\nclient = { alpha = 0.0 }", 4, "`client.alpha`: Expected `float` > 0.0"),
+    "alpha with a dot": ("\n\nclient.alpha = -1", 5, "`client.alpha`: Expected `float` > 0.0"),
+    "minimum past the batch": (
+        "[client]\nmin_images = 6",
+        4,
+        "min_images (6) must not exceed batch_size (5)",
+    ),
+    "batch below the minimum": (
+        "[client]\nbatch_size = 1",
+        3,
+        "min_images (2) must not exceed batch_size (1)",
+    ),
+    "unknown recipe": ('[training]\nrecipe = "best"', 4, "`training.recipe`: Invalid enum value 'best'"),
+    "unknown device": ('[training]\ndevice = "tpu"', 4, "`training.device`: Expected `str` matching"),
+    "same key in another table": (
+        "[client]\nseed = 1\n[training]\nseed = -1",
+        6,
+        "`training.seed`: Expected `int` >= 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("added", "line", "reason"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_setting_is_refused_with_its_line(tmp_path: Path, added: str, line: int, reason: str) -> None:
+    """The message begins with file and line, then says what was expected and what came."""
+    path = _write(tmp_path, LEAST + added + "\n")
+    with pytest.raises(ConfigError) as caught:
+        load_task(path)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('backbones = ["tiny.onnx"]', ":1: `classes` is missing"),
+        ('classes = ["a"]', ":1: `backbones` is missing"),
+        ('# x\nclasses = []\nbackbones = ["tiny.onnx"]', ":2: `classes`: Expected `array` of length >= 1"),
+        ('classes = ["a", ""]\nbackbones = ["tiny.onnx"]', ":1: `classes`: Expected `str` of length >= 1"),
+        ('classes = ["a", 1]\nbackbones = ["tiny.onnx"]', ":1: `classes`: Expected `str`, got `int`"),
+        ('classes = ["b", "a", "b", "a"]\nbackbones = ["tiny.onnx"]', ":1: classes named twice: a, b"),
+        ('classes = ["a"]\n\nbackbones = []', ":3: `backbones`: Expected `array` of length >= 1"),
+        ('classes = ["a"]\nbackbones = ["tiny.onnx", "other.onnx"]', ":2: `backbones`: Expected `array`"),
+        (
+            'classes = ["a"]\nbackbones = ["none.onnx"]',
+            ":2: no backbone at {folder}/none.onnx; make one with: export-",
+        ),
+        ('classes = ["a"]\nbackbones = ["."]', ":2: no backbone at "),
+        ("classes = [\n", ": Invalid value (at end of document)"),
+        ("quorum = 1\nquorum = 2\n", ": Cannot overwrite a value (at line 2, column 11)"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+    """What is missing, doubled, empty or no TOML at all is named with its place."""
+    path = _write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_task(path)
+    assert str(caught.value).startswith(f"{path}{reason.format(folder=tmp_path)}")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """Not there, a folder, or no text."""
+    with pytest.raises(ConfigError, match=r"cannot read the task file .*none.toml: No such file"):
+        load_task(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_task(tmp_path)
+    (tmp_path / "task.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="expected UTF-8 text"):
+        load_task(tmp_path / "task.toml")
+
+
+def test_a_backbone_says_what_it_is(tmp_path: Path) -> None:
+    """Its metadata is read from the file."""
+    path = tmp_path / "tiny.onnx"
+    path.write_bytes(tiny_backbone(feature_size=12))
+    assert read_backbone(path).feature_size == 12
+
+
+def test_a_backbone_that_is_none(tmp_path: Path) -> None:
+    """Noise is no ONNX file, and somebody else's ONNX file is no backbone of ours."""
+    path = tmp_path / "tiny.onnx"
+    path.write_bytes(b"\xff" * 100)
+    with pytest.raises(ConfigError, match="cannot read the backbone"):
+        read_backbone(path)
+    path.write_bytes(b"")
+    with pytest.raises(BackboneMismatch, match="export-backbone"):
+        read_backbone(path)

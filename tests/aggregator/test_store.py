@@ -1,0 +1,207 @@
+"""What must survive a restart does, also under a full disk, a second reader and a newer program."""
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from aggregator.rounds import Entry, Settings, Ticked, Train, Trained, step, waiting
+from aggregator.store import SCHEMA_VERSION, HeadRow, Store, SubmissionRow, open_folder
+from protocol.errors import StateError
+from tests.aggregator.made import TASK, evaluation
+from tests.faults import full_disk, read_only
+from tests.faults import open_folder as shared_folder
+
+
+def _row(device: str, sequence: int = 1) -> SubmissionRow:
+    return SubmissionRow(
+        device=device,
+        entry=Entry(sequence, f"{device}{sequence}".encode(), 100.0 + sequence),
+        size_bytes=1234,
+        pictures=40,
+        prototypes=8,
+        per_class={0: 5, 2: 3},
+    )
+
+
+def _head(version: int, *rows: SubmissionRow, task: bytes = TASK) -> HeadRow:
+    return HeadRow(
+        version=version,
+        task=task,
+        digest=bytes([version]) * 32,
+        size_bytes=99,
+        trained_s=5.5,
+        prototypes=16,
+        members={row.device: row.entry.digest.hex() for row in rows},
+        metrics={"loss": 0.25},
+    )
+
+
+def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    """Facts, devices, submissions, heads, evaluations, refusals and blobs."""
+    store = Store(tmp_path)
+    store.set_fact("epoch", "7")
+    store.see_device("a", state="online", epoch=3, now_s=10.0)
+    store.keep_info("a", info='{"runtime": "x"}', now_s=11.0)
+    store.keep_submission(TASK, _row("a"))
+    store.keep_head(_head(1, _row("a")))
+    store.keep_evaluation("a", evaluation(), digest=b"e", now_s=12.0)
+    store.count_refusal("a", reason="shape", detail="d", now_s=13.0)
+    digest = store.blobs.put(b"blob")
+    store.close()
+    again = Store(tmp_path)
+    assert again.fact("epoch") == "7"
+    assert again.fact("other", "default") == "default"
+    assert again.devices() == [("a", "online", 11.0, {"runtime": "x"})]
+    assert again.submissions(TASK) == {"a": _row("a")}
+    assert again.heads(TASK) == [_head(1, _row("a"))]
+    assert again.evaluations(TASK, 1) == {"a": ([4, 5, 0], [1, 0, 0])}
+    assert again.refusals() == [("a", "shape", 1, "d")]
+    assert again.blobs.read(digest) == b"blob"
+
+
+def test_the_newest_submission_takes_the_place_of_the_older(tmp_path: Path) -> None:
+    """One row a device and task, and only what stands is held."""
+    store = Store(tmp_path)
+    for sequence in (1, 2):
+        store.keep_submission(TASK, _row("a", sequence))
+    store.keep_submission(bytes(32), _row("a", 1))
+    store.keep_submission(TASK, _row("b"))
+    assert store.submissions(TASK) == {"a": _row("a", 2), "b": _row("b")}
+    assert store.holds("a", b"a2")
+    assert store.holds("a", b"a1")  # it stands for the other task
+    assert not store.holds("b", b"a2")
+    assert not store.holds("c", b"a2")
+
+
+def test_an_evaluation_is_held_and_replaced(tmp_path: Path) -> None:
+    """A repeated evaluation of one head counts once, with its newest figures."""
+    store = Store(tmp_path)
+    store.keep_evaluation("a", evaluation(), digest=b"first", now_s=1.0)
+    better = msgspec.structs.replace(evaluation(), right=(5, 5, 0), wrong=(0, 0, 0))
+    store.keep_evaluation("a", better, digest=b"second", now_s=2.0)
+    store.keep_evaluation("a", evaluation(head_version=2), digest=b"third", now_s=3.0)
+    assert store.evaluations(TASK, 1) == {"a": ([5, 5, 0], [0, 0, 0])}
+    assert [store.holds("a", digest) for digest in (b"first", b"second", b"third")] == [False, True, True]
+
+
+def test_an_old_last_will_does_not_end_a_new_session(tmp_path: Path) -> None:
+    """Presence of an older start is passed over; of the same or a newer start it counts."""
+    store = Store(tmp_path)
+    for state, epoch, expected in (
+        ("online", 5, "online"),
+        ("offline", 4, "online"),
+        ("stopped", 5, "stopped"),
+        ("online", 6, "online"),
+        ("offline", 6, "offline"),
+    ):
+        store.see_device("a", state=state, epoch=epoch, now_s=1.0)
+        assert [row[1] for row in store.devices()] == [expected]
+
+
+def test_refusals_are_counted_by_device_and_reason(tmp_path: Path) -> None:
+    """The first of each pair is told apart, so that it can be logged; the last detail is kept."""
+    store = Store(tmp_path)
+    said = [
+        store.count_refusal(device, reason=reason, detail=detail, now_s=1.0)
+        for device, reason, detail in (
+            ("a", "shape", "1"),
+            ("a", "shape", "2"),
+            ("a", "dtype", "3"),
+            ("b", "shape", "4"),
+        )
+    ]
+    assert said == [True, False, True, True]
+    assert store.refusals() == [("a", "dtype", 1, "3"), ("a", "shape", 2, "2"), ("b", "shape", 1, "4")]
+
+
+def test_the_round_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The state after a restart knows what a head covers, what waits, and which version comes next."""
+    settings = Settings(quorum=1, deadline_s=10.0, retrain_after=1)
+    store = Store(tmp_path)
+    assert waiting(store.round_state(TASK)) == {}
+    for row in (_row("a"), _row("b")):
+        store.keep_submission(TASK, row)
+    state, (train,) = step(store.round_state(TASK), Ticked(0.0), settings=settings)
+    assert isinstance(train, Train)
+    assert (train.version, [device for device, _ in train.members]) == (1, ["a", "b"])
+    store.keep_head(_head(1, _row("a"), _row("b")))
+    state, _ = step(state, Trained(1), settings=settings)
+    restored = Store(tmp_path).round_state(TASK)
+    assert waiting(restored) == waiting(state) == {}
+    assert restored.head_version == state.head_version == 1
+    store.keep_submission(TASK, _row("b", 2))
+    assert waiting(Store(tmp_path).round_state(TASK)) == {"b": _row("b", 2).entry}
+    assert store.round_state(bytes(32)).submissions == {}
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    """A state directory of a newer program is left alone, and the message says what to do."""
+    Store(tmp_path).close()
+    file = tmp_path / "aggregator.sqlite"
+    with sqlite3.connect(file) as database:
+        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    for read in (False, True):
+        with pytest.raises(StateError, match=r"schema 2, expected 1\): use that version, or another --state"):
+            Store(tmp_path, read_only=read)
+
+
+def test_a_reader_sees_what_a_writer_writes(tmp_path: Path) -> None:
+    """`aggregator status` looks while the daemon writes: neither waits for the other, and nothing can be changed."""
+    writer = Store(tmp_path)
+    (mode,) = writer._read("PRAGMA journal_mode")
+    assert mode == ("wal",)
+    reader = Store(tmp_path, read_only=True)
+    writer._write("BEGIN IMMEDIATE")
+    writer.set_fact("epoch", "1")
+    assert reader.fact("epoch") == ""
+    writer._write("COMMIT")
+    assert reader.fact("epoch") == "1"
+    with pytest.raises(StateError, match="readonly"):
+        reader.set_fact("epoch", "2")
+
+
+def test_there_is_nothing_to_look_at(tmp_path: Path) -> None:
+    """Looking at a folder without state makes none, and names the option."""
+    with pytest.raises(StateError, match=r"no aggregator state in .*none: give the --state"):
+        Store(tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_any_folder_name_is_a_folder_name(tmp_path: Path) -> None:
+    """Characters that mean something in a URI do not: the state lands in the folder that was named."""
+    folder = tmp_path / "50% of #1? state"
+    Store(folder).set_fact("epoch", "1")
+    assert (folder / "aggregator.sqlite").is_file()
+    assert Store(folder, read_only=True).fact("epoch") == "1"
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    """It is named, and not overwritten."""
+    file = tmp_path / "aggregator.sqlite"
+    file.write_bytes(b"something else " * 100)
+    with pytest.raises(StateError, match=rf"cannot use {file}: file is not a database"):
+        Store(tmp_path)
+    assert file.read_bytes() == b"something else " * 100
+
+
+def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
+    """What was stored stays, the failure is one line, and it works again once there is room."""
+    store = Store(tmp_path)
+    store.keep_submission(TASK, _row("a"))
+    used = sum(file.stat().st_size for file in tmp_path.glob("aggregator.sqlite*"))
+    with full_disk(after_bytes=used), pytest.raises(StateError, match=r"cannot use .*aggregator\.sqlite: "):
+        store.set_fact("large", "x" * 10**6)
+    assert Store(tmp_path, read_only=True).submissions(TASK) == {"a": _row("a")}
+    store.keep_submission(TASK, _row("b"))
+    assert sorted(Store(tmp_path).submissions(TASK)) == ["a", "b"]
+
+
+def test_a_state_folder_that_cannot_be_written() -> None:
+    """Each way in says so in one line."""
+    with shared_folder() as folder, read_only(folder):
+        with pytest.raises(StateError, match=f"cannot use {folder}/state: Permission denied"):
+            open_folder(folder / "state")
+        with pytest.raises(StateError, match="Permission denied"):
+            Store(folder)
