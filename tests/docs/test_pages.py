@@ -1,0 +1,161 @@
+"""The pages say what the code does: settings, options, log lines, links and the generated help."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+
+from aggregator.cli import cli as aggregator
+from aggregator.config import Client, TaskFile, Training
+from aggregator.service import manifest_of
+from docs.generate_cli import PAGE, render
+from edge_client.cli import cli as edge_client
+from protocol.codec import encode
+from protocol.messages import BlobRef
+from tests.docs.command_lines import parse
+
+ROOT = Path(__file__).parents[2]
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+
+DEFAULTS = {
+    "": TaskFile(classes=("a", "b"), backbones=("b.onnx",)),
+    "client": Client(),
+    "training": Training(),
+}
+OTHER_VALUES: dict[str, dict[str, Any]] = {
+    "": {
+        "classes": ("b", "a"),
+        "fleet": "orchard",
+        "quorum": 2,
+        "deadline_s": 1.0,
+        "retrain_after": 2,
+        "max_submission_mb": 1.0,
+        "devices": ("shed-1",),
+    },
+    "client": {"alpha": 0.5, "batch_size": 7, "min_images": 3, "seed": 1},
+    "training": {"recipe": "paper", "restore": False, "epochs": 1, "device": "cpu", "seed": 1},
+}
+
+
+def section(title: str) -> str:
+    """What stands under a heading of the operations page, up to the next one."""
+    found = re.search(rf"(?ms)^## {re.escape(title)}\n(.*?)(?=^## |\Z)", OPERATIONS)
+    assert found, title
+    return found[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each row of the tables in a text, without headings."""
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
+    return [row for row in cells if row[0].startswith(("`", "**`"))]
+
+
+def settings() -> dict[tuple[str, str], list[str]]:
+    """The table of settings: (table of the task file, setting) to its row."""
+    table = ""
+    found = {}
+    for row in rows(section("3. The task file")):
+        if row[0].startswith("**"):
+            table = row[0].strip("*`[]")
+        else:
+            found[table, row[0].strip("`")] = row
+    return found
+
+
+def test_every_setting_of_the_task_file_is_explained() -> None:
+    """The table has the task file's settings, each once, and no others."""
+    known = {(table, name) for table, struct in DEFAULTS.items() for name in struct.__struct_fields__}
+    assert set(settings()) == known - {("", "client"), ("", "training")}
+
+
+@pytest.mark.parametrize(("table", "name"), settings())
+def test_the_default_of_a_setting_is_the_one_in_the_table(table: str, name: str) -> None:
+    """A value in the column of defaults is what the task file takes without that line; words mean no value."""
+    cell = settings()[table, name][1]
+    default = getattr(DEFAULTS[table], name)
+    if cell.startswith("`"):
+        assert tomllib.loads(f"value = {cell.strip('`')}")["value"] == default
+    else:
+        assert cell == "required" or default is None
+
+
+def task_bytes(task: TaskFile) -> bytes:
+    """What the fleet would be told, whose sha256 is the task's identity."""
+    return encode(manifest_of(task, BlobRef(digest=bytes(32), size_bytes=1, name=task.backbones[0])))
+
+
+@pytest.mark.parametrize(
+    ("table", "name"), [(table, name) for table, values in OTHER_VALUES.items() for name in values]
+)
+def test_what_makes_a_new_task_is_marked(table: str, name: str) -> None:
+    """A change of a setting changes the task's identity where the table says so, and nowhere else."""
+    task = DEFAULTS[""]
+    assert isinstance(task, TaskFile)
+    part = msgspec.structs.replace(DEFAULTS[table], **{name: OTHER_VALUES[table][name]})
+    changed = msgspec.structs.replace(task, **{table: part}) if table else part
+    assert isinstance(changed, TaskFile)
+    assert (task_bytes(changed) != task_bytes(task)) == (settings()[table, name][3] == "yes")
+
+
+@pytest.mark.parametrize(
+    ("title", "command"),
+    [("4. The aggregator", aggregator.commands["run"]), ("5. The devices", edge_client)],
+)
+def test_every_option_is_explained(title: str, command: click.Command) -> None:
+    """The table has the command's options with their environment variables, and no others."""
+    written = {row[0].strip("`"): row[1].strip("`") for row in rows(section(title))}
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    offered = {option.opts[-1]: option.envvar or "" for option in options if option.name != "version"}
+    assert written == offered
+
+
+@pytest.mark.parametrize(("program", "command"), [("edge-client", edge_client), ("aggregator", aggregator)])
+def test_every_command_is_explained(program: str, command: click.Group) -> None:
+    """The page shows every sub-command with its options."""
+    for name, child in command.commands.items():
+        assert f"`{program} {name}" in OPERATIONS or f"\n{program} {name}" in OPERATIONS
+        for option in child.params:
+            assert isinstance(option, click.Argument) or f"`{option.opts[-1]}`" in OPERATIONS, option.name
+
+
+def test_every_log_line_is_one() -> None:
+    """What the page quotes of a log line stands in the code."""
+    packages = ("protocol", "edge_client", "aggregator")
+    code = "\n".join(
+        file.read_text(encoding="utf-8") for package in packages for file in (ROOT / package).rglob("*.py")
+    )
+    lines = [row[0].strip("`") for row in rows(section("Log lines"))]
+    assert lines
+    for line in lines:
+        for fragment in filter(None, map(str.strip, line.split("…"))):
+            assert fragment in code, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """A link from a page into the repository meets a file."""
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_generated_help_is_up_to_date() -> None:
+    """docs/cli.md is what `python -m docs.generate_cli` would write now."""
+    assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m docs.generate_cli"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_on_a_page_is_understood(page: Path) -> None:
+    """What a console block tells a reader to type is taken by the program."""
+    blocks = re.findall(r"(?ms)^```console\n(.*?)^```", page.read_text(encoding="utf-8"))
+    for line in "".join(blocks).splitlines():
+        if re.match(r"(\S*/)?(edge-client|aggregator|export-backbone) ", line):
+            parse(line)
