@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,8 @@ class Trainer:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
+                # Threads that spin while they wait made training 11 times as slow beside other programs.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
         threading.Thread(target=self._watch, args=(job, self._process), daemon=True).start()
 

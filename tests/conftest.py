@@ -1,5 +1,6 @@
 """What tests of several packages share: an address, and real brokers of both kinds."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 
 from protocol.session import Broker
 from tests.brokers import amqtt, free_address, mosquitto, mosquitto_program
+
+# Read by OpenMP when torch is first imported: threads that spin slow everybody else on the machine down.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 Serve = Callable[[Broker], AbstractContextManager[None]]
 
