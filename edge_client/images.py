@@ -29,13 +29,19 @@ UNLABELLED = -1
 class Picture:
     """One labelled picture as it lay on the disk when it was found."""
 
-    path: Path
+    folder: Path
+    """Where the search began: the folder of all classes, or the list's."""
     relative: str
-    """Its path from the folder (or the list's folder) that it was found in."""
+    """Its path from there."""
     label: int
     """Index into the task's classes, or UNLABELLED."""
     size_bytes: int
     mtime_ns: int
+
+    @property
+    def path(self) -> Path:
+        """Where it lies; made when asked for, since there may be very many pictures."""
+        return self.folder / self.relative
 
     @property
     def identity(self) -> str:
@@ -72,7 +78,7 @@ def find_pictures(source: Path, classes: Sequence[str]) -> tuple[Picture, ...]:
 
 def unlabelled(path: Path) -> Picture:
     """Take a single file as a picture of no known class."""
-    return _picture(path, str(path), UNLABELLED)
+    return _picture(Path(), str(path), UNLABELLED)
 
 
 def held_out(picture: Picture, fraction: float) -> bool:
@@ -119,13 +125,13 @@ def _check_kind(image: Image.Image) -> None:
         raise UnreadablePicture("its 32-bit pixels have no agreed white; save it with 8 bits a channel")
 
 
-def _picture(path: Path, relative: str, label: int) -> Picture:
+def _picture(folder: Path, relative: str, label: int) -> Picture:
     """Describe a file; one that cannot be looked at is found all the same, and refused when it is read."""
     try:
-        status = path.stat()
+        status = (folder / relative).stat()
     except OSError:
-        return Picture(path, relative, label, size_bytes=0, mtime_ns=0)
-    return Picture(path, relative, label, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+        return Picture(folder, relative, label, size_bytes=0, mtime_ns=0)
+    return Picture(folder, relative, label, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
 def _in_folders(source: Path, labels: Mapping[str, int]) -> Iterator[Picture]:
@@ -134,7 +140,7 @@ def _in_folders(source: Path, labels: Mapping[str, int]) -> Iterator[Picture]:
     for folder in folders:
         label = _label_of(folder.name, labels, where=source / folder.name)
         for path in _walk(Path(folder.path), seen):
-            yield _picture(path, str(path.relative_to(source)), label)
+            yield _picture(source, str(path.relative_to(source)), label)
 
 
 def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
@@ -196,7 +202,7 @@ def _listed_picture(
     label = _label_of((row["label"] or "").strip(), labels, where=where)
     if not relative or not (folder / relative).is_file():
         raise ConfigError(f"{where}: there is no file {folder / relative}")
-    return _picture(folder / relative, relative, label)
+    return _picture(folder, relative, label)
 
 
 def _label_of(name: str, labels: Mapping[str, int], *, where: str | Path) -> int:

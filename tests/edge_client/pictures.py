@@ -1,0 +1,36 @@
+"""Pictures for tests: real files, written by Pillow, and the eyes of somebody who may not see all of them."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+
+def noise(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+    """Make a picture of random pixels, which no codec can make small."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def picture_file(path: Path, image: Image.Image | None = None, **options: Any) -> Path:
+    """Write a picture (random pixels if none is given) and the folders above it; `options` are Pillow's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (image or noise()).save(path, **options)
+    return path
+
+
+@contextlib.contextmanager
+def not_root() -> Iterator[None]:
+    """Be bound by permissions, as every user but root is."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
