@@ -1,0 +1,129 @@
+"""From pictures to what leaves the device, and from a head to its evaluation."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aggregator.intake import Expectation, check_submission, read_message
+from edge_client.features import FeatureCache
+from edge_client.images import find_pictures, held_out
+from edge_client.predictor import open_head
+from edge_client.work import Local, Prepared, evaluate_head, prepare, submission_of
+from protocol.errors import ConfigError, ProtofleetError
+from protocol.messages import BlobRef, Submission, TaskManifest
+from tests.edge_client.made import CLASSES, linear_head, tiny, write_pictures
+
+TASK = b"t" * 32
+
+
+def _manifest(**changes: object) -> TaskManifest:
+    values = {"alpha": 1.0, "batch_size": 5, "min_images": 2, "seed": 0, **changes}
+    blob = BlobRef(digest=b"b" * 32, size_bytes=1, name="tiny")
+    return TaskManifest(fleet="f", algorithm="fedtc", classes=CLASSES, backbones=(blob,), **values)  # type: ignore[arg-type]
+
+
+def _local(data: Path, *, holdout: float = 0.2, device_id: str = "device") -> Local:
+    return Local(device_id=device_id, data=data, holdout=holdout, batch_size=4, workers=2)
+
+
+def _prepare(folder: Path, local: Local, manifest: TaskManifest) -> Prepared:
+    return prepare(
+        task=manifest,
+        local=local,
+        backbone=tiny(folder),
+        cache=FeatureCache(folder / "features.sqlite"),
+        on_progress=lambda _done, _total: None,
+        should_stop=lambda: False,
+    )
+
+
+def test_held_out_pictures_stay_out(tmp_path: Path) -> None:
+    """Every picture is either behind exactly one prototype or held out, and the report says how many."""
+    data = write_pictures(tmp_path / "data", count=30)
+    prepared = _prepare(tmp_path, _local(data), _manifest())
+    pictures = find_pictures(data, CLASSES)
+    kept = [picture for picture in pictures if not held_out(picture, 0.2)]
+    assert 0 < len(pictures) - len(kept) < 30
+    assert prepared.counts.sum() == len(kept)
+    assert [report.pictures for report in prepared.classes] == [30, 30]
+    assert sum(report.held_out for report in prepared.classes) == len(pictures) - len(kept)
+    assert prepared.prototypes.dtype == np.float16
+
+
+def test_the_same_pictures_make_the_same_submission(tmp_path: Path) -> None:
+    """A restart has nothing new to send; another device shuffles differently."""
+    data = write_pictures(tmp_path / "data", count=12)
+    first = _prepare(tmp_path, _local(data), _manifest())
+    assert _prepare(tmp_path, _local(data), _manifest()).fingerprint == first.fingerprint
+    other = _prepare(tmp_path, _local(data, device_id="other"), _manifest())
+    assert other.fingerprint != first.fingerprint
+
+
+def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:
+    """A submission passes the aggregator's checks and holds the device's prototypes."""
+    prepared = _prepare(tmp_path, _local(write_pictures(tmp_path / "data", count=12)), _manifest())
+    payload = submission_of(prepared, task=TASK, manifest=_manifest(), sequence=7)
+    message = read_message(payload)
+    assert isinstance(message, Submission)
+    assert message.sequence == 7
+    taken = check_submission(message, Expectation(TASK, _manifest(), feature_size=16))
+    np.testing.assert_array_equal(taken.values, prepared.prototypes.astype(np.float32))
+    np.testing.assert_array_equal(taken.counts, prepared.counts)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(counts=st.tuples(st.integers(0, 9), st.integers(0, 9)), min_images=st.integers(1, 4))
+def test_no_prototype_of_fewer_than_min_images(
+    tmp_path_factory: pytest.TempPathFactory, counts: tuple[int, int], min_images: int
+) -> None:
+    """Whatever classes a device has, no prototype averages fewer pictures than the task allows."""
+    folder = tmp_path_factory.mktemp("work")
+    for name, count in zip(CLASSES, counts, strict=True):
+        write_pictures(folder / "data", count=count, classes=(name,))
+    manifest = _manifest(batch_size=4, min_images=min_images)
+    local = _local(folder / "data", holdout=0.0)
+    if max(counts) < min_images:
+        with pytest.raises(ProtofleetError, match=r"no class has enough|holds no pictures"):
+            _prepare(folder, local, manifest)
+        return
+    prepared = _prepare(folder, local, manifest)
+    assert prepared.counts.min() >= min_images
+    for report, count in zip(prepared.classes, [count for count in counts if count], strict=True):
+        assert report.left_out == (count < min_images)
+        assert sum(report.counts) == (0 if report.left_out else count)
+
+
+def test_nothing_to_learn_from_is_one_line(tmp_path: Path) -> None:
+    """Only broken pictures, or no data at all: what is wrong, and nothing to send."""
+    data = write_pictures(tmp_path / "data", count=2)
+    for picture in data.rglob("*.png"):
+        picture.write_text("broken")
+    with pytest.raises(ProtofleetError, match="none of the 4 pictures can be used"):
+        _prepare(tmp_path, _local(data), _manifest())
+    with pytest.raises(ConfigError):
+        _prepare(tmp_path, _local(tmp_path / "nowhere"), _manifest())
+
+
+def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
+    """Per class, right and wrong add up to the readable pictures that were kept out."""
+    data = write_pictures(tmp_path / "data", count=25)
+    (data / "cat" / "broken.png").write_text("broken")
+    local, manifest = _local(data, holdout=0.4), _manifest()
+    prepared = _prepare(tmp_path, local, manifest)
+    backbone = tiny(tmp_path)
+    head = open_head(linear_head(backbone, np.zeros((16, 2), dtype=np.float32)), backbone=backbone)
+    evaluation = evaluate_head(
+        head,
+        task=TASK,
+        manifest=manifest,
+        version=1,
+        local=local,
+        backbone=backbone,
+        cache=FeatureCache(tmp_path / "features.sqlite"),
+    )
+    totals = [right + wrong for right, wrong in zip(evaluation.right, evaluation.wrong, strict=True)]
+    assert totals == [report.held_out for report in prepared.classes]
+    assert evaluation.right == (totals[0], 0)
