@@ -61,7 +61,7 @@ class EmbeddedBroker:
         from amqtt.broker import Broker as Amqtt
 
         for name in ("amqtt", "transitions"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its errors are stack traces; ours are lines
         host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
         # amqtt's own defaults listen on every interface: every option is ours.
         broker = Amqtt(
@@ -83,7 +83,6 @@ async def _shut_down(broker: Any) -> None:
     amqtt waits for ever for the reader of a connection if that has missed its cancellation, which happens when
     a packet comes in at the same moment; cancelled once more, it ends, and the rest can be closed.
     """
-    logging.getLogger("amqtt").setLevel(logging.CRITICAL)  # it tells of its cancelled tasks as of errors
     for _ in range(SHUTDOWN_TRIES):
         try:
             await asyncio.wait_for(broker.shutdown(), timeout=0.5)
