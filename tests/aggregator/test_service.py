@@ -1,0 +1,367 @@
+"""The aggregator as a process on real brokers: what it announces, takes, refuses, trains, serves and survives."""
+
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnxruntime
+import pytest
+
+from protocol.codec import decode, digest_of, encode, to_tensor, to_unsigned
+from protocol.messages import (
+    MAX_CHUNK_BYTES,
+    BlobRequest,
+    DeviceInfo,
+    Frame,
+    Presence,
+    Submission,
+    TaskManifest,
+)
+from protocol.metadata import head_metadata
+from protocol.session import Broker
+from protocol.topics import device_topic
+from tests.aggregator.daemon import FLEET, MAX_BYTES, Daemon, Device, aggregator, spoil, write_task
+from tests.aggregator.made import evaluation, submission
+from tests.brokers import amqtt, free_address
+
+PATIENT = "quorum = 100\ndeadline_s = 1000"
+"""No training."""
+
+
+@pytest.fixture
+def alone(address: Broker) -> Iterator[Broker]:
+    """One kind of broker, for what takes long and has nothing to do with brokers."""
+    with amqtt(address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Broker, Daemon]]:
+    """One aggregator with its embedded broker that several tests talk to, each as another device."""
+    address = free_address()
+    task = write_task(tmp_path_factory.mktemp("embedded"), PATIENT + "\nmax_submission_mb = 0.1")
+    with aggregator(task, address, "--embedded-broker") as daemon:
+        yield address, daemon
+
+
+def test_the_task_is_there_for_who_comes(broker: Broker, tmp_path: Path) -> None:
+    """The retained manifest says what the task file says, and names the backbone that can be fetched."""
+    with aggregator(write_task(tmp_path, "[client]\nalpha = 0.5"), broker), Device(broker) as device:
+        assert device.aggregator_is("online").epoch > 0
+        manifest = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES)
+        assert (manifest.fleet, manifest.classes, manifest.alpha) == (FLEET, ("cat", "dog", "fox"), 0.5)
+        (backbone,) = manifest.backbones
+        assert backbone.name == "tiny.onnx"
+        assert device.fetch(backbone) == (tmp_path / "tiny.onnx").read_bytes()
+
+
+def test_its_presence_follows_its_life(broker: Broker, tmp_path: Path) -> None:
+    """Online, stopped after SIGTERM, offline after it was killed; a new start has a greater epoch."""
+    task = write_task(tmp_path)
+    with Device(broker) as device:
+        with aggregator(task, broker) as daemon:
+            first = device.aggregator_is("online")
+            assert daemon.stop() == 0
+            assert device.aggregator_is("stopped").epoch == first.epoch
+        with aggregator(task, broker) as daemon:
+            second = device.aggregator_is("online")
+            assert second.epoch > first.epoch
+            daemon.stop(signal.SIGKILL)
+            assert device.aggregator_is("offline").epoch == second.epoch
+
+
+def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
+    """Channel, payload and the reason for which it must be refused."""
+    good = submission(task=task)
+    unseen = digest_of(b"unseen")
+    floats = to_tensor(np.full((4, 16), np.nan, dtype=np.float16))
+    big = 200_000
+
+    def frame(payload: bytes) -> bytes:
+        return encode(Frame(v=1, digest=digest_of(payload), size_bytes=len(payload), offset=0, data=payload))
+
+    def spoilt(**fields: object) -> bytes:
+        return frame(encode(msgspec.structs.replace(good, **fields)))
+
+    return [
+        *(
+            (channel, payload, "malformed")
+            for channel in ("info", "get", "up/0")
+            for payload in (b"", b"\xff" * 99)
+        ),
+        ("state", b"\xc1", "malformed"),
+        ("state", b"\x91" * 1000, "malformed"),
+        ("state", spoil(Presence(state="online", epoch=1), epoch=-1), "malformed"),
+        ("state", spoil(Presence(state="online", epoch=1), v=9), "version"),
+        ("info", b"\x00" * 200_000, "malformed"),
+        ("get", encode(Presence(state="online", epoch=1)), "malformed"),
+        ("get", spoil(BlobRequest(digest=unseen, offset=0, length=1), length=2**40), "malformed"),
+        ("get", encode(BlobRequest(digest=unseen, offset=0, length=1)), "unknown_blob"),
+        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=2**31, offset=0, data=b"x")), "oversized"),
+        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=big, offset=0, data=b"x")), "oversized"),
+        ("up/0", encode(Frame(v=2, digest=unseen, size_bytes=1, offset=0, data=b"x")), "version"),
+        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=1, offset=0, data=b"x")), "digest"),
+        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=2, offset=1, data=b"xy")), "digest"),
+        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=2, offset=0, data=b"")), "digest"),
+        ("up/0", frame(b"noise"), "malformed"),
+        ("up/0", frame(encode(Presence(state="online", epoch=1))), "malformed"),
+        ("up/0", frame(encode(good)[:-1]), "malformed"),
+        ("up/0", spoilt(v=2), "version"),
+        ("up/0", spoilt(task=bytes(32)), "unknown_task"),
+        ("up/0", spoilt(prototypes=floats), "not_finite"),
+        ("up/0", spoilt(prototypes=to_tensor(np.zeros((4, 17), np.float16))), "shape"),
+        ("up/0", spoilt(labels=to_tensor(np.zeros(4, np.float16))), "dtype"),
+        ("up/0", spoilt(labels=to_unsigned(np.array([0, 1, 2, 3]))), "unknown_class"),
+        ("up/0", spoilt(counts=to_unsigned(np.array([5, 5, 5, 1]))), "malformed"),
+        ("up/0", frame(encode(evaluation(task=task))), "unknown_head"),
+        ("up/0", frame(encode(evaluation(task=bytes(32)))), "unknown_task"),
+    ]
+
+
+def test_hostile_messages_are_counted_and_everything_goes_on(embedded: tuple[Broker, Daemon]) -> None:
+    """Each is counted by reason, each reason is logged once, and a good submission is taken afterwards."""
+    broker, daemon = embedded
+    with Device(broker, "mallory") as device:
+        task = digest_of(device.task())
+        hostile = _hostile(task)
+        expected: dict[str, int] = {}
+        for channel, payload, reason in hostile * 2:
+            device.say(f"pf/1/{FLEET}/d/mallory/{channel}", payload)
+            expected[reason] = expected.get(reason, 0) + 1
+        summary = daemon.until(
+            lambda summary: (
+                sum(row["count"] for row in summary["refusals"] if row["device"] == "mallory")
+                >= len(hostile) * 2
+            )
+        )
+        counted = {row["reason"]: row["count"] for row in summary["refusals"] if row["device"] == "mallory"}
+        assert counted == expected
+        for reason in expected:
+            assert daemon.log().count(f"refused from mallory ({reason})") == 1
+        assert "Traceback" not in daemon.log()
+        assert device.hand_in(submission(task=task)).status == "received"
+
+
+def test_what_is_refused_is_told_to_the_device(embedded: tuple[Broker, Daemon]) -> None:
+    """The receipt carries the reason and the detail."""
+    broker, _ = embedded
+    with Device(broker, "told") as device:
+        receipt = device.hand_in(submission(task=bytes(32)))
+        assert (receipt.status, receipt.reason) == ("refused", "unknown_task")
+        assert "got 000000000000" in receipt.detail
+        unseen = digest_of(b"unseen")
+        device.send("get", encode(BlobRequest(digest=unseen, offset=0, length=1)))
+        assert device.receipt(unseen).reason == "unknown_blob"
+
+
+def test_topics_of_strangers_do_no_harm(embedded: tuple[Broker, Daemon]) -> None:
+    """A device that is no name, and a shard that is none, are counted without a device; others are not heard."""
+    broker, daemon = embedded
+    with Device(broker, "stranger") as device:
+        for topic in (f"pf/1/{FLEET}/d/a b/state", f"pf/1/{FLEET}/d/x/up/9", "pf/1/other/d/x/state"):
+            device.say(topic, b"\x00")
+        summary = daemon.until(
+            lambda summary: any(row["device"] == "?" and row["count"] == 2 for row in summary["refusals"])
+        )
+        assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
+
+
+def test_a_transfer_with_holes_is_asked_for(embedded: tuple[Broker, Daemon]) -> None:
+    """The tail is answered with what is missing; once that is there, so is the receipt; and again when asked."""
+    broker, _ = embedded
+    with Device(broker, "holes") as device:
+        payload = encode(submission(task=digest_of(device.task())))
+        digest = device.send_payload(payload, ranges=((200, len(payload)),))
+        receipt = device.receipt(digest)
+        assert (receipt.status, receipt.missing) == ("missing", ((0, 200),))
+        device.send_payload(payload, ranges=receipt.missing)
+        assert device.receipt(digest).status == "received"
+        device.send_payload(payload, ranges=((len(payload) - 1, len(payload)),))
+        assert device.receipt(digest).status == "received"
+
+
+def test_the_newest_submission_stands(embedded: tuple[Broker, Daemon]) -> None:
+    """An older one is refused with the sequence that stands; a newer one replaces it; it is one submission."""
+    broker, daemon = embedded
+    with Device(broker, "newest") as device:
+        task = digest_of(device.task())
+        before = daemon.status()["submissions"]
+        assert device.hand_in(submission(task=task, sequence=5)).status == "received"
+        old = device.hand_in(submission(task=task, sequence=4))
+        assert (old.status, old.reason, old.sequence) == ("refused", "superseded", 5)
+        assert device.hand_in(submission(task=task, sequence=6, labels=(0, 1))).status == "received"
+        assert daemon.status()["submissions"] == before + 1
+        (row,) = [row for row in daemon.status()["devices"] if row["device"] == "newest"]
+        assert (row["prototypes"], row["classes"]) == (2, 2)
+
+
+def test_what_a_device_says_of_itself_is_shown(embedded: tuple[Broker, Daemon]) -> None:
+    """Presence and info reach the status; an old will does not; a cleared topic is no message."""
+    broker, daemon = embedded
+    with Device(broker, "shown") as device:
+        info = DeviceInfo(
+            epoch=7,
+            software="0.1.0",
+            runtime="ONNX Runtime",
+            backbones=(),
+            pictures={"cat": 3, "dog": 4},
+            refused=1,
+        )
+        device.send("info", encode(info))
+        device.send("state", encode(Presence(state="online", epoch=7)))
+        device.send("state", encode(Presence(state="offline", epoch=6)))
+        device.send("state", b"")
+        device.hand_in(submission(task=bytes(32)))  # answered in order, so all before it was seen
+        (row,) = [row for row in daemon.status()["devices"] if row["device"] == "shown"]
+        assert (row["state"], row["pictures"], row["runtime"]) == ("online", 7, "ONNX Runtime")
+        assert {row["reason"] for row in daemon.status()["refusals"] if row["device"] == "shown"} == {
+            "unknown_task"
+        }
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "expected"),
+    [(0, 10, [(0, 10)]), (100, 10**6, [(100, -1)]), (10**6, 10, []), (0, 16 * MAX_CHUNK_BYTES, [(0, -1)])],
+)
+def test_a_part_of_a_blob(
+    embedded: tuple[Broker, Daemon], offset: int, length: int, expected: list[tuple[int, int]]
+) -> None:
+    """Exactly the bytes asked for come, clipped to the blob; past its end, nothing."""
+    broker, _ = embedded
+    with Device(broker, "parts") as device:
+        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        length = min(length, 16 * MAX_CHUNK_BYTES)
+        device.send("get", encode(BlobRequest(digest=backbone.digest, offset=offset, length=length)))
+        device.send("get", encode(BlobRequest(digest=backbone.digest, offset=7, length=1)))
+        topic = device_topic(FLEET, "parts", "blk")
+        got = []
+        while (frame := device.wait(topic, Frame)).offset != 7:
+            assert frame.size_bytes == backbone.size_bytes
+            got.append((frame.offset, len(frame.data)))
+        assert got == [(start, size if size > 0 else backbone.size_bytes - start) for start, size in expected]
+
+
+def test_only_listed_devices_take_part(broker: Broker, tmp_path: Path) -> None:
+    """A device that is not in the task file's list is refused whatever it says, and the others are not."""
+    task = write_task(tmp_path, PATIENT + '\ndevices = ["friend"]')
+    with aggregator(task, broker) as daemon, Device(broker, "friend") as friend, Device(broker, "foe") as foe:
+        friend.aggregator_is("online")
+        good = submission(task=digest_of(friend.task()))
+        foe.send_payload(encode(good))
+        foe.send("state", encode(Presence(state="online", epoch=1)))
+        assert friend.hand_in(good).status == "received"
+        summary = daemon.until(lambda summary: bool(summary["refusals"]))
+        assert {(row["device"], row["reason"]) for row in summary["refusals"]} == {("foe", "unknown_device")}
+        assert [row["device"] for row in summary["devices"]] == ["friend"]
+
+
+def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
+    """Sixty prototypes of three classes that any head can tell apart."""
+    rng = np.random.default_rng(seed)
+    labels = np.repeat([0, 1, 2], 20)
+    values = rng.normal(size=(60, 16)) * 0.1 + np.eye(16)[labels] * 3
+    return Submission(
+        task=task,
+        sequence=sequence,
+        prototypes=to_tensor(values.astype(np.float16)),
+        labels=to_unsigned(labels),
+        counts=to_unsigned(np.full(60, 5)),
+        pictures=300,
+    )
+
+
+def _accuracy(head: bytes) -> float:
+    session = onnxruntime.InferenceSession(head, providers=["CPUExecutionProvider"])
+    labels = np.array([0, 1, 2])
+    (probabilities,) = session.run(
+        ["probabilities"], {"feature": (np.eye(16)[labels] * 3).astype(np.float32)}
+    )
+    return float((probabilities.argmax(axis=1) == labels).mean())
+
+
+def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: Path) -> None:
+    """Quorum, training, head over the wire, evaluation; after a restart all of it stands, and a late device counts."""
+    task_file = write_task(tmp_path, "quorum = 2\ndeadline_s = 1000\n[training]\nepochs = 5")
+    with Device(alone, "a") as a, Device(alone, "b") as b:
+        with aggregator(task_file, alone) as daemon:
+            a.aggregator_is("online")
+            task = digest_of(a.task())
+            assert a.hand_in(_separable(task)).status == "received"
+            assert b.hand_in(_separable(task, seed=1)).status == "received"
+            manifest = a.head()
+            assert (manifest.version, manifest.devices, manifest.prototypes) == (1, 2, 120)
+            head = a.fetch(manifest.head)
+            assert _accuracy(head) == 1.0
+            assert head == (daemon.state / "head.onnx").read_bytes()
+            assert (daemon.state / "model.onnx").is_file()
+            properties = onnxruntime.InferenceSession(head).get_modelmeta().custom_metadata_map
+            assert head_metadata(properties).classes == ("cat", "dog", "fox")
+            assert a.hand_in(evaluation(task=task)).status == "received"
+        assert daemon.process.returncode == 0
+        with aggregator(task_file, alone) as daemon:
+            with Device(alone, "c") as c:
+                assert c.head() == manifest
+                c.aggregator_is("online")
+                assert c.hand_in(_separable(task, seed=2)).status == "received"
+                assert c.head(2).devices == 3
+            summary = daemon.status()
+            assert [head["version"] for head in summary["heads"]] == [1, 2]
+            assert summary["heads"][0]["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
+            assert (summary["submissions"], summary["waiting"]) == (3, 0)
+
+
+def test_a_training_that_fails_is_told_and_not_repeated(alone: Broker, tmp_path: Path) -> None:
+    """The reason is one line; submissions go on, and there is no head."""
+    task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cuda:99"')
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        task = digest_of(device.task())
+        assert device.hand_in(_separable(task)).status == "received"
+        daemon.until(lambda _: "training head 1 failed" in daemon.log())
+        daemon.until(lambda summary: summary["training"] is None)
+        assert device.hand_in(_separable(task)).status == "received"
+        assert daemon.log().count("training head 1 failed") == 1
+        assert "Traceback" not in daemon.log()
+        assert daemon.status()["heads"] == []
+
+
+def test_a_full_disk_loses_nothing_that_was_acknowledged(alone: Broker, tmp_path: Path) -> None:
+    """A submission that cannot be stored gets no receipt and one line; with room again, it is taken."""
+    task_file = write_task(tmp_path, PATIENT)
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        task = digest_of(device.task())
+        payload = encode(submission(task=task, labels=(0, 1, 2) * 5000))
+        room_bytes = len(payload) // 2
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (room_bytes, resource.RLIM_INFINITY))
+        digest = device.send_payload(payload)
+        daemon.until(lambda _: "devices will try again" in daemon.log())
+        assert daemon.status()["submissions"] == 0
+        resource.prlimit(
+            daemon.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        )
+        device.send_payload(payload)
+        assert device.receipt(digest).status == "received"
+        assert daemon.status()["submissions"] == 1
+        assert "Traceback" not in daemon.log()
+
+
+def test_an_address_that_is_taken_is_told(tmp_path: Path, address: Broker) -> None:
+    """An embedded broker that cannot listen ends the program with 1 and one line."""
+    task_file = write_task(tmp_path)
+    with amqtt(address), aggregator(task_file, address, "--embedded-broker") as daemon:
+        assert daemon.process.wait(timeout=60) == 1
+        assert "error: the embedded broker cannot listen on" in daemon.log()
+        assert "Traceback" not in daemon.log()
+
+
+def test_a_broker_that_is_away_is_waited_for(tmp_path: Path, address: Broker) -> None:
+    """The aggregator says so, stays, and serves once the broker is there."""
+    with aggregator(write_task(tmp_path), address) as daemon:
+        while "no broker at" not in daemon.log():
+            assert daemon.process.poll() is None
+        with amqtt(address), Device(address) as device:
+            device.aggregator_is("online")
