@@ -6,6 +6,7 @@ import os
 import queue
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -20,10 +21,10 @@ from aggregator.intake import (
     read_message,
 )
 from aggregator.store import HeadRow, Store, SubmissionRow
-from aggregator.trainer import Finished, Job, Progress, Trainer
+from aggregator.trainer import Finished, Job, Progress, Result, Trainer
 from aggregator.uplink import Complete, Uplink
 from protocol import session as mqtt
-from protocol.blobstore import write_atomically
+from protocol.blobstore import state_errors, write_atomically
 from protocol.codec import decode, encode
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
 from protocol.messages import (
@@ -328,20 +329,39 @@ class Aggregator:
             self._events.put(Finished(job, None, str(error)))
 
     def _finish_training(self, finished: Finished) -> None:
-        self._store.set_fact("training", "")
-        result, members = finished.result, self._state.training
-        if result is None or members is None:
+        members, reason = self._state.training, finished.reason
+        row = None
+        if finished.result is not None and members is not None:
+            try:
+                row = self._keep_head(finished.job, finished.result, members)
+            except StateError as error:
+                reason = str(error)
+        if row is None:
             log.error(
                 "training head %d failed: %s; it will be tried again when a submission changes, or at the next start",
                 finished.job.version,
-                finished.reason,
+                reason,
             )
             self._advance(rounds.TrainingFailed())
-            return
-        folder = Path(finished.job.folder)
-        head = (folder / "head.onnx").read_bytes()
+        else:
+            self._advance(rounds.Trained(row.version))
+            self._head = self._current_head()
+            if self._head is not None:
+                self._session.send(self._to_fleet("head", encode(self._head)))
+            log.info(
+                "head %d: %d prototypes of %d devices, %.1f s of training, at most %.1e from torch; %s",
+                *(row.version, row.prototypes, len(row.members)),
+                *(row.metrics["seconds"], row.metrics["onnx_max_abs_diff"]),
+                self._store.folder / "head.onnx",
+            )
+        self._store.set_fact("training", "")
+
+    def _keep_head(self, job: Job, result: Result, members: Mapping[str, rounds.Entry]) -> HeadRow:
+        folder = Path(job.folder)
+        with state_errors(folder):
+            head, model = ((folder / name).read_bytes() for name in ("head.onnx", "model.onnx"))
         row = HeadRow(
-            version=finished.job.version,
+            version=job.version,
             task=self._task,
             digest=self._store.blobs.put(head),
             size_bytes=len(head),
@@ -350,19 +370,10 @@ class Aggregator:
             members={device: entry.digest.hex() for device, entry in members.items()},
             metrics=result.metrics,
         )
-        for name in ("head.onnx", "model.onnx"):
-            write_atomically(self._store.folder / name, (folder / name).read_bytes())
+        write_atomically(self._store.folder / "head.onnx", head)
+        write_atomically(self._store.folder / "model.onnx", model)
         self._store.keep_head(row)
-        self._advance(rounds.Trained(row.version))
-        self._head = self._current_head()
-        if self._head is not None:
-            self._session.send(self._to_fleet("head", encode(self._head)))
-        log.info(
-            "head %d: %d prototypes of %d devices, %.1f s of training, at most %.1e from torch; %s",
-            *(row.version, row.prototypes, len(members)),
-            *(result.metrics["seconds"], result.metrics["onnx_max_abs_diff"]),
-            self._store.folder / "head.onnx",
-        )
+        return row
 
     def _current_head(self) -> HeadManifest | None:
         """The manifest of the newest head for the current task."""
@@ -390,7 +401,7 @@ class Aggregator:
             )
             raise Refused("unknown_blob", f"asked for {request.digest.hex()[:12]}")
         path = self._store.blobs.path(request.digest)
-        with path.open("rb") as file:
+        with state_errors(path), path.open("rb") as file:
             size = path.stat().st_size
             file.seek(request.offset)
             offset = request.offset
