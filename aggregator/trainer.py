@@ -1,6 +1,5 @@
 """Starts trainings as processes of their own and reports what they say, as events."""
 
-import json
 import logging
 import os
 import shutil
@@ -104,8 +103,8 @@ class Trainer:
     def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
         for line in process.stdout or ():
             try:
-                self._on_event(Progress(json.loads(line)))
-            except json.JSONDecodeError:
+                self._on_event(Progress(msgspec.json.decode(line, type=dict[str, Any])))
+            except msgspec.MsgspecError:
                 log.debug("training said: %s", line.rstrip())
         code = process.wait()
         try:
