@@ -126,7 +126,7 @@ class Aggregator:
         self._session = mqtt.Session(
             broker,
             client_id=f"pf-{task.fleet}-aggregator",
-            subscriptions=device_filters(task.fleet),
+            subscriptions=[*device_filters(task.fleet), fleet_topic(task.fleet, "state")],
             on_event=self._events.put,
             will=self._presence("offline"),
         )
@@ -189,6 +189,10 @@ class Aggregator:
         self._session.send(mqtt.Outgoing(topic, encode(message), RETAINED[channel]))
 
     def _receive(self, topic: str, payload: bytes) -> None:
+        if topic == fleet_topic(self._manifest.fleet, "state"):
+            if payload:
+                self._own_presence_seen(payload)
+            return
         try:
             where = parse_device_topic(topic)
         except MalformedMessage as error:
@@ -205,6 +209,21 @@ class Aggregator:
             self._count_refusal(where.device, Refused("malformed", f"{where.channel}: {error}"))
         except Refused as refused:
             self._count_refusal(where.device, refused)
+
+    def _own_presence_seen(self, payload: bytes) -> None:
+        """Correct what an old Last Will says of us, and give way to an aggregator that started later."""
+        try:
+            presence = decode(payload, Presence, max_bytes=1024)
+        except MalformedMessage as error:
+            self._count_refusal("?", Refused("malformed", f"the aggregator's state: {error}"))
+            return
+        if presence.epoch > self._epoch:
+            raise ConfigError(
+                f"another aggregator has started for fleet {self._manifest.fleet!r} on this broker: "
+                "a fleet has one; stop one of them, or give each task file a fleet of its own"
+            )
+        if presence.state != "online":
+            self._session.send(self._presence("online"))
 
     def _dispatch(self, device: str, channel: str, payload: bytes) -> None:
         now_s = time.time()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +141,23 @@ def test_new_pictures_make_a_new_head(fleet: Fleet, tmp_path: Path) -> None:
     assert second["submissions"] == 1
     assert second["heads"][1]["prototypes"] > first["heads"][0]["prototypes"]
     assert second["coverage"]["2"]["prototypes"] > 0
+
+
+def test_a_fleet_has_one_aggregator(fleet: Fleet, tmp_path: Path) -> None:
+    """A second aggregator of the same fleet takes over, and the first one ends and says why."""
+    task = write_task(tmp_path, quorum=1)
+    first = fleet.start(
+        *("first", "aggregator.cli", "run", "--task", task),
+        *("--state", tmp_path / "first", "--broker", str(fleet.broker)),
+    )
+    deadline = time.monotonic() + 20
+    while "connected" not in fleet.logs() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.1)  # starts are told apart by the second
+    fleet.aggregator(task)
+    fleet.wait_exit(first, code=1)
+    assert "another aggregator" in (tmp_path / "first.log").read_text()
+    fleet.wait_exit(fleet.device("device", write_digits(tmp_path / "data", classes=[0, 1]), "--once"))
 
 
 def test_dry_run_sends_nothing(fleet: Fleet, tmp_path: Path) -> None:
