@@ -93,6 +93,12 @@ def _listener(answer: Callable[[socket.socket], None]) -> Iterator[tuple[Broker,
         server.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a session try again within half a second, however often it has failed."""
+    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.5)
+
+
 def test_a_message_goes_from_one_session_to_another(broker: Broker) -> None:
     """Both connect, the payload arrives as it was sent, and the sender hears that the broker has it."""
     with _session(broker, "b", "t/+") as (_, hears), _session(broker, "a") as (says, ear):
@@ -137,6 +143,7 @@ def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, addr
             assert hears.wait(Received).payload == b"early"
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address: Broker) -> None:
     """The session says in one event why there is no connection, and connects and subscribes each time."""
     with _session(address, "a", "t") as (says, ear):
@@ -150,6 +157,7 @@ def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address:
             assert 0 < lost.retry_s <= LONGEST_PAUSE_S
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_what_was_sent_into_the_void_is_not_sent_later(serve: Serve, address: Broker) -> None:
     """A message without a connection is dropped: whoever sends decides again at the next one."""
     with _session(address, "a", "t") as (says, ear):
@@ -175,6 +183,7 @@ def _own_socket(port: int) -> list[int]:
     return found
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_the_last_will_is_delivered_when_a_socket_dies(broker: Broker) -> None:
     """A device that vanishes is declared offline by the broker, and says so itself when it comes back."""
     with _session(broker, "b", "state") as (_, hears):
@@ -217,9 +226,9 @@ def test_stopping_without_a_broker_is_quick_and_final(address: Broker) -> None:
         assert not made._thread.is_alive()
 
 
-def test_a_broker_that_hangs_up_is_not_called_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_pauses")
+def test_a_broker_that_hangs_up_is_not_called_in_a_loop() -> None:
     """A listener that closes at once is called once a pause, and never counts as a broker."""
-    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 1.0)
     with _listener(lambda _: None) as (broker, times), _session(broker, "a") as (_, ear):
         pauses = [ear.wait(Disconnected).retry_s for _ in range(4)]
         assert len(times) == 4
@@ -229,9 +238,9 @@ def test_a_broker_that_hangs_up_is_not_called_in_a_loop(monkeypatch: pytest.Monk
         assert ear.rest() == []
 
 
-def test_failed_tries_leave_nothing_open(address: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("short_pauses")
+def test_failed_tries_leave_nothing_open(address: Broker) -> None:
     """Sockets and threads do not pile up while the broker is away."""
-    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.2)
     with _session(address, "a") as (_, ear):
         for _ in range(3):
             ear.wait(Disconnected)
@@ -242,6 +251,7 @@ def test_failed_tries_leave_nothing_open(address: Broker, monkeypatch: pytest.Mo
         assert threading.active_count() <= threads + 1
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_a_listener_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that accepts and says nothing counts as no broker, and is tried again."""
     monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 0.5)
@@ -257,6 +267,7 @@ def test_a_listener_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPat
         release.set()
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_something_that_is_no_broker() -> None:
     """An HTTP server's answer is a lost connection, not a crash."""
     with (
@@ -271,6 +282,7 @@ needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosqui
 
 
 @needs_mosquitto
+@pytest.mark.usefixtures("short_pauses")
 def test_a_broker_that_refuses_us_says_why(address: Broker, tmp_path: Path) -> None:
     """Without a user name the connection is refused; the reason is the broker's, and it is tried again."""
     with (
@@ -294,6 +306,7 @@ def _suback(code: int) -> Callable[[socket.socket], None]:
     return answer
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_a_broker_that_denies_a_subscription() -> None:
     """A session that would hear nothing is no connection: the topic is named, and it is tried again."""
     with _listener(_suback(0x80)) as (broker, _), _session(broker, "a", "secret") as (_, ear):
