@@ -125,7 +125,7 @@ class Aggregator:
         self._head = self._current_head()
         self._session = mqtt.Session(
             broker,
-            client_id=f"pf-{task.fleet}-aggregator",
+            client_id=f"pf-{task.fleet}-aggregator-{self._epoch}",
             subscriptions=[*device_filters(task.fleet), fleet_topic(task.fleet, "state")],
             on_event=self._events.put,
             will=self._presence("offline"),

@@ -324,7 +324,8 @@ class Device:
         own = [self._topic(channel) for channel in ("blk", "ack")] + ([] if dry else [self._topic("state")])
         return mqtt.Session(
             settings.broker,
-            client_id=f"pf-{settings.fleet}-{self._id}" + ("-dry-run" if dry else ""),
+            # A start has an id of its own: brokers differ in what they do to the older of two that share one.
+            client_id=f"pf-{settings.fleet}-{self._id}-{self._epoch or 'dry-run'}",
             subscriptions=[*shared, *own],
             on_event=self._inbox.put,
             will=None if dry else self._presence("offline"),

@@ -160,6 +160,22 @@ def test_a_fleet_has_one_aggregator(fleet: Fleet, tmp_path: Path) -> None:
     fleet.wait_exit(fleet.device("device", write_digits(tmp_path / "data", classes=[0, 1]), "--once"))
 
 
+def test_a_name_is_one_devices(fleet: Fleet, tmp_path: Path) -> None:
+    """A second device of the same name takes over, and the first one ends and says what to do."""
+    fleet.aggregator(write_task(tmp_path, quorum=2))
+    data = write_digits(tmp_path / "data", classes=[0, 1])
+    first = fleet.device("twin", data)
+    fleet.wait_for("the first device", lambda s: s["submissions"] == 1)
+    time.sleep(1.1)  # starts are told apart by the second
+    fleet.start(
+        *("second", "edge_client.cli", "--broker", str(fleet.broker), "--device-id", "twin"),
+        *("--data", data, "--state", tmp_path / "elsewhere"),
+    )
+    fleet.wait_exit(first, code=1)
+    assert "give each its own --device-id" in (tmp_path / "twin.log").read_text()
+    fleet.wait_for("the second device", lambda s: s["devices"][0]["state"] == "online")
+
+
 def test_dry_run_sends_nothing(fleet: Fleet, tmp_path: Path) -> None:
     """A dry run says what would leave the device, and the aggregator hears of no device."""
     fleet.aggregator(write_task(tmp_path, quorum=1))
