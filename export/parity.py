@@ -1,7 +1,7 @@
 """Is the ONNX file the network? torch behind timm's own transform against ONNX Runtime behind the device's."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from protocol.errors import ConfigError
 from protocol.metadata import Parity
 from protocol.preprocessing import Preprocessing, preprocess
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp"}
+BATCH = 16
+"""Photographs in memory at a time."""
 
 Reference = Callable[[Image.Image], NDArray[np.float32]]
 """A picture to its feature, (L,) float32, as the network's authors would compute it."""
@@ -29,34 +30,32 @@ def sample_photos() -> list[Image.Image]:
     return [Image.fromarray(picture) for picture in load_sample_images().images]
 
 
-def photos_in(folder: Path) -> list[Image.Image]:
-    """Every photograph in a folder.
+def photos_in(folder: Path) -> Iterator[Image.Image]:
+    """Every photograph in a folder and below it, opened one after the other.
 
     Raises:
         ConfigError: there is none, or one cannot be read.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    suffixes = Image.registered_extensions()
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     if not paths:
-        raise ConfigError(f"no photographs ({', '.join(sorted(SUFFIXES))}) in {folder}")
-    return list(_read(paths))
+        raise ConfigError(f"no photographs in {folder}: expected files such as .jpg or .png")
+    return map(_read, paths)
 
 
-def _read(paths: Iterable[Path]) -> Iterator[Image.Image]:
-    for path in paths:
-        try:
-            with Image.open(path) as picture:
-                yield picture.convert("RGB")
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
+def _read(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except (OSError, Image.DecompressionBombError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; take it out of the folder") from error
 
 
-def timm_reference(module: nn.Module, config: dict[str, Any]) -> Reference:
-    """The network behind its own evaluation transform."""
+def timm_reference(module: nn.Module, config: Mapping[str, Any]) -> Reference:
+    """The network behind timm's own evaluation transform for that data config."""
     from timm.data import create_transform
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transform = create_transform(**config)
+    transform = create_transform(**config)
 
     def feature(picture: Image.Image) -> NDArray[np.float32]:
         with torch.inference_mode():
@@ -67,25 +66,44 @@ def timm_reference(module: nn.Module, config: dict[str, Any]) -> Reference:
 
 
 def compare(
-    file: bytes, *, preprocessing: Preprocessing, reference: Reference, photos: Sequence[Image.Image]
+    file: bytes, *, preprocessing: Preprocessing, reference: Reference, photos: Iterable[Image.Image]
 ) -> Parity:
-    """The worst cosine and relative error over photographs, alone and as one batch.
+    """The worst cosine and relative error over photographs, each alone and within a batch.
 
     Args:
         file: the ONNX backbone.
         preprocessing: what the device does to pictures.
         reference: what the features should be.
         photos: at least one.
+
+    Returns:
+        NaN figures where a feature is NaN, or zero in torch: that is no parity either.
     """
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    images = np.stack([preprocess(photo, preprocessing) for photo in photos])
-    expected = np.stack([reference(photo) for photo in photos]).astype(np.float64)
-    singly = np.concatenate([session.run(["feature"], {"image": image[None]})[0] for image in images])
-    together = session.run(["feature"], {"image": images})[0]
-    cosines, errors = [], []
-    for features in (singly, together):
-        ours = features.astype(np.float64)
-        lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(expected, axis=1)
-        cosines.append((ours * expected).sum(axis=1) / np.maximum(lengths, np.finfo(float).tiny))
-        errors.append(np.linalg.norm(ours - expected, axis=1) / np.linalg.norm(expected, axis=1))
-    return Parity(cosine=float(np.min(cosines)), relative_error=float(np.max(errors)), pictures=len(photos))
+    remaining, cosines, errors = iter(photos), [], []
+    while batch := list(islice(remaining, BATCH)):
+        images = np.stack([preprocess(photo, preprocessing) for photo in batch])
+        expected = np.stack([reference(photo) for photo in batch]).astype(np.float64)
+        singly = np.concatenate([session.run(["feature"], {"image": image[None]})[0] for image in images])
+        together = session.run(["feature"], {"image": images})[0]
+        for features in (singly.astype(np.float64), together.astype(np.float64)):
+            cosines += _cosines(features, expected).tolist()
+            errors += _relative_errors(features, expected).tolist()
+    return Parity(
+        cosine=float(np.min(cosines)), relative_error=float(np.max(errors)), pictures=len(errors) // 2
+    )
+
+
+def _cosines(features: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    with np.errstate(invalid="ignore"):
+        lengths = np.linalg.norm(features, axis=1) * np.linalg.norm(expected, axis=1)
+        cosines: NDArray[np.float64] = (features * expected).sum(axis=1) / lengths
+    return cosines
+
+
+def _relative_errors(features: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        errors: NDArray[np.float64] = np.linalg.norm(features - expected, axis=1) / np.linalg.norm(
+            expected, axis=1
+        )
+    return errors
