@@ -13,6 +13,7 @@ import msgspec
 
 from aggregator import rounds
 from aggregator.config import TaskFile
+from aggregator.downlink import read_frames
 from aggregator.intake import (
     Expectation,
     Refused,
@@ -20,6 +21,7 @@ from aggregator.intake import (
     check_submission,
     read_message,
 )
+from aggregator.manifests import head_manifest, task_manifest
 from aggregator.store import HeadRow, Store, SubmissionRow
 from aggregator.trainer import Finished, Job, Progress, Result, Trainer
 from aggregator.uplink import Complete, Uplink
@@ -28,9 +30,8 @@ from protocol.blobstore import state_errors, write_atomically
 from protocol.codec import decode, encode
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
 from protocol.messages import (
-    MAX_CHUNK_BYTES,
+    MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
-    PROTOCOL_VERSION,
     BlobRef,
     BlobRequest,
     DeviceInfo,
@@ -42,7 +43,6 @@ from protocol.messages import (
     PresenceState,
     Receipt,
     Submission,
-    TaskManifest,
 )
 from protocol.metadata import BackboneMetadata
 from protocol.topics import (
@@ -58,31 +58,8 @@ from protocol.topics import (
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
 
 Event = mqtt.Event | Progress | Finished
-
-
-def manifest_of(task: TaskFile, backbone: BlobRef) -> TaskManifest:
-    """What the fleet is told of a task file.
-
-    Raises:
-        ConfigError: it is larger than one message may be.
-    """
-    manifest = TaskManifest(
-        fleet=task.fleet,
-        algorithm=task.algorithm,
-        classes=task.classes,
-        backbones=(backbone,),
-        alpha=task.client.alpha,
-        batch_size=task.client.batch_size,
-        min_images=task.client.min_images,
-        seed=task.client.seed,
-    )
-    size = len(encode(manifest))
-    if size > MAX_MANIFEST_BYTES:
-        raise ConfigError(f"the class names make a manifest of {size} bytes, more than {MAX_MANIFEST_BYTES}")
-    return manifest
 
 
 class Aggregator:
@@ -107,7 +84,7 @@ class Aggregator:
         self._store = store
         data = backbone.read_bytes()
         reference = BlobRef(digest=store.blobs.put(data), size_bytes=len(data), name=backbone.name)
-        self._manifest = manifest_of(task, reference)
+        self._manifest = task_manifest(task, reference)
         self._manifest_bytes = encode(self._manifest)
         self._task = store.blobs.put(self._manifest_bytes)
         self._expectation = Expectation(self._task, self._manifest, metadata.feature_size)
@@ -122,7 +99,8 @@ class Aggregator:
         store.set_fact("task", self._task.hex())
         store.set_fact("task_file", msgspec.json.encode(task).decode())
         store.set_fact("training", "")
-        self._head = self._current_head()
+        heads = store.heads(self._task)
+        self._head = self._serve_head(heads[-1]) if heads else None
         self._session = mqtt.Session(
             broker,
             client_id=f"pf-{task.fleet}-aggregator-{self._epoch}",
@@ -364,9 +342,8 @@ class Aggregator:
             self._advance(rounds.TrainingFailed())
         else:
             self._advance(rounds.Trained(row.version))
-            self._head = self._current_head()
-            if self._head is not None:
-                self._session.send(self._to_fleet("head", encode(self._head)))
+            self._head = self._serve_head(row)
+            self._session.send(self._to_fleet("head", encode(self._head)))
             log.info(
                 "head %d: %d prototypes of %d devices, %.1f s of training, at most %.1e from torch; %s",
                 *(row.version, row.prototypes, len(row.members)),
@@ -394,22 +371,6 @@ class Aggregator:
         self._store.keep_head(row)
         return row
 
-    def _current_head(self) -> HeadManifest | None:
-        """The manifest of the newest head for the current task."""
-        rows = self._store.heads(self._task)
-        if not rows:
-            return None
-        row = rows[-1]
-        self._blobs_served.add(row.digest)
-        return HeadManifest(
-            task=row.task,
-            version=row.version,
-            head=BlobRef(digest=row.digest, size_bytes=row.size_bytes, name=f"head-{row.version}.onnx"),
-            devices=len(row.members),
-            prototypes=row.prototypes,
-            metrics=dict(row.metrics),
-        )
-
     def _serve_blob(self, device: str, request: BlobRequest) -> None:
         if request.digest not in self._blobs_served:
             detail = "no such blob here: take the one that the task or head names now"
@@ -419,17 +380,9 @@ class Aggregator:
                 Receipt(digest=request.digest, status="refused", reason="unknown_blob", detail=detail),
             )
             raise Refused("unknown_blob", f"asked for {request.digest.hex()[:12]}")
-        path = self._store.blobs.path(request.digest)
-        with state_errors(path), path.open("rb") as file:
-            size = path.stat().st_size
-            file.seek(request.offset)
-            offset = request.offset
-            while offset < min(request.offset + request.length, size):
-                data = file.read(min(MAX_CHUNK_BYTES, request.offset + request.length - offset))
-                if not data:
-                    return
-                frame = Frame(
-                    v=PROTOCOL_VERSION, digest=request.digest, size_bytes=size, offset=offset, data=data
-                )
-                self._send(device, "blk", frame)
-                offset += len(data)
+        for frame in read_frames(self._store.blobs.path(request.digest), request):
+            self._send(device, "blk", frame)
+
+    def _serve_head(self, row: HeadRow) -> HeadManifest:
+        self._blobs_served.add(row.digest)
+        return head_manifest(row)

@@ -17,6 +17,7 @@ from protocol.codec import decode, digest_of, encode
 from protocol.errors import BackboneMismatch, MalformedMessage, ProtofleetError, TransferError
 from protocol.messages import (
     MAX_CHUNK_BYTES,
+    MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
     BlobRef,
     BlobRequest,
@@ -35,7 +36,6 @@ from protocol.transfer import frames_of
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
-MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
 
 
 class Device:

@@ -15,6 +15,9 @@ PROTOCOL_VERSION = 1
 MAX_CHUNK_BYTES = 60 * 1024
 """Bytes of payload in one frame: it fits with its envelope under every broker's packet limit we know."""
 
+MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
+"""Bytes of one frame with its envelope."""
+
 MAX_MANIFEST_BYTES = 120 * 1024
 """Bytes of one message that is not a frame."""
 

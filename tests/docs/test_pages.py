@@ -11,7 +11,7 @@ import pytest
 
 from aggregator.cli import cli as aggregator
 from aggregator.config import Client, TaskFile, Training
-from aggregator.service import manifest_of
+from aggregator.manifests import task_manifest
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
 from protocol.codec import encode
@@ -90,7 +90,7 @@ def test_the_default_of_a_setting_is_the_one_in_the_table(table: str, name: str)
 
 def task_bytes(task: TaskFile) -> bytes:
     """What the fleet would be told, whose sha256 is the task's identity."""
-    return encode(manifest_of(task, BlobRef(digest=bytes(32), size_bytes=1, name=task.backbones[0])))
+    return encode(task_manifest(task, BlobRef(digest=bytes(32), size_bytes=1, name=task.backbones[0])))
 
 
 @pytest.mark.parametrize(

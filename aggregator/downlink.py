@@ -1,0 +1,24 @@
+"""Blobs going out to devices, piece by piece from the disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from protocol.blobstore import state_errors
+from protocol.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRequest, Frame
+
+
+def read_frames(path: Path, request: BlobRequest) -> Iterator[Frame]:
+    """The bytes of a blob that a device asked for, as far as there are any, in frames.
+
+    Raises:
+        StateError: the blob cannot be read.
+    """
+    with state_errors(path), path.open("rb") as file:
+        size = path.stat().st_size
+        file.seek(request.offset)
+        while (left := request.offset + request.length - file.tell()) > 0:
+            offset = file.tell()
+            data = file.read(min(MAX_CHUNK_BYTES, left))
+            if not data:
+                return
+            yield Frame(v=PROTOCOL_VERSION, digest=request.digest, size_bytes=size, offset=offset, data=data)
