@@ -24,7 +24,7 @@ NEEDED = ("torch", "timm", "onnx", "onnxscript", "safetensors", "sklearn", "onnx
 
 
 def _three(
-    _context: click.Context, _parameter: click.Parameter, value: str | None
+    _context: click.Context, parameter: click.Parameter, value: str | None
 ) -> tuple[float, ...] | None:
     if value is None:
         return None
@@ -32,14 +32,13 @@ def _three(
         numbers = tuple(float(part) for part in value.split(","))
     except ValueError:
         numbers = ()
-    if len(numbers) != 3:
+    if len(numbers) != 3 or (parameter.name == "std" and min(numbers) <= 0):
         raise click.BadParameter(f"expected three numbers such as 0.5,0.5,0.5, got {value!r}")
     return numbers
 
 
-def _keywords(
-    _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
-) -> dict[str, Any]:
+def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
+    """NAME=VALUE, read as Python would read the value, or else as text."""
     keywords: dict[str, Any] = {}
     for value in values:
         key, equals, text = value.partition("=")
@@ -75,7 +74,7 @@ def _keywords(
     "keywords",
     multiple=True,
     metavar="NAME=VALUE",
-    callback=_keywords,
+    callback=lambda _context, _parameter, values: _keywords(values),
     help="Passed on to timm, such as pad_type=same; may be repeated.",
 )
 @click.option(
