@@ -138,8 +138,9 @@ class Aggregator:
                     "connected to the broker; fleet %r, task %s", self._manifest.fleet, self._task.hex()[:12]
                 )
                 self._announce()
-            case mqtt.Disconnected(reason=reason, retry_s=retry_s):
-                log.warning("%s; trying again in %.0f s", reason, retry_s)
+            case mqtt.Disconnected() as end:
+                level = logging.DEBUG if end.repeated else logging.WARNING
+                log.log(level, "%s; trying until it is there, next in %.0f s", end.reason, end.retry_s)
             case Progress(figures=figures):
                 self._store.set_fact(
                     "training", json.dumps({"version": self._state.head_version + 1, **figures})

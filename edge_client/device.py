@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from edge_client import agent, events
+from edge_client.progress import Progress
 from edge_client.state import DeviceState
 from edge_client.work import Prepared
 from edge_client.worker import Crashed, Settings, Worker
@@ -56,6 +57,7 @@ class Device:
         self._id = settings.local.device_id
         self._inbox: queue.SimpleQueue[mqtt.Event | events.Event | Crashed] = queue.SimpleQueue()
         self._worker = Worker(settings, state, emit=self._inbox.put, show=show)
+        self._bar = Progress("fetching")
         self._exit: events.Exit | None = None
         self._aggregator_epoch = 0
         self._rescan_s = 0.0
@@ -111,8 +113,9 @@ class Device:
                 self._step(events.Connected())
                 if self._state.task is None:
                     log.info("waiting for the fleet's task")
-            case mqtt.Disconnected(reason=reason, retry_s=retry_s):
-                log.warning("%s; trying again in %.0f s", reason, retry_s)
+            case mqtt.Disconnected() as end:
+                level = logging.DEBUG if end.repeated else logging.WARNING
+                log.log(level, "%s; trying until it is there, next in %.0f s", end.reason, end.retry_s)
                 self._step(events.Disconnected())
             case mqtt.Drained():
                 self._step(events.Drained())
@@ -213,7 +216,7 @@ class Device:
             case events.Request(digest=digest, offset=offset, length=length):
                 self._send("get", BlobRequest(digest=digest, offset=offset, length=length))
             case events.Append(digest=digest, data=data):
-                self._blobs.append(digest, data)
+                self._append(digest, data)
             case events.Finish(digest=digest):
                 self._finish_download(digest)
             case events.SendTail(digest=digest):
@@ -266,12 +269,19 @@ class Device:
     def _open_download(self, blob: BlobRef) -> None:
         offset = self._blobs.partial_bytes(blob.digest)
         log.info("fetching %s, %.1f MB%s", blob.name, blob.size_bytes / 1e6, " (going on)" if offset else "")
+        self._bar = Progress(f"fetching {blob.name}")
         if offset >= blob.size_bytes:
             self._finish_download(blob.digest)
         else:
             self._inbox.put(events.DownloadStarts(blob.digest, offset))
 
+    def _append(self, digest: bytes, data: bytes) -> None:
+        self._blobs.append(digest, data)
+        if (download := self._state.download) is not None:
+            self._bar.update(download.offset, download.blob.size_bytes)
+
     def _finish_download(self, digest: bytes) -> None:
+        self._bar.close()
         try:
             self._blobs.finish(digest)
         except TransferError as error:

@@ -1,22 +1,19 @@
-"""The device's work, one piece after the other on a thread of its own, with a progress bar for a person."""
+"""The device's work, one piece after the other on a thread of its own."""
 
+import contextlib
 import logging
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
-
-import click
 
 from edge_client import agent, events
 from edge_client.backbone import Backbone, Provider, open_backbone
 from edge_client.features import FeatureCache
 from edge_client.images import find_pictures
 from edge_client.predictor import open_head
+from edge_client.progress import Progress
 from edge_client.state import DeviceState
 from edge_client.work import Local, Prepared, evaluate_head, prepare, submission_of
 from protocol.codec import digest_of, encode
@@ -155,7 +152,7 @@ class Worker:
 
     def _prepare(self, build: events.Build) -> events.Built:
         backbone = self._open_backbone(build.manifest)
-        with _Progress("extracting features") as progress:
+        with contextlib.closing(Progress("extracting features")) as progress:
             prepared = prepare(
                 task=build.manifest,
                 local=self._settings.local,
@@ -234,31 +231,3 @@ class Worker:
         kept.set(installed={**installed, "right": right, "total": total})
         log.info("head %d in use: %d of %d held-out pictures right", reference.version, right, total)
         return report
-
-
-class _Progress:
-    """A progress bar where a person watches, and nothing elsewhere."""
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._bar: Any = None
-        self._done = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def update(self, done: int, total: int) -> None:
-        """Show that `done` of `total` are done."""
-        if not sys.stderr.isatty():
-            return
-        if self._bar is None:
-            self._bar = click.progressbar(length=total, label=self._label, file=sys.stderr, show_pos=True)
-            self._bar.__enter__()
-        self._bar.update(done - self._done)
-        self._done = done
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.__exit__(kind, error, trace)

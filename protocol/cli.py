@@ -77,6 +77,6 @@ def run(command: click.Command, *, program: str) -> NoReturn:
         sys.exit(1)
     except BrokenPipeError:
         # Whoever read our output has gone; Python would complain once more when it flushes at exit.
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

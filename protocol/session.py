@@ -6,6 +6,7 @@ queued for a dead connection is sent again behind our back. A session promises n
 whoever sends looks at `Connected` and at the receiver's own receipts.
 """
 
+import ipaddress
 import logging
 import queue
 import random
@@ -55,10 +56,14 @@ class Connected:
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The connection is gone, or could not be made; the next try comes after `retry_s` seconds."""
+    """The connection is gone, or could not be made; the next try comes after `retry_s` seconds.
+
+    `repeated` is set where the try before has ended for the same reason: a person knows it by now.
+    """
 
     reason: str
     retry_s: float
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,14 @@ class _Stop:
 _Command = Outgoing | _Closed | _Ready | _Acknowledged | _Stop
 
 
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
+
+
 def parse_broker(text: str) -> Broker:
     """`HOST`, `HOST:PORT` or `[IPv6]:PORT` as a broker's address.
 
@@ -119,7 +132,8 @@ def parse_broker(text: str) -> Broker:
     if not colon or (text.count(":") > 1 and not text.startswith("[")):
         host, port = text.strip(), "1883"
     host = host.removeprefix("[").removesuffix("]")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+    good = port.isdecimal() and 0 < int(port) < 65536 and (_is_ipv6(host) if ":" in host else host)
+    if not good or "/" in host:
         raise ConfigError(f"expected the broker as HOST or HOST:PORT, got {text!r}")
     return Broker(host, int(port))
 
@@ -185,7 +199,7 @@ class Session:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        failures = 0
+        failures, told = 0, ""
         while True:
             connection = _Connection(self._client())
             reason = self._connect(connection.client)
@@ -196,7 +210,8 @@ class Session:
                     return
             failures = 1 if connection.ready else failures + 1
             retry_s = pause_s(failures, random.uniform)
-            self._on_event(Disconnected(reason, retry_s))
+            self._on_event(Disconnected(reason, retry_s, repeated=reason == told and not connection.ready))
+            told = reason
             if self._idle(retry_s):
                 return
 
