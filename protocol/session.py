@@ -132,8 +132,8 @@ def parse_broker(text: str) -> Broker:
     if not colon or (text.count(":") > 1 and not text.startswith("[")):
         host, port = text.strip(), "1883"
     host = host.removeprefix("[").removesuffix("]")
-    good = port.isdecimal() and 0 < int(port) < 65536 and (_is_ipv6(host) if ":" in host else host)
-    if not good or "/" in host:
+    is_host = _is_ipv6(host) if ":" in host else bool(host) and "/" not in host
+    if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"expected the broker as HOST or HOST:PORT, got {text!r}")
     return Broker(host, int(port))
 
