@@ -346,7 +346,21 @@ def test_broker_addresses(text: str, expected: Broker) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":1883", "host:", "host:x", "host:0", "host:65536", "host:-1", "mqtt://host", "host:²"]
+    "text",
+    [
+        "",
+        ":1883",
+        "host:",
+        "host:x",
+        "host:0",
+        "host:65536",
+        "host:-1",
+        "mqtt://host",
+        "host:²",
+        "host:1883:1",
+        "[host]:1:2",
+        "a:b",
+    ],
 )
 def test_what_is_no_broker_address(text: str) -> None:
     """Anything else is refused, with an example."""

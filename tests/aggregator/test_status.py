@@ -1,0 +1,152 @@
+"""What `aggregator status` shows, for a person and for a program."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from aggregator.config import TaskFile
+from aggregator.rounds import Entry
+from aggregator.status import report, show
+from aggregator.store import HeadRow, Store, SubmissionRow
+from protocol.errors import StateError
+from tests.aggregator.made import TASK, evaluation
+
+CLASSES = ("cat", "dog [/bold]", "fox")
+
+
+def _row(device: str, per_class: dict[int, int], received_s: float = 100.0) -> SubmissionRow:
+    return SubmissionRow(
+        device=device,
+        entry=Entry(1, device.encode(), received_s),
+        size_bytes=1000,
+        pictures=50,
+        prototypes=sum(per_class.values()),
+        per_class=per_class,
+    )
+
+
+def _begun(folder: Path) -> Store:
+    """The state of an aggregator that has just started."""
+    store = Store(folder)
+    task_file = TaskFile(classes=CLASSES, backbones=("b.onnx",), fleet="barn", quorum=2, deadline_s=60.0)
+    store.set_fact("task", TASK.hex())
+    store.set_fact("task_file", msgspec.json.encode(task_file).decode())
+    store.set_fact("pid", str(os.getpid()))
+    return store
+
+
+def _busy(folder: Path) -> Store:
+    """The state after a head, an evaluation, a late submission and some refusals."""
+    store = _begun(folder)
+    store.see_device("a", state="online", epoch=1, now_s=10.0)
+    store.keep_info("a", info=json.dumps({"runtime": "CPU", "pictures": {"cat": 30, "fox": 20}}), now_s=11.0)
+    store.see_device("idle", state="offline", epoch=1, now_s=12.0)
+    store.keep_submission(TASK, _row("a", {0: 6, 2: 4}))
+    store.keep_head(
+        HeadRow(
+            version=1,
+            task=TASK,
+            digest=bytes(32),
+            size_bytes=99,
+            trained_s=50.0,
+            prototypes=10,
+            members={"a": b"a".hex()},
+            metrics={"loss": 0.5},
+        )
+    )
+    store.keep_evaluation("a", evaluation(), digest=b"e", now_s=60.0)
+    store.keep_submission(TASK, _row("b", {0: 3}, received_s=200.0))
+    store.count_refusal("c", reason="shape", detail="expected [16], got [17]", now_s=1.0)
+    return store
+
+
+def _shown(summary: dict[str, Any]) -> str:
+    text = io.StringIO()
+    show(summary, Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_an_aggregator_that_has_just_started(tmp_path: Path) -> None:
+    """Nothing is there yet, and the report says so in values that JSON knows."""
+    _begun(tmp_path)
+    summary = report(Store(tmp_path, read_only=True))
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert summary["running"]
+    assert (summary["fleet"], summary["classes"], summary["quorum"]) == ("barn", list(CLASSES), 2)
+    assert summary["devices"] == summary["heads"] == summary["refusals"] == []
+    assert (summary["submissions"], summary["waiting"], summary["closes_s"]) == (0, 0, None)
+    assert summary["training"] is summary["head_path"] is summary["model_path"] is None
+    assert "none of: cat, dog [/bold], fox" in _shown(summary)
+
+
+def test_a_busy_aggregator(tmp_path: Path) -> None:
+    """Devices, coverage, heads with held-out figures, what waits and until when, and refusals."""
+    summary = report(_busy(tmp_path))
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert {
+        row["device"]: (row["state"], row["pictures"], row["prototypes"]) for row in summary["devices"]
+    } == {
+        "a": ("online", 50, 10),
+        "b": ("unknown", 0, 3),
+        "idle": ("offline", 0, 0),
+    }
+    assert summary["devices"][0]["accuracy"] == 0.9
+    assert summary["coverage"] == {
+        "cat": {"prototypes": 9, "devices": 2},
+        "dog [/bold]": {"prototypes": 0, "devices": 0},
+        "fox": {"prototypes": 4, "devices": 1},
+    }
+    assert (summary["submissions"], summary["waiting"], summary["closes_s"]) == (2, 1, 260.0)
+    (head,) = summary["heads"]
+    assert (head["version"], head["devices"], head["prototypes"], head["sha256"]) == (1, 1, 10, "0" * 64)
+    assert head["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
+    assert summary["head_path"] == str(tmp_path / "head.onnx")
+    assert summary["refusals"] == [
+        {"device": "c", "reason": "shape", "count": 1, "detail": "expected [16], got [17]"}
+    ]
+
+
+def test_what_a_person_sees(tmp_path: Path) -> None:
+    """Names and details appear as they are, whatever a terminal would make of their brackets."""
+    folder = tmp_path / "[red]state[/red]"
+    text = _shown(report(_busy(folder)))
+    for piece in (
+        "fleet barn, fedtc, task ",
+        "running",
+        "90.0% of 10",
+        "2 submissions, 1 not in a head yet; 2 of 3 classes covered, none of: dog [/bold]",
+        "head 1: 10 prototypes of 1 devices, 90.0% right on held-out pictures",
+        "refused 1 x shape from c: expected [16], got [17]",
+        f"newest: {folder}/head.onnx",
+    ):
+        assert piece in text
+
+
+def test_a_training_in_progress(tmp_path: Path) -> None:
+    """Its version and epoch are shown, also before the first epoch."""
+    store = _begun(tmp_path)
+    store.set_fact("training", json.dumps({"version": 3, "device": "cpu", "prototypes": 7}))
+    assert "training head 3: epoch 0 of ?" in _shown(report(store))
+    store.set_fact("training", json.dumps({"version": 3, "epoch": 4, "epochs": 15, "loss": 0.5}))
+    assert "training head 3: epoch 4 of 15" in _shown(report(store))
+
+
+def test_an_aggregator_that_is_gone(tmp_path: Path) -> None:
+    """A process that ended, in good order or not, is not shown as running."""
+    store = _begun(tmp_path)
+    for pid in ("", "999999999"):
+        store.set_fact("pid", pid)
+        assert not report(store)["running"]
+    assert "not running" in _shown(report(store))
+
+
+def test_a_state_without_a_task(tmp_path: Path) -> None:
+    """The message says what to do first."""
+    with pytest.raises(StateError, match=r"no task in .* yet: start `aggregator run`"):
+        report(Store(tmp_path))

@@ -1,0 +1,81 @@
+"""Trainings as processes: what they say becomes events, and every end is told."""
+
+import queue
+import sys
+from pathlib import Path
+
+import pytest
+
+from aggregator.config import Training
+from aggregator.trainer import Finished, Job, Progress, Trainer
+from protocol.blobstore import BlobStore
+from protocol.codec import encode
+from protocol.errors import StateError
+from tests.aggregator.made import FEATURE_SIZE, MANIFEST, submission
+
+PATIENCE_S = 60.0
+
+
+def _job(folder: Path, *payloads: bytes) -> Job:
+    blobs = BlobStore(folder / "blobs")
+    return Job(
+        version=1,
+        task=blobs.put(encode(MANIFEST)).hex(),
+        members=tuple(blobs.put(payload).hex() for payload in payloads),
+        blobs=str(blobs.folder),
+        feature_size=FEATURE_SIZE,
+        training=Training(device="cpu"),
+        folder=str(folder / "training" / "head-1"),
+    )
+
+
+def _end(job: Job, folder: Path) -> tuple[Finished, list[Progress]]:
+    """Run a job to its end."""
+    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+    Trainer(folder / "training", on_event=events.put).start(job)
+    said: list[Progress] = []
+    while not isinstance(event := events.get(timeout=PATIENCE_S), Finished):
+        said.append(event)
+    return event, said
+
+
+def test_a_submission_that_is_gone_fails_the_training(tmp_path: Path) -> None:
+    """The end is told with the exit status and the process's own one line."""
+    job = _job(tmp_path, encode(submission()))
+    (tmp_path / "blobs" / job.members[0]).unlink()
+    finished, _ = _end(job, tmp_path)
+    assert finished.result is None
+    assert finished.reason.startswith("exit status 1: cannot use ")
+    assert "No such file" in finished.reason
+
+
+def test_a_process_that_is_killed_is_a_failed_training(tmp_path: Path) -> None:
+    """Stopping ends it, and waits for it."""
+    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+    trainer = Trainer(tmp_path / "training", on_event=events.put)
+    trainer.stop()
+    trainer.start(_job(tmp_path, encode(submission())))
+    trainer.stop()
+    finished = events.get(timeout=PATIENCE_S)
+    assert isinstance(finished, Finished)
+    assert finished.reason.startswith("exit status -15")
+
+
+def test_lines_that_are_no_figures_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a library prints beside the figures does no harm."""
+    program = tmp_path / "program"
+    program.write_text(
+        '#!/bin/sh\necho hello; echo 3; echo "[1]"; echo \'{"epoch": 1}\'; echo oops >&2; exit 4\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    finished, said = _end(_job(tmp_path), tmp_path)
+    assert said == [Progress({"epoch": 1})]
+    assert finished.reason == "exit status 4: oops"
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    """No process is started."""
+    (tmp_path / "training").write_text("a file")
+    with pytest.raises(StateError, match="cannot use"):
+        Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
