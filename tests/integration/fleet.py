@@ -37,11 +37,18 @@ class Fleet:
     broker: Broker
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, name: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
-        """Start a module's command line; what it says goes to NAME.log."""
+    def start(self, name: str, *arguments: str | Path, file_kb: int | None = None) -> subprocess.Popen[bytes]:
+        """Start a module's command line; what it says goes to NAME.log.
+
+        With `file_kb`, no file may grow larger: writes past it fail, as on a full disk.
+        """
         log = (self.root / f"{name}.log").open("ab")
+        limit = [] if file_kb is None else ["sh", "-c", f'ulimit -f {2 * file_kb}; exec "$@"', "sh"]
         process = subprocess.Popen(
-            [sys.executable, "-m", *map(str, arguments)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            [*limit, sys.executable, "-m", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
         self.processes.append(process)
         return process
@@ -52,10 +59,13 @@ class Fleet:
         arguments = ("run", "--task", task, "--state", state, "--broker", str(self.broker))
         return self.start("aggregator", "aggregator.cli", *arguments)
 
-    def device(self, name: str, data: Path, *more: str) -> subprocess.Popen[bytes]:
+    def device(
+        self, name: str, data: Path, *more: str, file_kb: int | None = None
+    ) -> subprocess.Popen[bytes]:
         """Start a device."""
         arguments = ("--broker", str(self.broker), "--device-id", name, "--data", data, "--threads", "1")
-        return self.start(name, "edge_client.cli", *arguments, "--state", self.root / "devices" / name, *more)
+        state = self.root / "devices" / name
+        return self.start(name, "edge_client.cli", *arguments, "--state", state, *more, file_kb=file_kb)
 
     def status(self) -> dict[str, Any]:
         """What `aggregator status --json` says."""

@@ -27,9 +27,9 @@ def fleet(tmp_path: Path, broker: Broker) -> Iterator[Fleet]:
     fleet.stop()
 
 
-def write_task(folder: Path, **settings: object) -> Path:
+def write_task(folder: Path, *, feature_size: int = 16, **settings: object) -> Path:
     """Write a task file and its backbone."""
-    (folder / "backbone.onnx").write_bytes(tiny_backbone())
+    (folder / "backbone.onnx").write_bytes(tiny_backbone(feature_size=feature_size))
     values = {"classes": CLASSES, "backbones": ["backbone.onnx"], "quorum": 3, "deadline_s": 600, **settings}
     task = folder / "task.toml"
     task.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
@@ -214,3 +214,36 @@ def test_other_backbone_is_refused_with_both_digests(fleet: Fleet, tmp_path: Pat
     said = (tmp_path / "device.log").read_text()
     assert said.count("sha256") >= 1
     assert "Traceback" not in said
+
+
+def test_a_full_disk_is_one_line_and_harms_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    """A device that cannot store the backbone says so and ends; with room again it goes on where it was."""
+    fleet.aggregator(write_task(tmp_path, quorum=1, feature_size=2048))
+    data = write_digits(tmp_path / "data", classes=[0, 1])
+    fleet.wait_exit(fleet.device("device", data, "--once", file_kb=200), code=1)
+    said = (tmp_path / "device.log").read_text()
+    assert "Traceback" not in said
+    assert "File too large" in said.splitlines()[-1]
+    fleet.wait_exit(fleet.device("device", data, "--once"))
+    assert "(going on)" in (tmp_path / "device.log").read_text()
+
+
+def test_a_state_that_cannot_be_written_is_one_line(fleet: Fleet, tmp_path: Path) -> None:
+    """A state folder that cannot be made is told with its path before anything is done."""
+    (tmp_path / "devices").write_text("a file, not a folder")
+    data = write_digits(tmp_path / "data", classes=[0, 1])
+    fleet.wait_exit(fleet.device("device", data, "--once"), code=1)
+    (line,) = (tmp_path / "device.log").read_text().splitlines()
+    assert line.startswith("error: ")
+    assert str(tmp_path / "devices") in line
+
+
+def test_without_a_broker_a_line_says_so(tmp_path: Path, address: Broker) -> None:
+    """A device whose broker is away says so once, keeps trying, and ends cleanly when it is told to."""
+    fleet = Fleet(tmp_path, address)
+    device = fleet.device("device", write_digits(tmp_path / "data", classes=[0, 1]), "--once")
+    time.sleep(6)
+    device.terminate()
+    fleet.wait_exit(device, code=0)
+    (line,) = (tmp_path / "device.log").read_text().splitlines()
+    assert f"no broker at {address}" in line
