@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,15 +25,22 @@ Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 _CPU = "CPUExecutionProvider"
 _CUDA = "CUDAExecutionProvider"
 _TENSORRT = "TensorrtExecutionProvider"
-_CHAINS: dict[Provider, list[str]] = {
-    "cpu": [_CPU],
-    "cuda": [_CUDA, _CPU],
-    "tensorrt": [_TENSORRT, _CUDA, _CPU],
+_ACCELERATORS: dict[Provider, tuple[str, ...]] = {
+    "auto": (_CUDA,),
+    "cpu": (),
+    "cuda": (_CUDA,),
+    "tensorrt": (_TENSORRT, _CUDA),
 }
-"""What a session is given: the provider, and what runs the nodes that it cannot."""
+"""What is tried before the CPU."""
+
+_WITH_FALLBACKS = {_CUDA: (_CUDA, _CPU), _TENSORRT: (_TENSORRT, _CUDA, _CPU)}
+"""What a session is given: the accelerator, and what runs the nodes that it cannot."""
 
 FULL_COVERAGE = 0.9
+"""An accelerator that runs less of the graph than this is worth a note."""
+
 LEAST_COVERAGE = 0.5
+"""One that runs less than this is not used: copying to and fro costs more than it gains."""
 
 
 def require_runtime() -> Any:
@@ -43,13 +51,10 @@ def require_runtime() -> Any:
     """
     try:
         import onnxruntime
-    except ModuleNotFoundError as error:
-        raise RuntimeMissing(
-            "ONNX Runtime is not installed: pip install 'protofleet[cpu]', or 'protofleet[gpu]' on a device with CUDA"
-        ) from error
     except ImportError as error:
         raise RuntimeMissing(
-            f"ONNX Runtime is installed and cannot be loaded: {_first_line(error)}"
+            f"ONNX Runtime cannot be loaded ({_first_line(error)}): pip install 'protofleet[cpu]', "
+            "or 'protofleet[gpu]' on a device with CUDA"
         ) from error
     return onnxruntime
 
@@ -111,11 +116,12 @@ def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | Non
 
     Args:
         path: an ONNX file that `export-backbone` wrote.
-        provider: what should run it; `auto` takes CUDA where it works, else the CPU, and a note says why.
+        provider: what should run it; `auto` takes CUDA where it works, else the CPU. What does not work is
+            replaced by the next best, with a note.
         threads: CPU threads of one run; all cores if None.
 
     Raises:
-        RuntimeMissing: ONNX Runtime is not installed, or the provider that was asked for does not work.
+        RuntimeMissing: ONNX Runtime is not installed.
         BackboneMismatch: the file cannot be loaded or is no backbone of ours.
     """
     opened = open_session(path, provider=provider, threads=threads)
@@ -131,60 +137,65 @@ def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | Non
 
 
 def open_session(file: Path | bytes, *, provider: Provider, threads: int | None) -> Session:
-    """An ONNX file in ONNX Runtime.
+    """An ONNX file in ONNX Runtime, on the provider asked for, or else on the next best, with a note.
 
     Raises:
-        RuntimeMissing: ONNX Runtime is not installed, or the provider that was asked for does not work.
+        RuntimeMissing: ONNX Runtime is not installed.
         BackboneMismatch: it cannot load the file.
     """
     runtime = require_runtime()
-    if provider == "cpu" or (provider == "auto" and _CUDA not in runtime.get_available_providers()):
-        return Session(_create(runtime, file, [_CPU], threads), "cpu", "")
-    accelerator: Provider = "cuda" if provider == "auto" else provider
-    reason = ""
-    try:
-        session, coverage = _create_accelerated(runtime, file, _CHAINS[accelerator], threads)
-    except RuntimeMissing as error:
-        if provider != "auto":
-            raise
-        reason = str(error)
-    else:
-        if coverage >= FULL_COVERAGE:
-            return Session(session, accelerator, "")
-        reason = f"{accelerator} can run only {coverage:.0%} of this graph"
-        if provider != "auto" or coverage >= LEAST_COVERAGE:
-            return Session(session, accelerator, f"{reason}; the rest runs on the CPU and is slow")
-    return Session(_create(runtime, file, [_CPU], threads), "cpu", f"{reason}; running on the CPU")
+    reasons: list[str] = []
+    for accelerator in _ACCELERATORS[provider]:
+        if provider == "auto" and accelerator not in runtime.get_available_providers():
+            continue
+        try:
+            session, coverage = _create_accelerated(runtime, file, accelerator, threads)
+        except _Unavailable as error:
+            reasons.append(str(error))
+            continue
+        name = _short(accelerator)
+        if coverage < FULL_COVERAGE:
+            reasons.append(
+                f"{name} can run only {coverage:.0%} of this graph, and the CPU is slow at the rest"
+            )
+        if coverage >= LEAST_COVERAGE:
+            return Session(session, name, _note(reasons, name))
+    return Session(_create(runtime, file, [_CPU], threads), "cpu", _note(reasons, "cpu"))
+
+
+class _Unavailable(Exception):
+    """An accelerator does not work here; says why."""
+
+
+def _note(reasons: Sequence[str], provider: str) -> str:
+    return f"{'; '.join(reasons)}: running on {provider}" if reasons else ""
 
 
 def _create_accelerated(
-    runtime: Any, file: Path | bytes, chain: Sequence[str], threads: int | None
+    runtime: Any, file: Path | bytes, accelerator: str, threads: int | None
 ) -> tuple[Any, float]:
     """A session on an accelerator, and the share of the graph that really runs there.
 
     Raises:
-        RuntimeMissing: the accelerator does not work here.
+        _Unavailable: the accelerator does not work here.
         BackboneMismatch: nothing can load the file.
     """
-    name = _short(chain[0])
-    present = runtime.get_available_providers()
-    if chain[0] not in present:
-        raise RuntimeMissing(
-            f"this ONNX Runtime has no {name}, only {', '.join(map(_short, present))}: pip uninstall onnxruntime, "
-            "pip install 'protofleet[gpu]', or choose another --provider"
-        )
+    name = _short(accelerator)
+    if accelerator not in runtime.get_available_providers():
+        raise _Unavailable(f"no {name} in this ONNX Runtime, pip install 'protofleet[gpu]' in its place")
+    chain = _WITH_FALLBACKS[accelerator]
     with _muted(runtime), tempfile.TemporaryDirectory() as folder:
         try:
             session = _create(runtime, file, chain, threads, profile=Path(folder) / "run")
         except BackboneMismatch as error:
             _create(runtime, file, [_CPU], threads)
-            raise RuntimeMissing(f"{name} does not work here: {error}") from error
-        if session.get_providers()[0] != chain[0]:
+            raise _Unavailable(f"{name} does not work here: {error}") from error
+        if session.get_providers()[0] != accelerator:
             # ONNX Runtime leaves a provider out by itself when the provider's libraries cannot be loaded.
-            raise RuntimeMissing(
+            raise _Unavailable(
                 f"{name} does not work here: no GPU, or its driver or libraries cannot be loaded"
             )
-        return session, _coverage(_profile_once(session, name), chain[0])
+        return session, _coverage(_profile_once(session, name), accelerator)
 
 
 def _profile_once(session: Any, name: str) -> Path:
@@ -192,7 +203,7 @@ def _profile_once(session: Any, name: str) -> Path:
     try:
         session.run(None, {value.name: _blank(value) for value in session.get_inputs()})
     except Exception as error:
-        raise RuntimeMissing(f"{name} does not work here: {_first_line(error)}") from error
+        raise _Unavailable(f"{name} does not work here: {_first_line(error)}") from error
     return Path(session.end_profiling())
 
 
@@ -284,7 +295,9 @@ def _name_ends(ends: Sequence[tuple[str, str, list[Any]]]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    """What an error of ONNX Runtime says, without where in its source it was raised."""
+    lines = str(error).strip().splitlines()
+    return re.sub(r"^\S+\.cc:\d+ .*?\) ", "", lines[0])[:200].strip() if lines else type(error).__name__
 
 
 def _short(provider: str) -> str:

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.backbone import Backbone, open_session
-from edge_client.images import decode
-from protocol.errors import BackboneMismatch, UnreadablePicture
+from edge_client.features import Refusal, feature_batches
+from edge_client.images import unlabelled
+from protocol.errors import BackboneMismatch
 from protocol.metadata import HeadMetadata, head_metadata
-from protocol.preprocessing import preprocess
 
 SUM_TOLERANCE = 1e-3
 
@@ -62,6 +62,17 @@ def open_head(file: bytes, *, backbone: Backbone, classes: Sequence[str] | None 
     """
     session = open_session(file, provider="cpu", threads=1).session
     metadata = head_metadata(session.get_modelmeta().custom_metadata_map)
+    _check_origin(metadata, backbone, classes)
+    takes = [(value.name, value.type) for value in session.get_inputs()]
+    gives = {value.name: value.type for value in session.get_outputs()}
+    if takes != [("feature", "tensor(float)")] or gives.get("probabilities") != "tensor(float)":
+        raise BackboneMismatch(f"expected feature -> probabilities, the head takes {takes} and gives {gives}")
+    head = Head(metadata, session)
+    _try_out(head)
+    return head
+
+
+def _check_origin(metadata: HeadMetadata, backbone: Backbone, classes: Sequence[str] | None) -> None:
     if metadata.backbone_sha256 != backbone.sha256:
         raise BackboneMismatch(
             f"the head is for backbone {metadata.backbone_sha256}, and the backbone here is {backbone.sha256}"
@@ -71,14 +82,10 @@ def open_head(file: bytes, *, backbone: Backbone, classes: Sequence[str] | None 
             f"the head takes {metadata.feature_size} features, the backbone gives {backbone.metadata.feature_size}"
         )
     if classes is not None and tuple(classes) != metadata.classes:
-        raise BackboneMismatch("the head's classes are not the task's")
-    takes = [(value.name, value.type) for value in session.get_inputs()]
-    gives = {value.name: value.type for value in session.get_outputs()}
-    if takes != [("feature", "tensor(float)")] or gives.get("probabilities") != "tensor(float)":
-        raise BackboneMismatch(f"expected feature -> probabilities, the head takes {takes} and gives {gives}")
-    head = Head(metadata, session)
-    _try_out(head)
-    return head
+        named, expected = (", ".join(map(repr, names[:20])) for names in (metadata.classes, tuple(classes)))
+        raise BackboneMismatch(
+            f"the head's {len(metadata.classes)} classes are {named}; the task's are {expected}"
+        )
 
 
 def _try_out(head: Head) -> None:
@@ -99,15 +106,35 @@ def evaluate(head: Head, chunks: Iterable[NDArray[np.float32]], *, label: int) -
     return sum(int((head.probabilities(chunk).argmax(axis=1) == label).sum()) for chunk in chunks)
 
 
-def predict(paths: Iterable[Path], backbone: Backbone, head: Head, *, top: int) -> Iterator[Prediction]:
-    """Say of each picture what it shows; one that cannot be read is told as such, and the rest go on."""
-    for path in paths:
-        try:
-            pixels = preprocess(decode(path), backbone.metadata.preprocessing)
-        except UnreadablePicture as error:
-            yield Prediction(path, error=str(error))
-            continue
-        (probabilities,) = head.probabilities(backbone.features(pixels[None]))
-        best = np.argsort(-probabilities, kind="stable")[:top]
-        named = tuple((head.metadata.classes[label], float(probabilities[label])) for label in best)
-        yield Prediction(path, named)
+def predict(
+    paths: Iterable[Path],
+    backbone: Backbone,
+    head: Head,
+    *,
+    top: int,
+    batch_size: int = 16,
+    workers: int = 2,
+) -> Iterator[Prediction]:
+    """Say of each picture, in order, what it shows; one that cannot be used is told as such, and the rest go on.
+
+    Args:
+        paths: any number of pictures; a few at a time are in memory.
+        backbone: the one the head is for.
+        head: what names the classes.
+        top: how many classes to name.
+        batch_size: pictures in one run of the backbone.
+        workers: threads that decode.
+    """
+    pictures = map(unlabelled, paths)
+    for batch in feature_batches(pictures, backbone, batch_size=batch_size, workers=workers):
+        for picture, made in batch:
+            if isinstance(made, Refusal):
+                yield Prediction(picture.path, error=f"{picture.path}: {made.reason}")
+            else:
+                yield Prediction(picture.path, _best(head, made, top))
+
+
+def _best(head: Head, feature: NDArray[np.float32], top: int) -> tuple[tuple[str, float], ...]:
+    (probabilities,) = head.probabilities(feature[None])
+    best = np.argsort(-probabilities, kind="stable")[:top]
+    return tuple((head.metadata.classes[label], float(probabilities[label])) for label in best)

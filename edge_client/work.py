@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.backbone import Backbone
-from edge_client.features import Extraction, FeatureCache, extract
+from edge_client.feature_cache import FeatureCache
+from edge_client.features import Extraction, extract
 from edge_client.images import Picture, find_pictures, held_out
 from edge_client.predictor import Head, evaluate
 from edge_client.prototypes import batch_prototypes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edge_client import agent, events
 from edge_client.backbone import Backbone, Provider, open_backbone
-from edge_client.features import FeatureCache
+from edge_client.feature_cache import FeatureCache
 from edge_client.images import find_pictures
 from edge_client.predictor import open_head
 from edge_client.progress import Progress

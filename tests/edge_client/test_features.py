@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from edge_client.backbone import Backbone
-from edge_client.features import Extraction, FeatureCache, Interrupted, extract
+from edge_client.feature_cache import FeatureCache
+from edge_client.features import Extraction, Interrupted, extract
 from edge_client.images import Picture, decode, find_pictures
 from protocol.errors import StateError
 from protocol.preprocessing import preprocess

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aggregator.intake import Expectation, check_submission, read_message
-from edge_client.features import FeatureCache
+from edge_client.feature_cache import FeatureCache
 from edge_client.images import find_pictures, held_out
 from edge_client.predictor import open_head
 from edge_client.work import Local, Prepared, evaluate_head, prepare, submission_of
