@@ -1,10 +1,11 @@
 """torch functions as ONNX graphs, each compared with torch before anybody gets it."""
 
 import contextlib
-import io
+import hashlib
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import onnx
@@ -59,16 +60,24 @@ def head_to_onnx(head: nn.Module, *, metadata: HeadMetadata) -> bytes:
             external_data=False,
             verbose=False,
         )
-    if program is None:
-        raise BackboneMismatch("torch exported no graph")
-    model = program.model_proto
-    del model.metadata_props[:]
-    for part in (*model.graph.node, *model.graph.value_info, model.graph):
-        del part.metadata_props[:]  # the exporter's notes: stack traces with the paths of this machine
-        part.doc_string = ""
+    return _finished(_without_notes(program), metadata)
+
+
+def _without_notes(program: Any) -> onnx.ModelProto:
+    """The graph without the exporter's notes, which are stack traces with the paths of this machine."""
+    model: onnx.ModelProto = program.model_proto
+    graph = model.graph
+    parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
+    for part in parts:
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+    return model
+
+
+def _finished(model: onnx.ModelProto, metadata: HeadMetadata | ModelMetadata) -> bytes:
     onnx.helper.set_model_props(model, to_properties(metadata))
     onnx.checker.check_model(model)
-    return bytes(model.SerializeToString())
+    return bytes(model.SerializeToString(deterministic=True))
 
 
 def max_abs_difference(head: nn.Module, file: bytes, features: NDArray[np.float32]) -> float:
@@ -95,32 +104,36 @@ def max_abs_difference(head: nn.Module, file: bytes, features: NDArray[np.float3
 
 
 def fuse(backbone: bytes, head: bytes) -> bytes:
-    """Backbone and head as one ONNX file: a picture in, `logits` and `probabilities` out.
+    """Backbone and head as one ONNX file: `image` in, `logits` and `probabilities` out.
+
+    Args:
+        backbone: an ONNX file that `export-backbone` wrote.
+        head: what `head_to_onnx` gave for features of that very file.
 
     Raises:
         BackboneMismatch: the head was trained on another backbone's features.
     """
-    first, second = _load(backbone), _load(head)
-    first_facts, second_facts = backbone_metadata(_properties(first)), head_metadata(_properties(second))
-    if first_facts.feature_size != second_facts.feature_size:
+    first, second = onnx.load_model_from_string(backbone), onnx.load_model_from_string(head)
+    facts = ModelMetadata(
+        backbone=backbone_metadata(_properties(first)), head=head_metadata(_properties(second))
+    )
+    digest = hashlib.sha256(backbone).hexdigest()
+    if facts.head.backbone_sha256 != digest:
         raise BackboneMismatch(
-            f"expected a head for {first_facts.feature_size} features, got one for {second_facts.feature_size}"
+            f"the head takes the features of backbone {facts.head.backbone_sha256}, got backbone {digest}"
         )
     opset = max(_opset(first), _opset(second))
-    first, second = _at_opset(first, opset), _at_opset(second, opset)
+    first, second = _prepared(first, "backbone/", opset=opset), _prepared(second, "head/", opset=opset)
     first.ir_version = second.ir_version = max(first.ir_version, second.ir_version)
-    for model in (first, second):
-        del model.metadata_props[:]
-    second = compose.add_prefix(second, "head/", rename_inputs=False, rename_outputs=False)
-    model = compose.merge_models(first, second, io_map=[("feature", "feature")])
-    facts = ModelMetadata(backbone=first_facts, head=second_facts)
-    onnx.helper.set_model_props(model, to_properties(facts))
-    onnx.checker.check_model(model)
-    return bytes(model.SerializeToString())
+    return _finished(compose.merge_models(first, second, io_map=[("feature", "feature")]), facts)
 
 
-def _load(file: bytes) -> onnx.ModelProto:
-    return onnx.load_model(io.BytesIO(file), load_external_data=False)
+def _prepared(model: onnx.ModelProto, prefix: str, *, opset: int) -> onnx.ModelProto:
+    """A graph at that operator set, without metadata, whose inner names cannot be another graph's."""
+    if _opset(model) != opset:
+        model = version_converter.convert_version(model, opset)
+    model.ClearField("metadata_props")
+    return compose.add_prefix(model, prefix, rename_inputs=False, rename_outputs=False)
 
 
 def _properties(model: onnx.ModelProto) -> dict[str, str]:
@@ -129,10 +142,6 @@ def _properties(model: onnx.ModelProto) -> dict[str, str]:
 
 def _opset(model: onnx.ModelProto) -> int:
     return int(next(entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}))
-
-
-def _at_opset(model: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    return model if _opset(model) == opset else version_converter.convert_version(model, opset)
 
 
 @contextlib.contextmanager
