@@ -36,6 +36,8 @@ from tests.graphs import tiny_backbone
 PATIENCE_S = 60.0
 MAX_BYTES = 2**20
 FLEET = "barn"
+PATIENT = "quorum = 100\ndeadline_s = 1000"
+"""Settings of a task under which nothing is trained."""
 E = TypeVar("E", bound=Event)
 M = TypeVar("M", HeadManifest, Presence, Receipt, Frame)
 

@@ -1,13 +1,11 @@
-"""The aggregator as a process on real brokers: what it announces, takes, refuses, trains, serves and survives."""
+"""The aggregator as a process on real brokers: what it announces, takes, refuses and serves."""
 
-import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnxruntime
 import pytest
 
 from protocol.codec import decode, digest_of, encode, to_tensor, to_unsigned
@@ -17,25 +15,13 @@ from protocol.messages import (
     DeviceInfo,
     Frame,
     Presence,
-    Submission,
     TaskManifest,
 )
-from protocol.metadata import head_metadata
 from protocol.session import Broker
 from protocol.topics import device_topic
-from tests.aggregator.daemon import FLEET, MAX_BYTES, Daemon, Device, aggregator, spoil, write_task
+from tests.aggregator.daemon import FLEET, MAX_BYTES, PATIENT, Daemon, Device, aggregator, spoil, write_task
 from tests.aggregator.made import evaluation, submission
-from tests.brokers import amqtt, free_address
-
-PATIENT = "quorum = 100\ndeadline_s = 1000"
-"""No training."""
-
-
-@pytest.fixture
-def alone(address: Broker) -> Iterator[Broker]:
-    """One kind of broker, for what takes long and has nothing to do with brokers."""
-    with amqtt(address):
-        yield address
+from tests.brokers import free_address
 
 
 @pytest.fixture(scope="module")
@@ -256,112 +242,3 @@ def test_only_listed_devices_take_part(broker: Broker, tmp_path: Path) -> None:
         summary = daemon.until(lambda summary: bool(summary["refusals"]))
         assert {(row["device"], row["reason"]) for row in summary["refusals"]} == {("foe", "unknown_device")}
         assert [row["device"] for row in summary["devices"]] == ["friend"]
-
-
-def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
-    """Sixty prototypes of three classes that any head can tell apart."""
-    rng = np.random.default_rng(seed)
-    labels = np.repeat([0, 1, 2], 20)
-    values = rng.normal(size=(60, 16)) * 0.1 + np.eye(16)[labels] * 3
-    return Submission(
-        task=task,
-        sequence=sequence,
-        prototypes=to_tensor(values.astype(np.float16)),
-        labels=to_unsigned(labels),
-        counts=to_unsigned(np.full(60, 5)),
-        pictures=300,
-    )
-
-
-def _accuracy(head: bytes) -> float:
-    session = onnxruntime.InferenceSession(head, providers=["CPUExecutionProvider"])
-    labels = np.array([0, 1, 2])
-    (probabilities,) = session.run(
-        ["probabilities"], {"feature": (np.eye(16)[labels] * 3).astype(np.float32)}
-    )
-    return float((probabilities.argmax(axis=1) == labels).mean())
-
-
-def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: Path) -> None:
-    """Quorum, training, head over the wire, evaluation; after a restart all of it stands, and a late device counts."""
-    task_file = write_task(tmp_path, "quorum = 2\ndeadline_s = 1000\n[training]\nepochs = 5")
-    with Device(alone, "a") as a, Device(alone, "b") as b:
-        with aggregator(task_file, alone) as daemon:
-            a.aggregator_is("online")
-            task = digest_of(a.task())
-            assert a.hand_in(_separable(task)).status == "received"
-            assert b.hand_in(_separable(task, seed=1)).status == "received"
-            manifest = a.head()
-            assert (manifest.version, manifest.devices, manifest.prototypes) == (1, 2, 120)
-            head = a.fetch(manifest.head)
-            assert _accuracy(head) == 1.0
-            assert head == (daemon.state / "head.onnx").read_bytes()
-            assert (daemon.state / "model.onnx").is_file()
-            properties = onnxruntime.InferenceSession(head).get_modelmeta().custom_metadata_map
-            assert head_metadata(properties).classes == ("cat", "dog", "fox")
-            assert a.hand_in(evaluation(task=task)).status == "received"
-        assert daemon.process.returncode == 0
-        with aggregator(task_file, alone) as daemon:
-            with Device(alone, "c") as c:
-                assert c.head() == manifest
-                c.aggregator_is("online")
-                assert c.hand_in(_separable(task, seed=2)).status == "received"
-                assert c.head(2).devices == 3
-            summary = daemon.status()
-            assert [head["version"] for head in summary["heads"]] == [1, 2]
-            assert summary["heads"][0]["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
-            assert (summary["submissions"], summary["waiting"]) == (3, 0)
-
-
-def test_a_training_that_fails_is_told_and_not_repeated(alone: Broker, tmp_path: Path) -> None:
-    """The reason is one line; submissions go on, and there is no head."""
-    task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cuda:99"')
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
-        device.aggregator_is("online")
-        task = digest_of(device.task())
-        assert device.hand_in(_separable(task)).status == "received"
-        daemon.until(lambda _: "training head 1 failed" in daemon.log())
-        daemon.until(lambda summary: summary["training"] is None)
-        assert device.hand_in(_separable(task)).status == "received"
-        assert daemon.log().count("training head 1 failed") == 1
-        assert "Traceback" not in daemon.log()
-        assert daemon.status()["heads"] == []
-
-
-def test_a_full_disk_loses_nothing_that_was_acknowledged(alone: Broker, tmp_path: Path) -> None:
-    """A submission that cannot be stored gets no receipt and one line; with room again, it is taken."""
-    task_file = write_task(tmp_path, PATIENT)
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
-        device.aggregator_is("online")
-        task = digest_of(device.task())
-        payload = encode(submission(task=task, labels=(0, 1, 2) * 5000))
-        room_bytes = len(payload) // 2
-        resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (room_bytes, resource.RLIM_INFINITY))
-        digest = device.send_payload(payload)
-        daemon.until(lambda _: "devices will try again" in daemon.log())
-        assert daemon.status()["submissions"] == 0
-        resource.prlimit(
-            daemon.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        )
-        device.send_payload(payload)
-        assert device.receipt(digest).status == "received"
-        assert daemon.status()["submissions"] == 1
-        assert "Traceback" not in daemon.log()
-
-
-def test_an_address_that_is_taken_is_told(tmp_path: Path, address: Broker) -> None:
-    """An embedded broker that cannot listen ends the program with 1 and one line."""
-    task_file = write_task(tmp_path)
-    with amqtt(address), aggregator(task_file, address, "--embedded-broker") as daemon:
-        assert daemon.process.wait(timeout=60) == 1
-        assert "error: the embedded broker cannot listen on" in daemon.log()
-        assert "Traceback" not in daemon.log()
-
-
-def test_a_broker_that_is_away_is_waited_for(tmp_path: Path, address: Broker) -> None:
-    """The aggregator says so, stays, and serves once the broker is there."""
-    with aggregator(write_task(tmp_path), address) as daemon:
-        while "no broker at" not in daemon.log():
-            assert daemon.process.poll() is None
-        with amqtt(address), Device(address) as device:
-            device.aggregator_is("online")

@@ -1,0 +1,179 @@
+"""From submissions to a head, and what the aggregator survives on the way: restarts, failures, a full disk."""
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from aggregator.config import Training, load_task, read_backbone
+from aggregator.rounds import Entry, State
+from aggregator.service import Aggregator
+from aggregator.store import Store
+from aggregator.trainer import Finished, Job, Result
+from protocol.codec import decode, digest_of, encode, to_tensor, to_unsigned
+from protocol.messages import (
+    BlobRequest,
+    Submission,
+    TaskManifest,
+)
+from protocol.metadata import head_metadata
+from protocol.session import Broker
+from tests.aggregator.daemon import MAX_BYTES, PATIENT, Device, aggregator, write_task
+from tests.aggregator.made import evaluation, submission
+from tests.brokers import amqtt
+
+
+@pytest.fixture
+def alone(address: Broker) -> Iterator[Broker]:
+    """One kind of broker, for what takes long and has nothing to do with brokers."""
+    with amqtt(address):
+        yield address
+
+
+def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
+    """Sixty prototypes of three classes that any head can tell apart."""
+    rng = np.random.default_rng(seed)
+    labels = np.repeat([0, 1, 2], 20)
+    values = rng.normal(size=(60, 16)) * 0.1 + np.eye(16)[labels] * 3
+    return Submission(
+        task=task,
+        sequence=sequence,
+        prototypes=to_tensor(values.astype(np.float16)),
+        labels=to_unsigned(labels),
+        counts=to_unsigned(np.full(60, 5)),
+        pictures=300,
+    )
+
+
+def _accuracy(head: bytes) -> float:
+    session = onnxruntime.InferenceSession(head, providers=["CPUExecutionProvider"])
+    labels = np.array([0, 1, 2])
+    (probabilities,) = session.run(
+        ["probabilities"], {"feature": (np.eye(16)[labels] * 3).astype(np.float32)}
+    )
+    return float((probabilities.argmax(axis=1) == labels).mean())
+
+
+def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: Path) -> None:
+    """Quorum, training, head over the wire, evaluation; after a restart all of it stands, and a late device counts."""
+    task_file = write_task(tmp_path, "quorum = 2\ndeadline_s = 1000\n[training]\nepochs = 5")
+    with Device(alone, "a") as a, Device(alone, "b") as b:
+        with aggregator(task_file, alone) as daemon:
+            a.aggregator_is("online")
+            task = digest_of(a.task())
+            assert a.hand_in(_separable(task)).status == "received"
+            assert b.hand_in(_separable(task, seed=1)).status == "received"
+            manifest = a.head()
+            assert (manifest.version, manifest.devices, manifest.prototypes) == (1, 2, 120)
+            head = a.fetch(manifest.head)
+            assert _accuracy(head) == 1.0
+            assert head == (daemon.state / "head.onnx").read_bytes()
+            assert (daemon.state / "model.onnx").is_file()
+            properties = onnxruntime.InferenceSession(head).get_modelmeta().custom_metadata_map
+            assert head_metadata(properties).classes == ("cat", "dog", "fox")
+            assert a.hand_in(evaluation(task=task)).status == "received"
+        assert daemon.process.returncode == 0
+        with aggregator(task_file, alone) as daemon:
+            with Device(alone, "c") as c:
+                assert c.head() == manifest
+                c.aggregator_is("online")
+                assert c.hand_in(_separable(task, seed=2)).status == "received"
+                assert c.head(2).devices == 3
+            summary = daemon.status()
+            assert [head["version"] for head in summary["heads"]] == [1, 2]
+            assert summary["heads"][0]["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
+            assert (summary["submissions"], summary["waiting"]) == (3, 0)
+
+
+def test_a_training_that_fails_is_told_and_not_repeated(alone: Broker, tmp_path: Path) -> None:
+    """The reason is one line; submissions go on, and there is no head."""
+    task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cuda:99"')
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        task = digest_of(device.task())
+        assert device.hand_in(_separable(task)).status == "received"
+        daemon.until(lambda _: "training head 1 failed" in daemon.log())
+        daemon.until(lambda summary: summary["training"] is None)
+        assert device.hand_in(_separable(task)).status == "received"
+        assert daemon.log().count("training head 1 failed") == 1
+        assert "Traceback" not in daemon.log()
+        assert daemon.status()["heads"] == []
+
+
+def test_a_full_disk_loses_nothing_that_was_acknowledged(alone: Broker, tmp_path: Path) -> None:
+    """A submission that cannot be stored gets no receipt and one line; with room again, it is taken."""
+    task_file = write_task(tmp_path, PATIENT)
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        task = digest_of(device.task())
+        payload = encode(submission(task=task, labels=(0, 1, 2) * 5000))
+        room_bytes = len(payload) // 2
+        resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (room_bytes, resource.RLIM_INFINITY))
+        digest = device.send_payload(payload)
+        daemon.until(lambda _: "devices will try again" in daemon.log())
+        assert daemon.status()["submissions"] == 0
+        resource.prlimit(
+            daemon.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        )
+        device.send_payload(payload)
+        assert device.receipt(digest).status == "received"
+        assert daemon.status()["submissions"] == 1
+        assert "Traceback" not in daemon.log()
+
+
+def test_an_address_that_is_taken_is_told(tmp_path: Path, address: Broker) -> None:
+    """An embedded broker that cannot listen ends the program with 1 and one line."""
+    task_file = write_task(tmp_path)
+    with amqtt(address), aggregator(task_file, address, "--embedded-broker") as daemon:
+        assert daemon.process.wait(timeout=60) == 1
+        assert "error: the embedded broker cannot listen on" in daemon.log()
+        assert "Traceback" not in daemon.log()
+
+
+def test_a_broker_that_is_away_is_waited_for(tmp_path: Path, address: Broker) -> None:
+    """The aggregator says so, stays, and serves once the broker is there."""
+    with aggregator(write_task(tmp_path), address) as daemon:
+        daemon.until(lambda _: "no broker at" in daemon.log())
+        with amqtt(address), Device(address) as device:
+            device.aggregator_is("online")
+
+
+def test_a_blob_that_was_deleted_by_hand_is_told(alone: Broker, tmp_path: Path) -> None:
+    """Who asks for it gets nothing, the log says what is wrong, and everything else goes on."""
+    with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        (daemon.state / "blobs" / backbone.digest.hex()).unlink()
+        device.send("get", encode(BlobRequest(digest=backbone.digest, offset=0, length=1)))
+        assert device.hand_in(submission(task=digest_of(device.task()))).status == "received"
+        assert f"{backbone.digest.hex()}: No such file" in daemon.log()
+
+
+def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
+    """The round does not wait for it for ever: the next submission begins another training."""
+    task, backbone = load_task(write_task(tmp_path, "quorum = 2"))
+    daemon = Aggregator(
+        task=task,
+        backbone=backbone,
+        metadata=read_backbone(backbone),
+        store=Store(tmp_path / "state"),
+        broker=Broker("127.0.0.1", 1),
+    )
+    entries = {"a": Entry(1, b"a", 0.0)}
+    daemon._state = State(submissions=entries, training=entries)
+    metrics = {"seconds": 1.0, "onnx_max_abs_diff": 0.0}
+    job = Job(
+        version=1,
+        task="",
+        members=(),
+        blobs="",
+        feature_size=16,
+        training=Training(),
+        folder=str(tmp_path / "gone"),
+    )
+    daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
+    assert daemon._state == State(submissions=entries, failed=entries)
+    assert daemon._store.heads(daemon._task) == []
