@@ -1,0 +1,1 @@
+"""Things a person runs to see protofleet at work."""

@@ -1,0 +1,1 @@
+"""A whole fleet on one machine, and the small backbone that it uses."""

@@ -1,0 +1,105 @@
+"""What the demo writes where: each device's pictures and state, the task, the aggregator's state, the logs."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.quickstart.digits import CLASSES, Deal, Digits, write_pictures
+from protocol.errors import ConfigError, StateError
+
+BACKBONE = Path(__file__).with_name("backbone.onnx")
+FLEET = "quickstart"
+_MARK = "# Written by the protofleet quickstart, which replaces this folder when it runs again.\n"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The demo's folder and the places in it."""
+
+    root: Path
+
+    @property
+    def task(self) -> Path:
+        """The task file."""
+        return self.root / "task.toml"
+
+    @property
+    def aggregator(self) -> Path:
+        """The aggregator's state, where the heads come to lie."""
+        return self.root / "aggregator"
+
+    @property
+    def held_out(self) -> Path:
+        """The pictures that no device has, one sub-folder a class."""
+        return self.root / "held-out"
+
+    def held_out_pictures(self) -> list[Path]:
+        """The pictures that no device has, in a fixed order."""
+        return sorted(self.held_out.glob("*/*.png"))
+
+    @property
+    def logs(self) -> Path:
+        """What each process says, one file a process."""
+        return self.root / "logs"
+
+    def pictures(self, device: str) -> Path:
+        """A device's own pictures, one sub-folder a class."""
+        return self.root / "devices" / device / "pictures"
+
+    def state(self, device: str) -> Path:
+        """A device's state."""
+        return self.root / "devices" / device / "state"
+
+
+def device_names(number: int) -> tuple[str, ...]:
+    """Names for the devices, in alphabetical order."""
+    digits = max(2, len(str(number)))
+    return tuple(f"device-{index:0{digits}}" for index in range(1, number + 1))
+
+
+def prepare(folder: Folder, digits: Digits, deal: Deal, *, names: Sequence[str], seed: int) -> None:
+    """Fill the folder: everybody's pictures and the task. What an earlier run left there is removed.
+
+    Raises:
+        ConfigError: the folder holds something that is not the demo's.
+        StateError: it cannot be written.
+    """
+    try:
+        _clear(folder)
+        folder.logs.mkdir(parents=True)
+        folder.task.write_text(_task(len(names), seed), encoding="utf-8")
+        shutil.copyfile(BACKBONE, folder.root / BACKBONE.name)
+        write_pictures(folder.held_out, digits, deal.held_out)
+        for name, share in zip(names, deal.shares, strict=True):
+            write_pictures(folder.pictures(name), digits, share)
+    except OSError as error:
+        raise StateError(f"cannot write {folder.root}: {error.strerror}; choose another --out") from error
+
+
+def _clear(folder: Folder) -> None:
+    if not folder.root.exists() or not any(folder.root.iterdir()):
+        return
+    if not folder.task.is_file() or not folder.task.read_text(errors="replace").startswith(_MARK):
+        raise ConfigError(f"{folder.root} holds something else than a quickstart: choose another --out")
+    for path in (folder.root / "devices", folder.aggregator, folder.held_out, folder.logs):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _task(devices: int, seed: int) -> str:
+    return f"""{_MARK}
+fleet = "{FLEET}"
+classes = {json.dumps(CLASSES)}
+backbones = ["{BACKBONE.name}"]
+quorum = {devices}
+deadline_s = 120
+
+[client]
+alpha = 0.99
+batch_size = 5
+seed = {seed}
+
+[training]
+seed = {seed}
+"""
