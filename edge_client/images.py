@@ -135,31 +135,35 @@ def _picture(folder: Path, relative: str, label: int) -> Picture:
 
 
 def _in_folders(source: Path, labels: Mapping[str, int]) -> Iterator[Picture]:
-    folders = [entry for entry in _entries(source) if entry.is_dir()]
+    with os.scandir(source) as entries:
+        folders = sorted(Path(entry.path) for entry in entries if _is_shown(entry) and entry.is_dir())
     seen = {_place(source.stat()), *(_place(folder.stat()) for folder in folders)}
     for folder in folders:
-        label = _label_of(folder.name, labels, where=source / folder.name)
-        for path in _walk(Path(folder.path), seen):
-            yield _picture(source, str(path.relative_to(source)), label)
+        label = _label_of(folder.name, labels, where=folder)
+        for path in _walk(folder, seen):
+            yield _picture(source, os.path.relpath(path, source), label)
 
 
-def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Path]:
+def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[str]:
     """Yield the pictures in a folder and below; a folder reached once more through a link is not entered."""
-    folders = [folder]
+    folders = [str(folder)]
     while folders:
-        for entry in _entries(folders.pop()):
-            if entry.is_dir():
-                if _place(entry.stat()) not in seen:
-                    seen.add(_place(entry.stat()))
-                    folders.append(Path(entry.path))
-            elif entry.name.lower().endswith(PICTURE_SUFFIXES) and _may_be_read(entry):
-                yield Path(entry.path)
+        deeper = []
+        with os.scandir(folders.pop()) as entries:
+            for entry in filter(_is_shown, entries):
+                if entry.is_dir():
+                    deeper.append(entry.path)
+                elif entry.name.lower().endswith(PICTURE_SUFFIXES) and _may_be_read(entry):
+                    yield entry.path
+        for path in sorted(deeper):
+            place = _place(Path(path).stat())
+            if place not in seen:
+                seen.add(place)
+                folders.append(path)
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """List what is not hidden in a folder, in order of names."""
-    with os.scandir(folder) as entries:
-        return sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
+def _is_shown(entry: os.DirEntry[str]) -> bool:
+    return not entry.name.startswith(".")
 
 
 def _may_be_read(entry: os.DirEntry[str]) -> bool:
