@@ -1,0 +1,193 @@
+"""The demo's processes, each run by its own command line: an aggregator with its broker, and the devices."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from examples.quickstart.folder import FLEET, Folder
+from protocol.errors import ProtofleetError
+
+LOOK_EVERY_S = 0.4
+FAREWELL_S = 15.0
+
+
+class Fleet:
+    """A fleet on this machine. As a context it takes every process down at its end, whatever happened.
+
+    Args:
+        folder: where it lives.
+        timeout_s: how long its work may take in all.
+    """
+
+    def __init__(self, folder: Folder, *, timeout_s: float) -> None:
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._give_up_s = time.monotonic() + timeout_s
+        self._broker = f"127.0.0.1:{free_port()}"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def broker(self) -> str:
+        """Where the broker listens, HOST:PORT."""
+        return self._broker
+
+    def start_aggregator(self) -> None:
+        """Start the aggregator and wait until its broker listens.
+
+        Raises:
+            ProtofleetError: it ended, or took too long.
+        """
+        self._start(
+            "aggregator",
+            *("aggregator.cli", "run", "--embedded-broker", "--broker", self._broker),
+            *("--task", self._folder.task, "--state", self._folder.aggregator),
+        )
+        while not _listens(self._broker):
+            self._look()
+            time.sleep(LOOK_EVERY_S / 4)
+
+    def start_devices(self, names: Iterable[str]) -> None:
+        """Start a device program for each name."""
+        for name in names:
+            self._start(
+                name,
+                *(
+                    "edge_client.cli",
+                    "--broker",
+                    self._broker,
+                    "--fleet",
+                    FLEET,
+                    "--device-id",
+                    name,
+                    "--once",
+                ),
+                *("--data", self._folder.pictures(name), "--state", self._folder.state(name)),
+                *("--threads", "1", "--workers", "1"),
+            )
+
+    def wait_for_devices(self, on_look: Callable[[], None]) -> None:
+        """Wait until every device has ended as it should.
+
+        Args:
+            on_look: called several times a second meanwhile.
+
+        Raises:
+            ProtofleetError: one failed, or it took too long.
+        """
+        while self._look():
+            on_look()
+            time.sleep(LOOK_EVERY_S)
+        on_look()
+
+    def stop(self) -> None:
+        """End whatever still runs."""
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(FAREWELL_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _start(self, name: str, *arguments: str | Path) -> None:
+        with (self._folder.logs / f"{name}.log").open("wb") as log, _uninterrupted():
+            # In a session of its own, so that Ctrl-C reaches the demo alone, which then ends it.
+            self._processes[name] = subprocess.Popen(
+                _python(*arguments),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _look(self) -> int:
+        """How many devices are at work."""
+        codes = {name: process.poll() for name, process in self._processes.items()}
+        for name, code in codes.items():
+            if code or (name == "aggregator" and code is not None):
+                raise ProtofleetError(f"{name} ended with exit status {code}: {self._last_words(name)}")
+        if time.monotonic() > self._give_up_s:
+            late = ", ".join(name for name, code in codes.items() if code is None)
+            raise ProtofleetError(
+                f"not done after {self._timeout_s:.0f} s, still at work: {late}; logs in {self._folder.logs}"
+            )
+        return sum(code is None for name, code in codes.items() if name != "aggregator")
+
+    def _last_words(self, name: str) -> str:
+        log = self._folder.logs / f"{name}.log"
+        said = log.read_text(encoding="utf-8", errors="replace").strip()
+        return f"{said.splitlines()[-1]} (all of it in {log})" if said else f"it said nothing in {log}"
+
+
+def predict(folder: Folder, device: str, pictures: Iterable[Path]) -> list[dict[str, Any]]:
+    """What a device's own command line says of pictures, offline: one JSON object each.
+
+    Raises:
+        ProtofleetError: it failed.
+    """
+    command = ("edge_client.cli", "predict", "--json", "--top", "1", "--state", folder.state(device))
+    done = subprocess.run(
+        [*_python(*command), *map(str, pictures)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ProtofleetError(f"edge-client predict failed: {done.stderr.strip()}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def share_right(predictions: list[dict[str, Any]]) -> float:
+    """The share of predictions that name the folder of their picture."""
+    right = [bool(line["label"] == Path(line["picture"]).parent.name) for line in predictions]
+    return sum(right) / len(right)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C and SIGTERM off for a moment, so that no process is started that nobody knows of."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _listens(broker: str) -> bool:
+    host, _, port = broker.rpartition(":")
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def _python(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", *map(str, arguments)]

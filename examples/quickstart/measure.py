@@ -1,0 +1,89 @@
+"""What each device would have come to without the others."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedtc import train_head
+from aggregator.config import load_task
+from aggregator.store import Store
+from aggregator.training import recipe_of
+from edge_client.backbone import open_backbone
+from edge_client.images import decode as decode_picture
+from examples.quickstart.digits import CLASSES
+from examples.quickstart.folder import Folder
+from protocol.blobstore import BlobStore
+from protocol.codec import decode, to_array
+from protocol.messages import Submission
+from protocol.preprocessing import preprocess
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a device sent: prototypes float32 (m, L), their labels (m,) and counts of pictures (m,)."""
+
+    prototypes: NDArray[np.float32]
+    labels: NDArray[np.integer[Any]]
+    counts: NDArray[np.integer[Any]]
+
+
+def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str, float]:
+    """How many of the held-out pictures each device would get right without the others.
+
+    The aggregator's own training, on what one device sent instead of on everything.
+
+    Args:
+        folder: of a fleet that has its head.
+        on_device: told the name of each device before its training.
+
+    Returns:
+        Share of right answers, by device.
+    """
+    torch.set_num_threads(1)  # these heads are too small to share out
+    task, backbone = load_task(folder.task)
+    features, labels = held_out_features(folder, backbone)
+    scores = {}
+    for device, sent in submissions(folder).items():
+        on_device(device)
+        trained = train_head(
+            sent.prototypes,
+            sent.labels,
+            sent.counts,
+            num_classes=len(CLASSES),
+            recipe=recipe_of(task.training),
+            seed=task.training.seed,
+            device="cpu",
+        )
+        with torch.inference_mode():
+            predicted = trained.module(torch.from_numpy(features)).argmax(dim=1).numpy()
+        scores[device] = float((predicted == labels).mean())
+    return scores
+
+
+def held_out_features(folder: Folder, backbone: Path) -> tuple[NDArray[np.float32], NDArray[np.intp]]:
+    """Features (n, L) and classes (n,) of the pictures that no device has, by the device's own functions."""
+    network = open_backbone(backbone, provider="cpu")
+    paths = folder.held_out_pictures()
+    images = np.stack([preprocess(decode_picture(path), network.metadata.preprocessing) for path in paths])
+    labels = np.array([CLASSES.index(path.parent.name) for path in paths])
+    return network.features(images), labels
+
+
+def submissions(folder: Folder) -> dict[str, Sent]:
+    """What the newest head was trained on, by device, from the aggregator's state."""
+    store = Store(folder.aggregator, read_only=True)
+    members = store.heads(bytes.fromhex(store.fact("task")))[-1].members
+    store.close()
+    blobs = BlobStore(folder.aggregator / "blobs")
+    found = {}
+    for device, digest in sorted(members.items()):
+        payload = blobs.read(bytes.fromhex(digest))
+        message = decode(payload, Submission, max_bytes=len(payload))
+        values = to_array(message.prototypes).astype(np.float32)
+        found[device] = Sent(values, to_array(message.labels), to_array(message.counts))
+    return found

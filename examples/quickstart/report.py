@@ -1,0 +1,170 @@
+"""How the demo talks: what everybody is doing while it runs, and what came of it."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+
+from examples.quickstart.folder import Folder
+
+STEPS = 4
+"""Steps of a device: it is connected, has sent, has the head, has tried it."""
+
+
+class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One device's row."""
+
+    device: str
+    classes: tuple[str, ...]
+    pictures: int
+    prototypes: int
+    bytes_up: int
+    right: int
+    """Of the own pictures that it kept out of its prototypes, those that the fleet's head got right."""
+    wrong: int
+    alone_accuracy: float
+    """Share of the pictures no device has that a head of this device's prototypes alone gets right."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it all, as `--json` writes it."""
+
+    accuracy: float
+    """Share of the pictures no device has that the fleet's head gets right."""
+    alone_accuracy: float
+    """The same of heads that know one device's prototypes only; mean over the devices."""
+    devices: int
+    submissions: int
+    prototypes: int
+    bytes_up: int
+    """Payload of all submissions together."""
+    onnx_max_abs_diff: float
+    """Largest difference between head.onnx and the head in torch."""
+    seconds: float
+    held_out_pictures: int
+    head: str
+    model: str
+    per_device: tuple[DeviceResult, ...]
+
+
+def progress(summary: dict[str, Any], names: Sequence[str]) -> RenderableType:
+    """What everybody is doing, for a terminal.
+
+    Args:
+        summary: what `aggregator status --json` prints; empty before there is anything.
+        names: every device.
+    """
+    known = {row["device"]: row for row in summary.get("devices", [])}
+    steps = [_step(known.get(name), has_head=bool(summary.get("heads"))) for name in names]
+    table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
+    for name, (step, words) in zip(names, steps, strict=True):
+        bar = ProgressBar(total=STEPS, completed=step, width=16)
+        table.add_row(name, bar, words, style="green" if step == STEPS else "")
+    return Group(Spinner("dots", text=_fleet_line(summary, [step for step, _ in steps])), table)
+
+
+def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
+    """How far a device has come, and in words."""
+    if row is None or (row["state"] != "online" and not row["prototypes"]):
+        return 0, "starting"
+    if not row["prototypes"]:
+        return 1, "fetching the backbone, extracting features"
+    if row["accuracy"] is None:
+        sent = f"sent {row['prototypes']} prototypes, {_kilobytes(row['bytes'])}"
+        return (3, f"{sent}; trying the head") if has_head else (2, sent)
+    return STEPS, f"{row['right']} of {row['right'] + row['wrong']} of its own test pictures right"
+
+
+def _fleet_line(summary: dict[str, Any], steps: list[int]) -> str:
+    if summary.get("heads"):
+        return f"{steps.count(STEPS)} of {len(steps)} devices have tried the head"
+    if training := summary.get("training"):
+        epochs = f"{training.get('epoch', 0)} of {training.get('epochs', '?')}"
+        return f"training a head on everybody's prototypes: epoch {epochs}"
+    return f"{sum(step >= 2 for step in steps)} of {len(steps)} devices have sent their prototypes"
+
+
+def show(result: Result, folder: Folder, console: Console) -> None:
+    """Print what came of it, and what to do next."""
+    head, model = (_short(Path(path)) for path in (result.head, result.model))
+    first = result.per_device[0]
+    strange = [path for path in folder.held_out_pictures() if path.parent.name not in first.classes]
+    predict = f"{_program('edge-client')} predict --state {_short(folder.state(first.device))} {_short(strange[-1])}"
+    status = f"{_program('aggregator')} status --state {_short(folder.aggregator)}"
+    console.print("", _devices(result), "", _verdict(result), "", sep="\n")
+    for line in (
+        f"No picture left its device, {_kilobytes(result.bytes_up)} of averaged features did.",
+        f"head.onnx and the head in torch agree to {result.onnx_max_abs_diff:.0e}.",
+        f"[bold]{head}[/]   features to probabilities",
+        f"[bold]{model}[/]  pictures to probabilities",
+        "",
+        f"[dim]{first.device} names a digit it never had a picture of:[/]",
+        f"  {predict}",
+        "[dim]what the aggregator knows:[/]",
+        f"  {status}",
+    ):
+        console.print(f" {line}", highlight=False, soft_wrap=True)
+
+
+def _devices(result: Result) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_footer=True, padding=(0, 1, 0, 0), pad_edge=False)
+    right, wrong = (sum(getattr(row, name) for row in result.per_device) for name in ("right", "wrong"))
+    for header, footer in {
+        "device": f"{result.devices} devices",
+        "digits": "",
+        "pictures": f"{sum(row.pictures for row in result.per_device):,}",
+        "prototypes": f"{result.prototypes:,}",
+        "bytes up": f"{result.bytes_up:,}",
+        "local accuracy": f"{right / max(right + wrong, 1):.1%}",
+        "alone": f"{result.alone_accuracy:.1%}",
+    }.items():
+        justify: Literal["left", "right"] = "left" if header in {"device", "digits"} else "right"
+        table.add_column(header, footer, justify=justify, no_wrap=True)
+    for row in result.per_device:
+        tried = row.right + row.wrong
+        local = f"{row.right}/{tried} {row.right / max(tried, 1):6.1%}"
+        table.add_row(
+            row.device,
+            " ".join(row.classes),
+            *(f"{number:,}" for number in (row.pictures, row.prototypes, row.bytes_up)),
+            local,
+            f"{row.alone_accuracy:.1%}",
+        )
+    return table
+
+
+def _verdict(result: Result) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for who, share, style in (
+        ("the fleet's head", result.accuracy, "green"),
+        ("a device alone", result.alone_accuracy, "red"),
+    ):
+        bar = ProgressBar(total=1, completed=share, width=40, complete_style=style, finished_style=style)
+        table.add_row(who, bar, f"[bold {style}]{share:.1%}[/]")
+    title = f" Right on {result.held_out_pictures} pictures that no device trained on"
+    return Group(title, Padding(table, (0, 0, 0, 3)))
+
+
+def _kilobytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1000:,.1f} kB"
+
+
+def _short(path: Path) -> str:
+    """A path as a person here would type it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _program(name: str) -> str:
+    """How a person here would start one of our programs."""
+    beside = Path(sys.executable).with_name(name)
+    return _short(beside) if beside.is_file() else name

@@ -1,0 +1,319 @@
+"""The demo: its data, its backbone, its processes, and a whole run of it through its command line."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from aggregator.config import load_task, read_backbone
+from edge_client.backbone import open_backbone
+from edge_client.images import decode, find_pictures
+from examples.quickstart import digits as data
+from examples.quickstart.fleet import Fleet
+from examples.quickstart.folder import BACKBONE, Folder, device_names, prepare
+from examples.quickstart.report import DeviceResult, Result, progress, show
+from protocol.blobstore import file_digest
+from protocol.errors import ConfigError, ProtofleetError
+from protocol.preprocessing import preprocess
+
+DIGITS = data.load()
+
+
+def filled(root: Path, *, devices: int = 5) -> Folder:
+    """A folder as the demo prepares it."""
+    folder = Folder(root)
+    deal = data.deal(DIGITS.labels, devices=devices, seed=0)
+    prepare(folder, DIGITS, deal, names=device_names(devices), seed=0)
+    return folder
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Start the demo as a person would."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "examples.quickstart", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(devices=st.integers(data.FEWEST_DEVICES, 50), seed=st.integers(0, 2**32))
+def test_every_picture_goes_to_one_place(devices: int, seed: int) -> None:
+    """However many devices: each has two classes, every class is somewhere, and no picture is in two places."""
+    deal = data.deal(DIGITS.labels, devices=devices, seed=seed)
+    everything = np.concatenate([*deal.shares, deal.held_out])
+    assert sorted(everything) == list(range(len(DIGITS.labels)))
+    assert len(deal.shares) == devices
+    assert all(len(np.unique(DIGITS.labels[share])) == data.CLASSES_EACH for share in deal.shares)
+    assert set(DIGITS.labels[deal.held_out]) == set(range(10))
+    assert len(deal.held_out) == pytest.approx(0.2 * len(DIGITS.labels), abs=5)
+
+
+def test_dealing_repeats_itself() -> None:
+    """The same seed deals the same, another one otherwise."""
+    first, again, other = (data.deal(DIGITS.labels, devices=10, seed=seed) for seed in (1, 1, 2))
+    assert all((a == b).all() for a, b in zip(first.shares, again.shares, strict=True))
+    assert not np.array_equal(first.held_out, other.held_out)
+
+
+def test_too_few_devices_are_refused() -> None:
+    """Four devices with two classes each cannot cover ten."""
+    with pytest.raises(ValueError, match="at least 5 devices"):
+        data.deal(DIGITS.labels, devices=4, seed=0)
+
+
+def test_pictures_on_disk_are_the_digits(tmp_path: Path) -> None:
+    """A device reads from its folder what was dealt to it, pixel for pixel."""
+    folder = filled(tmp_path)
+    share = data.deal(DIGITS.labels, devices=5, seed=0).shares[2]
+    pictures = find_pictures(folder.pictures("device-03"), data.CLASSES)
+    assert sorted(int(picture.path.stem) for picture in pictures) == list(share)
+    for picture in pictures[:5]:
+        number = int(picture.path.stem)
+        assert picture.label == DIGITS.labels[number]
+        assert np.array_equal(np.asarray(decode(picture.path)), DIGITS.pictures[number])
+
+
+def test_the_task_is_one_that_the_aggregator_takes(tmp_path: Path) -> None:
+    """The task file waits for every device, and names the backbone beside it."""
+    task, backbone = load_task(filled(tmp_path, devices=7).task)
+    assert (task.quorum, task.classes) == (7, data.CLASSES)
+    assert backbone == tmp_path / BACKBONE.name
+    assert read_backbone(backbone).feature_size == 256
+
+
+def test_an_earlier_run_is_replaced(tmp_path: Path) -> None:
+    """Nothing of an earlier, larger fleet is left in the folder."""
+    filled(tmp_path, devices=10)
+    (tmp_path / "aggregator").mkdir()
+    folder = filled(tmp_path, devices=5)
+    assert len(list((tmp_path / "devices").iterdir())) == 5
+    assert not folder.aggregator.exists()
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    """A folder that no demo made is refused, and nothing in it is touched."""
+    (tmp_path / "devices").mkdir()
+    with pytest.raises(ConfigError, match="choose another --out"):
+        filled(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["devices"]
+
+
+def test_the_shipped_backbone_is_what_its_note_says() -> None:
+    """Small, described by its own digest, and loaded as a device loads it."""
+    note = BACKBONE.with_name("BACKBONE.md").read_text(encoding="utf-8")
+    assert BACKBONE.stat().st_size <= 3_000_000
+    assert file_digest(BACKBONE).hex() in note
+    assert f"{BACKBONE.stat().st_size:,} bytes" in note
+    backbone = open_backbone(BACKBONE, provider="cpu")
+    assert backbone.metadata.parity is not None
+    assert backbone.metadata.parity.relative_error < 1e-5
+    assert (backbone.metadata.preprocessing.height, backbone.metadata.feature_size) == (32, 256)
+
+
+def test_the_shipped_backbone_tells_digits_apart(tmp_path: Path) -> None:
+    """The nearest class mean, of 100 digits, names most of another 100: features of noise would name ten."""
+    backbone = open_backbone(BACKBONE, provider="cpu")
+    data.write_pictures(tmp_path, DIGITS, np.arange(200))
+    paths = sorted(tmp_path.glob("*/*.png"), key=lambda path: path.stem)
+    images = np.stack([preprocess(decode(path), backbone.metadata.preprocessing) for path in paths])
+    features, labels = backbone.features(images), DIGITS.labels[:200]
+    means = np.stack([features[:100][labels[:100] == label].mean(axis=0) for label in range(10)])
+    distances = np.linalg.norm(features[100:, None] - means, axis=2)
+    assert (distances.argmin(axis=1) == labels[100:]).mean() > 0.85
+
+
+def test_a_device_that_fails_ends_the_demo(tmp_path: Path) -> None:
+    """The message names the device, its last words and its log, and no process is left."""
+    folder = filled(tmp_path)
+    (folder.pictures("device-02") / "apples").mkdir()
+    with Fleet(folder, timeout_s=120) as fleet:
+        fleet.start_aggregator()
+        fleet.start_devices(device_names(5))
+        with pytest.raises(ProtofleetError) as raised:
+            fleet.wait_for_devices(lambda: None)
+    assert "device-02 ended with exit status 1: error:" in str(raised.value)
+    assert "apples" in str(raised.value)
+    assert str(folder.logs / "device-02.log") in str(raised.value)
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_fleet_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    """The message says what was still at work and where the logs are; exit status 1, no stack trace."""
+    process = start("--out", tmp_path / "out", "--devices", "5", "--timeout-s", "0.1")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1
+    last = said.splitlines()[-1]
+    assert last.startswith("error: not done after 0 s, still at work: aggregator")
+    assert str(tmp_path / "out" / "logs") in last
+
+
+def test_interrupting_takes_everything_down(tmp_path: Path) -> None:
+    """After Ctrl-C in the middle, neither aggregator nor devices run on."""
+    process = start("--out", tmp_path / "out", "--devices", "5")
+    family = psutil.Process(process.pid)
+    deadline = time.monotonic() + 60
+    while len(children := family.children(recursive=True)) < 6 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert len(children) >= 6, said
+    assert process.returncode == 130, said
+    assert said.splitlines()[-1] == "interrupted"
+    assert not [child for child in children if child.is_running()]
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    """A second demo in the folder of a running one ends before it touches anything."""
+    folder = filled(tmp_path)
+    with Fleet(folder, timeout_s=60) as fleet:
+        fleet.start_aggregator()
+        deadline = time.monotonic() + 30
+        while not (folder.aggregator / "aggregator.sqlite").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        second = start("--out", tmp_path)
+        _, said = second.communicate(timeout=60)
+    assert second.returncode == 1
+    assert said.splitlines()[-1].endswith("end it, or choose another --out")
+    assert folder.aggregator.exists()
+
+
+def test_a_json_file_without_a_folder_is_refused_at_once(tmp_path: Path) -> None:
+    """Nobody waits for a demo whose result cannot be written."""
+    process = start("--out", tmp_path / "out", "--json", tmp_path / "nowhere" / "result.json")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said == f"error: no folder {tmp_path / 'nowhere'} to write result.json in: make it first\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    """A whole run with five devices: its folder, what it printed and its JSON."""
+    root = tmp_path_factory.mktemp("demo")
+    process = start("--out", root / "out", "--json", root / "result.json", "--devices", "5")
+    printed, said = process.communicate(timeout=250)
+    assert process.returncode == 0, said
+    return root / "out", printed, json.loads((root / "result.json").read_text())
+
+
+def test_devices_learn_what_none_of_them_could_alone(demo: tuple[Path, str, dict[str, Any]]) -> None:
+    """Every submission arrives, and the head knows the digits of all devices; a device alone knows two."""
+    _, _, result = demo
+    assert (result["devices"], result["submissions"]) == (5, 5)
+    assert result["accuracy"] >= 0.95
+    assert 0.1 < result["alone_accuracy"] < 0.25
+    assert result["onnx_max_abs_diff"] <= 1e-4
+    assert result["bytes_up"] == sum(row["bytes_up"] for row in result["per_device"])
+    assert result["bytes_up"] <= 1.03 * result["prototypes"] * 256 * 2
+    assert result["seconds"] > 0
+
+
+def test_the_output_says_what_the_json_says(demo: tuple[Path, str, dict[str, Any]]) -> None:
+    """The table has every device, and the files that it names are there."""
+    out, printed, result = demo
+    for row in result["per_device"]:
+        assert row["device"] in printed
+        assert f"{row['bytes_up']:,}" in printed
+    assert f"{result['accuracy']:.1%}" in printed
+    assert (out / "aggregator" / "head.onnx").samefile(result["head"])
+    assert str(out / "aggregator" / "model.onnx") in printed
+    assert Path(result["model"]).is_file()
+
+
+def test_the_commands_that_it_names_work(demo: tuple[Path, str, dict[str, Any]]) -> None:
+    """What to do next, typed as printed: a device names a digit it never had a picture of."""
+    out, printed, result = demo
+    command = next(line.split() for line in printed.splitlines() if "edge-client predict" in line)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    picture = Path(command[-1])
+    assert picture.parent.name not in result["per_device"][0]["classes"]
+    assert done.stdout.startswith(f"{picture}: ")
+    status = next(line.split() for line in printed.splitlines() if "aggregator status" in line)
+    done = subprocess.run(status, capture_output=True, text=True, check=True)
+    assert "5 submissions" in done.stdout
+    assert out.is_dir()
+
+
+def test_the_table_fits_a_small_terminal(tmp_path: Path) -> None:
+    """In 80 columns nothing of the table is cut off."""
+    row = DeviceResult(
+        device="device-01", classes=("3", "7"), pictures=146, prototypes=23, bytes_up=11969,
+        right=29, wrong=0, alone_accuracy=0.2,
+    )  # fmt: skip
+    result = Result(
+        accuracy=0.981, alone_accuracy=0.2, devices=10, submissions=10, prototypes=230, bytes_up=119690,
+        onnx_max_abs_diff=1e-6, seconds=40.0, held_out_pictures=359, head="/h.onnx", model="/m.onnx",
+        per_device=(row,) * 10,
+    )  # fmt: skip
+    console = Console(width=80, record=True)
+    show(result, filled(tmp_path), console)
+    printed = console.export_text()
+    assert "…" not in printed
+    assert "29/29 100.0%" in printed
+    assert "98.1%" in printed
+
+
+@pytest.mark.parametrize(
+    ("summary", "expected"),
+    [
+        ({}, ["0 of 2 devices have sent", "starting"]),
+        (
+            {"devices": [{"device": "device-01", "state": "online", "prototypes": 0}], "heads": []},
+            ["extracting features", "starting"],
+        ),
+        (
+            {
+                "devices": [
+                    {
+                        "device": "device-01",
+                        "state": "online",
+                        "prototypes": 23,
+                        "bytes": 11969,
+                        "accuracy": None,
+                    }
+                ],
+                "heads": [],
+                "training": {"version": 1, "epoch": 7, "epochs": 300},
+            },
+            ["epoch 7 of 300", "sent 23 prototypes, 12.0 kB"],
+        ),
+        (
+            {
+                "devices": [
+                    {
+                        "device": "device-01",
+                        "state": "stopped",
+                        "prototypes": 23,
+                        "bytes": 11969,
+                        "accuracy": 1.0,
+                        "right": 29,
+                        "wrong": 0,
+                    }
+                ],
+                "heads": [{"version": 1}],
+            },
+            ["1 of 2 devices have tried the head", "29 of 29"],
+        ),
+    ],
+    ids=["nothing", "connected", "training", "tried"],
+)
+def test_progress_says_what_everybody_does(summary: dict[str, Any], expected: list[str]) -> None:
+    """Each stage of a fleet reads as what it is."""
+    console = Console(width=80, record=True)
+    console.print(progress(summary, ("device-01", "device-02")))
+    printed = console.export_text()
+    assert all(words in printed for words in expected), printed

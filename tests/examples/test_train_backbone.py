@@ -1,0 +1,87 @@
+"""The script that made the demo's backbone, on a data set small enough to train on in a second."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edge_client.backbone import open_backbone
+from examples.quickstart.distort import EDGE, distort
+from examples.quickstart.train_backbone import BATCH_SIZE, Pictures, accuracy, load_fashion, train, write
+from protocol.errors import ConfigError
+
+
+@pytest.fixture
+def stripes() -> Pictures:
+    """Pictures of two kinds: lying and standing stripes."""
+    labels = torch.arange(2 * BATCH_SIZE) % 2
+    lying = (torch.arange(28) // 4 % 2 * 255).to(torch.uint8).expand(28, 28)
+    images = torch.where(labels[:, None, None] == 1, lying, lying.T.contiguous())
+    return Pictures(images, labels)
+
+
+def test_distorting_is_repeatable_and_leaves_the_originals() -> None:
+    """Equal generators distort equally, others otherwise; what comes out is a picture of the network's size."""
+    pictures = torch.rand(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    before = pictures.clone()
+    first, again, other = (distort(pictures, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert first.shape == (64, 1, EDGE, EDGE)
+    assert first.min() >= 0
+    assert first.max() <= 1
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(pictures, before)
+
+
+def test_each_picture_is_distorted_in_its_own_way() -> None:
+    """A batch of one picture over and over does not stay one picture."""
+    picture = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    distorted = distort(picture.expand(8, 1, 28, 28), torch.Generator().manual_seed(0))
+    distances = torch.pdist(distorted.flatten(1))
+    assert distances.min() > 0
+
+
+def test_training_learns_and_repeats_itself(stripes: Pictures, tmp_path: Path) -> None:
+    """Two trainings from one seed give the same network, the same as a file; it tells the stripes apart."""
+    losses: list[float] = []
+    nets = [train(stripes, epochs=3, seed=0, on_epoch=lambda _, loss: losses.append(loss)) for _ in range(2)]
+    assert losses[:3] == losses[3:]
+    assert losses[2] < losses[0]
+    assert accuracy(*nets[0], stripes) > 0.9
+    first, again = (write(net, tmp_path / f"{number}.onnx") for number, (net, _) in enumerate(nets))
+    assert first.sha256 == again.sha256
+    backbone = open_backbone(first.path, provider="cpu")
+    assert backbone.features(np.zeros((3, EDGE, EDGE, 3), np.uint8)).shape == (3, 256)
+
+
+def test_fashion_mnist_is_read_from_npz(tmp_path: Path) -> None:
+    """The two parts come apart, with labels that torch can use."""
+    images = np.zeros((5, 28, 28), np.uint8)
+    arrays = {"x_train": images, "y_train": np.arange(5, dtype=np.uint8), "x_test": images[:2]}
+    np.savez(tmp_path / "f.npz", **arrays, y_test=np.arange(2, dtype=np.uint8))
+    train_part, test_part = load_fashion(tmp_path / "f.npz")
+    assert (len(train_part.labels), len(test_part.labels)) == (5, 2)
+    assert train_part.labels.dtype == torch.int64
+    np.savez(tmp_path / "other.npz", **arrays)
+    with pytest.raises(ConfigError, match="x_train, y_train, x_test and y_test"):
+        load_fashion(tmp_path / "other.npz")
+
+
+def test_absent_data_is_said_in_one_line(tmp_path: Path) -> None:
+    """Without Fashion-MNIST the script ends with one line and writes nothing."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "examples.quickstart.train_backbone"),
+            *("--data", tmp_path / "absent.npz", "--out", tmp_path / "out.onnx"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot read Fashion-MNIST from {tmp_path / 'absent.npz'}")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out.onnx").exists()
