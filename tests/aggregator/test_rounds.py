@@ -250,6 +250,7 @@ def test_every_run_ends_in_a_head_that_covers_all(
     assert closes_at_s(world.state, settings) is None
     assert (world.heads[-1] if world.heads else {}) == world.stored
     heads = len(world.heads)
+    world.restart()
     world.settle()
     assert len(world.heads) == heads
 

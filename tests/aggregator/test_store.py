@@ -133,6 +133,9 @@ def test_the_round_goes_on_where_it_was(tmp_path: Path) -> None:
     assert restored.head_version == state.head_version == 1
     store.keep_submission(TASK, _row("b", 2))
     assert waiting(Store(tmp_path).round_state(TASK)) == {"b": _row("b", 2).entry}
+    store.keep_head(_head(2, _row("a"), _row("b", 2)))
+    assert waiting(store.round_state(TASK)) == {}
+    assert store.round_state(TASK).head_version == 2
     assert store.round_state(bytes(32)).submissions == {}
 
 

@@ -103,6 +103,7 @@ def test_a_contradiction_ends_a_transfer(wrong: Frame) -> None:
     with pytest.raises(Refused) as caught:
         uplink.take("a", wrong, holds=_new)
     assert caught.value.reason == "digest"
+    assert uplink._assemblies == {"a": {}}
     outcomes = [uplink.take("a", frame, holds=_new) for frame in FRAMES]
     assert outcomes[-1] == Complete(DIGEST, PAYLOAD)
 
