@@ -1,175 +1,24 @@
-"""`python -m examples.quickstart`: ten devices, a broker and an aggregator learn one classifier on this machine.
+"""`python -m examples.quickstart` starts the demo, or says what it needs."""
 
-Nothing is simulated. Every device is the real device program with a folder of pictures of its own and a
-connection to a real broker; this module writes the folders, starts the processes, and measures the result.
-"""
+import sys
+from importlib.util import find_spec
 
-import contextlib
-import signal
-import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import click
-import msgspec
-from rich.console import Console
-from rich.live import Live
-
-from aggregator.status import report
-from aggregator.store import Store
-from examples.quickstart import digits as data
-from examples.quickstart.fleet import Fleet, predict, share_right
-from examples.quickstart.folder import Folder, device_names, prepare
-from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.cli import run
-from protocol.errors import ConfigError, ProtofleetError, StateError
+
+NEEDS = ("amqtt", "onnx", "onnxruntime", "onnxscript", "rich", "sklearn", "torch")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("quickstart"),
-    show_default=True,
-    help="Folder for pictures, states, logs and the trained head; an earlier run's is replaced.",
-)
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the result to this file as well.",
-)
-@click.option(
-    "--devices",
-    type=click.IntRange(data.FEWEST_DEVICES, 50),
-    default=10,
-    show_default=True,
-    help="How many devices; each has pictures of two digits.",
-)
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of who gets which picture."
-)
-@click.option(
-    "--timeout-s",
-    type=click.FloatRange(0, min_open=True),
-    default=300.0,
-    show_default=True,
-    help="Give up on the fleet after so many seconds.",
-)
-def cli(*, out: Path, json_file: Path | None, devices: int, seed: int, timeout_s: float) -> None:
-    """Watch devices with two classes of handwritten digits each learn to tell all ten apart."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"no folder {json_file.parent} to write {json_file.name} in: make it first")
-    folder = Folder(out.resolve())
-    result = _demo(folder, devices=devices, seed=seed, timeout_s=timeout_s, console=Console(stderr=True))
-    if json_file is not None:
-        _write(json_file, result)
-    show(result, folder, Console())
-
-
-def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console: Console) -> Result:
-    """Run a whole fleet's life in a folder.
-
-    Raises:
-        ProtofleetError: the folder cannot be used, or a process failed or took too long.
-    """
-    started_s = time.monotonic()
-    if _status(folder).get("running"):
-        raise ConfigError(f"a quickstart is at work in {folder.root}: end it, or choose another --out")
-    names = device_names(devices)
-    digits = data.load()
-    deal = data.deal(digits.labels, devices=devices, seed=seed)
-    prepare(folder, digits, deal, names=names, seed=seed)
-    _tell(
-        console,
-        f"{len(digits.labels):,} handwritten digits: {len(digits.labels) - len(deal.held_out):,} on {devices} "
-        f"devices, {len(deal.held_out)} kept away from all of them",
-    )
-    summary = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
-    head = summary["heads"][-1]
-    _tell(console, f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s")
-    pictures = folder.held_out_pictures()
-    with console.status("trying the head on pictures that no device trained on"):
-        accuracy = share_right(predict(folder, names[0], pictures))
-    with console.status("training a head for every device alone") as status:
-        alone = _alone(
-            folder, lambda name: status.update(f"training a head on the prototypes of {name} alone")
+def main() -> None:
+    """Run the demo."""
+    if missing := [name for name in NEEDS if find_spec(name) is None]:
+        sys.exit(
+            f"error: the quickstart needs {', '.join(missing)}: run `make demo`, which installs everything, "
+            "or pip install -e '.[cpu,aggregator,export]'"
         )
-    return Result(
-        accuracy=accuracy,
-        alone_accuracy=sum(alone.values()) / len(alone),
-        devices=len(summary["devices"]),
-        submissions=summary["submissions"],
-        prototypes=head["prototypes"],
-        bytes_up=sum(row["bytes"] for row in summary["devices"]),
-        onnx_max_abs_diff=head["metrics"]["onnx_max_abs_diff"],
-        seconds=round(time.monotonic() - started_s, 2),
-        held_out_pictures=len(pictures),
-        head=summary["head_path"],
-        model=summary["model_path"],
-        per_device=tuple(_device(folder, row, alone[row["device"]]) for row in summary["devices"]),
-    )
+    from examples.quickstart.demo import cli
 
-
-def _run_fleet(
-    folder: Folder, names: tuple[str, ...], *, timeout_s: float, console: Console
-) -> dict[str, Any]:
-    """Run the processes until every device has tried the head; returns the aggregator's status then."""
-    with Fleet(folder, timeout_s=timeout_s) as fleet:
-        with console.status("starting the aggregator and its broker"):
-            fleet.start_aggregator()
-        _tell(console, f"aggregator and MQTT broker on {fleet.broker}")
-        fleet.start_devices(names)
-        with Live(console=console, transient=True) as live:
-            fleet.wait_for_devices(lambda: live.update(progress(_status(folder), names)))
-        summary = _status(folder)
-    if not summary.get("heads") or summary["submissions"] < len(names):
-        raise ProtofleetError(
-            f"{summary.get('submissions', 0)} of {len(names)} submissions arrived; logs in {folder.logs}"
-        )
-    return summary
-
-
-def _status(folder: Folder) -> dict[str, Any]:
-    """What `aggregator status --json` prints; empty as long as there is nothing."""
-    try:
-        with contextlib.closing(Store(folder.aggregator, read_only=True)) as store:
-            return report(store)
-    except StateError:
-        return {}
-
-
-def _alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str, float]:
-    from examples.quickstart.measure import accuracy_alone  # brings torch, which the fleet must not wait for
-
-    return accuracy_alone(folder, on_device)
-
-
-def _device(folder: Folder, row: dict[str, Any], alone: float) -> DeviceResult:
-    return DeviceResult(
-        device=row["device"],
-        classes=tuple(sorted(path.name for path in folder.pictures(row["device"]).iterdir())),
-        pictures=row["pictures"],
-        prototypes=row["prototypes"],
-        bytes_up=row["bytes"],
-        right=row["right"],
-        wrong=row["wrong"],
-        alone_accuracy=alone,
-    )
-
-
-def _write(file: Path, result: Result) -> None:
-    try:
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
-    except OSError as error:
-        raise StateError(f"cannot write {file}: {error.strerror}") from error
-
-
-def _tell(console: Console, text: str) -> None:
-    console.print(f"[green]\N{CHECK MARK}[/] {text}", highlight=False, soft_wrap=True)
+    run(cli, program="python -m examples.quickstart")
 
 
 if __name__ == "__main__":
-    run(cli, program="python -m examples.quickstart")
+    main()

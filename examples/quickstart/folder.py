@@ -93,7 +93,7 @@ fleet = "{FLEET}"
 classes = {json.dumps(CLASSES)}
 backbones = ["{BACKBONE.name}"]
 quorum = {devices}
-deadline_s = 120
+deadline_s = 600
 
 [client]
 alpha = 0.99

@@ -1,6 +1,7 @@
 """The demo: its data, its backbone, its processes, and a whole run of it through its command line."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -317,3 +318,23 @@ def test_progress_says_what_everybody_does(summary: dict[str, Any], expected: li
     console.print(progress(summary, ("device-01", "device-02")))
     printed = console.export_text()
     assert all(words in printed for words in expected), printed
+
+
+def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
+    """With only the device's packages, one line says what is missing and how to get it."""
+    absent = tmp_path / "sitecustomize.py"
+    absent.write_text(
+        "import importlib.util as u\n"
+        "found = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name in ('torch', 'rich') else found(name, package)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.quickstart", "--out", tmp_path / "out"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the quickstart needs rich, torch: ")
+    assert len(done.stderr.splitlines()) == 1

@@ -44,14 +44,18 @@ def test_each_picture_is_distorted_in_its_own_way() -> None:
     assert distances.min() > 0
 
 
-def test_training_learns_and_repeats_itself(stripes: Pictures, tmp_path: Path) -> None:
-    """Two trainings from one seed give the same network, the same as a file; it tells the stripes apart."""
+def test_training_tells_classes_apart(stripes: Pictures) -> None:
+    """After a few passes the network knows lying from standing stripes, undistorted ones as well."""
     losses: list[float] = []
-    nets = [train(stripes, epochs=3, seed=0, on_epoch=lambda _, loss: losses.append(loss)) for _ in range(2)]
-    assert losses[:3] == losses[3:]
-    assert losses[2] < losses[0]
-    assert accuracy(*nets[0], stripes) > 0.9
-    first, again = (write(net, tmp_path / f"{number}.onnx") for number, (net, _) in enumerate(nets))
+    trained = train(stripes, epochs=12, seed=0, on_epoch=lambda _, loss: losses.append(loss))
+    assert losses[-1] < losses[0]
+    assert accuracy(*trained, stripes) > 0.9
+
+
+def test_training_repeats_itself(stripes: Pictures, tmp_path: Path) -> None:
+    """Two trainings from one seed end in one and the same file, which a device can load."""
+    nets = [train(stripes, epochs=1, seed=0, on_epoch=lambda _epoch, _loss: None)[0] for _ in range(2)]
+    first, again = (write(net, tmp_path / f"{number}.onnx") for number, net in enumerate(nets))
     assert first.sha256 == again.sha256
     backbone = open_backbone(first.path, provider="cpu")
     assert backbone.features(np.zeros((3, EDGE, EDGE, 3), np.uint8)).shape == (3, 256)
@@ -60,12 +64,12 @@ def test_training_learns_and_repeats_itself(stripes: Pictures, tmp_path: Path) -
 def test_fashion_mnist_is_read_from_npz(tmp_path: Path) -> None:
     """The two parts come apart, with labels that torch can use."""
     images = np.zeros((5, 28, 28), np.uint8)
-    arrays = {"x_train": images, "y_train": np.arange(5, dtype=np.uint8), "x_test": images[:2]}
-    np.savez(tmp_path / "f.npz", **arrays, y_test=np.arange(2, dtype=np.uint8))
+    labels = np.arange(5, dtype=np.uint8)
+    np.savez(tmp_path / "f.npz", x_train=images, y_train=labels, x_test=images[:2], y_test=labels[:2])
     train_part, test_part = load_fashion(tmp_path / "f.npz")
     assert (len(train_part.labels), len(test_part.labels)) == (5, 2)
     assert train_part.labels.dtype == torch.int64
-    np.savez(tmp_path / "other.npz", **arrays)
+    np.savez(tmp_path / "other.npz", x_train=images, y_train=labels, x_test=images[:2])
     with pytest.raises(ConfigError, match="x_train, y_train, x_test and y_test"):
         load_fashion(tmp_path / "other.npz")
 
