@@ -151,7 +151,7 @@ def _data_config(module: Any, choice: Choice) -> dict[str, Any]:
         "mean": choice.mean,
         "std": choice.std,
         "crop_pct": choice.crop_pct,
-        "input_size": (3, size, size) if size else None,
+        "input_size": (3, *(size if isinstance(size, tuple) else (size, size))) if size else None,
     }
     config: dict[str, Any] = resolve_model_data_config(module, args=overrides)
     return config

@@ -174,10 +174,13 @@ def test_the_image_size_moves_the_positions_of_a_transformer(tmp_path: Path) -> 
     assert same_features(backbone.module, expected, edge=96)
 
 
-def test_a_size_given_to_the_model_is_that_of_the_pictures() -> None:
-    """`img_size` among the model's arguments is as good as an image size."""
-    backbone = load_backbone(Choice("test_vit", random=True, model_kwargs={"img_size": 128}))
-    assert backbone.metadata.preprocessing.height == 128
+@pytest.mark.parametrize(("size", "height", "width"), [(128, 128, 128), ((96, 128), 96, 128)])
+def test_a_size_given_to_the_model_is_that_of_the_pictures(size: object, height: int, width: int) -> None:
+    """`img_size` among the model's arguments is as good as an image size, and need not be square."""
+    spec = load_backbone(
+        Choice("test_vit", random=True, model_kwargs={"img_size": size})
+    ).metadata.preprocessing
+    assert (spec.height, spec.width) == (height, width)
 
 
 def test_pictures_are_prepared_as_timm_says() -> None:
