@@ -263,3 +263,30 @@ def test_silence_is_met_with_growing_patience() -> None:
     assert pauses[-1] >= agent.LAST_PATIENCE_S
     _, actions = step(state, events.AggregatorStarted(), now_s=2000)
     assert [type(action) for action in actions] == [events.SendTail]
+
+
+def test_a_blob_that_is_refused_is_asked_for_ever_more_rarely() -> None:
+    """An aggregator that has no such blob is not asked again at once, and the person is told once."""
+    state = State(mode=Mode.SERVICE, connected=True)
+    state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
+    refusal = Receipt(digest=digest_of(BACKBONE), status="refused", reason="unknown_blob", detail="none")
+    asked, told = [], 0
+    state, actions = step(state, events.DownloadStarts(digest_of(BACKBONE), 0), now_s=0)
+    for second in range(1, 3000):
+        if any(isinstance(action, events.Request) for action in actions):
+            asked.append(second)
+            state, actions = step(state, events.ReceiptSeen(refusal), now_s=second)
+            told += sum(isinstance(action, events.Tell) for action in actions)
+        state, actions = step(state, events.Ticked(), now_s=second)
+    assert told == 1
+    assert 5 < len(asked) < 20
+
+
+def test_an_unwanted_device_ends_and_says_so() -> None:
+    """A device that the fleet does not know is told, instead of asking for ever."""
+    state = State(mode=Mode.SERVICE, connected=True)
+    state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
+    refusal = Receipt(digest=digest_of(BACKBONE), status="refused", reason="unknown_device", detail="who?")
+    _, actions = step(state, events.ReceiptSeen(refusal), now_s=1)
+    assert isinstance(actions[0], events.Exit)
+    assert "who?" in actions[0].text

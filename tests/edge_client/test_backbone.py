@@ -1,17 +1,21 @@
 """Backbones in ONNX Runtime: what is loaded, what is refused, and on what they run."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from onnx import helper
 
-from edge_client.backbone import open_backbone
+from edge_client.backbone import Provider, _coverage, _profile_once, open_backbone, open_session
 from protocol.blobstore import file_digest
-from protocol.errors import BackboneMismatch
+from protocol.errors import BackboneMismatch, ProtofleetError
+from protocol.metadata import backbone_metadata, to_properties
 from tests.edge_client.made import tiny
 from tests.graphs import tiny_backbone
 
@@ -32,14 +36,83 @@ def test_backbone_says_what_it_is(tmp_path: Path) -> None:
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this runtime has CUDA"
 )
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
-def test_a_missing_provider_is_told_in_one_line(tmp_path: Path, provider: str) -> None:
+def test_a_missing_provider_is_told_in_one_line(tmp_path: Path, provider: Provider) -> None:
     """Where what was asked for is not there, the CPU runs it, and a line says so; auto says nothing."""
     (tmp_path / "b.onnx").write_bytes(tiny_backbone())
-    backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)  # type: ignore[arg-type]
+    backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
     assert backbone.provider == "cpu"
     assert provider in backbone.note
     assert "\n" not in backbone.note
     assert open_backbone(tmp_path / "b.onnx", provider="auto", threads=1).note == ""
+
+
+@pytest.fixture
+def seeming_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime lists CUDA, as its GPU package does on every machine, and leaves it out when it is asked for it."""
+    present = onnxruntime.get_available_providers()
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *present])
+
+
+@pytest.mark.usefixtures("seeming_cuda")
+@pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider':UserWarning")
+@pytest.mark.parametrize("provider", ["auto", "cuda", "tensorrt"])
+def test_a_provider_that_is_silently_left_out_is_noticed(
+    tmp_path: Path, provider: Provider, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU package without a GPU runs on the CPU, and one line says so; ONNX Runtime's own lines do not."""
+    (tmp_path / "b.onnx").write_bytes(tiny_backbone())
+    backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
+    assert backbone.provider == "cpu"
+    assert "cuda does not work here" in backbone.note
+    assert backbone.note.endswith("running on cpu")
+    assert "\n" not in backbone.note
+    assert backbone.features(np.zeros((2, 8, 8, 3), dtype=np.uint8)).shape == (2, 16)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("seeming_cuda")
+@pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider':UserWarning")
+def test_a_broken_file_is_not_blamed_on_the_gpu(tmp_path: Path) -> None:
+    """What nothing can load is refused for what it is."""
+    (tmp_path / "b.onnx").write_bytes(b"junk")
+    with pytest.raises(BackboneMismatch, match=r"cannot load b\.onnx"):
+        open_backbone(tmp_path / "b.onnx", provider="cuda", threads=1)
+
+
+@pytest.mark.parametrize(("covered", "provider"), [(1.0, "cuda"), (0.7, "cuda"), (0.3, "cpu")])
+def test_an_accelerator_that_runs_little_of_the_graph_is_told_or_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covered: float, provider: str
+) -> None:
+    """What a GPU runs all of, it runs quietly; most of, with a note; little of, not at all."""
+    cpu = open_session(tiny_backbone(), provider="cpu", threads=1).session
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr("edge_client.backbone._create_accelerated", lambda *_: (cpu, covered))
+    opened = open_session(tiny_backbone(), provider="auto", threads=1)
+    assert opened.provider == provider
+    assert ("%" in opened.note) == (covered < 1)
+
+
+def test_coverage_is_the_share_of_data_that_a_provider_put_out(tmp_path: Path) -> None:
+    """Read from ONNX Runtime's own profile of a run: all of it for what ran it, nothing for another."""
+    options = onnxruntime.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "run")
+    session = onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
+    profile = _profile_once(session, "cpu")
+    assert _coverage(profile, "CPUExecutionProvider") == 1.0
+    assert _coverage(profile, "CUDAExecutionProvider") == 0.0
+    events = json.loads(profile.read_text())
+    nodes = [event for event in events if event["cat"] == "Node"]
+    sizes = [int(node["args"]["output_size"]) for node in nodes]
+    nodes[0]["args"]["provider"] = "CUDAExecutionProvider"
+    profile.write_text(json.dumps(events))
+    assert _coverage(profile, "CUDAExecutionProvider") == pytest.approx(sizes[0] / sum(sizes))
+
+
+def test_the_threads_are_those_asked_for() -> None:
+    """`--threads` reaches ONNX Runtime; without it the runtime takes all cores."""
+    for threads, expected in ((3, 3), (None, 0)):
+        session = open_session(tiny_backbone(), provider="cpu", threads=threads).session
+        assert session.get_session_options().intra_op_num_threads == expected
 
 
 def _without_metadata() -> bytes:
@@ -54,6 +127,20 @@ def _with_another_input() -> bytes:
     return bytes(model.SerializeToString())
 
 
+def _with_edge(end: str, axis: int, edge: int) -> bytes:
+    model = onnx.load_from_string(tiny_backbone())
+    (value,) = getattr(model.graph, end)
+    value.type.tensor_type.shape.dim[axis].dim_value = edge
+    return bytes(model.SerializeToString())
+
+
+def _with_feature_size(size: int) -> bytes:
+    model = onnx.load_from_string(tiny_backbone())
+    metadata = backbone_metadata({entry.key: entry.value for entry in model.metadata_props})
+    helper.set_model_props(model, to_properties(msgspec.structs.replace(metadata, feature_size=size)))
+    return bytes(model.SerializeToString())
+
+
 @pytest.mark.parametrize(
     ("file", "said"),
     [
@@ -62,8 +149,22 @@ def _with_another_input() -> bytes:
         (tiny_backbone()[:-200], "cannot load"),
         (_without_metadata(), "metadata"),
         (_with_another_input(), "picture"),
+        (_with_edge("input", 0, 1), r"must have image .*\('n', 8, 8, 3\).* has image .*\(1, 8, 8, 3\)"),
+        (_with_edge("input", 1, 9), r"\('n', 9, 8, 3\)"),
+        (_with_edge("output", 1, 15), "has .*feature"),
+        (_with_feature_size(15), r"must have .*\('n', 15\), and has .*\('n', 16\)"),
     ],
-    ids=["empty", "text", "truncated", "no metadata", "another input"],
+    ids=[
+        "empty",
+        "text",
+        "truncated",
+        "no metadata",
+        "another input",
+        "one picture at a time",
+        "another height",
+        "another output",
+        "another size than it says",
+    ],
 )
 def test_what_is_no_backbone_is_refused(tmp_path: Path, file: bytes, said: str) -> None:
     """Whatever is not a backbone of ours is refused in one line that says what is wrong."""
@@ -71,6 +172,13 @@ def test_what_is_no_backbone_is_refused(tmp_path: Path, file: bytes, said: str) 
     path.write_bytes(file)
     with pytest.raises(BackboneMismatch, match=said) as caught:
         open_backbone(path, provider="cpu", threads=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_fails_is_one_line(tmp_path: Path) -> None:
+    """Whatever ONNX Runtime raises over a batch becomes an error of ours that says what to try."""
+    with pytest.raises(ProtofleetError, match=r"failed on 2 pictures on cpu: .*--batch-size") as caught:
+        tiny(tmp_path).features(np.zeros((2, 8, 7, 3), dtype=np.uint8))
     assert "\n" not in str(caught.value)
 
 
@@ -89,7 +197,7 @@ sys.meta_path.insert(0, Blocked())
 def test_the_device_program_never_loads_a_training_framework() -> None:
     """Everything of the device program imports with torch, timm, onnx and scipy out of reach."""
     blocked = {"torch", "timm", "onnx", "onnxscript", "scipy", "sklearn", "rich", "amqtt"}
-    modules = "backbone cli device events features images predictor prototypes state work worker agent"
+    modules = "backbone cli device events feature_cache features images predictor prototypes state work worker agent"
     imports = "".join(f"import edge_client.{module}\n" for module in modules.split())
     program = _BLOCK.format(blocked=blocked) + imports
     subprocess.run([sys.executable, "-c", program], check=True)

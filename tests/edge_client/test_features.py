@@ -2,6 +2,9 @@
 
 import os
 import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +13,13 @@ from PIL import Image
 
 from edge_client.backbone import Backbone
 from edge_client.feature_cache import FeatureCache
-from edge_client.features import Extraction, Interrupted, extract
+from edge_client.features import Extraction, Interrupted, extract, feature_batches
 from edge_client.images import Picture, decode, find_pictures
 from protocol.errors import StateError
 from protocol.preprocessing import preprocess
 from tests.edge_client.made import CLASSES, choosy, tiny, write_pictures
+from tests.edge_client.pictures import not_root
+from tests.faults import open_folder
 
 
 def run(
@@ -113,15 +118,6 @@ def test_a_picture_with_nan_features_is_refused(tmp_path: Path) -> None:
     assert extraction.computed == 6
 
 
-def test_a_damaged_cache_is_put_aside(tmp_path: Path) -> None:
-    """A cache file that is no database is moved away, not trusted and not deleted."""
-    file = tmp_path / "features.sqlite"
-    file.write_bytes(b"this was a database once" * 100)
-    cache = FeatureCache(file)
-    assert cache.known("any") == set()
-    assert (tmp_path / "features.damaged").is_file()
-
-
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     """A cache in the place of a folder is a StateError that names it."""
     (tmp_path / "features.sqlite").mkdir()
@@ -152,3 +148,144 @@ def test_missing_features_are_told(tmp_path: Path) -> None:
         other.execute("DELETE FROM features")
     with pytest.raises(StateError, match="changed"):
         list(cache.chunks(["a"], "b"))
+
+
+def test_the_cut_into_batches_changes_nothing(tmp_path: Path) -> None:
+    """Batches of one, of seven or of all, decoded by one thread or four: the same features."""
+    pictures = find_pictures(write_pictures(tmp_path / "data", count=8), CLASSES)
+    backbone = tiny(tmp_path)
+    made = []
+    for batch_size, workers in ((1, 1), (7, 4), (100, 2)):
+        batches = list(feature_batches(pictures, backbone, batch_size=batch_size, workers=workers))
+        assert [picture for batch in batches for picture, _ in batch] == list(pictures)
+        assert max(map(len, batches)) <= batch_size
+        made.append(np.stack([feature for batch in batches for _, feature in batch]))  # type: ignore[misc]
+    np.testing.assert_allclose(made[0], made[1], rtol=1e-5)
+    np.testing.assert_allclose(made[0], made[2], rtol=1e-5)
+
+
+def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
+    """However slow the backbone, no more than two batches of pictures are in memory."""
+    found = find_pictures(write_pictures(tmp_path / "data", count=30), CLASSES)
+    taken = 0
+
+    def one_by_one() -> Iterator[Picture]:
+        nonlocal taken
+        for picture in found:
+            taken += 1
+            yield picture
+
+    done = 0
+    for batch in feature_batches(one_by_one(), tiny(tmp_path), batch_size=4, workers=2):
+        done += len(batch)
+        assert taken <= done + 4
+    assert done == len(found)
+
+
+def test_a_broken_picture_is_tried_again_when_its_file_changes(tmp_path: Path) -> None:
+    """A picture that was still being copied is taken in once it is whole."""
+    data = write_pictures(tmp_path / "data", count=1)
+    whole = (data / "cat" / "0000.png").read_bytes()
+    (data / "cat" / "0000.png").write_bytes(whole[:-40])
+    backbone, cache = tiny(tmp_path), FeatureCache(tmp_path / "features.sqlite")
+    assert len(run(find_pictures(data, CLASSES), backbone, cache)[0].refused) == 1
+    (data / "cat" / "0000.png").write_bytes(whole)
+    assert run(find_pictures(data, CLASSES), backbone, cache)[0] == Extraction(1, 1, ())
+
+
+def test_what_can_pass_is_not_remembered(tmp_path: Path) -> None:
+    """A picture that may not be read now is refused now, and taken in later although it has not changed."""
+    with open_folder() as folder:
+        data = write_pictures(folder / "data", count=1)
+        (data / "cat" / "0000.png").chmod(0)
+        pictures = find_pictures(data, CLASSES)
+        backbone, cache = tiny(tmp_path), FeatureCache(tmp_path / "features.sqlite")
+        with not_root():
+            refused = run(pictures, backbone, cache)[0].refused
+        assert refused == ((data / "cat" / "0000.png", "Permission denied"),)
+        (data / "cat" / "0000.png").chmod(0o644)
+        assert run(pictures, backbone, cache)[0] == Extraction(computed=1, cached=1, refused=())
+
+
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [
+        ("long.png", Image.new("RGB", (20_000_000, 1))),
+        ("bomb.png", Image.new("1", (9600, 9600))),
+        ("float.tif", Image.new("F", (9, 9))),
+    ],
+)
+def test_a_picture_that_decodes_to_something_odd_is_refused_quietly(
+    tmp_path: Path, name: str, image: Image.Image, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Whatever goes wrong between file and pixels refuses that picture; Pillow's own warnings are not shown."""
+    data = write_pictures(tmp_path / "data", count=1)
+    image.save(data / "cat" / name)
+    backbone, cache = tiny(tmp_path), FeatureCache(tmp_path / "features.sqlite")
+    extraction, _ = run(find_pictures(data, CLASSES), backbone, cache)
+    assert [path.name for path, _ in extraction.refused] == [name]
+    assert str(tmp_path) not in extraction.refused[0][1]
+    assert "\n" not in extraction.refused[0][1]
+    assert extraction.computed == 2
+    assert not recwarn.list
+
+
+def test_want_of_memory_refuses_a_picture_for_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture too large for the memory that is free at the moment is named, and tried again the next time."""
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    pictures = find_pictures(write_pictures(tmp_path / "data", count=1), CLASSES)
+    backbone, cache = tiny(tmp_path), FeatureCache(tmp_path / "features.sqlite")
+    with monkeypatch.context() as patched:
+        patched.setattr("edge_client.features.preprocess", no_memory)
+        assert [reason for _, reason in run(pictures, backbone, cache)[0].refused] == ["MemoryError"] * 2
+    assert run(pictures, backbone, cache)[0] == Extraction(computed=2, cached=0, refused=())
+
+
+def test_a_file_name_outside_utf8_is_no_obstacle(tmp_path: Path) -> None:
+    """A picture is extracted, kept and found again under any name that Linux allows."""
+    data = write_pictures(tmp_path / "data", count=1)
+    (data / "cat" / "0000.png").rename(os.fsdecode(os.fsencode(data) + b"/cat/\xe4\xff.png"))
+    pictures = find_pictures(data, CLASSES)
+    backbone, cache = tiny(tmp_path), FeatureCache(tmp_path / "features.sqlite")
+    assert run(pictures, backbone, cache)[0] == Extraction(computed=2, cached=0, refused=())
+    assert run(pictures, backbone, cache)[0] == Extraction(computed=0, cached=2, refused=())
+
+
+_WEIGH = """
+import sys
+from pathlib import Path
+from edge_client.backbone import open_backbone
+from edge_client.feature_cache import FeatureCache
+from edge_client.features import extract
+from edge_client.images import find_pictures
+
+data, backbone, state = map(Path, sys.argv[1:])
+extraction = extract(
+    find_pictures(data, ["cat"]), open_backbone(backbone, provider="cpu", threads=1), FeatureCache(state),
+    batch_size=32, workers=2, on_progress=lambda done, total: None, should_stop=lambda: False,
+)
+print(extraction.computed, Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
+def test_memory_does_not_grow_with_the_pictures(tmp_path: Path) -> None:
+    """Extracting 5,000 pictures takes hardly more memory than extracting 1,000."""
+    picture = write_pictures(tmp_path, count=1) / "cat" / "0000.png"
+    tiny(tmp_path)
+    peak_kb = {}
+    for count in (1000, 5000):
+        folder = tmp_path / str(count) / "cat"
+        folder.mkdir(parents=True)
+        for number in range(count):
+            (folder / f"{number:05}.png").hardlink_to(picture)
+        paths = (folder.parent, tmp_path / "tiny-0.onnx", tmp_path / f"{count}.sqlite")
+        done = subprocess.run(
+            [sys.executable, "-c", _WEIGH, *map(str, paths)], capture_output=True, text=True, check=True
+        )
+        computed, peak_kb[count] = map(int, done.stdout.split())
+        assert computed == count
+    assert peak_kb[5000] < 1.05 * peak_kb[1000]

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from edge_client.backbone import Backbone
 from edge_client.images import decode
 from edge_client.predictor import evaluate, open_head, predict
 from protocol.errors import BackboneMismatch
 from protocol.preprocessing import preprocess
-from tests.edge_client.made import CLASSES, linear_head, tiny, write_pictures
+from tests.edge_client.made import CLASSES, choosy, linear_head, tiny, write_pictures
 
 
 def _weights(backbone: Backbone, pictures: list[Path]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
@@ -45,6 +46,29 @@ def test_an_unreadable_picture_does_not_end_the_rest(tmp_path: Path) -> None:
     assert "none.png" in missing.error
     assert not there.error
     assert len(there.top) == len(CLASSES)
+
+
+def test_predictions_come_in_order_whatever_is_among_them(tmp_path: Path) -> None:
+    """Broken pictures and those with NaN features take their places in the row, over any cut into batches."""
+    data = write_pictures(tmp_path / "data", count=4)
+    Image.new("RGB", (12, 10), "white").save(tmp_path / "white.png")
+    (tmp_path / "junk.png").write_text("junk")
+    backbone = choosy(tmp_path)
+    head = open_head(linear_head(backbone, np.zeros((16, 2), dtype=np.float32)), backbone=backbone)
+    cats = sorted((data / "cat").iterdir())
+    paths = [cats[0], tmp_path / "white.png", cats[1], tmp_path / "junk.png", cats[2], cats[3]]
+    for batch_size in (1, 3, 10):
+        predictions = list(predict(paths, backbone, head, top=1, batch_size=batch_size))
+        assert [prediction.path for prediction in predictions] == paths
+        assert [bool(prediction.error) for prediction in predictions] == [
+            False,
+            True,
+            False,
+            True,
+            False,
+            False,
+        ]
+        assert "white.png: the backbone gives NaN" in predictions[1].error
 
 
 def test_evaluation_counts(tmp_path: Path) -> None:

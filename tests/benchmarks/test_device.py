@@ -1,0 +1,40 @@
+"""The device program's weight: what does not depend on how busy the machine is."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.device import device, measure_imports
+from tests.graphs import tiny_backbone
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="memory is read from /proc, which only Linux has"
+)
+
+
+def test_the_device_program_is_little_heavier_than_its_libraries() -> None:
+    """All that a running device imports takes at most 1.3 times the memory of its libraries alone."""
+    figures = measure_imports(1)
+    assert 1 < figures["import_memory_ratio"] <= 1.3
+
+
+def test_the_benchmark_weighs_and_writes_its_figures(tmp_path: Path) -> None:
+    """One command measures imports, memory and speed, prints them and writes them as JSON."""
+    (tmp_path / "backbone.onnx").write_bytes(tiny_backbone())
+    arguments = [
+        "--backbone",
+        str(tmp_path / "backbone.onnx"),
+        "--pictures",
+        "20",
+        "40",
+        "--repetitions",
+        "1",
+    ]
+    result = CliRunner().invoke(device, [*arguments, "--json", str(tmp_path / "figures.json")])
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert all(value > 0 for value in figures.values())
+    assert {"import_time_ratio", "import_memory_ratio", "memory_ratio", "speed_ratio"} <= set(figures)
+    assert all(name in result.output for name in figures)
