@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -35,6 +35,8 @@ class Recipe:
         one_cycle: raise the rate from near nothing and let it fall again, over the whole training.
         restore: give back to the prototypes the variance that averaging took (`restore_variance`).
         mix: train each step on fresh mixtures of two restored deviations of a class.
+        standardise: train on features of mean 0 and deviation 1, and fold that into the first layer afterwards:
+            the rate then suits every backbone, whatever the scale of its features.
     """
 
     epochs: int
@@ -45,6 +47,7 @@ class Recipe:
     one_cycle: bool
     restore: bool
     mix: bool
+    standardise: bool
 
     def rate_at(self, progress: float) -> float:
         """Return the share of the learning rate due at a point of the training between 0 and 1."""
@@ -66,6 +69,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             one_cycle=False,
             restore=False,
             mix=False,
+            standardise=False,
         ),
         "default": Recipe(
             epochs=15,
@@ -76,6 +80,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             one_cycle=True,
             restore=True,
             mix=True,
+            standardise=True,
         ),
     }
 )
@@ -197,8 +202,11 @@ def train_head(
         prototypes, labels, counts, num_classes=num_classes, restore=recipe.restore, device=device
     )
     head = _first_head(data, seed).to(device)
+    mean, scale = _mean_and_scale(data) if recipe.standardise else (0.0, 1.0)
+    data = replace(data, centres=(data.centres - mean) / scale, deviations=data.deviations / scale)
     epochs, loss = _fit(head, data, recipe=recipe, generator=generator, on_epoch=on_epoch)
     accuracy = _accuracy(head, data)
+    _fold(head, mean, scale)
     return TrainedHead(
         module=head.cpu().eval(),
         loss=loss,
@@ -278,6 +286,26 @@ def _first_head(data: _TrainingSet, seed: int) -> Head:
     return head
 
 
+def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
+    """Return each feature's mean and standard deviation, (L,), over the features to train on.
+
+    A feature that hardly moves among the prototypes would be blown up on the device, where it may: no scale is
+    less than a hundredth of the mean one.
+    """
+    features = data.centres[data.labels] + data.deviations
+    scale = features.std(dim=0, correction=0)
+    floor = scale.mean() / 100
+    return features.mean(dim=0), scale.clamp_min(floor if floor > 0 else 1.0)
+
+
+def _fold(head: Head, mean: Tensor | float, scale: Tensor | float) -> None:
+    """Make a head trained on (x - mean) / scale give the same logits for x."""
+    first = head.adapter_1
+    with torch.no_grad():
+        first.weight /= scale
+        first.bias.sub_((first.weight * mean).sum(dim=1))
+
+
 def _fit(
     head: Head,
     data: _TrainingSet,
@@ -312,7 +340,7 @@ def _fit(
 def _optimizer(head: Head, recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(head.parameters(), lr=recipe.learning_rate)
-    return torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate)
+    return torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate, fused=True)
 
 
 def _features(data: _TrainingSet, members: Tensor, *, generator: torch.Generator, mix: bool) -> Tensor:

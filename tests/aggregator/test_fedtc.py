@@ -113,6 +113,26 @@ def test_a_feature_without_direction_gets_finite_logits() -> None:
     assert np.isfinite(trained.loss)
 
 
+def test_the_scale_and_origin_of_features_do_not_matter() -> None:
+    """Backbones differ in both by orders of magnitude: the default recipe learns from any."""
+    prototypes, labels, counts = _blobs(0, 1, 2, 3)
+    fresh, fresh_labels, _ = _blobs(0, 1, 2, 3, seed=1)
+    for scale, origin in ((1e-3, 0.0), (1e3, 0.0), (1.0, 100.0)):
+        trained = _train(prototypes * np.float32(scale) + np.float32(origin), labels, counts)
+        logits = _logits(trained, fresh * np.float32(scale) + np.float32(origin))
+        assert (logits.argmax(axis=1) == fresh_labels).all()
+
+
+def test_a_feature_that_never_moves_is_not_blown_up() -> None:
+    """What is constant among the prototypes may differ a little on the device without deciding anything."""
+    prototypes, labels, counts = _blobs(0, 1, 2, 3)
+    prototypes[:, -1] = 1.0
+    trained = _train(prototypes, labels, counts)
+    moved = prototypes.copy()
+    moved[:, -1] += 0.01
+    assert (_logits(trained, moved).argmax(axis=1) == labels).all()
+
+
 def test_a_small_fleet_gets_enough_steps() -> None:
     """Few prototypes are passed over more often, until the recipe's floor of steps is reached."""
     recipe = RECIPES["default"]
