@@ -1,11 +1,12 @@
 """A broker inside the aggregator's process, for a demo, a test, or a fleet that needs no more: amqtt."""
 
 import asyncio
+import importlib.util
 import logging
 import threading
 from typing import Any
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, RuntimeMissing
 from protocol.session import Broker
 
 START_TIMEOUT_S = 20.0
@@ -31,8 +32,13 @@ class EmbeddedBroker:
         """Listen.
 
         Raises:
-            ConfigError: the address is taken or not ours, or amqtt is not installed.
+            RuntimeMissing: amqtt is not installed.
+            ConfigError: the address is taken or not ours.
         """
+        if importlib.util.find_spec("amqtt") is None:
+            raise RuntimeMissing(
+                "the embedded broker is not installed: pip install 'protofleet[aggregator,cpu]'"
+            )
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S):
             raise ConfigError(f"the embedded broker did not start within {START_TIMEOUT_S:.0f} s")

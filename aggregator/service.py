@@ -1,12 +1,13 @@
 """The daemon: wires session, store, round logic and training, one event at a time on one thread."""
 
+import contextlib
 import json
 import logging
 import os
 import queue
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -178,9 +179,8 @@ class Aggregator:
             self._count_refusal("?", Refused("malformed", str(error)))
             return
         try:
-            allowed = self._task_file.devices
-            if allowed is not None and where.device not in allowed:
-                raise Refused("unknown_device", f"{where.device} is not among the task file's devices")
+            if where.channel in {"state", "info"}:
+                self._check_known(where.device)
             self._dispatch(where.device, where.channel, payload)
         except VersionMismatch as error:
             self._count_refusal(where.device, Refused("version", str(error)))
@@ -188,6 +188,11 @@ class Aggregator:
             self._count_refusal(where.device, Refused("malformed", f"{where.channel}: {error}"))
         except Refused as refused:
             self._count_refusal(where.device, refused)
+
+    def _check_known(self, device: str) -> None:
+        allowed = self._task_file.devices
+        if allowed is not None and device not in allowed:
+            raise Refused("unknown_device", f"{device} is not among the task file's devices")
 
     def _own_presence_seen(self, payload: bytes) -> None:
         """Correct what an old Last Will says of us, and give way to an aggregator that started later."""
@@ -226,20 +231,23 @@ class Aggregator:
         if first:
             log.warning("refused from %s (%s): %s", device, refused.reason, refused.detail)
 
-    def _take_frame(self, device: str, frame: Frame) -> None:
+    @contextlib.contextmanager
+    def _telling(self, device: str, digest: bytes) -> Iterator[None]:
+        """Tell a device of what is refused, so that it need not ask again."""
         try:
+            self._check_known(device)
+            yield
+        except Refused as refused:
+            detail = refused.detail[:256]
+            receipt = Receipt(digest=digest, status="refused", reason=refused.reason, detail=detail)
+            self._send(device, "ack", receipt)
+            raise
+
+    def _take_frame(self, device: str, frame: Frame) -> None:
+        with self._telling(device, frame.digest):
             outcome = self._uplink.take(device, frame, holds=self._store.holds)
             if isinstance(outcome, Complete):
                 outcome = self._take_message(device, outcome)
-        except Refused as refused:
-            self._send(
-                device,
-                "ack",
-                Receipt(
-                    digest=frame.digest, status="refused", reason=refused.reason, detail=refused.detail[:256]
-                ),
-            )
-            raise
         if outcome is not None:
             self._send(device, "ack", outcome)
 
@@ -373,14 +381,11 @@ class Aggregator:
         return row
 
     def _serve_blob(self, device: str, request: BlobRequest) -> None:
-        if request.digest not in self._blobs_served:
-            detail = "no such blob here: take the one that the task or head names now"
-            self._send(
-                device,
-                "ack",
-                Receipt(digest=request.digest, status="refused", reason="unknown_blob", detail=detail),
-            )
-            raise Refused("unknown_blob", f"asked for {request.digest.hex()[:12]}")
+        with self._telling(device, request.digest):
+            if request.digest not in self._blobs_served:
+                raise Refused(
+                    "unknown_blob", f"no blob {request.digest.hex()[:12]}: take what task and head name"
+                )
         for frame in read_frames(self._store.blobs.path(request.digest), request):
             self._send(device, "blk", frame)
 

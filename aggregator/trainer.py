@@ -98,7 +98,10 @@ class Trainer:
         """End a running training; it will be started again by the next run of the daemon."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            self._process.wait(timeout=10)
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
     def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
         for line in process.stdout or ():

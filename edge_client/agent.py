@@ -161,7 +161,7 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
         case DownloadEnded():
             return _end_download(state, event, now_s)
         case ReceiptSeen(receipt=receipt):
-            return _take_receipt(state, receipt)
+            return _take_receipt(state, receipt, now_s)
         case Built():
             return _built(state, event)
         case Installed():
@@ -340,10 +340,9 @@ def _end_download(state: State, ended: DownloadEnded, now_s: float) -> Step:
     return state, (Exit(1, text),)
 
 
-def _take_receipt(state: State, receipt: Receipt) -> Step:
+def _take_receipt(state: State, receipt: Receipt, now_s: float) -> Step:
     if _downloads(state, receipt.digest) and receipt.status == "refused":
-        # The aggregator has moved on; its next manifest says to what.
-        return replace(state, download=None, head=None), ()
+        return _take_refused_download(state, receipt, now_s)
     if not state.uploads or state.uploads[0].digest != receipt.digest:
         return state, ()
     upload = state.uploads[0]
@@ -360,6 +359,21 @@ def _take_receipt(state: State, receipt: Receipt) -> Step:
     return state, (KeepReceipt(upload.digest, upload.head),)
 
 
+def _take_refused_download(state: State, receipt: Receipt, now_s: float) -> Step:
+    """Ask again later: the aggregator has moved on, and its next manifest will say to what, or we are unwanted."""
+    download = state.download
+    if download is None:
+        return state, ()
+    attempts = download.attempts + 1
+    state = _with_download(
+        state, until=download.offset + 1, attempts=attempts, due_s=now_s + patience_s(attempts)
+    )
+    text = f"the aggregator refused to send {download.blob.name} ({receipt.reason}): {receipt.detail}"
+    if receipt.reason == "unknown_device":
+        return state, (Exit(1, text),)
+    return state, (Tell(text, error=True),) if attempts == 1 else ()
+
+
 def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
     if receipt.reason == "digest" and upload.broken + 1 < MAX_BROKEN:
         return _with_upload(state, replace(upload, broken=upload.broken + 1, due_s=0.0)), ()
@@ -372,7 +386,8 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
         return state, (Tell("the aggregator works on another task now; waiting to hear of it"),)
     what = "submission" if upload.head is None else "evaluation"
     text = f"the aggregator refused the {what} ({receipt.reason}): {receipt.detail}"
-    return state, (Exit(1, text),) if state.mode is Mode.ONCE else (Tell(text, error=True),)
+    ends = state.mode is Mode.ONCE or receipt.reason == "unknown_device"
+    return state, (Exit(1, text),) if ends else (Tell(text, error=True),)
 
 
 def _built(state: State, built: Built) -> Step:

@@ -8,6 +8,7 @@ import re
 import sqlite3
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,7 @@ class DeviceState:
         def open_database() -> sqlite3.Connection:
             # `_turn` lets one thread at a time use it.
             database = sqlite3.connect(
-                f"file:{file}?mode={mode}",
+                f"file:{urllib.parse.quote(str(file))}?mode={mode}",
                 uri=True,
                 isolation_level=None,
                 timeout=10,

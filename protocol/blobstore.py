@@ -42,10 +42,21 @@ def write_atomically(path: Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)  # what mkstemp makes is for its owner alone
             Path(temporary).replace(path)
+            _sync_folder(path.parent)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def file_digest(path: Path) -> bytes:
@@ -131,6 +142,7 @@ class BlobStore:
         with state_errors(partial), partial.open("rb+") as file:
             os.fsync(file.fileno())
             partial.replace(self.path(digest))
+            _sync_folder(self.folder)
         return self.path(digest)
 
     def keep_only(self, digests: Collection[bytes]) -> None:

@@ -1,6 +1,7 @@
 """Transfers from many devices at once: bounded, answered when asked, and each for itself."""
 
 import contextlib
+from collections import Counter
 
 import hypothesis
 import pytest
@@ -63,7 +64,7 @@ def test_what_was_taken_before_gets_its_receipt_again() -> None:
         None,
         Receipt(digest=DIGEST, status="received"),
     ]
-    assert uplink._assemblies == {"a": {}}
+    assert uplink._assemblies == {}
 
 
 def test_devices_do_not_mix() -> None:
@@ -83,7 +84,7 @@ def test_an_oversized_transfer_is_refused_at_its_first_frame() -> None:
     with pytest.raises(Refused, match="expected at most 99 bytes, got 100") as caught:
         uplink.take("a", FRAMES[0], holds=_new)
     assert caught.value.reason == "oversized"
-    assert uplink._assemblies == {"a": {}}
+    assert uplink._assemblies == {}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_a_contradiction_ends_a_transfer(wrong: Frame) -> None:
     with pytest.raises(Refused) as caught:
         uplink.take("a", wrong, holds=_new)
     assert caught.value.reason == "digest"
-    assert uplink._assemblies == {"a": {}}
+    assert uplink._assemblies == {}
     outcomes = [uplink.take("a", frame, holds=_new) for frame in FRAMES]
     assert outcomes[-1] == Complete(DIGEST, PAYLOAD)
 
@@ -114,7 +115,7 @@ def test_other_bytes_than_announced_are_refused() -> None:
     with pytest.raises(Refused, match="expected sha256") as caught:
         uplink.take("a", Frame(v=1, digest=DIGEST, size_bytes=3, offset=0, data=b"abc"), holds=_new)
     assert caught.value.reason == "digest"
-    assert uplink._assemblies == {"a": {}}
+    assert uplink._assemblies == {}
 
 
 def test_a_device_has_few_transfers_at_a_time() -> None:
@@ -123,8 +124,7 @@ def test_a_device_has_few_transfers_at_a_time() -> None:
     uplink.take("b", FRAMES[0], holds=_new)
     for name in (b"one", b"two", b"three"):
         uplink.take("a", Frame(v=1, digest=digest_of(name), size_bytes=100, offset=0, data=b"x"), holds=_new)
-    assert list(uplink._assemblies["a"]) == [digest_of(b"two"), digest_of(b"three")]
-    assert list(uplink._assemblies["b"]) == [DIGEST]
+    assert list(uplink._assemblies) == [("b", DIGEST), ("a", digest_of(b"two")), ("a", digest_of(b"three"))]
 
 
 def test_a_receipt_names_the_first_gaps_only() -> None:
@@ -167,6 +167,19 @@ def test_memory_is_bounded_whatever_comes(frames: list[tuple[str, Frame]]) -> No
     for device, frame in frames:
         with contextlib.suppress(Refused):
             uplink.take(device, frame, holds=_new)
-        for transfers in uplink._assemblies.values():
-            assert len(transfers) <= 2
-            assert all(assembly.held_bytes <= assembly.size_bytes <= 50 for assembly in transfers.values())
+        assert all(Counter(device for device, _ in uplink._assemblies)[name] <= 2 for name in "ab")
+        assembled = uplink._assemblies.values()
+        assert all(assembly.held_bytes <= assembly.size_bytes <= 50 for assembly in assembled)
+
+
+def test_all_transfers_together_are_bounded() -> None:
+    """Many devices that never finish push out the oldest, never the one that is coming in."""
+    uplink = Uplink(max_bytes=100, max_held_bytes=250)
+    for number in range(20):
+        for frame in FRAMES[:3]:
+            uplink.take(f"device-{number}", frame, holds=_new)
+        assert uplink._held_bytes == sum(a.held_bytes for a in uplink._assemblies.values()) <= 250
+    assert uplink.take("device-19", FRAMES[3], holds=_new) == Complete(DIGEST, PAYLOAD)
+    outcome = uplink.take("device-0", FRAMES[3], holds=_new)
+    assert isinstance(outcome, Receipt)
+    assert outcome.missing == ((0, 90),)

@@ -92,20 +92,19 @@ def test_an_accelerator_that_runs_little_of_the_graph_is_told_or_left(
     assert ("%" in opened.note) == (covered < 1)
 
 
-def test_coverage_is_the_share_of_data_that_a_provider_put_out(tmp_path: Path) -> None:
-    """Read from ONNX Runtime's own profile of a run: all of it for what ran it, nothing for another."""
+def test_coverage_is_the_share_of_data_that_the_cpu_did_not_put_out(tmp_path: Path) -> None:
+    """Read from ONNX Runtime's own profile of a run: nothing on the CPU; what another provider put out, if one did."""
     options = onnxruntime.SessionOptions()
     options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "run")
     session = onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
     profile = _profile_once(session, "cpu")
-    assert _coverage(profile, "CPUExecutionProvider") == 1.0
-    assert _coverage(profile, "CUDAExecutionProvider") == 0.0
+    assert _coverage(profile) == 0.0
     events = json.loads(profile.read_text())
     nodes = [event for event in events if event["cat"] == "Node"]
     sizes = [int(node["args"]["output_size"]) for node in nodes]
     nodes[0]["args"]["provider"] = "CUDAExecutionProvider"
     profile.write_text(json.dumps(events))
-    assert _coverage(profile, "CUDAExecutionProvider") == pytest.approx(sizes[0] / sum(sizes))
+    assert _coverage(profile) == pytest.approx(sizes[0] / sum(sizes))
 
 
 def test_the_threads_are_those_asked_for() -> None:
