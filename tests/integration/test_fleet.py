@@ -216,6 +216,16 @@ def test_other_backbone_is_refused_with_both_digests(fleet: Fleet, tmp_path: Pat
     assert "Traceback" not in said
 
 
+def test_a_device_that_is_not_listed_is_told_so(fleet: Fleet, tmp_path: Path) -> None:
+    """Where the task file lists the devices, another one ends with a line that says why."""
+    fleet.aggregator(write_task(tmp_path, devices=["camera-1", "camera-2"]))
+    fleet.wait_exit(fleet.device("stranger", write_digits(tmp_path / "data", classes=[0, 1])), code=1)
+    assert "stranger is not among the task file's devices" in (tmp_path / "stranger.log").read_text()
+    summary = fleet.wait_for("the aggregator", lambda s: s["running"])
+    assert summary["submissions"] == 0
+    assert {refusal["reason"] for refusal in summary["refusals"]} == {"unknown_device"}
+
+
 def test_a_full_disk_is_one_line_and_harms_nothing(fleet: Fleet, tmp_path: Path) -> None:
     """A device that cannot store the backbone says so and ends; with room again it goes on where it was."""
     fleet.aggregator(write_task(tmp_path, quorum=1, feature_size=2048))
