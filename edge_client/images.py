@@ -67,7 +67,7 @@ def find_pictures(source: Path, classes: Sequence[str]) -> tuple[Picture, ...]:
     except FileNotFoundError as error:
         raise ConfigError(f"there is no {error.filename}; say in which folder the pictures are") from error
     except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{error.filename or source} cannot be read: {error.strerror}") from error
     if not found:
         raise ConfigError(
             f"{source} holds no pictures; expected one folder of pictures per class ({_name_some(classes)}), "
@@ -215,9 +215,9 @@ def _label_of(name: str, labels: Mapping[str, int], *, where: str | Path) -> int
         return label
     by_lower_case = {known.lower(): known for known in labels}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-    hint = f" (did you mean '{by_lower_case[close[0]]}'?)" if close else ""
+    hint = f" (did you mean {by_lower_case[close[0]]!r}?)" if close else ""
     raise ConfigError(
-        f"{where}: '{name}' is no class of the task{hint}; its classes are {_name_some(labels)}"
+        f"{where}: {name!r} is no class of the task{hint}; its classes are {_name_some(labels)}"
     )
 
 
