@@ -1,0 +1,1 @@
+"""Numbers against papers and peers, on real data: `python -m benchmarks NAME`."""

@@ -1,0 +1,23 @@
+"""`python -m benchmarks NAME`: each measurement is a module with a command."""
+
+import os
+
+import click
+
+# Read by OpenMP when torch is first imported: threads that spin while they wait slow their neighbours down.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from benchmarks import device, fedtc
+from protocol.cli import run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Measure on real data what the documentation claims."""
+
+
+cli.add_command(device.device)
+cli.add_command(fedtc.command)
+
+if __name__ == "__main__":
+    run(cli, program="python -m benchmarks")

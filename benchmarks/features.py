@@ -1,0 +1,130 @@
+"""Features of whole data sets from an exported backbone, extracted once and kept on disk."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from benchmarks.data import load_data, weights_folder
+from edge_client.backbone import Backbone, open_backbone
+from protocol.blobstore import file_digest
+from protocol.errors import ConfigError
+from protocol.preprocessing import preprocess
+
+PICTURES_PER_RUN = 128
+HALF = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A file of weights, and what timm must be told to fit it."""
+
+    file: str
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+BACKBONES: Mapping[str, Weights] = MappingProxyType(
+    {
+        "mobilenetv2_100": Weights("mobilenetv2_100.coral_qat_in1k.safetensors", {"pad_type": "same"}),
+        "tf_mobilenetv3_small_100": Weights("tf_mobilenetv3_small_100.google_qat_in1k.safetensors"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features (n, L) float32 and classes (n,) int64, to learn from and to judge by."""
+
+    train: NDArray[np.float32]
+    train_labels: NDArray[np.int64]
+    test: NDArray[np.float32]
+    test_labels: NDArray[np.int64]
+
+    @property
+    def classes(self) -> int:
+        """Return C; labels run from 0 to C - 1."""
+        return int(self.train_labels.max()) + 1
+
+
+def cache_folder() -> Path:
+    """Return where features are kept: PROTOFLEET_BENCH_CACHE, or ~/.cache/protofleet-bench."""
+    return Path(os.environ.get("PROTOFLEET_BENCH_CACHE", Path.home() / ".cache" / "protofleet-bench"))
+
+
+def load_features(data: str, *, backbone: str, image_size: int) -> Features:
+    """Return the features of a data set, as a device would extract them; from the cache the second time.
+
+    Args:
+        data: one of `benchmarks.data.NAMES`.
+        backbone: one of BACKBONES.
+        image_size: pixels of the square that every picture is resized to, without a crop.
+
+    Raises:
+        ConfigError: the data or the weights are not there.
+    """
+    weights = weights_folder() / BACKBONES[backbone].file
+    if not weights.is_file():
+        raise ConfigError(
+            f"no {weights}: put it there, or point PROTOFLEET_BENCH_WEIGHTS at the folder that has it"
+        )
+    folder = cache_folder() / f"{backbone}-{image_size}-{file_digest(weights).hex()[:16]}"
+    file = folder / f"{data}.npz"
+    if not file.is_file():
+        graph = folder / "backbone.onnx"
+        if not graph.is_file():
+            _export(backbone, weights=weights, image_size=image_size, path=graph)
+        _extract(data, open_backbone(graph), file)
+    with np.load(file) as arrays:
+        return Features(**arrays)
+
+
+def _export(backbone: str, *, weights: Path, image_size: int, path: Path) -> None:
+    from export.backbones import Choice, load_backbone
+    from export.to_onnx import export_module
+
+    click.echo(f"exporting {backbone} to {path}", err=True)
+    choice = Choice(
+        backbone,
+        weights=weights,
+        model_kwargs=BACKBONES[backbone].model_kwargs,
+        image_size=image_size,
+        mean=HALF,
+        std=HALF,
+        crop_pct=1.0,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    loaded = load_backbone(choice)
+    export_module(loaded.module, loaded.metadata, path=path)
+
+
+def _extract(data: str, backbone: Backbone, file: Path) -> None:
+    pictures = load_data(data)
+    features = Features(
+        train=_features(pictures.train.pictures, backbone, f"{data} train"),
+        train_labels=pictures.train.labels,
+        test=_features(pictures.test.pictures, backbone, f"{data} test"),
+        test_labels=pictures.test.labels,
+    )
+    unfinished = file.with_suffix(".part.npz")
+    np.savez(unfinished, **vars(features))
+    unfinished.replace(file)
+
+
+def _features(pictures: NDArray[np.uint8], backbone: Backbone, label: str) -> NDArray[np.float32]:
+    spec = backbone.metadata.preprocessing
+    features = np.empty((len(pictures), backbone.metadata.feature_size), dtype=np.float32)
+    starts = range(0, len(pictures), PICTURES_PER_RUN)
+    with click.progressbar(starts, label=f"features of {label}", file=sys.stderr) as bar:
+        for start in bar:
+            chunk = pictures[start : start + PICTURES_PER_RUN]
+            images = np.stack([preprocess(Image.fromarray(picture), spec) for picture in chunk])
+            features[start : start + len(chunk)] = backbone.features(images)
+    return features

@@ -1,0 +1,204 @@
+"""FedTC in process: the devices' and the aggregator's own functions and messages, without a network.
+
+Measured are what the head gets right of pictures that no device has, what it took to train it and what went
+up, and beside it what the same head comes to on all the features themselves: the ceiling.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+
+import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedtc import Head, Recipe, TrainedHead, train_head
+from aggregator.intake import Expectation, Prototypes, check_submission, read_message
+from aggregator.training import pool
+from benchmarks.features import Features
+from benchmarks.partitions import Partition, share_out
+from edge_client.prototypes import batch_prototypes
+from protocol.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.messages import BlobRef, Submission, TaskManifest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all runs of a measurement have in common.
+
+    Attributes:
+        clients: K.
+        alpha: share of each class's features that filtering keeps.
+        batch_size: pictures in a prototype, B.
+        recipe: how the head is trained.
+        device: a torch device.
+    """
+
+    clients: int
+    alpha: float
+    batch_size: int
+    recipe: Recipe
+    device: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One fleet's head.
+
+    Attributes:
+        partition: how the pictures were shared out.
+        seed: of the sharing, the batches and the training.
+        accuracy: share of the test pictures that the head gets right.
+        devices: clients that had something to send.
+        pictures: behind the prototypes.
+        prototypes: of all devices.
+        bytes_up: of all submissions, as encoded for the wire.
+        tensor_bytes: the part of them that is float16 prototypes.
+        epochs: of the training.
+        train_seconds: wall time of the training.
+    """
+
+    partition: str
+    seed: int
+    accuracy: float
+    devices: int
+    pictures: int
+    prototypes: int
+    bytes_up: int
+    tensor_bytes: int
+    epochs: int
+    train_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """The head that all features themselves, in one place, would give."""
+
+    accuracy: float
+    epochs: int
+    train_seconds: float
+
+
+def run_fleet(features: Features, partition: Partition, settings: Settings, *, seed: int) -> Result:
+    """Share the pictures out, let every client submit, train on what arrived, and judge the head."""
+    expectation = _expectation(features, settings)
+    owners = share_out(
+        features.train_labels, partition, clients=settings.clients, rng=np.random.default_rng(seed)
+    )
+    payloads = list(_submissions(features, owners, expectation, seed=seed))
+    taken = pool([_take(payload, expectation) for payload in payloads])
+    trained = _train(taken, features, settings, seed=seed)
+    return Result(
+        partition=str(partition),
+        seed=seed,
+        accuracy=_accuracy(trained.module, features),
+        devices=len(payloads),
+        pictures=int(taken.counts.sum()),
+        prototypes=len(taken.labels),
+        bytes_up=sum(map(len, payloads)),
+        tensor_bytes=taken.values.astype(np.float16).nbytes,
+        epochs=trained.epochs,
+        train_seconds=trained.seconds,
+    )
+
+
+def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling:
+    """Train the same head by the same recipe on every feature itself, which no federation could do."""
+    everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
+    plain = dataclasses.replace(
+        settings, recipe=dataclasses.replace(settings.recipe, restore=False, mix=False)
+    )
+    trained = _train(everything, features, plain, seed=seed)
+    return Ceiling(
+        accuracy=_accuracy(trained.module, features), epochs=trained.epochs, train_seconds=trained.seconds
+    )
+
+
+def _expectation(features: Features, settings: Settings) -> Expectation:
+    """Return the task as the aggregator would publish it."""
+    manifest = TaskManifest(
+        fleet="benchmark",
+        algorithm="fedtc",
+        classes=tuple(map(str, range(features.classes))),
+        backbones=(BlobRef(digest=bytes(32), size_bytes=0, name="features are given"),),
+        alpha=settings.alpha,
+        batch_size=settings.batch_size,
+        min_images=min(2, settings.batch_size),
+        seed=0,
+    )
+    return Expectation(digest_of(encode(manifest)), manifest, features.train.shape[1])
+
+
+def _submissions(
+    features: Features, owners: NDArray[np.int64], expectation: Expectation, *, seed: int
+) -> Iterator[bytes]:
+    """Yield each client's submission as it crosses the wire; nothing from a client with nothing to send."""
+    for client in np.unique(owners):
+        rng = np.random.default_rng([seed, int(client)])
+        of_class = [
+            _prototypes(
+                features.train[(owners == client) & (features.train_labels == label)], label, expectation, rng
+            )
+            for label in range(features.classes)
+        ]
+        mine = pool(of_class)
+        if len(mine.labels):
+            yield encode(
+                Submission(
+                    task=expectation.task,
+                    sequence=1,
+                    prototypes=to_tensor(mine.values.astype(np.float16)),
+                    labels=to_unsigned(mine.labels),
+                    counts=to_unsigned(mine.counts),
+                    pictures=int(np.count_nonzero(owners == client)),
+                )
+            )
+
+
+def _prototypes(
+    features: NDArray[np.float32], label: int, expectation: Expectation, rng: np.random.Generator
+) -> Prototypes:
+    """Return what a client makes of one class."""
+    task = expectation.manifest
+    values, counts = batch_prototypes(
+        lambda: [features],
+        alpha=task.alpha,
+        batch_size=task.batch_size,
+        min_images=task.min_images,
+        rng=rng,
+    )
+    return Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
+
+
+def _take(payload: bytes, expectation: Expectation) -> Prototypes:
+    message = read_message(payload)
+    if not isinstance(message, Submission):
+        raise TypeError(f"a client of the benchmark sent {type(message).__name__}")
+    return check_submission(message, expectation)
+
+
+def _train(data: Prototypes, features: Features, settings: Settings, *, seed: int) -> TrainedHead:
+    with click.progressbar(length=1, label="training", file=sys.stderr) as bar:
+
+        def on_epoch(epoch: int, epochs: int, _loss: float) -> None:
+            bar.length = epochs
+            bar.update(epoch - bar.pos)
+
+        return train_head(
+            data.values,
+            data.labels,
+            data.counts,
+            num_classes=features.classes,
+            recipe=settings.recipe,
+            seed=seed,
+            device=settings.device,
+            on_epoch=on_epoch,
+        )
+
+
+def _accuracy(head: Head, features: Features) -> float:
+    """Return the share of the test pictures that the head gets right."""
+    with torch.inference_mode():
+        predicted = head(torch.from_numpy(features.test)).argmax(dim=1).numpy()
+    return float((predicted == features.test_labels).mean())

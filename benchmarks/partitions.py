@@ -1,0 +1,88 @@
+"""Who gets which picture: the two ways in which papers make the data of clients differ."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How labelled pictures are shared out.
+
+    Attributes:
+        kind: with "sharding", a client has pictures of so many classes; with "dirichlet", the clients' shares
+            of each class are drawn from a symmetric Dirichlet distribution.
+        parameter: classes per client, delta; or the distribution's concentration, beta.
+    """
+
+    kind: Literal["sharding", "dirichlet"]
+    parameter: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.parameter:g}"
+
+
+def parse_partition(text: str) -> Partition:
+    """Read `sharding:DELTA` or `dirichlet:BETA`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    kind, _, number = text.partition(":")
+    try:
+        parameter = float(number)
+    except ValueError:
+        parameter = 0.0
+    if kind == "sharding" and parameter >= 1 and parameter.is_integer():
+        return Partition("sharding", parameter)
+    if kind == "dirichlet" and 0 < parameter < np.inf:
+        return Partition("dirichlet", parameter)
+    raise ConfigError(f"expected a partition such as sharding:2 or dirichlet:0.1, got {text!r}")
+
+
+def share_out(
+    labels: NDArray[np.int64], partition: Partition, *, clients: int, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Give every picture to one client.
+
+    Args:
+        labels: (n,), the class of each picture.
+        partition: how.
+        clients: K.
+        rng: decides.
+
+    Returns:
+        (n,), the client of each picture, in 0 to K - 1.
+
+    Raises:
+        ConfigError: so few clients with so few classes cannot have all the pictures.
+    """
+    classes = np.unique(labels)
+    if partition.kind == "sharding":
+        shares = _sharding(len(classes), int(partition.parameter), clients=clients, rng=rng)
+    else:
+        shares = rng.dirichlet(np.full(clients, partition.parameter), size=len(classes))
+    owners = np.empty(len(labels), dtype=np.int64)
+    for label, share in zip(classes, shares, strict=True):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        ends = np.round(np.cumsum(share) * len(members)).astype(np.int64)
+        owners[members] = np.searchsorted(ends, np.arange(len(members)), side="right")
+    return owners
+
+
+def _sharding(classes: int, delta: int, *, clients: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return each client's share of each class, (C, K): equal among the clients that have the class."""
+    if not classes / clients <= delta <= classes:
+        raise ConfigError(
+            f"{clients} clients with {delta} classes each cannot share out {classes} classes: "
+            f"choose delta between {-(-classes // clients)} and {classes}"
+        )
+    has = np.zeros((classes, clients))
+    dealt = rng.permutation(classes)[np.arange(clients * delta) % classes]
+    has[dealt, np.repeat(np.arange(clients), delta)] = 1.0
+    shares: NDArray[np.float64] = has / has.sum(axis=1, keepdims=True)
+    return shares
