@@ -72,7 +72,7 @@ threads_option = _setting(
 @provider_option
 @threads_option
 @_setting(
-    "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Pictures in one run."
+    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Pictures in one run."
 )
 @_setting(
     "--workers",
