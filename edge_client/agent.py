@@ -99,6 +99,7 @@ class State:
     Args:
         stored: digests of the blobs on the disk.
         task: identity of the current task; None before one was seen.
+        confirmed: the broker has said that this is the task, or another one.
         working: a submission is being made now.
         stale: pictures changed since the submission that was made or is being made.
         submitted: the submission of the current task that has its receipt.
@@ -112,6 +113,7 @@ class State:
     connected: bool = False
     task: bytes | None = None
     manifest: TaskManifest | None = None
+    confirmed: bool = False
     working: bool = False
     stale: bool = True
     submitted: bytes | None = None
@@ -244,6 +246,7 @@ def _pursue_end(state: State, _now_s: float) -> Step:
     head = _current_head(state)
     done = (
         state.mode is Mode.ONCE
+        and state.confirmed
         and state.submitted is not None
         and head is not None
         and state.evaluated == head.head.digest
@@ -274,6 +277,7 @@ def _wait_for_receipt(state: State, now_s: float) -> State:
 
 
 def _new_task(state: State, seen: TaskSeen) -> State:
+    state = replace(state, confirmed=state.confirmed or not seen.recalled)
     if seen.digest == state.task:
         return state
     return replace(

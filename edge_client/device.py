@@ -148,7 +148,7 @@ class Device:
             self._own_presence_seen(decode(payload, Presence, max_bytes=1024))
         return []
 
-    def _task_seen(self, payload: bytes) -> events.TaskSeen:
+    def _task_seen(self, payload: bytes, *, recalled: bool = False) -> events.TaskSeen:
         manifest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
         if len(manifest.backbones) != 1:
             raise MalformedMessage(f"expected one backbone for fedtc, got {len(manifest.backbones)}")
@@ -159,11 +159,12 @@ class Device:
                 *(digest.hex()[:12], manifest.algorithm, len(manifest.classes), manifest.backbones[0].name),
             )
             self._worker.focus = digest
-            self._adopt_backbone(manifest.backbones[0])
-            if self._settings.mode is not agent.Mode.DRY_RUN:
+            if not recalled:
+                self._adopt_backbone(manifest.backbones[0])
+            if not recalled and self._settings.mode is not agent.Mode.DRY_RUN:
                 self._blobs.put(payload)
                 self._kept.set(task=digest.hex())
-        return events.TaskSeen(digest, manifest)
+        return events.TaskSeen(digest, manifest, recalled=recalled)
 
     def _adopt_backbone(self, blob: BlobRef) -> None:
         """Use the backbone that the person gave, if it is the task's."""
@@ -322,8 +323,9 @@ class Device:
     def _recall_task(self) -> None:
         """Begin with the task that was known, so that a start without a broker is not idle."""
         known = bytes.fromhex(self._kept.get("task", ""))
-        if known in self._blobs:
-            self._handle(mqtt.Received(fleet_topic(self._settings.fleet, "task"), self._blobs.read(known)))
+        dry = self._settings.mode is agent.Mode.DRY_RUN
+        if known in self._blobs and not (dry and self._settings.broker is not None):
+            self._step(self._task_seen(self._blobs.read(known), recalled=True))
 
     def _open_session(self) -> mqtt.Session | None:
         settings = self._settings

@@ -33,10 +33,11 @@ class AggregatorStarted:
 
 @dataclass(frozen=True)
 class TaskSeen:
-    """The retained task, by the digest of its bytes."""
+    """The retained task, by the digest of its bytes; or the one that was known before there is a connection."""
 
     digest: bytes
     manifest: TaskManifest
+    recalled: bool = False
 
 
 @dataclass(frozen=True)

@@ -290,3 +290,19 @@ def test_an_unwanted_device_ends_and_says_so() -> None:
     _, actions = step(state, events.ReceiptSeen(refusal), now_s=1)
     assert isinstance(actions[0], events.Exit)
     assert "who?" in actions[0].text
+
+
+def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
+    """A single run works on the task it knew, and does not end before the broker has said which task it is."""
+    stored = frozenset({digest_of(BACKBONE), HEAD_MANIFEST.head.digest})
+    done = HEAD_MANIFEST.head.digest
+    state = State(mode=Mode.ONCE, stored=stored, installed=done, evaluated=done)
+    state, actions = step(state, events.TaskSeen(TASK, MANIFEST, recalled=True), now_s=0)
+    assert actions == (events.Build(TASK, MANIFEST),)
+    state, _ = step(state, events.Built(TASK, digest_of(SUBMISSION), receipted=True), now_s=0)
+    state, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
+    assert actions == ()
+    _, actions = step(state, events.TaskSeen(b"u" * 32, MANIFEST), now_s=0)
+    assert actions == (events.Build(b"u" * 32, MANIFEST),)
+    _, actions = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
+    assert actions == (events.Exit(0),)
