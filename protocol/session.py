@@ -250,7 +250,9 @@ class Session:
             self._inbox.put(_Acknowledged(c))
 
         def on_message(_c: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
-            self._on_event(Received(message.topic, bytes(message.payload)))
+            # amqtt hands whoever connects the retained messages of everybody's subscriptions.
+            if any(mqtt.topic_matches_sub(topic, message.topic) for topic, _ in self._subscriptions):
+                self._on_event(Received(message.topic, bytes(message.payload)))
 
         client.on_connect = on_connect
         client.on_subscribe = on_subscribe

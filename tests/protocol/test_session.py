@@ -134,6 +134,21 @@ def test_a_retained_message_waits_for_who_comes_later(broker: Broker) -> None:
             assert Received("t/lost", b"1") not in hears.rest()
 
 
+def test_what_others_subscribed_to_does_not_arrive(broker: Broker) -> None:
+    """A retained message of a topic that somebody else subscribed to is not ours: amqtt sends it all the same."""
+    with _session(broker, "other", "theirs") as (other, other_ear):
+        other_ear.wait(Connected)
+        other.send(Outgoing("theirs", b"to the other", retain=True))
+        other.send(Outgoing("ours/1", b"to us", retain=True))
+        other_ear.wait(Drained)
+        with _session(broker, "newcomer", "ours/+") as (_, ear):
+            received = [ear.wait(Received)]
+            other.send(Outgoing("ours/2", b"the end"))
+            while received[-1].topic != "ours/2":
+                received.append(ear.wait(Received))
+    assert {event.topic for event in received} == {"ours/1", "ours/2"}
+
+
 def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, address: Broker) -> None:
     """Nothing said before the first connection stands is lost, if it comes about."""
     with serve(address), _session(address, "b", "t") as (_, hears):
