@@ -80,13 +80,14 @@ def load_features(data: str, *, backbone: str, image_size: int) -> Features:
     if not file.is_file():
         graph = folder / "backbone.onnx"
         if not graph.is_file():
-            _export(backbone, weights=weights, image_size=image_size, path=graph)
+            export_backbone(backbone, weights=weights, image_size=image_size, path=graph)
         _extract(data, open_backbone(graph), file)
     with np.load(file) as arrays:
         return Features(**arrays)
 
 
-def _export(backbone: str, *, weights: Path, image_size: int, path: Path) -> None:
+def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path) -> None:
+    """Write one of BACKBONES as an ONNX file, for pictures resized to a square without a crop."""
     from export.backbones import Choice, load_backbone
     from export.to_onnx import export_module
 
@@ -108,9 +109,9 @@ def _export(backbone: str, *, weights: Path, image_size: int, path: Path) -> Non
 def _extract(data: str, backbone: Backbone, file: Path) -> None:
     pictures = load_data(data)
     features = Features(
-        train=_features(pictures.train.pictures, backbone, f"{data} train"),
+        train=features_of(pictures.train.pictures, backbone, f"{data} train"),
         train_labels=pictures.train.labels,
-        test=_features(pictures.test.pictures, backbone, f"{data} test"),
+        test=features_of(pictures.test.pictures, backbone, f"{data} test"),
         test_labels=pictures.test.labels,
     )
     unfinished = file.with_suffix(".part.npz")
@@ -118,7 +119,8 @@ def _extract(data: str, backbone: Backbone, file: Path) -> None:
     unfinished.replace(file)
 
 
-def _features(pictures: NDArray[np.uint8], backbone: Backbone, label: str) -> NDArray[np.float32]:
+def features_of(pictures: NDArray[np.uint8], backbone: Backbone, label: str) -> NDArray[np.float32]:
+    """Return the features (n, L) of pictures (n, H, W) or (n, H, W, 3), by the device's own functions."""
     spec = backbone.metadata.preprocessing
     features = np.empty((len(pictures), backbone.metadata.feature_size), dtype=np.float32)
     starts = range(0, len(pictures), PICTURES_PER_RUN)

@@ -72,11 +72,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             standardise=False,
         ),
         "default": Recipe(
-            epochs=15,
+            epochs=8,
             min_steps=300,
             batch_size=256,
             optimizer="adamw",
-            learning_rate=3e-3,
+            learning_rate=1e-3,
             one_cycle=True,
             restore=True,
             mix=True,

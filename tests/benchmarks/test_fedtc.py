@@ -1,0 +1,111 @@
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+from click.testing import CliRunner, Result
+from PIL import Image
+from safetensors.torch import save_file
+from sklearn.datasets import load_digits
+
+from benchmarks.__main__ import cli
+from benchmarks.data import load_data
+from benchmarks.features import BACKBONES
+from protocol.errors import ConfigError
+
+SMALL = ("--data", "mnist", "--backbone", "tf_mobilenetv3_small_100", "--image-size", "32")
+
+
+def _fedtc(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["fedtc", *SMALL, *arguments])
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Empty folders for data, weights and features."""
+    for name in ("data", "weights", "cache"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(f"PROTOFLEET_BENCH_{name.upper()}", str(tmp_path / name))
+    return tmp_path
+
+
+@pytest.fixture
+def filled(folders: Path) -> Path:
+    """scikit-learn's digits in place of MNIST, and weights that have learnt nothing."""
+    pictures, labels = load_digits(return_X_y=True)
+    pixels = (pictures.reshape(-1, 8, 8) * 15).astype(np.uint8)
+    np.savez(
+        folders / "data" / "mnist.npz",
+        x_train=pixels[:800],
+        y_train=labels[:800].astype(np.uint8),
+        x_test=pixels[800:1000],
+        y_test=labels[800:1000].astype(np.uint8),
+    )
+    model = timm.create_model("tf_mobilenetv3_small_100", num_classes=0)
+    save_file(model.state_dict(), folders / "weights" / BACKBONES["tf_mobilenetv3_small_100"].file)
+    return folders
+
+
+def test_from_pictures_to_a_report(filled: Path) -> None:
+    """One command exports the backbone, extracts, runs every partition and seed, and writes what it printed."""
+    report = filled / "report.json"
+    runs = ("--partition", "sharding:2", "--partition", "dirichlet:0.5", "--seed", "0", "--seed", "1")
+    result = _fedtc(*runs, "--epochs", "2", "--json", str(report))
+    assert result.exit_code == 0, result.output
+    figures: dict[str, Any] = json.loads(report.read_text())
+    assert [(run["partition"], run["seed"]) for run in figures["runs"]] == [
+        ("sharding:2", 0),
+        ("sharding:2", 1),
+        ("dirichlet:0.5", 0),
+        ("dirichlet:0.5", 1),
+    ]
+    for run in figures["runs"]:
+        assert run["tensor_bytes"] == run["prototypes"] * 1024 * 2
+        assert run["tensor_bytes"] < run["bytes_up"] < 1.03 * run["tensor_bytes"]
+        assert f"{run['accuracy']:.2%}" in result.stdout
+        assert run["epochs"] == 2
+    assert figures["ceiling"]["epochs"] == 2
+    assert figures["recipe"]["restore"]
+
+
+def test_features_are_extracted_once(filled: Path) -> None:
+    """A second run needs no pictures, and gives the same."""
+    runs = [_fedtc("--partition", "sharding:1", "--epochs", "1", "--no-ceiling", "--no-restore")]
+    (filled / "data" / "mnist.npz").unlink()
+    runs.append(_fedtc("--partition", "sharding:1", "--epochs", "1", "--no-ceiling", "--no-restore"))
+    first, second = (run.stdout.splitlines()[-1].rsplit(maxsplit=1)[0] for run in runs)
+    assert first == second
+    assert first.startswith("sharding:1")
+
+
+def test_missing_files_are_named(folders: Path) -> None:
+    """Without weights or data the error says where they were looked for."""
+    with pytest.raises(ConfigError, match="PROTOFLEET_BENCH_WEIGHTS"):
+        raise _fedtc().exception or AssertionError
+    with pytest.raises(ConfigError, match=r"mnist\.npz.*PROTOFLEET_BENCH_DATA"):
+        load_data("mnist")
+
+
+def test_a_wrong_partition_is_a_usage_error(folders: Path) -> None:
+    """Exit status 2, and how it is written."""
+    result = _fedtc("--partition", "halves")
+    assert result.exit_code == 2
+    assert "sharding:2" in result.output
+
+
+def test_folders_in_an_archive(folders: Path) -> None:
+    """CIFAR-10's classes are numbered in the order of their names, whatever the order in the archive."""
+    with zipfile.ZipFile(folders / "data" / "cifar10.zip", "w") as archive:
+        for part in ("test", "train"):
+            for name, shade in (("truck", 200), ("cat", 0), ("cat", 100)):
+                picture = io.BytesIO()
+                Image.new("RGB", (32, 32), (shade,) * 3).save(picture, "JPEG")
+                archive.writestr(f"{part}/{name}/{shade}.jpg", picture.getvalue())
+    data = load_data("cifar10")
+    assert data.train.pictures.shape == (3, 32, 32, 3)
+    assert data.train.labels.tolist() == [0, 0, 1]
+    assert data.test.pictures[:, 0, 0, 0].tolist() == [0, 100, 200]

@@ -1,0 +1,85 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from aggregator.algorithms.fedtc import RECIPES
+from benchmarks.data import data_folder, load_data, weights_folder
+from benchmarks.features import BACKBONES, Features, export_backbone, features_of
+from benchmarks.fleet import Settings, run_ceiling, run_fleet
+from benchmarks.partitions import Partition
+from edge_client.backbone import open_backbone
+
+DEFAULT = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default"], device="cpu")
+
+
+@pytest.fixture(scope="module")
+def digits() -> Features:
+    """scikit-learn's real handwritten digits, their 64 pixels as features."""
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    features, labels = (pixels / 16).astype(np.float32)[order], labels[order].astype(np.int64)
+    return Features(
+        train=features[360:], train_labels=labels[360:], test=features[:360], test_labels=labels[:360]
+    )
+
+
+@pytest.fixture(scope="module")
+def fashion(tmp_path_factory: pytest.TempPathFactory) -> Features:
+    """4,000 pictures of Fashion-MNIST through MobileNetV2 at 96 x 96."""
+    weights = weights_folder() / BACKBONES["mobilenetv2_100"].file
+    for path in (weights, data_folder() / "fashion_mnist.npz"):
+        if not path.is_file():
+            pytest.skip(f"no {path}: see PROTOFLEET_BENCH_WEIGHTS and PROTOFLEET_BENCH_DATA")
+    graph = tmp_path_factory.mktemp("backbone") / "backbone.onnx"
+    export_backbone("mobilenetv2_100", weights=weights, image_size=96, path=graph)
+    data, backbone = load_data("fashion_mnist"), open_backbone(graph)
+    return Features(
+        train=features_of(data.train.pictures[:3000], backbone, "train"),
+        train_labels=data.train.labels[:3000],
+        test=features_of(data.test.pictures[:1000], backbone, "test"),
+        test_labels=data.test.labels[:1000],
+    )
+
+
+def test_a_fleet_learns_from_submissions_on_the_wire(digits: Features) -> None:
+    """Ten devices with two classes each come near the ceiling, and their messages are hardly more than tensors."""
+    result = run_fleet(digits, Partition("sharding", 2), DEFAULT, seed=0)
+    assert result.devices == 10
+    assert result.pictures / 5 >= result.prototypes > 0.9 * result.pictures / 5
+    assert 0.98 * len(digits.train) <= result.pictures <= len(digits.train)
+    assert result.tensor_bytes == 2 * 64 * result.prototypes
+    assert result.accuracy > 0.92
+    assert run_ceiling(digits, DEFAULT, seed=0).accuracy > result.accuracy
+
+
+def test_restoring_the_variance_pays(digits: Features) -> None:
+    """The same prototypes, of ten pictures each, teach more with their variance restored."""
+    raw_recipe = dataclasses.replace(DEFAULT.recipe, restore=False, mix=False)
+    restored, plain = (
+        run_fleet(
+            digits,
+            Partition("sharding", 2),
+            dataclasses.replace(DEFAULT, batch_size=10, recipe=recipe),
+            seed=0,
+        )
+        for recipe in (DEFAULT.recipe, raw_recipe)
+    )
+    assert restored.accuracy > plain.accuracy + 0.01
+    assert (restored.prototypes, restored.bytes_up) == (plain.prototypes, plain.bytes_up)
+
+
+def test_clients_without_pictures_are_no_devices(digits: Features) -> None:
+    """At a tiny concentration some clients of forty go empty, and the rest still make a head."""
+    settings = dataclasses.replace(DEFAULT, clients=40)
+    result = run_fleet(digits, Partition("dirichlet", 0.01), settings, seed=0)
+    assert 10 <= result.devices < 40
+    assert result.accuracy > 0.9
+
+
+def test_real_pictures_through_a_real_backbone(fashion: Features) -> None:
+    """A twentieth of Fashion-MNIST, one class per client, on little more wire than its float16 tensors."""
+    result = run_fleet(fashion, Partition("sharding", 1), DEFAULT, seed=0)
+    assert result.accuracy > 0.75
+    assert result.bytes_up < 1.03 * result.tensor_bytes
