@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -165,10 +166,11 @@ def evaluate_head(
 ) -> Evaluation:
     """Count what a head gets right and wrong of each class among the pictures that were kept out.
 
-    Only pictures whose features are known count: those that could not be read are in neither number.
+    Only pictures whose features are known count: those that could not be read are in neither number. Where
+    the pictures cannot be found, none counts: what is wrong with them is not wrong with the head.
     """
     right, wrong = [], []
-    pictures = find_pictures(local.data, manifest.classes)
+    pictures = _found(local.data, manifest)
     known = cache.known(backbone.sha256)
     for label in range(len(manifest.classes)):
         members = [
@@ -180,6 +182,14 @@ def evaluate_head(
         right.append(correct)
         wrong.append(len(members) - correct)
     return Evaluation(task=task, head_version=version, right=tuple(right), wrong=tuple(wrong))
+
+
+def _found(data: Path, manifest: TaskManifest) -> Sequence[Picture]:
+    try:
+        return find_pictures(data, manifest.classes)
+    except ConfigError as error:
+        log.warning("no picture to evaluate the head on: %s", error)
+        return ()
 
 
 def _usable(pictures: Sequence[Picture], extraction: Extraction) -> list[Picture]:
@@ -214,10 +224,12 @@ def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], extract
         path, reason = extraction.refused[0]
         return f"none of the {len(extraction.refused)} pictures can be used; the first is {path}: {reason}"
     most = max(reports, key=lambda report: report.pictures)
-    needed = math.ceil(task.min_images / task.alpha)
+    # The fewest of which the share `alpha`, rounded up, is `min_images`.
+    needed = math.floor((task.min_images - 1) / Fraction(str(task.alpha))) + 1
     return (
         f"no class has enough pictures to send a prototype: {most.name!r} has {most.pictures}, of which "
-        f"{most.held_out} are held out, and {needed} are needed; add pictures or lower --holdout"
+        f"{most.held_out} are held out, and {needed} of the rest are needed; add pictures"
+        + (" or lower --holdout" if most.held_out else "")
     )
 
 

@@ -107,6 +107,23 @@ def test_nothing_to_learn_from_is_one_line(tmp_path: Path) -> None:
         _prepare(tmp_path, _local(tmp_path / "nowhere"), _manifest())
 
 
+@pytest.mark.parametrize(
+    ("alpha", "min_images", "needed"), [(0.99, 2, 2), (1.0, 5, 5), (0.5, 2, 3), (0.5, 1, 1)]
+)
+def test_the_number_that_is_needed_is_enough(
+    tmp_path: Path, alpha: float, min_images: int, needed: int
+) -> None:
+    """One picture fewer than the message asks for sends nothing, and that many send a prototype."""
+    manifest = _manifest(alpha=alpha, min_images=min_images)
+    data = write_pictures(tmp_path / "data", count=needed)
+    assert len(_prepare(tmp_path, _local(data, holdout=0.0), manifest).counts) == len(CLASSES)
+    if needed > 1:
+        for name in CLASSES:
+            (data / name / "0000.png").unlink()
+        with pytest.raises(ProtofleetError, match=f" {needed} of the rest are needed; add pictures$"):
+            _prepare(tmp_path, _local(data, holdout=0.0), manifest)
+
+
 def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
     """Per class, right and wrong add up to the readable pictures that were kept out."""
     data = write_pictures(tmp_path / "data", count=25)
@@ -127,3 +144,21 @@ def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
     totals = [right + wrong for right, wrong in zip(evaluation.right, evaluation.wrong, strict=True)]
     assert totals == [report.held_out for report in prepared.classes]
     assert evaluation.right == (totals[0], 0)
+
+
+def test_pictures_that_are_not_the_tasks_do_not_stand_in_a_heads_way(tmp_path: Path) -> None:
+    """A folder that is no class, or a disk that is away, leaves nothing to evaluate on; the head is good."""
+    backbone = tiny(tmp_path)
+    head = open_head(linear_head(backbone, np.zeros((16, 2), dtype=np.float32)), backbone=backbone)
+    data = write_pictures(tmp_path / "data", count=2, classes=("cat", "zebra"))
+    for folder in (data, tmp_path / "away"):
+        evaluation = evaluate_head(
+            head,
+            task=TASK,
+            manifest=_manifest(),
+            version=1,
+            local=_local(folder),
+            backbone=backbone,
+            cache=FeatureCache(tmp_path / "features.sqlite"),
+        )
+        assert (evaluation.right, evaluation.wrong) == ((0, 0), (0, 0))
