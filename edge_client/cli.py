@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
 from protocol.errors import ConfigError, ProtofleetError
@@ -24,10 +25,21 @@ def _setting(*names: str, **details: Any) -> Callable[[Any], Any]:
     return click.option(*names, envvar=variable, show_envvar=True, **details)
 
 
-fleet_option = _setting("--fleet", default="default", show_default=True, help="Name of the fleet.")
+def _inherit(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Let what stands before a command's name count for it as well, the file of `--config` included."""
+    name = option.name or ""
+    if context.parent is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        return value
+    return context.parent.params.get(name, value)
+
+
+fleet_option = _setting(
+    "--fleet", default="default", show_default=True, callback=_inherit, help="Name of the fleet."
+)
 state_option = _setting(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
+    callback=_inherit,
     help="Folder of everything that survives a restart  [default: ~/.local/state/protofleet/FLEET]",
 )
 provider_option = _setting(
@@ -35,10 +47,14 @@ provider_option = _setting(
     type=click.Choice(["auto", "cpu", "cuda", "tensorrt"]),
     default="auto",
     show_default=True,
+    callback=_inherit,
     help="What runs the backbone; auto takes CUDA where it is there.",
 )
 threads_option = _setting(
-    "--threads", type=click.IntRange(min=1), help="Threads of the backbone  [default: all cores]"
+    "--threads",
+    type=click.IntRange(min=1),
+    callback=_inherit,
+    help="Threads of the backbone  [default: all cores]",
 )
 
 
@@ -167,6 +183,8 @@ def predict_command(
     backbone = open_backbone(
         kept.blobs.path(bytes.fromhex(installed["backbone"])), provider=provider, threads=threads
     )
+    if backbone.note:
+        click.echo(backbone.note, err=True)
     head = open_head(kept.blobs.read(bytes.fromhex(installed["head"])), backbone=backbone)
     failed = 0
     for prediction in predict(pictures, backbone, head, top=top):

@@ -1,0 +1,45 @@
+"""The device's command line: whose options count for `predict` and `status`."""
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from edge_client.cli import cli
+from edge_client.state import DeviceState
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the states of two devices, and a configuration file that names the first."""
+    for name in ("one", "two"):
+        DeviceState(tmp_path / name).set(device_id=name)
+    (tmp_path / "settings.toml").write_text('state = "one"\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PROTOFLEET_STATE", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        (["status", "--state", "one"], "one"),
+        (["--state", "one", "status"], "one"),
+        (["--config", "settings.toml", "status"], "one"),
+        (["--state", "one", "status", "--state", "two"], "two"),
+        (["--config", "settings.toml", "status", "--state", "two"], "two"),
+    ],
+)
+def test_options_before_the_command_count_for_it(here: Path, arguments: list[str], device: str) -> None:
+    """What stands before `status` is not lost, and what stands behind it goes before."""
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, (done.output, here)
+    assert done.output.startswith(f"device     {device}, ")
+
+
+@pytest.mark.usefixtures("here")
+def test_options_before_the_command_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment counts only where neither place says anything."""
+    monkeypatch.setenv("PROTOFLEET_STATE", "two")
+    assert CliRunner().invoke(cli, ["status"]).output.startswith("device     two, ")
+    assert CliRunner().invoke(cli, ["--state", "one", "status"]).output.startswith("device     one, ")
