@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
 LONGEST_PAUSE_S = 60.0
+FAREWELL_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,20 @@ class _Acknowledged:
 
 
 @dataclass(frozen=True)
+class _Echoed:
+    """The broker has passed on one of our last words, to ourselves among others."""
+
+    client: mqtt.Client
+
+
+@dataclass(frozen=True)
 class _Stop:
     """End the session after saying this."""
 
     farewell: tuple[Outgoing, ...]
 
 
-_Command = Outgoing | _Closed | _Ready | _Acknowledged | _Stop
+_Command = Outgoing | _Closed | _Ready | _Acknowledged | _Echoed | _Stop
 
 
 def _is_ipv6(text: str) -> bool:
@@ -181,6 +189,7 @@ class Session:
         self._will = will
         self._window = window
         self._keepalive_s = keepalive_s
+        self._last_words: set[tuple[str, bytes]] = set()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mqtt-session", daemon=True)
 
@@ -249,10 +258,11 @@ class Session:
         def on_publish(c: mqtt.Client, _d: Any, _m: int, _code: ReasonCode, _p: Any) -> None:
             self._inbox.put(_Acknowledged(c))
 
-        def on_message(_c: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
-            # amqtt hands whoever connects the retained messages of everybody's subscriptions.
-            if any(mqtt.topic_matches_sub(topic, message.topic) for topic, _ in self._subscriptions):
+        def on_message(c: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
+            if self._is_subscribed(message.topic):
                 self._on_event(Received(message.topic, bytes(message.payload)))
+            if (message.topic, message.payload) in self._last_words:
+                self._inbox.put(_Echoed(c))
 
         client.on_connect = on_connect
         client.on_subscribe = on_subscribe
@@ -260,6 +270,10 @@ class Session:
         client.on_publish = on_publish
         client.on_message = on_message
         return client
+
+    def _is_subscribed(self, topic: str) -> bool:
+        """Whether a message is for us: amqtt hands whoever connects all that is retained for anybody."""
+        return any(mqtt.topic_matches_sub(wanted, topic) for wanted, _ in self._subscriptions)
 
     def _connect(self, client: mqtt.Client) -> str | None:
         """Open the connection; returns why it failed."""
@@ -313,18 +327,28 @@ class Session:
             connection.in_flight += 1
 
     def _farewell(self, connection: _Connection, farewell: Sequence[Outgoing]) -> None:
+        """Say the last words, and wait until they are through.
+
+        A broker may acknowledge them and forget them when the connection ends right after: amqtt does. So where
+        we listen to them ourselves, we wait to hear them.
+        """
         if not connection.ready:
             return
+        heard = {topic for topic, _ in self._subscriptions}
+        self._last_words = {(word.topic, word.payload) for word in farewell if word.topic in heard}
+        echoes = len(self._last_words)
         connection.waiting.extend(farewell)
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + FAREWELL_S
         self._pump(connection)
-        while connection.in_flight or connection.waiting:
+        while connection.in_flight or connection.waiting or echoes:
             match self._next(connection, deadline):
                 case None | _Closed():
                     return
                 case _Acknowledged():
                     connection.in_flight -= 1
                     self._pump(connection)
+                case _Echoed():
+                    echoes -= 1
 
     def _idle(self, seconds: float) -> bool:
         """Wait without a connection; returns whether to stop."""
