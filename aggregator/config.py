@@ -3,6 +3,9 @@
 import difflib
 import re
 import tomllib
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -77,10 +80,14 @@ def load_task(path: Path) -> tuple[TaskFile, Path]:
         raise ConfigError(f"{path}: {error}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(path, text, str(error))) from error
-    repeated = {name for name in task.classes if task.classes.count(name) > 1}
-    if repeated:
-        line = _line_of(text, (), "classes")
-        raise ConfigError(f"{path}:{line}: classes named twice: {', '.join(sorted(repeated))}")
+    if problem := _wrong_names(task.classes):
+        raise ConfigError(f"{path}:{_line_of(text, (), 'classes')}: {problem}")
+    if task.devices is not None and task.quorum > len(set(task.devices)):
+        line = _line_of(text, (), "quorum")
+        raise ConfigError(
+            f"{path}:{line}: quorum ({task.quorum}) must not exceed the number of devices "
+            f"({len(set(task.devices))}): the first head would always wait for its deadline"
+        )
     if task.client.min_images > task.client.batch_size:
         line = _line_of(text, ("client",), "min_images")
         raise ConfigError(
@@ -94,6 +101,23 @@ def load_task(path: Path) -> tuple[TaskFile, Path]:
             f"{path}:{line}: no backbone at {backbone}; make one with: export-backbone MODEL --out {backbone.parent}"
         )
     return task, backbone
+
+
+def _wrong_names(classes: Sequence[str]) -> str:
+    """What is wrong with the class names; they are folders' names and lie in lists of pictures."""
+    repeated = [
+        name
+        for name, times in Counter(unicodedata.normalize("NFC", name) for name in classes).items()
+        if times > 1
+    ]
+    if repeated:
+        return f"classes named twice: {', '.join(sorted(repeated))}"
+    odd = [
+        name for name in classes if name != name.strip() or any(unicodedata.category(c) == "Cc" for c in name)
+    ]
+    if odd:
+        return f"class {odd[0]!r} begins or ends with a space, or holds a line break or another control character"
+    return ""
 
 
 def read_backbone(path: Path) -> BackboneMetadata:

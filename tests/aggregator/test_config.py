@@ -42,7 +42,7 @@ classes = [
     "Großer Käfer",
 ]
 backbones = ["tiny.onnx"]
-quorum = 10
+quorum = 2
 deadline_s = 60
 retrain_after = 3
 max_submission_mb = 1.5
@@ -62,7 +62,7 @@ seed = 4
     task, _ = load_task(_write(tmp_path, text))
     assert task.fleet == "barn-7"
     assert task.classes == ("cat", "Großer Käfer")
-    assert task.settings == Settings(quorum=10, deadline_s=60.0, retrain_after=3)
+    assert task.settings == Settings(quorum=2, deadline_s=60.0, retrain_after=3)
     assert task.max_submission_mb == 1.5
     assert task.devices == ("a", "b")
     assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
@@ -78,6 +78,11 @@ WRONG: dict[str, tuple[str, int, str]] = {
     "table for a value": ("[quorum]", 3, "`quorum`: Expected `int`, got `object`"),
     "value for a table": ("client = 3", 3, "`client`: Expected `object`, got `int`"),
     "no device": ("quorum = 0", 3, "`quorum`: Expected `int` >= 1"),
+    "more than there can be": (
+        'devices = ["a", "b", "a"]\nquorum = 3',
+        4,
+        "quorum (3) must not exceed the number of devices (2)",
+    ),
     "no time": ("deadline_s = 0", 3, "`deadline_s`: Expected `float` > 0.0"),
     "not a time": ("deadline_s = nan", 3, "`deadline_s`: Expected `float`"),
     "endless": ("deadline_s = inf", 3, "`deadline_s`: Expected `float` <= "),
@@ -129,6 +134,9 @@ def test_a_wrong_setting_is_refused_with_its_line(tmp_path: Path, added: str, li
         ('classes = ["a", ""]\nbackbones = ["tiny.onnx"]', ":1: `classes`: Expected `str` of length >= 1"),
         ('classes = ["a", 1]\nbackbones = ["tiny.onnx"]', ":1: `classes`: Expected `str`, got `int`"),
         ('classes = ["b", "a", "b", "a"]\nbackbones = ["tiny.onnx"]', ":1: classes named twice: a, b"),
+        ('classes = ["\u00e9", "e\u0301"]\nbackbones = ["tiny.onnx"]', ":1: classes named twice: \u00e9"),
+        ('classes = ["a", "b "]\nbackbones = ["tiny.onnx"]', ":1: class 'b ' begins or ends with a space"),
+        ('classes = ["a\\nb"]\nbackbones = ["tiny.onnx"]', ":1: class 'a\\nb' begins or ends with"),
         ('classes = ["a"]\n\nbackbones = []', ":3: `backbones`: Expected `array` of length >= 1"),
         ('classes = ["a"]\nbackbones = ["tiny.onnx", "other.onnx"]', ":2: `backbones`: Expected `array`"),
         (
