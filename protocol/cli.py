@@ -21,10 +21,11 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise click.BadParameter(f"{path}: {error}") from error
-    names = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
+    options = [option for option in context.command.params if isinstance(option, click.Option)]
+    names = {option.name for option in options if option.expose_value}
     values = {key.replace("-", "_"): value for key, value in values.items()}
     if unknown := values.keys() - names:
-        known = ", ".join(sorted(name for name in names - {"config"} if name))
+        known = ", ".join(sorted(name for name in names if name))
         raise click.BadParameter(f"{path}: unknown setting {min(unknown)!r}; known: {known}")
     context.default_map = {**(context.default_map or {}), **values}
 

@@ -132,6 +132,10 @@ def test_a_file_gives_settings(
     [
         (b"broker = x", "Invalid value (at line 1, column 10)"),
         (b"brokr = 'x'", "unknown setting 'brokr'; known: batch_size, broker, fail, verbose, wait"),
+        (
+            b"config = 'other.toml'",
+            "unknown setting 'config'; known: batch_size, broker, fail, verbose, wait",
+        ),
         (b"batch_size = 'many'", "'many' is not a valid integer"),
         (b"\xff\xfe", "can't decode byte"),
     ],
