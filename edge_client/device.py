@@ -103,6 +103,7 @@ class Device:
             case Crashed(error=error):
                 raise error
             case mqtt.Received(topic=topic, payload=payload):
+                log.debug("received %d bytes on %s", len(payload), topic)
                 try:
                     for translated in self._translate(topic, payload):
                         self._step(translated)

@@ -260,9 +260,7 @@ class Session:
 
         def on_message(c: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
             if self._is_subscribed(message.topic):
-                self._on_event(Received(message.topic, bytes(message.payload)))
-            if (message.topic, message.payload) in self._last_words:
-                self._inbox.put(_Echoed(c))
+                self._hear(c, message)
 
         client.on_connect = on_connect
         client.on_subscribe = on_subscribe
@@ -274,6 +272,12 @@ class Session:
     def _is_subscribed(self, topic: str) -> bool:
         """Whether a message is for us: amqtt hands whoever connects all that is retained for anybody."""
         return any(mqtt.topic_matches_sub(wanted, topic) for wanted, _ in self._subscriptions)
+
+    def _hear(self, client: mqtt.Client, message: mqtt.MQTTMessage) -> None:
+        payload = bytes(message.payload)
+        self._on_event(Received(message.topic, payload))
+        if (message.topic, payload) in self._last_words:
+            self._inbox.put(_Echoed(client))
 
     def _connect(self, client: mqtt.Client) -> str | None:
         """Open the connection; returns why it failed."""

@@ -233,6 +233,19 @@ def test_the_farewell_is_said_and_the_will_is_not(broker: Broker) -> None:
             assert hears.wait(Received).payload == b"end"
 
 
+def test_last_words_are_through_before_the_connection_ends(broker: Broker) -> None:
+    """Who stops right after connecting, and listens to its own words, is heard by others every time."""
+    with _session(broker, "b", "state") as (_, hears):
+        hears.wait(Connected)
+        for number in range(15):
+            with _session(broker, f"a{number}", "state") as (says, ear):
+                ear.wait(Connected)
+                says.send(Outgoing("state", b"online", retain=True))
+                says.stop([Outgoing("state", str(number).encode(), retain=True)])
+            while (heard := hears.wait(Received).payload) != str(number).encode():
+                assert heard == b"online"
+
+
 def test_stopping_without_a_broker_is_quick_and_final(address: Broker) -> None:
     """The thread ends, and no connection is tried any more."""
     with _session(address, "a") as (made, ear):
