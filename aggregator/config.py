@@ -82,12 +82,6 @@ def load_task(path: Path) -> tuple[TaskFile, Path]:
         raise ConfigError(_explain(path, text, str(error))) from error
     if problem := _wrong_names(task.classes):
         raise ConfigError(f"{path}:{_line_of(text, (), 'classes')}: {problem}")
-    if task.devices is not None and task.quorum > len(set(task.devices)):
-        line = _line_of(text, (), "quorum")
-        raise ConfigError(
-            f"{path}:{line}: quorum ({task.quorum}) must not exceed the number of devices "
-            f"({len(set(task.devices))}): the first head would always wait for its deadline"
-        )
     if task.client.min_images > task.client.batch_size:
         line = _line_of(text, ("client",), "min_images")
         raise ConfigError(
