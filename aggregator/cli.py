@@ -65,6 +65,7 @@ def run_command(*, task: Path, state: Path, broker: str, embedded_broker: bool, 
     task_file, backbone = load_task(task)
     metadata = read_backbone(backbone)
     store = Store(open_folder(state))
+    store.lock()
     stop_on_terminate()
     embedded = EmbeddedBroker(address) if embedded_broker else None
     if embedded is not None:

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import queue
 import time
 from collections import Counter
@@ -96,7 +95,6 @@ class Aggregator:
         self._trainer = Trainer(store.folder / "training", on_event=self._events.put)
         self._epoch = max(int(store.fact("epoch", "0")) + 1, int(time.time()))
         store.set_fact("epoch", str(self._epoch))
-        store.set_fact("pid", str(os.getpid()))
         store.set_fact("task", self._task.hex())
         store.set_fact("task_file", msgspec.json.encode(task).decode())
         store.set_fact("training", "")
@@ -127,7 +125,6 @@ class Aggregator:
         finally:
             self._trainer.stop()
             self._session.stop([self._presence("stopped")])
-            self._store.set_fact("pid", "")
             self._store.set_fact("training", "")
 
     def _handle(self, event: Event | None) -> None:

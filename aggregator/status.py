@@ -8,7 +8,6 @@ held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, 
 """
 
 import json
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ def report(store: Store) -> dict[str, Any]:
     state = store.round_state(task)
     settings = rounds.Settings(task_file["quorum"], task_file["deadline_s"], task_file["retrain_after"])
     return {
-        "running": _is_running(store.fact("pid")),
+        "running": store.is_locked(),
         "fleet": task_file["fleet"],
         "algorithm": task_file["algorithm"],
         "task": task_hex,
@@ -55,16 +54,6 @@ def report(store: Store) -> dict[str, Any]:
         "head_path": str((store.folder / "head.onnx").resolve()) if heads else None,
         "model_path": str((store.folder / "model.onnx").resolve()) if heads else None,
     }
-
-
-def _is_running(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _held_out(right: Iterable[int], wrong: Iterable[int]) -> dict[str, Any]:

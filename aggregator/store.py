@@ -12,6 +12,7 @@ from typing import Any
 from aggregator.rounds import Entry, State
 from protocol.blobstore import BlobStore, state_errors
 from protocol.errors import StateError
+from protocol.lock import FolderLock
 from protocol.messages import Evaluation
 
 SCHEMA_VERSION = 1
@@ -84,6 +85,7 @@ class Store:
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self.folder = folder
+        self._lock = FolderLock(folder)
         file = folder / "aggregator.sqlite"
         if read_only and not file.is_file():
             raise StateError(f"no aggregator state in {folder}: give the --state of `aggregator run`")
@@ -123,9 +125,25 @@ class Store:
         with self._sqlite_errors():
             return self._db.execute(sql, values).fetchall()
 
+    def lock(self) -> None:
+        """Keep other aggregators out of this folder for as long as this process lives.
+
+        Raises:
+            StateError: another one is at work in it.
+        """
+        if not self._lock.take():
+            raise StateError(
+                f"another aggregator is at work in {self.folder}: stop it, or give this one its own --state"
+            )
+
+    def is_locked(self) -> bool:
+        """Whether an aggregator is at work in this folder."""
+        return self._lock.is_taken()
+
     def close(self) -> None:
-        """Close the database."""
+        """Close the database, and leave the folder to others."""
         self._db.close()
+        self._lock.release()
 
     def fact(self, key: str, default: str = "") -> str:
         """A single value by name."""

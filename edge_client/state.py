@@ -1,6 +1,5 @@
 """What a device remembers over a restart: a few facts in SQLite, and blobs beside them."""
 
-import fcntl
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from protocol.blobstore import BlobStore, state_errors
 from protocol.codec import digest_of
 from protocol.errors import StateError
+from protocol.lock import FolderLock
 from protocol.topics import is_name
 
 T = TypeVar("T")
@@ -61,6 +61,7 @@ class DeviceState:
             with state_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         self.blobs = BlobStore(folder / "blobs")
+        self._lock = FolderLock(folder)
         self._file = file
         self._turn = threading.Lock()
         mode = "ro" if read_only else "rwc"
@@ -143,19 +144,11 @@ class DeviceState:
         Raises:
             StateError: another one is at work in it.
         """
-        if self.is_locked():
+        if not self._lock.take():
             raise StateError(
                 f"another edge-client is at work in {self.folder}: stop it, or give this one its own --state"
             )
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def is_locked(self) -> bool:
         """Whether another device program is at work in this folder."""
-        with state_errors(self.folder):
-            self._lock = (self.folder / "lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
-        return False
+        return self._lock.is_taken()

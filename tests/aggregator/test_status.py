@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def _begun(folder: Path) -> Store:
     task_file = TaskFile(classes=CLASSES, backbones=("b.onnx",), fleet="barn", quorum=2, deadline_s=60.0)
     store.set_fact("task", TASK.hex())
     store.set_fact("task_file", msgspec.json.encode(task_file).decode())
-    store.set_fact("pid", str(os.getpid()))
+    store.lock()
     return store
 
 
@@ -74,8 +73,9 @@ def _shown(summary: dict[str, Any]) -> str:
 
 def test_an_aggregator_that_has_just_started(tmp_path: Path) -> None:
     """Nothing is there yet, and the report says so in values that JSON knows."""
-    _begun(tmp_path)
+    store = _begun(tmp_path)
     summary = report(Store(tmp_path, read_only=True))
+    store.close()
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     assert summary["running"]
     assert (summary["fleet"], summary["classes"], summary["quorum"]) == ("barn", list(CLASSES), 2)
@@ -138,12 +138,14 @@ def test_a_training_in_progress(tmp_path: Path) -> None:
 
 
 def test_an_aggregator_that_is_gone(tmp_path: Path) -> None:
-    """A process that ended, in good order or not, is not shown as running."""
+    """A state that no process holds is not shown as running, and an aggregator may start on it."""
     store = _begun(tmp_path)
-    for pid in ("", "999999999"):
-        store.set_fact("pid", pid)
-        assert not report(store)["running"]
-    assert "not running" in _shown(report(store))
+    assert "not running" not in _shown(report(Store(tmp_path, read_only=True)))
+    with pytest.raises(StateError, match="another aggregator is at work in"):
+        Store(tmp_path).lock()
+    store.close()
+    assert "not running" in _shown(report(Store(tmp_path, read_only=True)))
+    Store(tmp_path).lock()
 
 
 def test_a_state_without_a_task(tmp_path: Path) -> None:
