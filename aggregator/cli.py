@@ -1,6 +1,7 @@
 """`aggregator run` and `aggregator status`."""
 
 import json
+import sys
 from pathlib import Path
 
 import click
@@ -92,7 +93,8 @@ def status_command(*, state: Path, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    show(summary, Console())
+    # Where no terminal sets a width, lines are as long as they are.
+    show(summary, Console(width=None if sys.stdout.isatty() else 200))
 
 
 def main() -> None:

@@ -1,13 +1,14 @@
 """What `aggregator status` shows, read from the state directory of a running or stopped aggregator.
 
 `--json` prints what `report` returns:
-`running, fleet, algorithm, task, classes, quorum, training, submissions, waiting, closes_s,
+`running, fleet, algorithm, task, classes, quorum, retrain_after, training, submissions, waiting, closes_s,
 devices: [device, state, seen_s, runtime, pictures, classes, prototypes, bytes, right, wrong, accuracy],
 coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s, metrics,
 held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path, model_path`.
 """
 
 import json
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def report(store: Store) -> dict[str, Any]:
         "task": task_hex,
         "classes": task_file["classes"],
         "quorum": settings.quorum,
+        "retrain_after": settings.retrain_after,
         "training": json.loads(store.fact("training") or "null"),
         "submissions": len(submissions),
         "waiting": len(rounds.waiting(state)),
@@ -114,6 +116,12 @@ def _head(store: Store, task: bytes, row: HeadRow) -> dict[str, Any]:
     }
 
 
+def _expected(summary: dict[str, Any]) -> str:
+    wanted = summary["retrain_after"] if summary["heads"] else summary["quorum"]
+    closes = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["closes_s"]))
+    return f"next head: once {wanted} submissions wait for it, or at {closes}"
+
+
 def show(summary: dict[str, Any], console: "Console") -> None:
     """Print a report for a person."""
     from rich.markup import escape
@@ -124,7 +132,12 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         f"fleet [bold]{summary['fleet']}[/], {summary['algorithm']}, task {summary['task'][:12]}, {running}",
         highlight=False,
     )
-    devices = Table("device", "state", "pictures", "classes", "prototypes", "bytes", "held-out accuracy")
+    devices = Table(box=None, padding=(0, 2, 0, 0))
+    devices.add_column("device", overflow="fold")
+    devices.add_column("state", no_wrap=True)
+    for name in ("pictures", "classes", "prototypes", "bytes"):
+        devices.add_column(name, justify="right", no_wrap=True)
+    devices.add_column("held-out\naccuracy", no_wrap=True)
     for row in summary["devices"]:
         accuracy = (
             "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['right'] + row['wrong']}"
@@ -140,6 +153,8 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         + (f", none of: {escape(', '.join(bare[:10]))}{' …' if len(bare) > 10 else ''}" if bare else ""),
         highlight=False,
     )
+    if summary["closes_s"] is not None and not summary["training"]:
+        console.print(_expected(summary), highlight=False)
     if summary["training"]:
         figures = summary["training"]
         console.print(

@@ -121,11 +121,23 @@ def test_what_a_person_sees(tmp_path: Path) -> None:
         "running",
         "90.0% of 10",
         "2 submissions, 1 not in a head yet; 2 of 3 classes covered, none of: dog [/bold]",
+        "next head: once 1 submissions wait for it, or at ",
         "head 1: 10 prototypes of 1 devices, 90.0% right on held-out pictures",
         "refused 1 x shape from c: expected [16], got [17]",
         f"newest: {folder}/head.onnx",
     ):
         assert piece in text
+
+
+def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path) -> None:
+    """Names of devices and figures are all there in 80 columns, on however many lines."""
+    store = _busy(tmp_path)
+    store.keep_submission(TASK, _row("the-device-in-the-barn-7f3a", {0: 3000}, received_s=300.0))
+    text = io.StringIO()
+    show(report(store), Console(file=text, width=80))
+    for piece in ("the-device", "7f3a", "3000", "90.0% of 10", "once 1 submissions"):
+        assert piece in text.getvalue()
+    assert "\u2026" not in text.getvalue()
 
 
 def test_a_training_in_progress(tmp_path: Path) -> None:
