@@ -4,6 +4,7 @@ Memory holds two batches of pictures, whatever their number.
 """
 
 import itertools
+import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,8 @@ from edge_client.feature_cache import FeatureCache
 from edge_client.images import Picture, decode
 from protocol.errors import ProtofleetError, UnreadablePicture
 from protocol.preprocessing import Preprocessing, preprocess
+
+log = logging.getLogger(__name__)
 
 
 class Interrupted(ProtofleetError):
@@ -85,6 +88,8 @@ def extract(
     cache.prune((picture.identity for picture in pictures), backbone.sha256)
     todo, refused = _sort_out(pictures, backbone, cache)
     done = len(pictures) - len(todo)
+    if todo:
+        log.info("computing features of %d pictures, those of %d are known", len(todo), done)
     cached, computed = done - len(refused), 0
     on_progress(done, len(pictures))
     for batch in feature_batches(
