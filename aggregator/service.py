@@ -157,8 +157,8 @@ class Aggregator:
 
     def _announce(self) -> None:
         self._session.send(self._to_fleet("task", self._manifest_bytes))
-        if self._head is not None:
-            self._session.send(self._to_fleet("head", encode(self._head)))
+        # Without a head, the one that an earlier task or a lost state has left on the broker is forgotten.
+        self._session.send(self._to_fleet("head", encode(self._head) if self._head is not None else b""))
         self._session.send(self._presence("online"))
 
     def _send(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:

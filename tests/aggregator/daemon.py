@@ -170,9 +170,13 @@ class Device:
         """Wait for a head of at least this version."""
         return self.wait(fleet_topic(FLEET, "head"), HeadManifest, when=lambda head: head.version >= version)
 
-    def say(self, topic: str, payload: bytes) -> None:
+    def topics(self) -> set[str]:
+        """Where something has come that nobody has asked for yet."""
+        return {event.topic for event in self._unread}
+
+    def say(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
         """Publish anything anywhere, and wait until the broker has it."""
-        self._session.send(Outgoing(topic, payload))
+        self._session.send(Outgoing(topic, payload, retain))
         self._event(Drained)
 
     def send(self, channel: DeviceChannel, payload: bytes) -> None:

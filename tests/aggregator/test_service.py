@@ -18,7 +18,7 @@ from protocol.messages import (
     TaskManifest,
 )
 from protocol.session import Broker
-from protocol.topics import device_topic
+from protocol.topics import device_topic, fleet_topic
 from tests.aggregator.daemon import FLEET, MAX_BYTES, PATIENT, Daemon, Device, aggregator, spoil, write_task
 from tests.aggregator.made import evaluation, submission
 from tests.brokers import free_address
@@ -42,6 +42,18 @@ def test_the_task_is_there_for_who_comes(broker: Broker, tmp_path: Path) -> None
         (backbone,) = manifest.backbones
         assert backbone.name == "tiny.onnx"
         assert device.fetch(backbone) == (tmp_path / "tiny.onnx").read_bytes()
+
+
+def test_a_head_that_it_does_not_have_is_forgotten(broker: Broker, tmp_path: Path) -> None:
+    """What another aggregator has left on the broker is not shown to devices that come later."""
+    with Device(broker, "early") as early:
+        early.say(fleet_topic(FLEET, "head"), b"a head of old", retain=True)
+        with aggregator(write_task(tmp_path), broker):
+            early.aggregator_is("online")
+            with Device(broker, "late") as late:
+                late.aggregator_is("online")
+                late.task()
+                assert fleet_topic(FLEET, "head") not in late.topics()
 
 
 def test_its_presence_follows_its_life(broker: Broker, tmp_path: Path) -> None:
