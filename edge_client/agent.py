@@ -149,7 +149,7 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
         case Disconnected():
             return replace(state, connected=False), ()
         case AggregatorStarted():
-            return _due_at_once(state), ()
+            return _due_at_once(_hand_in_again(state)), ()
         case Drained():
             return _wait_for_receipt(state, now_s), ()
         case TaskSeen():
@@ -267,6 +267,14 @@ def _due_at_once(state: State) -> State:
     if download is not None and download.due_s != float("inf"):
         download = replace(download, until=0, due_s=0.0, attempts=0)
     return replace(state, uploads=uploads, download=download)
+
+
+def _hand_in_again(state: State) -> State:
+    """Ask whether the submission still stands: an aggregator that has lost its state answers what it misses."""
+    pending = any(upload.head is None for upload in state.uploads)
+    if state.submitted is None or pending:
+        return state
+    return replace(state, uploads=(*state.uploads, Upload(state.submitted)))
 
 
 def _wait_for_receipt(state: State, now_s: float) -> State:

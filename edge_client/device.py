@@ -295,7 +295,7 @@ class Device:
     def _keep_receipt(self, digest: bytes, head: bytes | None) -> None:
         if head is not None:
             self._kept.set(evaluated=head.hex())
-        else:
+        elif self._kept.get("received") != digest.hex():
             log.info("the aggregator has our submission")
             self._kept.set(received=digest.hex())
 

@@ -21,6 +21,8 @@ from protocol.topics import is_name
 
 T = TypeVar("T")
 
+SCHEMA_VERSION = 1
+
 
 def default_device_id(folder: Path) -> str:
     """A name for this machine and this state directory that stays the same: host name and a short digest."""
@@ -41,6 +43,13 @@ def default_folder(fleet: str) -> Path:
     return Path(base) / "protofleet" / fleet
 
 
+def _begin(database: sqlite3.Connection) -> None:
+    """Make the table of a new state."""
+    if database.execute("PRAGMA user_version").fetchone() == (0,):
+        database.execute("CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT")
+        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
 class DeviceState:
     """A device's state directory.
 
@@ -49,7 +58,7 @@ class DeviceState:
         read_only: for looking at it while the device program runs.
 
     Raises:
-        StateError: it cannot be used, or there is nothing in it to read.
+        StateError: it cannot be used, there is nothing in it to read, or another version wrote it.
     """
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
@@ -78,8 +87,12 @@ class DeviceState:
             if not read_only:
                 database.execute("PRAGMA journal_mode = WAL")
                 database.execute("PRAGMA synchronous = FULL")
-                database.execute(
-                    "CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT"
+                _begin(database)
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version != SCHEMA_VERSION:
+                raise StateError(
+                    f"{folder} was written by another protofleet (schema {version}, expected {SCHEMA_VERSION}): "
+                    "use that version, or another --state"
                 )
             return database
 
@@ -90,7 +103,9 @@ class DeviceState:
             with self._turn:
                 return work()
         except sqlite3.Error as error:
-            raise StateError(f"cannot use {self._file}: {error}") from error
+            raise StateError(
+                f"cannot use {self._file}: {error}; take another --state, or delete it"
+            ) from error
 
     def get(self, key: str, default: Any = None) -> Any:
         """A fact, as the JSON value it was set to."""

@@ -73,6 +73,7 @@ class Worker:
         self._cache = FeatureCache(state.folder / "features.sqlite")
         self._backbone: Backbone | None = None
         self._seen: tuple[str, ...] | None = None
+        self._warned: set[str] = set()
         self._manifest: TaskManifest | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="work", daemon=True)
@@ -162,17 +163,29 @@ class Worker:
                 on_progress=progress.update,
                 should_stop=lambda: build.task != self.focus,
             )
-        for path, reason in prepared.refused:
-            log.warning("left out %s: %s", path, reason)
-        for entry in prepared.classes:
-            if entry.left_out:
-                log.warning("left out class %r: %d pictures are too few", entry.name, entry.pictures)
+        self._warn(build.manifest, prepared)
         if self._show is None:
             return self._keep(build, prepared)
         # A sequence number of today has as many bytes as the one that would be sent.
         payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=int(time.time()))
         self._show(prepared, len(payload))
         return events.Built(build.task, digest_of(payload))
+
+    def _warn(self, manifest: TaskManifest, prepared: Prepared) -> None:
+        """Say what is left out and why, each thing once."""
+        data, used = self._settings.local.data, {entry.name for entry in prepared.classes}
+        lines = [f"left out {path}: {reason}" for path, reason in prepared.refused]
+        lines += [
+            f"left out class {entry.name!r}: {entry.pictures} pictures are too few"
+            for entry in prepared.classes
+            if entry.left_out
+        ]
+        empty = [name for name in manifest.classes if name not in used and (data / name).is_dir()]
+        lines += [f"no picture that can be used in {data / name}" for name in empty]
+        for line in lines:
+            if line not in self._warned:
+                log.warning("%s", line)
+        self._warned = set(lines)
 
     def _keep(self, build: events.Build, prepared: Prepared) -> events.Built:
         """Put a submission on the disk; the one that is there stands if it says the same."""

@@ -99,9 +99,9 @@ class BlobStore:
                 yield bytes.fromhex(file.name)
 
     def put(self, data: bytes) -> bytes:
-        """Store `data`; returns its digest. Storing it again changes nothing."""
+        """Store `data`; returns its digest. Storing it again changes nothing, but mends what the disk has changed."""
         digest = digest_of(data)
-        if digest not in self:
+        if digest not in self or file_digest(self.path(digest)) != digest:
             write_atomically(self.path(digest), data)
         return digest
 

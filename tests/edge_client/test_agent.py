@@ -306,3 +306,20 @@ def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
     assert actions == (events.Build(b"u" * 32, MANIFEST),)
     _, actions = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     assert actions == (events.Exit(0),)
+
+
+def test_an_aggregator_that_lost_its_state_gets_the_submission_again() -> None:
+    """Whenever the aggregator starts, the device asks whether its submission stands, and sends it if not."""
+    state, _ = step(
+        _handing_in(), events.ReceiptSeen(Receipt(digest=digest_of(SUBMISSION), status="received")), now_s=1
+    )
+    assert state.uploads == ()
+    state, actions = step(state, events.AggregatorStarted(), now_s=2)
+    assert actions == (events.SendTail(digest_of(SUBMISSION)),)
+    missing = Receipt(digest=digest_of(SUBMISSION), status="missing", missing=((0, 9),))
+    _, actions = step(state, events.ReceiptSeen(missing), now_s=3)
+    assert actions == (events.SendRanges(digest_of(SUBMISSION), ((0, 9),)),)
+    _, actions = step(
+        state, events.ReceiptSeen(Receipt(digest=digest_of(SUBMISSION), status="received")), now_s=3
+    )
+    assert actions == (events.KeepReceipt(digest_of(SUBMISSION), None),)

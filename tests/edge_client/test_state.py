@@ -1,5 +1,6 @@
 """What a device remembers."""
 
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -92,3 +93,12 @@ def test_a_state_that_cannot_be_is_one_line(tmp_path: Path) -> None:
         DeviceState(tmp_path / "file" / "state")
     with pytest.raises(StateError, match="no device state"):
         DeviceState(tmp_path, read_only=True)
+
+
+def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
+    """What another version wrote is not guessed at."""
+    DeviceState(tmp_path).set(task="abc")
+    with sqlite3.connect(tmp_path / "device.sqlite") as other:
+        other.execute("PRAGMA user_version = 7")
+    with pytest.raises(StateError, match="another protofleet"):
+        DeviceState(tmp_path)

@@ -143,6 +143,20 @@ def test_new_pictures_make_a_new_head(fleet: Fleet, tmp_path: Path) -> None:
     assert second["coverage"]["2"]["prototypes"] > 0
 
 
+def test_a_lost_aggregator_state_is_made_up_for(fleet: Fleet, tmp_path: Path) -> None:
+    """An aggregator that starts with nothing gets every submission again, and makes the head anew."""
+    task = write_task(tmp_path, quorum=1)
+    aggregator = fleet.aggregator(task)
+    fleet.device("device", write_digits(tmp_path / "data", classes=[0, 1]))
+    fleet.wait_for("the first head", lambda s: s["heads"] and s["heads"][0]["held_out"]["devices"])
+    aggregator.kill()
+    aggregator.wait()
+    (tmp_path / "aggregator").rename(tmp_path / "lost")
+    fleet.aggregator(task)
+    summary = fleet.wait_for("the head made anew", lambda s: s["heads"])
+    assert summary["submissions"] == 1
+
+
 def test_a_fleet_has_one_aggregator(fleet: Fleet, tmp_path: Path) -> None:
     """A second aggregator of the same fleet takes over, and the first one ends and says why."""
     task = write_task(tmp_path, quorum=1)

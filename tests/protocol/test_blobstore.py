@@ -177,3 +177,12 @@ def test_a_power_cut_before_the_end_leaves_the_old_file(tmp_path: Path) -> None:
     code = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode
     assert code == 9
     assert path.read_bytes() == b"old"
+
+
+def test_storing_again_mends_a_damaged_blob(tmp_path: Path) -> None:
+    """What the disk has changed under a blob's name is replaced by the right bytes."""
+    store = BlobStore(tmp_path)
+    digest = store.put(b"blob")
+    store.path(digest).write_bytes(b"blot")
+    assert store.put(b"blob") == digest
+    assert store.read(digest) == b"blob"
