@@ -7,14 +7,16 @@ import click
 
 from docs.generate_cli import PROGRAMS
 
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
 
 def parse(line: str) -> click.Context:
-    """Let a program check its command line.
+    """Let a program check its command line; what would be installed in /etc/protofleet is taken from deploy/.
 
     Raises:
         click.ClickException: the program would refuse it.
     """
-    path, *arguments = shlex.split(line, comments=True)
+    path, *arguments = shlex.split(line.replace("/etc/protofleet", str(DEPLOY)), comments=True)
     command: click.Command = PROGRAMS[Path(path).name]
     parent = None
     if isinstance(command, click.Group) and arguments and arguments[0] in command.commands:
