@@ -8,8 +8,7 @@ One thing travels up at a time, and one down. An upload starts with its last byt
 with a receipt or with what it still misses, so that a first try, a resumption and a repetition are one case.
 """
 
-import enum
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from edge_client.events import (
     Action,
@@ -40,14 +39,8 @@ from edge_client.events import (
     TaskSeen,
     Tell,
 )
-from protocol.messages import (
-    MAX_CHUNK_BYTES,
-    BlobRef,
-    Frame,
-    HeadManifest,
-    Receipt,
-    TaskManifest,
-)
+from edge_client.life import Download, Mode, State, Upload
+from protocol.messages import MAX_CHUNK_BYTES, Frame, HeadManifest, Receipt
 
 WINDOW_BYTES = 16 * MAX_CHUNK_BYTES
 """Bytes of a blob that are asked for at once."""
@@ -56,73 +49,6 @@ FIRST_PATIENCE_S = 10.0
 LAST_PATIENCE_S = 300.0
 MAX_BROKEN = 3
 """Times a transfer may arrive with another digest than announced before a person should look at it."""
-
-
-class Mode(enum.Enum):
-    """When the program ends."""
-
-    SERVICE = "service"
-    ONCE = "once"
-    DRY_RUN = "dry-run"
-
-
-@dataclass(frozen=True)
-class Upload:
-    """Something on its way to the aggregator: a submission, or the evaluation of `head`.
-
-    Without `due_s` its bytes are still with the session.
-    """
-
-    digest: bytes
-    head: bytes | None = None
-    attempts: int = 0
-    broken: int = 0
-    due_s: float | None = 0.0
-
-
-@dataclass(frozen=True)
-class Download:
-    """A blob on its way here: `offset` bytes are on the disk, asked for up to `until`."""
-
-    blob: BlobRef
-    offset: int
-    until: int = 0
-    attempts: int = 0
-    broken: int = 0
-    due_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything a decision depends on.
-
-    Args:
-        stored: digests of the blobs on the disk.
-        task: identity of the current task; None before one was seen.
-        confirmed: the broker has said that this is the task, or another one.
-        working: a submission is being made now.
-        stale: pictures changed since the submission that was made or is being made.
-        submitted: the submission of the current task that has its receipt.
-        head: the newest head seen, of whatever task.
-        installed: digest of the head in use.
-        evaluated: digest of the last head whose evaluation has its receipt.
-    """
-
-    mode: Mode
-    stored: frozenset[bytes] = frozenset()
-    connected: bool = False
-    task: bytes | None = None
-    manifest: TaskManifest | None = None
-    confirmed: bool = False
-    working: bool = False
-    stale: bool = True
-    submitted: bytes | None = None
-    head: HeadManifest | None = None
-    installing: bytes | None = None
-    installed: bytes | None = None
-    evaluated: bytes | None = None
-    download: Download | None = None
-    uploads: tuple[Upload, ...] = ()
 
 
 Step = tuple[State, tuple[Action, ...]]

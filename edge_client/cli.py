@@ -119,9 +119,9 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     state: Path | None, holdout: float, backbone: Path | None, provider: "Provider", threads: int | None,
     batch_size: int, workers: int | None, rescan_s: float,
 ) -> int:  # fmt: skip
-    from edge_client.agent import Mode
     from edge_client.backbone import require_runtime
     from edge_client.device import Device
+    from edge_client.life import Mode
     from edge_client.work import Local, check_data
     from edge_client.worker import Settings
     from protocol.session import parse_broker

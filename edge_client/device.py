@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from edge_client import agent, events
+from edge_client.life import Mode, State
 from edge_client.progress import Progress
 from edge_client.state import DeviceState
 from edge_client.work import Prepared
@@ -61,7 +62,7 @@ class Device:
         self._exit: events.Exit | None = None
         self._aggregator_epoch = 0
         self._rescan_s = 0.0
-        self._epoch = state.next_number("epoch") if settings.mode is not agent.Mode.DRY_RUN else 0
+        self._epoch = state.next_number("epoch") if settings.mode is not Mode.DRY_RUN else 0
         self._state = self._remembered()
         self._session = self._open_session()
 
@@ -81,7 +82,7 @@ class Device:
         finally:
             self._worker.stop()
             if self._session is not None:
-                dry = self._settings.mode is agent.Mode.DRY_RUN
+                dry = self._settings.mode is Mode.DRY_RUN
                 self._session.stop([] if dry else [self._presence("stopped")])
         if self._exit.code:
             raise ProtofleetError(self._exit.text)
@@ -162,7 +163,7 @@ class Device:
             self._worker.focus = digest
             if not recalled:
                 self._adopt_backbone(manifest.backbones[0])
-            if not recalled and self._settings.mode is not agent.Mode.DRY_RUN:
+            if not recalled and self._settings.mode is not Mode.DRY_RUN:
                 self._blobs.put(payload)
                 self._kept.set(task=digest.hex())
         return events.TaskSeen(digest, manifest, recalled=recalled)
@@ -235,7 +236,7 @@ class Device:
                 self._exit = end
 
     def _announce(self) -> None:
-        if self._settings.mode is not agent.Mode.DRY_RUN:
+        if self._settings.mode is not Mode.DRY_RUN:
             self._send_outgoing(self._presence("online"))
             self._send("info", self._info())
 
@@ -313,18 +314,18 @@ class Device:
 
     # How it starts.
 
-    def _remembered(self) -> agent.State:
+    def _remembered(self) -> State:
         installed = self._kept.get("installed", {}).get("head")
         evaluated = self._kept.get("evaluated")
         # A head whose evaluation was never received is installed and evaluated once more.
         digest = bytes.fromhex(evaluated) if evaluated and evaluated == installed else None
         stored = frozenset(self._blobs.digests())
-        return agent.State(mode=self._settings.mode, stored=stored, installed=digest, evaluated=digest)
+        return State(mode=self._settings.mode, stored=stored, installed=digest, evaluated=digest)
 
     def _recall_task(self) -> None:
         """Begin with the task that was known, so that a start without a broker is not idle."""
         known = bytes.fromhex(self._kept.get("task", ""))
-        dry = self._settings.mode is agent.Mode.DRY_RUN
+        dry = self._settings.mode is Mode.DRY_RUN
         if known in self._blobs and not (dry and self._settings.broker is not None):
             self._step(self._task_seen(self._blobs.read(known), recalled=True))
 
@@ -332,7 +333,7 @@ class Device:
         settings = self._settings
         if settings.broker is None:
             return None
-        dry = settings.mode is agent.Mode.DRY_RUN
+        dry = settings.mode is Mode.DRY_RUN
         shared = [fleet_topic(settings.fleet, channel) for channel in ("task", "head", "state")]
         own = [self._topic(channel) for channel in ("blk", "ack")] + ([] if dry else [self._topic("state")])
         return mqtt.Session(

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from edge_client import agent, events
+from edge_client import events
 from edge_client.backbone import Backbone, Provider, open_backbone
 from edge_client.feature_cache import FeatureCache
 from edge_client.images import find_pictures
+from edge_client.life import Mode
 from edge_client.predictor import open_head
 from edge_client.progress import Progress
 from edge_client.state import DeviceState
@@ -32,7 +33,7 @@ class Settings:
     broker: Broker | None
     fleet: str
     local: Local
-    mode: agent.Mode
+    mode: Mode
     provider: Provider
     threads: int | None
     backbone: Path | None

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from aggregator.uplink import Complete, Uplink
 from edge_client import agent, events
-from edge_client.agent import Mode, State, step
+from edge_client.agent import step
+from edge_client.life import Mode, State
 from protocol.codec import digest_of
 from protocol.messages import MAX_CHUNK_BYTES, BlobRef, HeadManifest, Receipt, TaskManifest
 from protocol.transfer import Ranges, frames_of

@@ -196,7 +196,8 @@ sys.meta_path.insert(0, Blocked())
 def test_the_device_program_never_loads_a_training_framework() -> None:
     """Everything of the device program imports with torch, timm, onnx and scipy out of reach."""
     blocked = {"torch", "timm", "onnx", "onnxscript", "scipy", "sklearn", "rich", "amqtt"}
-    modules = "backbone cli device events feature_cache features images predictor prototypes state work worker agent"
+    modules = "backbone cli device events feature_cache features images life predictor prototypes state work"
+    modules += " worker agent progress"
     imports = "".join(f"import edge_client.{module}\n" for module in modules.split())
     program = _BLOCK.format(blocked=blocked) + imports
     subprocess.run([sys.executable, "-c", program], check=True)
