@@ -13,6 +13,18 @@ START_TIMEOUT_S = 20.0
 SHUTDOWN_TRIES = 4
 
 
+class _Subscriptions(dict[str, list[Any]]):
+    """amqtt's table of subscriptions, which may change while a message is dealt out to its subscribers.
+
+    amqtt walks over it with pauses in between, and loses the message when somebody comes or goes meanwhile; so
+    it is given a copy to walk over.
+    """
+
+    def items(self) -> Any:
+        """Every filter with its subscribers, as of now."""
+        return [(wanted, list(subscribers)) for wanted, subscribers in super().items()]
+
+
 class EmbeddedBroker:
     """amqtt in a thread of its own. It speaks MQTT 3.1.1 and keeps retained messages in memory.
 
@@ -77,6 +89,7 @@ class EmbeddedBroker:
                 "plugins": {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}},
             }
         )
+        broker._subscriptions = _Subscriptions(broker._subscriptions)  # noqa: SLF001 - see there
         await broker.start()
         self._started.set()
         await self._stopping.wait()

@@ -1,5 +1,6 @@
 """`aggregator run` and `aggregator status`."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import click
 
 from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
+from protocol.errors import RuntimeMissing
 
 state_option = click.option(
     "--state",
@@ -62,6 +64,7 @@ def run_command(*, task: Path, state: Path, broker: str, embedded_broker: bool, 
     from protocol.session import parse_broker
 
     start_logging(verbose=verbose)
+    _require("onnx", "onnxscript", "onnxruntime", "torch")
     address = parse_broker(broker)
     task_file, backbone = load_task(task)
     metadata = read_backbone(backbone)
@@ -87,6 +90,8 @@ def status_command(*, state: Path, as_json: bool) -> None:
     from aggregator.status import report, show
     from aggregator.store import Store
 
+    if not as_json:
+        _require("rich")
     summary = report(Store(state, read_only=True))
     if as_json:
         click.echo(json.dumps(summary, indent=2))
@@ -95,6 +100,17 @@ def status_command(*, state: Path, as_json: bool) -> None:
 
     # Where no terminal sets a width, lines are as long as they are.
     show(summary, Console(width=None if sys.stdout.isatty() else 200))
+
+
+def _require(*modules: str) -> None:
+    """Look whether packages are installed, without importing them.
+
+    Raises:
+        RuntimeMissing: one is not.
+    """
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise RuntimeMissing(f"{name} is not installed: pip install 'protofleet[aggregator,cpu]'")
 
 
 def main() -> None:

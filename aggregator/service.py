@@ -208,6 +208,8 @@ class Aggregator:
 
     def _dispatch(self, device: str, channel: str, payload: bytes) -> None:
         now_s = time.time()
+        if not payload and channel in {"state", "info"}:
+            return  # an empty retained message is how an operator makes a broker forget a device
         if channel == "up":
             self._take_frame(device, decode(payload, Frame, max_bytes=MAX_FRAME_BYTES))
         elif channel == "get":
@@ -217,7 +219,7 @@ class Aggregator:
             shown = {"software": info.software, "runtime": info.runtime, "pictures": info.pictures,
                      "refused": info.refused}  # fmt: skip
             self._store.keep_info(device, info=json.dumps(shown), now_s=now_s)
-        elif payload:  # an empty retained message is how an operator makes a broker forget a device
+        else:
             presence = decode(payload, Presence, max_bytes=1024)
             self._store.see_device(device, state=presence.state, epoch=presence.epoch, now_s=now_s)
 

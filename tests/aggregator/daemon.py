@@ -150,6 +150,8 @@ class Device:
             unread = [event for event in self._unread if event.topic == topic]
             for event in unread:
                 self._unread.remove(event)
+                if not event.payload:
+                    continue  # a retained message that was cleared
                 message = decode(event.payload, message_type, max_bytes=MAX_BYTES)
                 if when(message):
                     return message

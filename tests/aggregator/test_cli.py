@@ -101,3 +101,22 @@ def test_what_cannot_be_done_is_one_line(tmp_path: Path, arguments: list[str], c
     assert done.stdout == ""
     if code == 1:
         assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["run", "--task", "task.toml"], ["status"]])
+def test_without_its_packages_one_line_says_what_to_install(arguments: list[str]) -> None:
+    """Where the extra is not installed, nothing but a line that names it."""
+    program = (
+        "import importlib.util, sys\n"
+        "found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name in {'onnx', 'rich'} else found(name, *rest)\n"
+        "from aggregator import cli\n"
+        "sys.argv[0] = 'aggregator'\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "pip install 'protofleet[aggregator,cpu]'" in line

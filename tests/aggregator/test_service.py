@@ -88,7 +88,7 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
         *(
             (channel, payload, "malformed")
             for channel in ("info", "get", "up/0")
-            for payload in (b"", b"\xff" * 99)
+            for payload in (b"\x00", b"\xff" * 99)
         ),
         ("state", b"\xc1", "malformed"),
         ("state", b"\x91" * 1000, "malformed"),
@@ -212,6 +212,7 @@ def test_what_a_device_says_of_itself_is_shown(embedded: tuple[Broker, Daemon]) 
         device.send("state", encode(Presence(state="online", epoch=7)))
         device.send("state", encode(Presence(state="offline", epoch=6)))
         device.send("state", b"")
+        device.send("info", b"")
         device.hand_in(submission(task=bytes(32)))  # answered in order, so all before it was seen
         (row,) = [row for row in daemon.status()["devices"] if row["device"] == "shown"]
         assert (row["state"], row["pictures"], row["runtime"]) == ("online", 7, "ONNX Runtime")
