@@ -118,9 +118,9 @@ def fuse(backbone: bytes, head: bytes) -> bytes:
         backbone=backbone_metadata(_properties(first)), head=head_metadata(_properties(second))
     )
     digest = hashlib.sha256(backbone).hexdigest()
-    if facts.head.backbone_sha256 != digest:
+    if facts.head.backbones != (digest,):
         raise BackboneMismatch(
-            f"the head takes the features of backbone {facts.head.backbone_sha256}, got backbone {digest}"
+            f"the head takes the features of backbone {', '.join(facts.head.backbones)}, got backbone {digest}"
         )
     opset = max(_opset(first), _opset(second))
     first, second = _prepared(first, "backbone/", opset=opset), _prepared(second, "head/", opset=opset)

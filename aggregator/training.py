@@ -95,7 +95,7 @@ def run(job: Job) -> Result:
         classes=manifest.classes,
         version=job.version,
         task=job.task,
-        backbone_sha256=backbone.hex(),
+        backbones=(backbone.hex(),),
         feature_size=job.feature_size,
         training=figures,
     )

@@ -73,9 +73,9 @@ def open_head(file: bytes, *, backbone: Backbone, classes: Sequence[str] | None 
 
 
 def _check_origin(metadata: HeadMetadata, backbone: Backbone, classes: Sequence[str] | None) -> None:
-    if metadata.backbone_sha256 != backbone.sha256:
+    if metadata.backbones != (backbone.sha256,):
         raise BackboneMismatch(
-            f"the head is for backbone {metadata.backbone_sha256}, and the backbone here is {backbone.sha256}"
+            f"the head is for backbone {', '.join(metadata.backbones)}, and the backbone here is {backbone.sha256}"
         )
     if metadata.feature_size != backbone.metadata.feature_size:
         raise BackboneMismatch(

@@ -34,6 +34,7 @@ Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 ByteCount = Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
 PerClass = Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)]
+TensorName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
 
 Reason = Literal[
     "malformed",
@@ -49,6 +50,8 @@ Reason = Literal[
     "unknown_blob",
     "digest",
     "superseded",
+    "late",
+    "unknown_round",
 ]
 """Why something was refused, for a program; the detail beside it is for a person."""
 
@@ -75,14 +78,48 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+TensorMap = Annotated[dict[TensorName, Tensor], Meta(max_length=64)]
+
+
+class Tensors(Message, frozen=True, kw_only=True, tag="tensors"):
+    """Arrays by name, as a blob: what every device needs in a round."""
+
+    values: TensorMap
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """How devices learn in rounds: ONNX graphs, and what becomes of the state that they hand on.
+
+    A graph's inputs are bound by name: `feature`, `labels`, a tensor of the device's state, a tensor of the
+    round, or, in the head, `local_prototypes` and `local_counts`.
+    """
+
+    init: BlobRef
+    """`feature` to every tensor of the state."""
+    step: BlobRef
+    """One step of the optimiser: the state and a batch to `loss` and, for each tensor that changes, `next_NAME`."""
+    project: BlobRef
+    """`feature` to `projection`: what is averaged into prototypes."""
+    head: BlobRef
+    """`feature` to `logits` and `probabilities`."""
+    kept: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
+    """State that stays from round to round; the rest begins anew with `init`."""
+    uploaded: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
+    """State that a submission carries, as its change since the round's tensor of that name."""
+    batch_size: Annotated[int, Meta(ge=1, le=65535)]
+    """Pictures in one step."""
+
+
 class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     """What the fleet works on. The sha256 of its bytes as retained is the task's identity."""
 
     fleet: Name
-    algorithm: Literal["fedtc"]
+    algorithm: Name
+    """Its name, for a person: what there is to do, `program` says."""
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
     """Class names; a label is an index into them."""
     backbones: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=16)]
+    """A picture's feature is what all of them make of it, one after the other."""
     alpha: Annotated[float, Meta(gt=0, le=1)]
     """Share of each class's pictures that outlier filtering keeps (FedTC eq. 3)."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
@@ -90,7 +127,22 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     min_images: Annotated[int, Meta(ge=1, le=65535)]
     """A class with fewer kept pictures than this sends nothing."""
     seed: Natural
-    """Seed of the shuffle before batching, mixed with the device's id."""
+    """Seed of every shuffle, mixed with the device's id."""
+    program: Program | None = None
+    """How to take part in rounds, with one prototype a class; without it there is one submission, and no training."""
+
+
+class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):
+    """The round that is open. A device that missed others joins this one."""
+
+    task: Digest
+    number: Natural
+    """From 0; as great as `rounds` once all of them are over."""
+    rounds: Positive
+    epochs: Annotated[int, Meta(ge=0, le=65535)]
+    """Passes over the device's pictures before it hands in; 0 to hand in prototypes without training."""
+    tensors: BlobRef
+    """What every device gets: a `tensors` message. One named like a tensor of the state takes its place."""
 
 
 class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
@@ -103,6 +155,10 @@ class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
     """Devices whose prototypes it was trained on."""
     prototypes: Positive
     metrics: Annotated[dict[Text, float], Meta(max_length=32)] = {}
+    round: Natural | None = None
+    """The round that it closed."""
+    tensors: BlobRef | None = None
+    """With a program: a `tensors` message to bind to the head's inputs, beside the device's own state."""
 
 
 PresenceState = Literal["online", "stopped", "offline"]
@@ -129,6 +185,8 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     """Pictures of each class found on the device."""
     refused: Natural
     """Pictures that could not be used."""
+    problem: Text = ""
+    """What keeps the device from taking part; empty if nothing does."""
 
 
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
@@ -146,6 +204,12 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """Pictures read, kept or filtered out."""
     left_out: Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)] = ()
     """Class indices with pictures, but fewer than `min_images` of them."""
+    round: Natural = 0
+    """The round that it is for."""
+    tensors: TensorMap = {}
+    """What the program has uploaded."""
+    loss: float | None = None
+    """Mean over the last epoch of training."""
 
 
 class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
@@ -192,6 +256,7 @@ class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):
 
 WIRE_TYPES: tuple[type[msgspec.Struct], ...] = (
     TaskManifest,
+    RoundManifest,
     HeadManifest,
     Presence,
     DeviceInfo,
@@ -200,6 +265,8 @@ WIRE_TYPES: tuple[type[msgspec.Struct], ...] = (
     Frame,
     Receipt,
     BlobRequest,
+    Tensors,
+    Program,
     BlobRef,
     Tensor,
 )

@@ -4,7 +4,7 @@ A device needs nothing beside the file. It reads ``session.get_modelmeta().custo
 """
 
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -15,8 +15,9 @@ from protocol.preprocessing import Preprocessing
 PROPERTY = "protofleet"
 
 _Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+_Version = Annotated[str, Meta(pattern=r"^\d+(\.\d+){1,3}$")]
 _Size = Annotated[int, Meta(gt=0)]
-_Metadata = TypeVar("_Metadata", "BackboneMetadata", "HeadMetadata", "ModelMetadata")
+_Metadata = TypeVar("_Metadata", "BackboneMetadata", "HeadMetadata", "GraphMetadata", "ModelMetadata")
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,12 +56,31 @@ class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_fi
     version: int
     task: _Sha256
     """Digest of the task the head was trained for."""
-    backbone_sha256: _Sha256
-    """Digest of the backbone file whose features it takes."""
+    backbones: Annotated[tuple[_Sha256, ...], Meta(min_length=1)]
+    """Digests of the backbone files whose features it takes, one after the other."""
     feature_size: _Size
-    """L."""
+    """L, of all of them together."""
     training: dict[str, float]
     """Figures of the training, by name."""
+
+
+class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_field="kind"):
+    """One of the graphs of a task that is learnt in rounds; `protocol.messages.Program` says what each is for."""
+
+    role: Literal["init", "step", "project", "head"]
+    algorithm: str
+    classes: _Size
+    """C."""
+    feature_size: _Size
+    """L, of all backbones together."""
+    projection_size: _Size
+    """D, of what is averaged into prototypes."""
+    opset: _Size
+    """ONNX operator set."""
+    runtime_min: _Version
+    """Oldest ONNX Runtime that has this operator set."""
+    runtime_max: _Version
+    """Newest ONNX Runtime that the graph was checked with; a newer one is expected to run it as well."""
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_field="kind"):
@@ -70,10 +90,12 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_
     head: HeadMetadata
 
 
-def to_properties(metadata: BackboneMetadata | HeadMetadata | ModelMetadata) -> dict[str, str]:
+def to_properties(
+    metadata: BackboneMetadata | HeadMetadata | GraphMetadata | ModelMetadata,
+) -> dict[str, str]:
     """Give the metadata properties to put into an ONNX file.
 
-    Law: ``backbone_metadata(to_properties(m)) == m``, and so for the other two kinds.
+    Law: ``backbone_metadata(to_properties(m)) == m``, and so for the other kinds.
     """
     return {PROPERTY: msgspec.json.encode(metadata).decode()}
 
@@ -94,6 +116,15 @@ def head_metadata(properties: Mapping[str, str]) -> HeadMetadata:
         BackboneMismatch: if the file is not a head that an aggregator wrote.
     """
     return _read(properties, HeadMetadata, "head; take the head.onnx that the aggregator wrote")
+
+
+def graph_metadata(properties: Mapping[str, str]) -> GraphMetadata:
+    """Read the metadata of a graph of a program.
+
+    Raises:
+        BackboneMismatch: if the file is not a graph that an aggregator wrote.
+    """
+    return _read(properties, GraphMetadata, "graph of a program")
 
 
 def model_metadata(properties: Mapping[str, str]) -> ModelMetadata:

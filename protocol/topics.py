@@ -9,12 +9,14 @@ from protocol.errors import MalformedMessage
 from protocol.messages import PROTOCOL_VERSION
 
 DeviceChannel = Literal["state", "info", "up", "ack", "get", "blk"]
-FleetChannel = Literal["task", "head", "state"]
+FleetChannel = Literal["task", "round", "head", "state", "cast"]
 
 RETAINED: dict[str, bool] = {
     "task": True,
+    "round": True,
     "head": True,
     "state": True,
+    "cast": False,
     "info": True,
     "up": False,
     "ack": False,

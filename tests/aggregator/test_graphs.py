@@ -45,7 +45,7 @@ def described(backbone: bytes) -> HeadMetadata:
         classes=CLASSES,
         version=4,
         task="a" * 64,
-        backbone_sha256=hashlib.sha256(backbone).hexdigest(),
+        backbones=(hashlib.sha256(backbone).hexdigest(),),
         feature_size=FEATURE_SIZE,
         training={"loss": 0.25},
     )

@@ -80,7 +80,7 @@ def linear_head(
         classes=classes,
         version=3,
         task="0" * 64,
-        backbone_sha256=backbone_sha256 or backbone.sha256,
+        backbones=(backbone_sha256 or backbone.sha256,),
         feature_size=size,
         training={},
     )

@@ -34,7 +34,7 @@ HEAD = HeadMetadata(
     classes=("cat", "dog"),
     version=3,
     task="1" * 64,
-    backbone_sha256="2" * 64,
+    backbones=("2" * 64,),
     feature_size=512,
     training={"epochs": 15.0},
 )
@@ -56,7 +56,7 @@ def test_any_name_and_figure_survives(classes: list[str], training: dict[str, fl
         classes=tuple(classes),
         version=1,
         task="a" * 64,
-        backbone_sha256="b" * 64,
+        backbones=("b" * 64,),
         feature_size=8,
         training=training,
     )
