@@ -1,0 +1,79 @@
+"""FINCH: clusters from first neighbours, without a number of clusters or a threshold to choose.
+
+Sarfraz, Sharma, Stiefelhagen, "Efficient parameter-free clustering using first neighbor relations", CVPR 2019.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+TIE = 1e-9
+"""Cosines closer than this are equal, and a point this much shorter than the longest one has no direction: what
+the order of a sum may change is a millionth of it."""
+
+
+def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
+    """Cluster points, cluster the means of the clusters, and so on until nothing more joins.
+
+    The paper leaves some things open. Here a point with several nearest neighbours is linked to all of them,
+    which keeps the result free of the points' order. Points of length 0 have no direction: they are one cluster,
+    which never joins another. A lone point is a cluster.
+
+    Laws: the order of the points does not matter, nor does a positive factor common to all of them. Each
+    partition but the first has fewer clusters than the one before, and splits none of its clusters.
+
+    Args:
+        points: (p, D), p >= 1, finite.
+
+    Returns:
+        From fine to coarse, at least one: the cluster of each point, int64 (p,), numbered from 0 in the order
+        in which clusters first occur.
+    """
+    precise = points.astype(np.float64)
+    shortest = TIE * np.linalg.norm(precise, axis=1).max()
+    found = [_linked(precise, shortest)]
+    while len(coarser := _linked(_means(precise, found[-1]), shortest)) > coarser.max() + 1:
+        found.append(coarser[found[-1]])
+    return found
+
+
+def coarsest(points: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Return the last partition that has at least two clusters, and where there is none the first.
+
+    Args:
+        points: (p, D), p >= 1, finite.
+    """
+    found = partitions(points)
+    return next((labels for labels in reversed(found) if labels.max() > 0), found[0])
+
+
+def _linked(points: NDArray[np.float64], shortest: float) -> NDArray[np.int64]:
+    """One level (eq. 1): m and n share a cluster if one is the other's first neighbour or both have the same one.
+
+    Two points with the same first neighbour are connected through it, so its links are all that is needed.
+    """
+    lengths = np.linalg.norm(points, axis=1)
+    directed = lengths > shortest
+    units = points[directed] / lengths[directed, None]
+    cosines = units @ units.T
+    np.fill_diagonal(cosines, -np.inf)
+    nearest = cosines.max(axis=1, initial=-np.inf, keepdims=True)
+    first, second = np.nonzero((cosines >= nearest - TIE) & np.isfinite(cosines))
+    rows = np.flatnonzero(directed)
+    lost = np.flatnonzero(~directed)
+    links = np.concatenate([rows[first], lost[:-1]]), np.concatenate([rows[second], lost[1:]])
+    graph = coo_array((np.ones(len(links[0])), links), shape=(len(points), len(points)))
+    return _renumbered(connected_components(graph, directed=False)[1])
+
+
+def _renumbered(labels: NDArray[np.integer]) -> NDArray[np.int64]:
+    """The same clusters, numbered in the order in which they first occur."""
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first)).astype(np.int64)[inverse]
+
+
+def _means(points: NDArray[np.float64], labels: NDArray[np.int64]) -> NDArray[np.float64]:
+    sums = np.zeros((labels.max() + 1, points.shape[1]))
+    np.add.at(sums, labels, points)
+    return sums / np.bincount(labels)[:, None]
