@@ -50,7 +50,7 @@ def require_runtime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise RuntimeMissing(
-            f"ONNX Runtime cannot be loaded ({_first_line(error)}): pip install 'protofleet[cpu]', "
+            f"ONNX Runtime cannot be loaded ({first_line(error)}): pip install 'protofleet[cpu]', "
             "or 'protofleet[gpu]' on a device with CUDA"
         ) from error
     return onnxruntime
@@ -99,7 +99,7 @@ class Backbone:
             features: NDArray[np.float32] = self.session.run(["feature"], {"image": images})[0]
         except Exception as error:  # ONNX Runtime has no error of its own to catch
             raise ProtofleetError(
-                f"the backbone failed on {len(images)} pictures on {self.provider}: {_first_line(error)}; "
+                f"the backbone failed on {len(images)} pictures on {self.provider}: {first_line(error)}; "
                 "a smaller --batch-size needs less memory"
             ) from error
         expected = (len(images), self.metadata.feature_size)
@@ -200,7 +200,7 @@ def _profile_once(session: Any, name: str) -> Path:
     try:
         session.run(None, {value.name: _blank(value) for value in session.get_inputs()})
     except Exception as error:
-        raise _Unavailable(f"{name} does not work here: {_first_line(error)}") from error
+        raise _Unavailable(f"{name} does not work here: {first_line(error)}") from error
     return Path(session.end_profiling())
 
 
@@ -213,12 +213,15 @@ def _create(
     profile: Path | None = None,
 ) -> Any:
     options = runtime.SessionOptions()
-    options.log_severity_level = 3
+    # What goes wrong is raised, and told by whoever catches it; ONNX Runtime need not print it as well.
+    options.log_severity_level = 4
     options.intra_op_num_threads = threads or 0
     # Waiting threads sleep: a device has other things to do than to spin for us.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # Planning memory ahead, for each size of batch, cost a fifth of it and made nothing faster.
     options.enable_mem_pattern = False
+    # It would also take a format of its own, which nobody here looks through.
+    options.add_session_config_entry("session.load_model_format", "ONNX")
     if profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
@@ -227,7 +230,7 @@ def _create(
         return runtime.InferenceSession(source, options, providers=list(providers), enable_fallback=0)
     except Exception as error:  # ONNX Runtime has no error of its own to catch
         name = file.name if isinstance(file, Path) else "the file"
-        raise BackboneMismatch(f"ONNX Runtime cannot load {name}: {_first_line(error)}") from error
+        raise BackboneMismatch(f"ONNX Runtime cannot load {name}: {first_line(error)}") from error
 
 
 def _coverage(profile: Path) -> float:
@@ -290,7 +293,7 @@ def _name_ends(ends: Sequence[tuple[str, str, list[Any]]]) -> str:
     return " and ".join(f"{name} {kind} {tuple(shape)}" for name, kind, shape in ends)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """What an error of ONNX Runtime says, without where in its source it was raised."""
     lines = str(error).strip().splitlines()
     return re.sub(r"^\S+\.cc:\d+ .*?\) ", "", lines[0])[:200].strip() if lines else type(error).__name__

@@ -185,9 +185,9 @@ def predict_command(
     )
     if backbone.note:
         click.echo(backbone.note, err=True)
-    head = open_head(kept.blobs.read(bytes.fromhex(installed["head"])), backbone=backbone)
+    head = open_head(kept.blobs.read(bytes.fromhex(installed["head"])), backbones=[backbone])
     failed = 0
-    for prediction in predict(pictures, backbone, head, top=top):
+    for prediction in predict(pictures, [backbone], head, top=top):
         if prediction.error:
             failed += 1
             click.echo(f"error: {prediction.error}", err=True)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.blobstore import state_errors
-from protocol.errors import StateError
+from protocol.errors import BackboneMismatch, StateError
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,11 @@ class FeatureCache:
         """Close the file."""
         self._db.close()
 
-    def known(self, backbone: str) -> set[str]:
-        """Identities of the pictures whose features are there."""
+    def known(self, *backbones: str) -> set[str]:
+        """Identities of the pictures whose features from all of these backbones are there."""
+        return set.intersection(*map(self._known, backbones))
+
+    def _known(self, backbone: str) -> set[str]:
         rows = self._read(
             "SELECT identity FROM features WHERE backbone = ? AND vector IS NOT NULL", (backbone,)
         )
@@ -93,15 +96,44 @@ class FeatureCache:
         with self._errors(), self._db:
             self._db.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
 
-    def chunks(self, identities: Sequence[str], backbone: str) -> Iterator[NDArray[np.float32]]:
-        """Features in the order of `identities`, float32 (up to CHUNK_ROWS, L) at a time.
+    def chunks(self, identities: Sequence[str], *backbones: str) -> Iterator[NDArray[np.float32]]:
+        """Features in the order of `identities`, those of the backbones one after the other.
+
+        Yields:
+            float32 (up to CHUNK_ROWS, L1 + ... + LK).
 
         Raises:
             StateError: features that were there are gone.
         """
         for start in range(0, len(identities), CHUNK_ROWS):
             part = identities[start : start + CHUNK_ROWS]
-            yield np.stack([self._vector(identity, backbone) for identity in part])
+            size = sum(len(self._vector(part[0], backbone)) for backbone in backbones)
+            yield self.matrix(part, *backbones, size=size)
+
+    def matrix(self, identities: Sequence[str], *backbones: str, size: int) -> NDArray[np.float32]:
+        """All features at once, in the order of `identities`, those of the backbones one after the other.
+
+        Args:
+            identities: of n pictures.
+            backbones: K of them.
+            size: L1 + ... + LK.
+
+        Returns:
+            float32 (n, size); nothing beside it takes memory in proportion to n.
+
+        Raises:
+            StateError: features that were there are gone.
+            BackboneMismatch: the backbones do not give `size` features.
+        """
+        features = np.empty((len(identities), size), np.float32)
+        for identity, row in zip(identities, features, strict=True):
+            parts = [self._vector(identity, backbone) for backbone in backbones]
+            if sum(map(len, parts)) != size:
+                raise BackboneMismatch(
+                    f"expected {size} features from {len(parts)} backbones, got {sum(map(len, parts))}"
+                )
+            np.concatenate(parts, out=row)
+        return features
 
     def _vector(self, identity: str, backbone: str) -> NDArray[np.float32]:
         rows = self._read(
@@ -111,25 +143,26 @@ class FeatureCache:
             raise StateError(f"{self._file} was changed while it was read: start again")
         return np.frombuffer(rows[0][0], dtype="<f4")
 
-    def prune(self, identities: Iterable[str], backbone: str) -> None:
+    def prune(self, identities: Iterable[str], *backbones: str) -> None:
         """Forget pictures that are gone, and backbones long out of use or in the way.
 
         Args:
             identities: of all pictures that there are.
-            backbone: the one in use.
+            backbones: those in use.
         """
         with self._errors():
             self._forget_pictures(identities)
             with self._db:
-                self._db.execute("INSERT OR REPLACE INTO backbones VALUES (?, ?)", (backbone, self._clock()))
-            others = self._read(
-                "SELECT sha256, used_s FROM backbones WHERE sha256 != ? ORDER BY used_s", (backbone,)
-            )
-            for other, used_s in others:
-                if self._clock() - used_s > OTHERS_MAX_AGE_S or self._size_bytes() > OTHERS_MAX_BYTES:
+                self._db.executemany(
+                    "INSERT OR REPLACE INTO backbones VALUES (?, ?)",
+                    [(backbone, self._clock()) for backbone in backbones],
+                )
+            for backbone, used_s in self._read("SELECT sha256, used_s FROM backbones ORDER BY used_s"):
+                old = self._clock() - used_s > OTHERS_MAX_AGE_S
+                if backbone not in backbones and (old or self._size_bytes() > OTHERS_MAX_BYTES):
                     with self._db:
-                        self._db.execute("DELETE FROM features WHERE backbone = ?", (other,))
-                        self._db.execute("DELETE FROM backbones WHERE sha256 = ?", (other,))
+                        self._db.execute("DELETE FROM features WHERE backbone = ?", (backbone,))
+                        self._db.execute("DELETE FROM backbones WHERE sha256 = ?", (backbone,))
             self._db.executescript("PRAGMA incremental_vacuum")
 
     def _forget_pictures(self, identities: Iterable[str]) -> None:

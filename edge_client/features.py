@@ -30,7 +30,7 @@ class Interrupted(ProtofleetError):
 
 @dataclass(frozen=True)
 class Extraction:
-    """How an extraction went.
+    """How an extraction went; a picture counts once for each backbone.
 
     Args:
         computed: pictures whose features were computed now.
@@ -52,9 +52,12 @@ class Refusal:
 
 
 Outcome = tuple[Picture, NDArray[np.float32] | Refusal]
-"""A picture and its feature, float32 (L,) and finite, or why it has none."""
+"""A picture and its feature, float32 (L1 + ... + LK,) and finite, or why it has none."""
 
-_Loading = tuple[Picture, Future[NDArray[np.uint8] | Refusal]]
+_Pixels = dict[Preprocessing, NDArray[np.uint8]]
+"""A picture, uint8 (H, W, 3), in each of the ways in which a backbone wants it."""
+
+_Loading = tuple[Picture, Future[_Pixels | Refusal]]
 
 
 def extract(
@@ -67,17 +70,43 @@ def extract(
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
 ) -> Extraction:
-    """Compute the features that the cache has not got.
+    """Compute the features that the cache has not got, where one backbone is all there is: `extract_all`."""
+    return extract_all(
+        pictures,
+        [backbone.sha256],
+        cache,
+        open_backbone=lambda _: backbone,
+        batch_size=batch_size,
+        workers=workers,
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
+
+
+def extract_all(
+    pictures: Sequence[Picture],
+    backbones: Sequence[str],
+    cache: FeatureCache,
+    *,
+    open_backbone: Callable[[str], Backbone],
+    batch_size: int,
+    workers: int,
+    on_progress: Callable[[int, int], None],
+    should_stop: Callable[[], bool],
+) -> Extraction:
+    """Compute the features that the cache has not got, one backbone after the other.
 
     A refused picture is not tried again until its file changes, unless what stood in the way can pass by itself.
+    One that is refused for one backbone is left out for those after it.
 
     Args:
         pictures: all of the device's pictures; the cache forgets every other one.
-        backbone: what computes.
+        backbones: digests of those in use.
         cache: where the features go, batch by batch.
+        open_backbone: opens the backbone of a digest; asked only for one that has something to compute.
         batch_size: pictures in one run of the backbone.
         workers: threads that decode and preprocess.
-        on_progress: called with the number of pictures done and of all.
+        on_progress: called with the number of pictures done and of all, each counted once a backbone.
         should_stop: asked before every run.
 
     Raises:
@@ -85,31 +114,39 @@ def extract(
         StateError: the features cannot be kept.
         ProtofleetError: the backbone fails.
     """
-    cache.prune((picture.identity for picture in pictures), backbone.sha256)
-    todo, refused = _sort_out(pictures, backbone, cache)
-    done = len(pictures) - len(todo)
-    if todo:
-        log.info("computing features of %d pictures, those of %d are known", len(todo), done)
-    cached, computed = done - len(refused), 0
-    on_progress(done, len(pictures))
-    for batch in feature_batches(
-        todo, backbone, batch_size=batch_size, workers=workers, should_stop=should_stop
-    ):
-        newly_refused = _keep(batch, backbone, cache)
-        refused |= newly_refused
-        computed += len(batch) - len(newly_refused)
-        done += len(batch)
-        on_progress(done, len(pictures))
+    cache.prune((picture.identity for picture in pictures), *backbones)
+    refused: dict[Path, str] = {}
+    computed = cached = 0
+    total = len(backbones) * len(pictures)
+    for number, sha256 in enumerate(backbones):
+        rest = [picture for picture in pictures if picture.path not in refused]
+        todo, useless = _sort_out(rest, sha256, cache)
+        refused |= useless
+        cached += len(rest) - len(todo) - len(useless)
+        done = (number + 1) * len(pictures) - len(todo)
+        on_progress(done, total)
+        if not todo:
+            continue
+        log.info("computing features of %d pictures, those of %d are known", len(todo), len(rest) - len(todo))
+        batches = feature_batches(
+            todo, [open_backbone(sha256)], batch_size=batch_size, workers=workers, should_stop=should_stop
+        )
+        for batch in batches:
+            useless = _keep(batch, sha256, cache)
+            refused |= useless
+            computed += len(batch) - len(useless)
+            done += len(batch)
+            on_progress(done, total)
     return Extraction(computed=computed, cached=cached, refused=tuple(sorted(refused.items())))
 
 
 def _sort_out(
-    pictures: Sequence[Picture], backbone: Backbone, cache: FeatureCache
+    pictures: Sequence[Picture], backbone: str, cache: FeatureCache
 ) -> tuple[list[Picture], dict[Path, str]]:
     """Split off the pictures of which nothing is known, and those that are known to be of no use."""
     todo, refused = [], {}
     for picture in pictures:
-        reason = cache.lookup(picture.identity, backbone.sha256)
+        reason = cache.lookup(picture.identity, backbone)
         if reason is None:
             todo.append(picture)
         elif reason:
@@ -117,11 +154,11 @@ def _sort_out(
     return todo, refused
 
 
-def _keep(batch: Sequence[Outcome], backbone: Backbone, cache: FeatureCache) -> dict[Path, str]:
+def _keep(batch: Sequence[Outcome], backbone: str, cache: FeatureCache) -> dict[Path, str]:
     """Put a batch into the cache, but for refusals that can pass; returns which are refused and why."""
     refused = [(picture, made) for picture, made in batch if isinstance(made, Refusal)]
     cache.put(
-        backbone.sha256,
+        backbone,
         [(picture.identity, made) for picture, made in batch if not isinstance(made, Refusal)],
         [(picture.identity, refusal.reason) for picture, refusal in refused if not refusal.may_pass],
     )
@@ -130,7 +167,7 @@ def _keep(batch: Sequence[Outcome], backbone: Backbone, cache: FeatureCache) -> 
 
 def feature_batches(
     pictures: Iterable[Picture],
-    backbone: Backbone,
+    backbones: Sequence[Backbone],
     *,
     batch_size: int,
     workers: int,
@@ -138,11 +175,13 @@ def feature_batches(
 ) -> Iterator[list[Outcome]]:
     """Compute features batch by batch, in the order of the pictures, decoding at most two batches ahead.
 
+    Each picture is decoded once, and its features from all backbones stand one after the other.
+
     Raises:
         Interrupted: `should_stop`, asked before every run, said so.
-        ProtofleetError: the backbone fails.
+        ProtofleetError: a backbone fails.
     """
-    spec = backbone.metadata.preprocessing
+    specs = {backbone.metadata.preprocessing for backbone in backbones}
     ahead = iter(pictures)
     waiting: deque[_Loading] = deque()
     with warnings.catch_warnings(), ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
@@ -151,20 +190,21 @@ def feature_batches(
         try:
             while True:
                 for picture in itertools.islice(ahead, 2 * batch_size - len(waiting)):
-                    waiting.append((picture, pool.submit(_load, picture.path, spec)))
+                    waiting.append((picture, pool.submit(_load, picture.path, specs)))
                 if not waiting:
                     return
                 if should_stop():
                     raise Interrupted("extraction was interrupted; what was computed is kept")
-                yield _compute(backbone, [waiting.popleft() for _ in range(min(batch_size, len(waiting)))])
+                yield _compute(backbones, [waiting.popleft() for _ in range(min(batch_size, len(waiting)))])
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _load(path: Path, spec: Preprocessing) -> NDArray[np.uint8] | Refusal:
-    """Decode and preprocess one picture: uint8 (H, W, 3), or why not."""
+def _load(path: Path, specs: Iterable[Preprocessing]) -> _Pixels | Refusal:
+    """Decode one picture and preprocess it in every way that is wanted, or say why not."""
     try:
-        return preprocess(decode(path), spec)
+        picture = decode(path)
+        return {spec: preprocess(picture, spec) for spec in specs}
     except UnreadablePicture as error:
         return Refusal(str(error).removeprefix(f"{path}: "), may_pass=_may_pass(error.__cause__))
     except Exception as error:  # Pillow converts and resizes here, and a picture must not end the work
@@ -176,13 +216,24 @@ def _may_pass(cause: BaseException | None) -> bool:
     return isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno is not None)
 
 
-def _compute(backbone: Backbone, loading: Sequence[_Loading]) -> list[Outcome]:
+def _compute(backbones: Sequence[Backbone], loading: Sequence[_Loading]) -> list[Outcome]:
     loaded = [(picture, future.result()) for picture, future in loading]
     pixels = [made for _, made in loaded if not isinstance(made, Refusal)]
-    features = iter(backbone.features(np.stack(pixels)) if pixels else ())
+    features = iter(_features(backbones, pixels) if pixels else ())
     return [
         (picture, made if isinstance(made, Refusal) else _finite(next(features))) for picture, made in loaded
     ]
+
+
+def _features(backbones: Sequence[Backbone], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
+    """What all backbones make of some pictures, (n, L1 + ... + LK)."""
+    return np.concatenate(
+        [
+            backbone.features(np.stack([made[backbone.metadata.preprocessing] for made in pixels]))
+            for backbone in backbones
+        ],
+        axis=1,
+    )
 
 
 def _finite(feature: NDArray[np.float32]) -> NDArray[np.float32] | Refusal:

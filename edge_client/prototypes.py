@@ -1,4 +1,4 @@
-"""The whole of FedTC's work on a device: leave the outliers of a class out, average the rest in batches."""
+"""Prototypes out of features: FedTC's, several of a class without its outliers, and plain means of classes."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +47,28 @@ def batch_prototypes(
     scores = _score(chunks, total / max(features, 1))
     kept = _closest(scores, math.ceil(Fraction(str(alpha)) * features))
     return _average(chunks, _deal(kept, batch_size=batch_size, min_images=min_images, rng=rng), len(total))
+
+
+def class_means(
+    projection: NDArray[np.float32], labels: NDArray[np.int64], *, num_classes: int, min_images: int
+) -> tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.uint32]]:
+    """Average all pictures of each class (FedPCL eq. 5, FPL eq. 2).
+
+    Args:
+        projection: float32 (n, D).
+        labels: int64 (n,), below `num_classes`.
+        num_classes: C.
+        min_images: a class with fewer pictures, or with none, has no mean.
+
+    Returns:
+        Means (p, D) float32, their classes (p,) uint32 in ascending order, and the pictures in each (p,) uint32.
+    """
+    counts = np.bincount(labels, minlength=num_classes)
+    classes = np.flatnonzero(counts >= max(min_images, 1))
+    means = np.empty((len(classes), projection.shape[1]), np.float32)
+    for row, label in enumerate(classes):
+        means[row] = projection[labels == label].mean(axis=0, dtype=np.float64)
+    return means, classes.astype(np.uint32), counts[classes].astype(np.uint32)
 
 
 def _check_settings(*, alpha: float, batch_size: int, min_images: int) -> None:

@@ -226,7 +226,7 @@ class Worker:
         kept, reference = self._kept, install.head
         backbone = self._open_backbone(install.manifest)
         head = open_head(
-            kept.blobs.read(reference.head.digest), backbone=backbone, classes=install.manifest.classes
+            kept.blobs.read(reference.head.digest), backbones=[backbone], classes=install.manifest.classes
         )
         evaluation = evaluate_head(
             head,

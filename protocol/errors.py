@@ -25,6 +25,10 @@ class BackboneMismatch(ProtofleetError):
     """A backbone or head that is not the one the task names."""
 
 
+class GraphRefused(ProtofleetError):
+    """A graph from outside that is not run, or tensors that do not fit it."""
+
+
 class UnreadablePicture(ProtofleetError):
     """A picture that cannot be decoded."""
 

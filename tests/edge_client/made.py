@@ -1,5 +1,6 @@
 """Pictures, backbones and heads made for the device's tests."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -52,15 +53,15 @@ def choosy(folder: Path) -> Backbone:
 
 
 def linear_head(
-    backbone: Backbone,
+    backbones: Sequence[Backbone],
     weights: np.ndarray[tuple[int, int], np.dtype[np.float32]],
     *,
     softmax: bool = True,
     classes: tuple[str, ...] = CLASSES,
-    backbone_sha256: str | None = None,
+    sha256s: tuple[str, ...] = (),
 ) -> bytes:
-    """A head file that is one matrix, float32 (L, C), for a backbone."""
-    size = backbone.metadata.feature_size
+    """A head file that is one matrix, float32 (L, C), for some backbones."""
+    size = sum(backbone.metadata.feature_size for backbone in backbones)
     outcome = "Softmax" if softmax else "Identity"
     graph = helper.make_graph(
         [
@@ -80,7 +81,7 @@ def linear_head(
         classes=classes,
         version=3,
         task="0" * 64,
-        backbones=(backbone_sha256 or backbone.sha256,),
+        backbones=sha256s or tuple(backbone.sha256 for backbone in backbones),
         feature_size=size,
         training={},
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edge_client.feature_cache import OTHERS_MAX_AGE_S, FeatureCache
-from protocol.errors import StateError
+from protocol.errors import BackboneMismatch, StateError
 from tests.faults import full_disk, open_folder, read_only
 
 ANY_NAME = st.binary(max_size=40).map(lambda name: name.decode(errors="surrogateescape"))
@@ -60,6 +60,46 @@ def test_chunks_are_small_and_in_order(tmp_path: Path) -> None:
     assert [chunk.shape for chunk in chunks] == [(256, 8), (256, 8), (88, 8)]
     assert all(chunk.dtype == np.float32 for chunk in chunks)
     assert np.concatenate(chunks)[:, 0].tolist() == [float(number) for number in reversed(range(600))]
+
+
+def test_features_of_several_backbones_stand_one_after_the_other(tmp_path: Path) -> None:
+    """Chunks and the whole matrix have a column for every feature, in the order of the backbones."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    cache.put("b", rows(300, length=2), [])
+    cache.put("c", [(name, -vector) for name, vector in rows(300, length=3)], [])
+    order = [str(number) for number in reversed(range(300))]
+    numbers = np.arange(299.0, -1, -1)[:, None]
+    expected = np.concatenate([-numbers, -numbers, -numbers, numbers, numbers], axis=1)
+    np.testing.assert_array_equal(cache.matrix(order, "c", "b", size=5), expected)
+    chunks = list(cache.chunks(order, "c", "b"))
+    assert [len(chunk) for chunk in chunks] == [256, 44]
+    np.testing.assert_array_equal(np.concatenate(chunks), expected)
+    assert cache.matrix([], "c", "b", size=5).shape == (0, 5)
+    with pytest.raises(BackboneMismatch, match="expected 4 features from 2 backbones, got 5"):
+        cache.matrix(order, "c", "b", size=4)
+
+
+def test_a_picture_is_known_to_several_backbones_if_it_is_to_each(tmp_path: Path) -> None:
+    """What one backbone has not seen, or refuses, is not known to all."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    cache.put("b", rows(4), [])
+    cache.put("c", rows(2, start=1), [("0", "broken")])
+    assert cache.known("b", "c") == {"1", "2"}
+
+
+def test_a_task_may_use_several_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of those in use is forgotten, however large and old the cache is."""
+    now = [1e9]
+    cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
+    identities = [identity for identity, _ in rows(3)]
+    for backbone in ("one", "two", "other"):
+        cache.prune(identities, backbone)
+        cache.put(backbone, rows(3), [])
+    now[0] += 2 * OTHERS_MAX_AGE_S
+    monkeypatch.setattr("edge_client.feature_cache.OTHERS_MAX_BYTES", 0)
+    cache.prune(identities, "one", "two")
+    assert cache.known("one", "two") == set(identities)
+    assert cache.known("other") == set()
 
 
 def test_pictures_that_are_gone_are_forgotten_and_their_room_given_back(tmp_path: Path) -> None:

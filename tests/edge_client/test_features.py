@@ -5,15 +5,17 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from edge_client.backbone import Backbone
 from edge_client.feature_cache import FeatureCache
-from edge_client.features import Extraction, Interrupted, extract, feature_batches
+from edge_client.features import Extraction, Interrupted, extract, extract_all, feature_batches
 from edge_client.images import Picture, decode, find_pictures
 from protocol.errors import StateError
 from protocol.preprocessing import preprocess
@@ -81,6 +83,81 @@ def test_only_what_changed_is_computed(tmp_path: Path) -> None:
     assert run(pictures, backbone, cache)[0] == Extraction(computed=1, cached=4, refused=())
     assert cache.known(backbone.sha256) == {picture.identity for picture in pictures}
     assert run(pictures, tiny(tmp_path, seed=1), cache)[0].computed == 5
+
+
+def run_all(
+    pictures: tuple[Picture, ...], backbones: list[Backbone], cache: FeatureCache
+) -> tuple[Extraction, list[str], list[tuple[int, int]]]:
+    """Extract with several backbones; returns which were opened and what on_progress was told as well."""
+    by_digest = {backbone.sha256: backbone for backbone in backbones}
+    opened: list[str] = []
+    told: list[tuple[int, int]] = []
+
+    def open_backbone(sha256: str) -> Backbone:
+        opened.append(sha256)
+        return by_digest[sha256]
+
+    extraction = extract_all(
+        pictures,
+        list(by_digest),
+        cache,
+        open_backbone=open_backbone,
+        batch_size=4,
+        workers=2,
+        on_progress=lambda done, total: told.append((done, total)),
+        should_stop=lambda: False,
+    )
+    return extraction, opened, told
+
+
+def test_several_backbones_are_run_one_after_the_other(tmp_path: Path) -> None:
+    """Each computes what is missing of its own features and is opened only then; progress counts them all."""
+    data = write_pictures(tmp_path / "data", count=3)
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    one, two = tiny(tmp_path), tiny(tmp_path, seed=1, feature_size=5)
+    run(find_pictures(data, CLASSES), one, cache)
+    extraction, opened, told = run_all(find_pictures(data, CLASSES), [one, two], cache)
+    assert extraction == Extraction(computed=6, cached=6, refused=())
+    assert opened == [two.sha256]
+    assert told == [(6, 12), (6, 12), (10, 12), (12, 12)]
+    extraction, opened, told = run_all(find_pictures(data, CLASSES), [one, two], cache)
+    assert extraction == Extraction(computed=0, cached=12, refused=())
+    assert opened == []
+    write_pictures(data, count=4)
+    extraction, opened, _ = run_all(find_pictures(data, CLASSES), [one, two], cache)
+    assert (extraction.computed, opened) == (2 * 8, [one.sha256, two.sha256])
+
+
+def test_a_picture_that_one_backbone_refuses_is_left_out_for_all(tmp_path: Path) -> None:
+    """It is named once, those after it do not try it, and a restart opens none of them for it."""
+    data = write_pictures(tmp_path / "data", count=2)
+    Image.new("RGB", (12, 10), "white").save(data / "cat" / "white.png")
+    (data / "dog" / "junk.png").write_text("junk")
+    backbones = [tiny(tmp_path), choosy(tmp_path), tiny(tmp_path, seed=1)]
+    pictures, cache = find_pictures(data, CLASSES), FeatureCache(tmp_path / "features.sqlite")
+    extraction, _, told = run_all(pictures, backbones, cache)
+    assert extraction.computed == 5 + 4 + 4
+    assert [path.name for path, _ in extraction.refused] == ["white.png", "junk.png"]
+    assert "NaN" in extraction.refused[0][1]
+    assert told[-1] == (18, 18)
+    known = cache.known(*(backbone.sha256 for backbone in backbones))
+    assert known == {picture.identity for picture in pictures if picture.path.stem.isdigit()}
+    again, opened, _ = run_all(pictures, backbones, cache)
+    assert again == Extraction(computed=0, cached=13, refused=extraction.refused)
+    assert opened == []
+
+
+def test_one_pass_gives_the_features_of_all_backbones(tmp_path: Path) -> None:
+    """Each picture is decoded once for all of them, also where they want different sizes."""
+    pictures = find_pictures(write_pictures(tmp_path / "data", count=3), CLASSES)
+    one, two = tiny(tmp_path), tiny(tmp_path, seed=1, feature_size=5)
+    grown = msgspec.structs.replace(two.metadata.preprocessing, crop_pct=0.5)
+    two = replace(two, metadata=msgspec.structs.replace(two.metadata, preprocessing=grown))
+    (batch,) = feature_batches(pictures, [one, two], batch_size=9, workers=1)
+    for backbone, columns in ((one, slice(0, 16)), (two, slice(16, 21))):
+        pixels = np.stack([preprocess(decode(p.path), backbone.metadata.preprocessing) for p in pictures])
+        found = np.stack([feature for _, feature in batch])[:, columns]  # type: ignore[misc]
+        np.testing.assert_allclose(found, backbone.features(pixels), rtol=1e-5)
 
 
 def test_an_interruption_keeps_what_was_computed(tmp_path: Path) -> None:
@@ -156,7 +233,7 @@ def test_the_cut_into_batches_changes_nothing(tmp_path: Path) -> None:
     backbone = tiny(tmp_path)
     made = []
     for batch_size, workers in ((1, 1), (7, 4), (100, 2)):
-        batches = list(feature_batches(pictures, backbone, batch_size=batch_size, workers=workers))
+        batches = list(feature_batches(pictures, [backbone], batch_size=batch_size, workers=workers))
         assert [picture for batch in batches for picture, _ in batch] == list(pictures)
         assert max(map(len, batches)) <= batch_size
         made.append(np.stack([feature for batch in batches for _, feature in batch]))  # type: ignore[misc]
@@ -176,7 +253,7 @@ def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
             yield picture
 
     done = 0
-    for batch in feature_batches(one_by_one(), tiny(tmp_path), batch_size=4, workers=2):
+    for batch in feature_batches(one_by_one(), [tiny(tmp_path)], batch_size=4, workers=2):
         done += len(batch)
         assert taken <= done + 4
     assert done == len(found)

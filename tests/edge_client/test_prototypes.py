@@ -1,3 +1,4 @@
+import random
 from itertools import pairwise
 
 import numpy as np
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from edge_client.prototypes import batch_prototypes
+from edge_client.prototypes import batch_prototypes, class_means
 from protocol.errors import ConfigError, ProtofleetError
 
 Features = NDArray[np.float32]
@@ -190,3 +191,28 @@ def test_min_images_out_of_range_is_refused(batch_size: int, min_images: int) ->
     """A promise of more pictures per prototype than a batch holds could not be kept."""
     with pytest.raises(ConfigError, match="min_images"):
         _prototypes_of(_random_features(10), batch_size=batch_size, min_images=min_images)
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_class_means_are_the_means_of_the_classes(
+    labels: list[int], min_images: int, shuffler: random.Random
+) -> None:
+    """Every class with enough pictures has its plain mean, whatever the order; no other class has any."""
+    projection = _random_features(len(labels), size=4)
+    means, classes, counts = class_means(
+        projection, np.array(labels, np.int64), num_classes=7, min_images=min_images
+    )
+    wanted = [label for label in range(7) if labels.count(label) >= max(min_images, 1)]
+    assert classes.tolist() == wanted
+    assert counts.tolist() == [labels.count(label) for label in wanted]
+    assert means.shape == (len(wanted), 4)
+    for mean, label in zip(means, wanted, strict=True):
+        of_class = projection[np.array(labels) == label].astype(np.float64)
+        np.testing.assert_allclose(mean, of_class.mean(axis=0), rtol=1e-6)
+    order = list(range(len(labels)))
+    shuffler.shuffle(order)
+    moved = class_means(
+        projection[order], np.array(labels, np.int64)[order], num_classes=7, min_images=min_images
+    )
+    np.testing.assert_allclose(moved[0], means, rtol=1e-6)
+    assert moved[1].tolist() == wanted

@@ -69,7 +69,7 @@ def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:
     message = read_message(payload)
     assert isinstance(message, Submission)
     assert message.sequence == 7
-    taken = check_submission(message, Expectation(TASK, _manifest(), feature_size=16))
+    taken = check_submission(message, Expectation(TASK, _manifest(), 16))
     np.testing.assert_array_equal(taken.values, prepared.prototypes.astype(np.float32))
     np.testing.assert_array_equal(taken.counts, prepared.counts)
 
@@ -131,7 +131,7 @@ def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
     local, manifest = _local(data, holdout=0.4), _manifest()
     prepared = _prepare(tmp_path, local, manifest)
     backbone = tiny(tmp_path)
-    head = open_head(linear_head(backbone, np.zeros((16, 2), dtype=np.float32)), backbone=backbone)
+    head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
     evaluation = evaluate_head(
         head,
         task=TASK,
@@ -149,7 +149,7 @@ def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
 def test_pictures_that_are_not_the_tasks_do_not_stand_in_a_heads_way(tmp_path: Path) -> None:
     """A folder that is no class, or a disk that is away, leaves nothing to evaluate on; the head is good."""
     backbone = tiny(tmp_path)
-    head = open_head(linear_head(backbone, np.zeros((16, 2), dtype=np.float32)), backbone=backbone)
+    head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
     data = write_pictures(tmp_path / "data", count=2, classes=("cat", "zebra"))
     for folder in (data, tmp_path / "away"):
         evaluation = evaluate_head(
