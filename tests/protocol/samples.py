@@ -17,10 +17,13 @@ from protocol.messages import (
     HeadManifest,
     Message,
     Presence,
+    Program,
     Receipt,
+    RoundManifest,
     Submission,
     TaskManifest,
     Tensor,
+    Tensors,
 )
 
 _DIGEST = bytes(range(32))
@@ -35,6 +38,22 @@ SAMPLES: tuple[Message | Frame, ...] = (
         batch_size=5,
         min_images=2,
         seed=7,
+        program=Program(
+            init=BlobRef(digest=_DIGEST, size_bytes=1, name="init.onnx"),
+            step=BlobRef(digest=_DIGEST, size_bytes=2, name="step.onnx"),
+            project=BlobRef(digest=_DIGEST, size_bytes=3, name="project.onnx"),
+            head=BlobRef(digest=_DIGEST, size_bytes=4, name="head.onnx"),
+            kept=("weight", "bias"),
+            uploaded=("weight",),
+            batch_size=32,
+        ),
+    ),
+    RoundManifest(
+        task=_DIGEST,
+        number=2,
+        rounds=60,
+        epochs=1,
+        tensors=BlobRef(digest=_DIGEST, size_bytes=5, name="round-2"),
     ),
     HeadManifest(
         task=_DIGEST,
@@ -43,6 +62,8 @@ SAMPLES: tuple[Message | Frame, ...] = (
         devices=10,
         prototypes=220,
         metrics={"loss": 0.25},
+        round=2,
+        tensors=BlobRef(digest=_DIGEST, size_bytes=5, name="round-3"),
     ),
     Presence(state="online", epoch=1_700_000_000),
     DeviceInfo(
@@ -52,6 +73,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         backbones=(_DIGEST,),
         pictures={"cat": 40, "Großer Käfer": 0},
         refused=1,
+        problem="the step of round 2 diverged",
     ),
     Submission(
         task=_DIGEST,
@@ -61,6 +83,9 @@ SAMPLES: tuple[Message | Frame, ...] = (
         counts=to_tensor(np.array([5, 300], dtype=np.uint16)),
         pictures=306,
         left_out=(1,),
+        round=2,
+        tensors={"weight": to_tensor(np.array([0.5], dtype=np.float16))},
+        loss=1.5,
     ),
     Evaluation(task=_DIGEST, head_version=3, right=(8, 0), wrong=(1, 2)),
     Frame(v=1, digest=_DIGEST, size_bytes=70_000, offset=61_440, data=b"bytes of a blob"),
@@ -73,6 +98,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         sequence=4,
     ),
     BlobRequest(digest=_DIGEST, offset=61_440, length=983_040),
+    Tensors(values={"prototypes": to_tensor(np.array([[0.0, 1.0]], dtype=np.float16))}),
 )
 
 _natural = st.integers(0, 2**63 - 1)
@@ -90,6 +116,18 @@ _tensor = st.builds(
     shape=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
     data=st.binary(max_size=200),
 )
+_tensor_names = st.from_regex(r"[a-z][a-z0-9_]{0,63}", fullmatch=True)
+_tensor_map = st.dictionaries(_tensor_names, _tensor, max_size=4)
+_program = st.builds(
+    Program,
+    init=_blob_ref,
+    step=_blob_ref,
+    project=_blob_ref,
+    head=_blob_ref,
+    kept=st.lists(_tensor_names, max_size=4).map(tuple),
+    uploaded=st.lists(_tensor_names, max_size=4).map(tuple),
+    batch_size=st.integers(1, 65535),
+)
 
 
 def _version_one(message_type: type[Any], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -100,13 +138,22 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
     _version_one(
         TaskManifest,
         fleet=_name,
-        algorithm=st.just("fedtc"),
+        algorithm=_name,
         classes=st.lists(_class_name, min_size=1, max_size=20).map(tuple),
         backbones=st.lists(_blob_ref, min_size=1, max_size=16).map(tuple),
         alpha=st.floats(0, 1, exclude_min=True),
         batch_size=st.integers(1, 65535),
         min_images=st.integers(1, 65535),
         seed=_natural,
+        program=st.none() | _program,
+    ),
+    _version_one(
+        RoundManifest,
+        task=_digest,
+        number=_natural,
+        rounds=_positive,
+        epochs=st.integers(0, 65535),
+        tensors=_blob_ref,
     ),
     _version_one(
         HeadManifest,
@@ -116,6 +163,8 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         devices=_positive,
         prototypes=_positive,
         metrics=st.dictionaries(_text, st.floats(allow_nan=False), max_size=32),
+        round=st.none() | _natural,
+        tensors=st.none() | _blob_ref,
     ),
     _version_one(Presence, state=st.sampled_from(["online", "stopped", "offline"]), epoch=_natural),
     _version_one(
@@ -126,6 +175,7 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         backbones=st.lists(_digest, max_size=5).map(tuple),
         pictures=st.dictionaries(_class_name, _natural, max_size=20),
         refused=_natural,
+        problem=_text,
     ),
     _version_one(
         Submission,
@@ -136,6 +186,9 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         counts=_tensor,
         pictures=_natural,
         left_out=_per_class,
+        round=_natural,
+        tensors=_tensor_map,
+        loss=st.none() | st.floats(allow_nan=False),
     ),
     _version_one(Evaluation, task=_digest, head_version=_positive, right=_per_class, wrong=_per_class),
     _version_one(
@@ -153,5 +206,6 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
     _version_one(
         BlobRequest, digest=_digest, offset=_byte_count, length=st.integers(1, 16 * MAX_CHUNK_BYTES)
     ),
+    _version_one(Tensors, values=_tensor_map),
 )
 """Any valid message of protocol version 1."""

@@ -25,6 +25,7 @@ from protocol.messages import (
     HeadManifest,
     Message,
     Presence,
+    Program,
     Receipt,
     Submission,
     TaskManifest,
@@ -57,7 +58,7 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 def test_every_type_of_the_wire_has_a_sample() -> None:
     """The samples, on which other tests stand, leave out no type."""
-    assert {type(sample) for sample in SAMPLES} | {BlobRef, Tensor} == set(WIRE_TYPES)
+    assert {type(sample) for sample in SAMPLES} | {BlobRef, Program, Tensor} == set(WIRE_TYPES)
 
 
 @given(MESSAGES)
@@ -198,7 +199,7 @@ OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
     (TaskManifest, {"batch_size": 65536}),
     (TaskManifest, {"batch_size": 5.5}),
     (TaskManifest, {"min_images": 0}),
-    (TaskManifest, {"algorithm": "pickle"}),
+    (TaskManifest, {"algorithm": "a b"}),
     (HeadManifest, {"version": 0}),
     (HeadManifest, {"task": bytes(31)}),
     (HeadManifest, {"task": bytes(33)}),

@@ -25,6 +25,8 @@ ALIASES = {
     "positive": messages.Positive,
     "byte count": messages.ByteCount,
     "per class": messages.PerClass,
+    "tensor name": messages.TensorName,
+    "tensor map": messages.TensorMap,
     "reason": messages.Reason,
     "int": int,
     "float": float,
@@ -161,7 +163,15 @@ def test_the_words_for_types_are_explained() -> None:
     """Every word that the tables use stands in the list of types, with its bound."""
     rows = {row[0]: row[1] for row in _rows(_section("## Types"))}
     assert rows.keys() == ALIASES.keys()
-    for word, number in {"name": 64, "text": 256, "class name": 128, "digest": 32, "per class": 4096}.items():
+    for word, number in {
+        "name": 64,
+        "text": 256,
+        "class name": 128,
+        "digest": 32,
+        "per class": 4096,
+        "tensor name": 64,
+        "tensor map": 64,
+    }.items():
         assert str(number) in rows[word].replace(",", "")
     assert f"{messages.MAX_BLOB_BYTES:,}" in rows["byte count"]
 

@@ -10,10 +10,12 @@ from protocol.errors import BackboneMismatch
 from protocol.metadata import (
     PROPERTY,
     BackboneMetadata,
+    GraphMetadata,
     HeadMetadata,
     ModelMetadata,
     Parity,
     backbone_metadata,
+    graph_metadata,
     head_metadata,
     model_metadata,
     to_properties,
@@ -38,7 +40,22 @@ HEAD = HeadMetadata(
     feature_size=512,
     training={"epochs": 15.0},
 )
-READERS: list[Callable[[Mapping[str, str]], object]] = [backbone_metadata, head_metadata, model_metadata]
+GRAPH = GraphMetadata(
+    role="step",
+    algorithm="fedpcl",
+    classes=10,
+    feature_size=1280,
+    projection_size=256,
+    opset=18,
+    runtime_min="1.14",
+    runtime_max="1.31.0",
+)
+READERS: list[Callable[[Mapping[str, str]], object]] = [
+    backbone_metadata,
+    head_metadata,
+    graph_metadata,
+    model_metadata,
+]
 
 
 def test_what_is_written_is_read() -> None:
@@ -46,6 +63,7 @@ def test_what_is_written_is_read() -> None:
     model = ModelMetadata(backbone=BACKBONE, head=HEAD)
     assert backbone_metadata(to_properties(BACKBONE)) == BACKBONE
     assert head_metadata(to_properties(HEAD)) == HEAD
+    assert graph_metadata(to_properties(GRAPH)) == GRAPH
     assert model_metadata(to_properties(model)) == model
 
 
@@ -84,6 +102,8 @@ def test_a_head_is_no_backbone() -> None:
         backbone_metadata(to_properties(HEAD))
     with pytest.raises(BackboneMismatch, match=r"head\.onnx"):
         head_metadata(to_properties(BACKBONE))
+    with pytest.raises(BackboneMismatch, match="graph of a program"):
+        graph_metadata(to_properties(HEAD))
 
 
 def test_every_cut_of_the_metadata_is_refused() -> None:

@@ -73,6 +73,7 @@ def test_every_channel_says_whether_it_is_retained() -> None:
     assert RETAINED.keys() == {*DEVICE_CHANNELS, *FLEET_CHANNELS}
     assert {channel for channel, retained in RETAINED.items() if retained} == {
         "task",
+        "round",
         "head",
         "state",
         "info",
