@@ -48,7 +48,7 @@ def head_to_onnx(head: nn.Module, *, metadata: HeadMetadata) -> bytes:
         A file with input `feature` float32 (n, L) and outputs `logits` and `probabilities` float32 (n, C).
     """
     example = torch.zeros(2, metadata.feature_size)
-    with _quiet():
+    with quiet():
         program = torch.onnx.export(
             _Outputs(head).eval(),
             (example,),
@@ -60,10 +60,10 @@ def head_to_onnx(head: nn.Module, *, metadata: HeadMetadata) -> bytes:
             external_data=False,
             verbose=False,
         )
-    return _finished(_without_notes(program), metadata)
+    return _finished(without_notes(program), metadata)
 
 
-def _without_notes(program: Any) -> onnx.ModelProto:
+def without_notes(program: Any) -> onnx.ModelProto:
     """The graph without the exporter's notes, which are stack traces with the paths of this machine."""
     model: onnx.ModelProto = program.model_proto
     graph = model.graph
@@ -145,7 +145,7 @@ def _opset(model: onnx.ModelProto) -> int:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the exporter's chatter out of the log."""
     logging.disable(logging.WARNING)
     try:

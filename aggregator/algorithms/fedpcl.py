@@ -13,7 +13,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from scipy.cluster.hierarchy import fcluster, linkage
 
-from aggregator.algorithms.program import Contribution, by_device, class_means
+from aggregator.algorithms.program import Contribution, Functions, by_device, class_means
 
 _Rate = Annotated[float, Meta(gt=0, le=10)]
 _Count = Annotated[int, Meta(ge=1, le=100_000)]
@@ -126,6 +126,18 @@ class FedPCL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "index": (index if own else np.arange(num_classes)[None]).astype(np.uint32),
             "present": (total > 0).astype(np.uint8),
         }
+
+    def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
+        """Return what devices run; imports torch.
+
+        Args:
+            feature_size: L.
+            num_classes: C.
+            seed: of the first projection, the same on every device.
+        """
+        from aggregator.algorithms import fedpcl_step
+
+        return fedpcl_step.functions(self, feature_size=feature_size, num_classes=num_classes, seed=seed)
 
     def _capped(
         self, padded: NDArray[np.float32], counts: NDArray[np.float64], seed: int

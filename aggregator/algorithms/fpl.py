@@ -13,7 +13,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from aggregator.algorithms.finch import coarsest
-from aggregator.algorithms.program import Contribution, by_device
+from aggregator.algorithms.program import Contribution, Functions, by_device
 from protocol.errors import ProtofleetError
 
 _PARAMETERS = ("adapter_weight", "adapter_bias", "classifier_weight", "classifier_bias")
@@ -121,6 +121,19 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 change = _change(part, name, model[name].shape)
                 model[name] += np.float32(weight / max(sum(weights), 1.0)) * change
         return {**model, **_pooled_prototypes(parts, num_classes, self.adapter_size)}
+
+    def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
+        """Return what devices run; imports torch.
+
+        Args:
+            feature_size: L.
+            num_classes: C.
+            seed: does not matter: round 0 ships the first model.
+        """
+        from aggregator.algorithms import fpl_step
+
+        del seed
+        return fpl_step.functions(self, feature_size=feature_size, num_classes=num_classes)
 
 
 def _change(part: Contribution, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:

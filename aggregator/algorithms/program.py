@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
 ABSENT_LOGIT = -1e4
 """What a class that nobody has gets in a head: its probability is 0 in float32, and it fits a float16 runtime."""
@@ -60,6 +61,11 @@ class Functions:
         head: `feature`, the state, the round and the local prototypes to `logits` and `probabilities` (n, C).
         dimensions: the axes that differ from device to device or from round to round, by tensor: the name of
             each axis, or None where its length is fixed. A tensor that is not in it has fixed axes alone.
+        parameters: the tensors of the state that are learnt.
+        objective: what `step` descends, for torch to differentiate: the tensors that `step` takes to its loss.
+        optimizer: the torch optimiser that `step` writes out.
+        gradients: the state before and after the very first step, to the gradient of each parameter, without
+            weight decay.
     """
 
     init: Function
@@ -67,6 +73,10 @@ class Functions:
     project: Function
     head: Function
     dimensions: Mapping[str, tuple[str | None, ...]]
+    parameters: tuple[str, ...]
+    objective: "Callable[[Mapping[str, Tensor]], Tensor]"
+    optimizer: "Callable[[Sequence[Tensor]], Optimizer]"
+    gradients: "Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]"
 
 
 class Algorithm(Protocol):

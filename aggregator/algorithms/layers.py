@@ -1,0 +1,43 @@
+"""What the algorithms compute alike on devices, in torch operations that ONNX has as well."""
+
+import torch
+from torch import Tensor
+
+NEVER = -1e9
+"""In place of a logit that does not count: its exponential is 0, and what is multiplied with 0 later is finite."""
+
+
+def statistics(feature: Tensor, *, standardise: bool) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation of each feature, (L,) each, to standardise with; 0 and 1 leave it as it is.
+
+    A feature that hardly moves among few pictures would be blown up elsewhere: no deviation is less than a hundredth
+    of the mean one. Of no rows, the mean is 0 and the deviation 1.
+
+    Args:
+        feature: (n, L), n >= 0.
+        standardise: whether to look at the features at all.
+    """
+    if not standardise:
+        return feature.new_zeros(feature.shape[1]), feature.new_ones(feature.shape[1])
+    rows = torch.ones_like(feature[:, :1]).sum().clamp_min(1)
+    mean = feature.sum(dim=0) / rows
+    deviation = ((feature - mean).square().sum(dim=0) / rows).sqrt()
+    floor = deviation.mean() / 100
+    return mean, torch.where(floor > 0, torch.maximum(deviation, floor), torch.ones_like(deviation))
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Divide rows by their Euclidean length; what has none stays zero."""
+    return rows / rows.square().sum(dim=1, keepdim=True).clamp_min(1e-12).sqrt()
+
+
+def log_sum_exp(logits: Tensor, counts: Tensor) -> Tensor:
+    """Return log sum exp over the last axis where `counts`, which broadcasts; finite even where nothing counts."""
+    masked = torch.where(counts, logits, NEVER)
+    top = masked.amax(dim=-1, keepdim=True).detach()
+    return (masked - top).exp().sum(dim=-1).log() + top.squeeze(-1)
+
+
+def one_hot(labels: Tensor, num_classes: int) -> Tensor:
+    """Return bool (n, C), true at each row's label."""
+    return labels[:, None] == torch.arange(num_classes)
