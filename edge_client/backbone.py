@@ -1,6 +1,7 @@
 """The frozen backbone in ONNX Runtime: pictures (n, H, W, 3) to features (n, L), on what can run it."""
 
 import contextlib
+import ctypes
 import io
 import json
 import re
@@ -158,6 +159,12 @@ def open_session(file: Path | bytes, *, provider: Provider, threads: int | None)
         if coverage >= LEAST_COVERAGE:
             return Session(session, name, _note(reasons, name))
     return Session(_create(runtime, file, [_CPU], threads), "cpu", _note(reasons, "cpu"))
+
+
+def release_memory() -> None:
+    """Give back to the system what closed sessions have left behind, where the C library can (glibc's)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Unavailable(Exception):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.backbone import Backbone
+from edge_client.backbone import Backbone, release_memory
 from edge_client.feature_cache import FeatureCache
 from edge_client.images import Picture, decode
 from protocol.errors import ProtofleetError, UnreadablePicture
@@ -137,6 +137,7 @@ def extract_all(
             computed += len(batch) - len(useless)
             done += len(batch)
             on_progress(done, total)
+        release_memory()
     return Extraction(computed=computed, cached=cached, refused=tuple(sorted(refused.items())))
 
 

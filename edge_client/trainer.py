@@ -18,7 +18,7 @@ from edge_client.features import Interrupted
 from edge_client.graph import Graph, Slot, Tensors, bind, failed, fit
 from protocol.errors import GraphRefused, ProtofleetError
 
-CHUNK_ROWS = 256
+CHUNK_ROWS = 64
 """Features projected at once."""
 
 _LOSS, _NEXT = "loss", "next_"
@@ -106,10 +106,11 @@ def first_state(
     Raises:
         GraphRefused: the graph fails, or a tensor is not like the one it replaces, or not finite.
     """
-    state = init.run({"feature": feature})
-    for name, given in state.items():
-        slot = Slot(given.dtype, given.shape)
-        state[name] = fit(name, tensors.get(name, kept.get(name, given)), slot)
+    state = {}
+    for name, made in init.run({"feature": feature}).items():
+        array = fit(name, tensors.get(name, kept.get(name, made)), Slot(made.dtype, made.shape))
+        # What ONNX Runtime made lies in memory of the session, which a view would keep alive, all of it.
+        state[name] = array.copy()
     broken = _not_finite(state)
     if broken:
         raise GraphRefused(f"the state to begin with is not finite: {broken}")

@@ -237,6 +237,11 @@ def test_a_round_begins_with_what_was_kept_and_what_it_brings() -> None:
     run(Checkpoint(state), schedule=Schedule(epochs=1, batch_size=4, seed=()))
 
 
+def test_a_state_holds_on_to_no_session() -> None:
+    """Its arrays are no views of ONNX Runtime's memory, of which one would keep all that `init` took."""
+    assert all(array.flags.owndata for array in begin().values())
+
+
 def test_a_state_begins_without_any_picture() -> None:
     """A device that has none has a state all the same."""
     state = first_state(opened("init"), feature=FEATURE[:0], kept={}, tensors={})
