@@ -35,7 +35,7 @@ def cli() -> None:
     required=True,
     envvar="PROTOFLEET_TASK",
     show_envvar=True,
-    help="TOML file: fleet, classes, backbone, quorum, ...",
+    help="TOML file: fleet, classes, backbones, quorum, ...",
 )
 @state_option
 @click.option(
@@ -58,24 +58,25 @@ def cli() -> None:
 def run_command(*, task: Path, state: Path, broker: str, embedded_broker: bool, verbose: bool) -> None:
     """Serve a fleet until interrupted."""
     from aggregator.broker import EmbeddedBroker
-    from aggregator.config import load_task, read_backbone
+    from aggregator.config import load_task
     from aggregator.service import Aggregator
     from aggregator.store import Store, open_folder
+    from aggregator.task import prepare_task
     from protocol.session import parse_broker
 
     start_logging(verbose=verbose)
-    _require("onnx", "onnxscript", "onnxruntime", "torch")
+    _require("onnx", "onnxscript", "onnxruntime", "scipy", "torch")
     address = parse_broker(broker)
-    task_file, backbone = load_task(task)
-    metadata = read_backbone(backbone)
+    task_file, backbones = load_task(task)
     store = Store(open_folder(state))
     store.lock()
     stop_on_terminate()
+    prepared = prepare_task(task_file, backbones, store=store)
     embedded = EmbeddedBroker(address) if embedded_broker else None
     if embedded is not None:
         embedded.start()
     try:
-        Aggregator(task=task_file, backbone=backbone, metadata=metadata, store=store, broker=address).run()
+        Aggregator(prepared, store, broker=address).run()
     finally:
         store.close()
         if embedded is not None:

@@ -1,17 +1,20 @@
 """The task file: what the fleet works on, read from TOML; a wrong one is refused with the line and the reason."""
 
 import difflib
+import itertools
 import re
 import tomllib
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fpl import FPL
 from aggregator.rounds import Settings
 from protocol.errors import ConfigError
 from protocol.messages import MAX_CLASSES, ClassName, Name, Natural
@@ -40,14 +43,22 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: Natural = 0
 
 
+class Rounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[rounds]`: when a round closes, beside `quorum` and `deadline_s`."""
+
+    grace_s: Annotated[float, Meta(ge=0, le=1e9)] = 5.0
+    min_devices: Annotated[int, Meta(ge=1)] = 1
+    staleness: Annotated[int, Meta(ge=0, le=100_000)] = 1
+
+
 class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
-    backbones: Annotated[tuple[str, ...], Meta(min_length=1, max_length=1)]
+    backbones: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)]
     """Paths of ONNX files, from the task file's own folder."""
     fleet: Name = "default"
-    algorithm: Literal["fedtc"] = "fedtc"
+    algorithm: Literal["fedtc", "fedpcl", "fpl"] = "fedtc"
     quorum: Annotated[int, Meta(ge=1)] = 1
     deadline_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
     retrain_after: Annotated[int, Meta(ge=1)] = 1
@@ -56,22 +67,42 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The only devices that may take part; left out, any may."""
     client: Client = Client()
     training: Training = Training()
+    rounds: Rounds = Rounds()
+    fedpcl: FedPCL = FedPCL()
+    fpl: FPL = FPL()
+
+    @property
+    def learning(self) -> FedPCL | FPL | None:
+        """How devices learn in rounds; None if they do not."""
+        algorithms: dict[str, FedPCL | FPL] = {"fedpcl": self.fedpcl, "fpl": self.fpl}
+        return algorithms.get(self.algorithm)
 
     @property
     def settings(self) -> Settings:
         """What the round logic needs of it."""
-        return Settings(quorum=self.quorum, deadline_s=self.deadline_s, retrain_after=self.retrain_after)
+        if self.learning is None:
+            return Settings(quorum=self.quorum, deadline_s=self.deadline_s, retrain_after=self.retrain_after)
+        return Settings(
+            quorum=self.quorum,
+            deadline_s=self.deadline_s,
+            grace_s=self.rounds.grace_s,
+            min_devices=self.rounds.min_devices,
+            staleness=self.rounds.staleness,
+            rounds=self.learning.rounds,
+            devices=None if self.devices is None else frozenset(self.devices),
+        )
 
 
-def load_task(path: Path) -> tuple[TaskFile, Path]:
-    """Read a task file; returns it with the path of its backbone.
+def load_task(path: Path) -> tuple[TaskFile, list[Path]]:
+    """Read a task file; returns it with the paths of its backbones.
 
     Raises:
         ConfigError: it cannot be read, or is wrong: the message names the line and what to write instead.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        task = msgspec.convert(tomllib.loads(text), TaskFile)
+        given = tomllib.loads(text)
+        task = msgspec.convert(given, TaskFile)
     except OSError as error:
         raise ConfigError(f"cannot read the task file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -80,24 +111,61 @@ def load_task(path: Path) -> tuple[TaskFile, Path]:
         raise ConfigError(f"{path}: {error}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(path, text, str(error))) from error
-    if problem := _wrong_names(task.classes):
-        raise ConfigError(f"{path}:{_line_of(text, (), 'classes')}: {problem}")
-    if task.client.min_images > task.client.batch_size:
-        line = _line_of(text, ("client",), "min_images")
-        raise ConfigError(
-            f"{path}:{line}: min_images ({task.client.min_images}) must not exceed batch_size "
-            f"({task.client.batch_size}): no prototype would be large enough"
-        )
-    backbone = path.parent / task.backbones[0]
-    if not backbone.is_file():
-        line = _line_of(text, (), "backbones")
-        raise ConfigError(
-            f"{path}:{line}: no backbone at {backbone}; make one with: export-backbone MODEL --out {backbone.parent}"
-        )
-    return task, backbone
+    backbones = [path.parent / backbone for backbone in task.backbones]
+    problems = itertools.chain(
+        _wrong_names(task.classes),
+        _out_of_place(task, given),
+        _contradictions(task),
+        _wrong_backbones(backbones),
+    )
+    if (found := next(problems, None)) is not None:
+        (*tables, key), problem = found
+        raise ConfigError(f"{path}:{_line_of(text, tuple(tables), key)}: {problem}")
+    return task, backbones
 
 
-def _wrong_names(classes: Sequence[str]) -> str:
+Problems = Iterator[tuple[tuple[str, ...], str]]
+"""Tables and key where something is wrong, and what."""
+
+
+def _out_of_place(task: TaskFile, given: Mapping[str, Any]) -> Problems:
+    """Settings that the algorithm has no use for."""
+    no_use = {"fedpcl", "fpl", *({"rounds"} if task.learning is None else {"training", "retrain_after"})}
+    for name in sorted(no_use & given.keys() - {task.algorithm}):
+        yield (name,), f'`{name}` says nothing to algorithm = "{task.algorithm}": leave it out'
+    if task.learning is not None:
+        for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys()):
+            problem = f'`client.{name}` says nothing to algorithm = "{task.algorithm}": leave it out'
+            yield ("client", name), problem
+
+
+def _contradictions(task: TaskFile) -> Problems:
+    """Settings that are right by themselves, but not together."""
+    client, rounds = task.client, task.rounds
+    if task.learning is None and client.min_images > client.batch_size:
+        problem = f"min_images ({client.min_images}) must not exceed batch_size ({client.batch_size})"
+        yield ("client", "min_images"), f"{problem}: no prototype would be large enough"
+    if task.learning is not None and rounds.min_devices > task.quorum:
+        problem = f"min_devices ({rounds.min_devices}) must not exceed quorum ({task.quorum})"
+        yield ("rounds", "min_devices"), problem
+    if task.devices is not None and rounds.min_devices > len(task.devices):
+        problem = f"min_devices ({rounds.min_devices}) is more than there are devices ({len(task.devices)})"
+        yield ("rounds", "min_devices"), f"{problem}: no round would ever close"
+
+
+def _wrong_backbones(paths: Sequence[Path]) -> Problems:
+    """Backbones that are not there, or there twice."""
+    for path in paths:
+        if not path.is_file():
+            yield (
+                ("backbones",),
+                f"no backbone at {path}; make one with: export-backbone MODEL --out {path.parent}",
+            )
+    if len({path.resolve() for path in paths}) < len(paths):
+        yield ("backbones",), "a backbone named twice adds nothing: leave one out"
+
+
+def _wrong_names(classes: Sequence[str]) -> Problems:
     """What is wrong with the class names; they are folders' names and lie in lists of pictures."""
     repeated = [
         name
@@ -105,13 +173,15 @@ def _wrong_names(classes: Sequence[str]) -> str:
         if times > 1
     ]
     if repeated:
-        return f"classes named twice: {', '.join(sorted(repeated))}"
+        yield ("classes",), f"classes named twice: {', '.join(sorted(repeated))}"
     odd = [
         name for name in classes if name != name.strip() or any(unicodedata.category(c) == "Cc" for c in name)
     ]
     if odd:
-        return f"class {odd[0]!r} begins or ends with a space, or holds a line break or another control character"
-    return ""
+        yield (
+            ("classes",),
+            f"class {odd[0]!r} begins or ends with a space, or holds a line break or another control character",
+        )
 
 
 def read_backbone(path: Path) -> BackboneMetadata:
@@ -131,13 +201,22 @@ def read_backbone(path: Path) -> BackboneMetadata:
     return backbone_metadata({entry.key: entry.value for entry in model.metadata_props})
 
 
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "client": Client,
+    "training": Training,
+    "rounds": Rounds,
+    "fedpcl": FedPCL,
+    "fpl": FPL,
+}
+
+
 def _explain(path: Path, text: str, error: str) -> str:
     """A validation error with its line, and the closest known name for an unknown one."""
     problem, _, where = error.partition(" - at ")
     tables = tuple(re.findall(r"\.([A-Za-z_]\w*)", where))
     field = re.search(r"field `(\w+)`", problem)
     if field and "unknown" in problem:
-        known = {"client": Client, "training": Training}.get(".".join(tables), TaskFile).__struct_fields__
+        known = _TABLES.get(".".join(tables), TaskFile).__struct_fields__
         close = difflib.get_close_matches(field[1], known, n=1)
         hint = f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
         return f"{path}:{_line_of(text, tables, field[1])}: unknown setting `{field[1]}`{hint}"

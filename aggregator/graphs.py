@@ -1,7 +1,6 @@
 """torch functions as ONNX graphs, each compared with torch before anybody gets it."""
 
 import contextlib
-import hashlib
 import logging
 import warnings
 from collections.abc import Iterator
@@ -11,11 +10,10 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
-from onnx import compose, version_converter
 from torch import Tensor, nn
 
-from protocol.errors import BackboneMismatch
-from protocol.metadata import HeadMetadata, ModelMetadata, backbone_metadata, head_metadata, to_properties
+from aggregator.fusing import finished
+from protocol.metadata import HeadMetadata
 
 OPSET = 18
 """ONNX operator set of the heads: ONNX Runtime runs it since 1.14."""
@@ -60,7 +58,7 @@ def head_to_onnx(head: nn.Module, *, metadata: HeadMetadata) -> bytes:
             external_data=False,
             verbose=False,
         )
-    return _finished(without_notes(program), metadata)
+    return finished(without_notes(program), metadata)
 
 
 def without_notes(program: Any) -> onnx.ModelProto:
@@ -72,12 +70,6 @@ def without_notes(program: Any) -> onnx.ModelProto:
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
     return model
-
-
-def _finished(model: onnx.ModelProto, metadata: HeadMetadata | ModelMetadata) -> bytes:
-    onnx.helper.set_model_props(model, to_properties(metadata))
-    onnx.checker.check_model(model)
-    return bytes(model.SerializeToString(deterministic=True))
 
 
 def max_abs_difference(head: nn.Module, file: bytes, features: NDArray[np.float32]) -> float:
@@ -101,47 +93,6 @@ def max_abs_difference(head: nn.Module, file: bytes, features: NDArray[np.float3
             # NaN on either side must count as a difference, and max() would hide it.
             worst = float("inf") if np.isnan(difference).any() else max(worst, float(difference.max()))
     return worst
-
-
-def fuse(backbone: bytes, head: bytes) -> bytes:
-    """Backbone and head as one ONNX file: `image` in, `logits` and `probabilities` out.
-
-    Args:
-        backbone: an ONNX file that `export-backbone` wrote.
-        head: what `head_to_onnx` gave for features of that very file.
-
-    Raises:
-        BackboneMismatch: the head was trained on another backbone's features.
-    """
-    first, second = onnx.load_model_from_string(backbone), onnx.load_model_from_string(head)
-    facts = ModelMetadata(
-        backbone=backbone_metadata(_properties(first)), head=head_metadata(_properties(second))
-    )
-    digest = hashlib.sha256(backbone).hexdigest()
-    if facts.head.backbones != (digest,):
-        raise BackboneMismatch(
-            f"the head takes the features of backbone {', '.join(facts.head.backbones)}, got backbone {digest}"
-        )
-    opset = max(_opset(first), _opset(second))
-    first, second = _prepared(first, "backbone/", opset=opset), _prepared(second, "head/", opset=opset)
-    first.ir_version = second.ir_version = max(first.ir_version, second.ir_version)
-    return _finished(compose.merge_models(first, second, io_map=[("feature", "feature")]), facts)
-
-
-def _prepared(model: onnx.ModelProto, prefix: str, *, opset: int) -> onnx.ModelProto:
-    """A graph at that operator set, without metadata, whose inner names cannot be another graph's."""
-    if _opset(model) != opset:
-        model = version_converter.convert_version(model, opset)
-    model.ClearField("metadata_props")
-    return compose.add_prefix(model, prefix, rename_inputs=False, rename_outputs=False)
-
-
-def _properties(model: onnx.ModelProto) -> dict[str, str]:
-    return {entry.key: entry.value for entry in model.metadata_props}
-
-
-def _opset(model: onnx.ModelProto) -> int:
-    return int(next(entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """What a device may hand in, pure: bytes to a checked submission or evaluation, or the reason why not."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -8,36 +10,59 @@ from numpy.typing import NDArray
 
 from protocol.codec import decode, message_kind, to_array
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
-from protocol.messages import Evaluation, Reason, Submission, TaskManifest
+from protocol.messages import Evaluation, Reason, Submission, TaskManifest, Tensor
 
 MAX_PICTURES_IN_PROTOTYPE = 10**9
 
 
 class Refused(ProtofleetError):
-    """Something from a device that is not taken, with the reason for the program and for a person."""
+    """Something from a device that is not taken, with the reason for the program and for a person.
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    Args:
+        reason: for the program.
+        detail: for a person.
+        sequence: with `superseded`, the one that stands.
+    """
+
+    def __init__(self, reason: Reason, detail: str, *, sequence: int = 0) -> None:
         super().__init__(detail)
         self.reason: Reason = reason
         self.detail = detail
+        self.sequence = sequence
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the current task makes of a message: its identity, contents and the backbone's feature size L."""
+    """What the current task makes of a message.
+
+    Args:
+        task: its identity.
+        manifest: its contents.
+        prototype_size: values of a prototype: L, or with a program D.
+        tensors: with a program, the shape of each tensor that a submission must carry.
+    """
 
     task: bytes
     manifest: TaskManifest
-    feature_size: int
+    prototype_size: int
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Prototypes:
-    """A checked submission: float32 (m, L) prototypes, int64 (m,) labels and (m,) counts of pictures."""
+    """A checked submission.
+
+    Args:
+        values: float32 (m, L) prototypes; with a program (m, D).
+        labels: int64 (m,).
+        counts: int64 (m,), pictures averaged in each.
+        tensors: float32, by name, what the program has uploaded.
+    """
 
     values: NDArray[np.float32]
     labels: NDArray[np.int64]
     counts: NDArray[np.int64]
+    tensors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 def read_message(payload: bytes) -> Submission | Evaluation:
@@ -60,25 +85,38 @@ def read_message(payload: bytes) -> Submission | Evaluation:
 
 
 def check_submission(submission: Submission, expectation: Expectation) -> Prototypes:
-    """A submission's prototypes, once everything about them is right.
+    """A submission's prototypes and tensors, once everything about them is right but for the round's number.
 
     Raises:
-        Refused: another task's, a wrong shape or dtype, values that are not finite, unknown classes, or
-            prototypes that average fewer pictures than the task allows.
+        Refused: another task's, a wrong shape or dtype, values that are not finite, unknown classes, prototypes
+            that average fewer pictures than the task allows, or with a program two of one class or not exactly
+            the tensors that it uploads.
     """
     if submission.task != expectation.task:
         raise Refused(
             "unknown_task",
             f"expected task {expectation.task.hex()[:12]}, got {submission.task.hex()[:12]}",
         )
-    prototypes = _array(submission.prototypes, "prototypes", dtypes="f", ndim=2)
+    if submission.round and expectation.manifest.program is None:
+        raise Refused(
+            "unknown_round", f"the task has no rounds, got a submission for round {submission.round}"
+        )
+    if submission.loss is not None and not math.isfinite(submission.loss):
+        raise Refused("not_finite", f"the training's loss is {submission.loss}")
+    taken = _check_prototypes(submission, expectation)
+    return replace(taken, tensors=_check_tensors(submission.tensors, expectation.tensors))
+
+
+def _check_prototypes(submission: Submission, expectation: Expectation) -> Prototypes:
+    in_rounds = expectation.manifest.program is not None
+    prototypes = _array(submission.prototypes, "prototypes", dtypes="f2" if in_rounds else "f", ndim=2)
     labels = _array(submission.labels, "labels", dtypes="u", ndim=1)
     counts = _array(submission.counts, "counts", dtypes="u", ndim=1)
     rows, size = prototypes.shape
-    if rows == 0 or size != expectation.feature_size or len(labels) != rows or len(counts) != rows:
+    if rows == 0 or size != expectation.prototype_size or len(labels) != rows or len(counts) != rows:
         raise Refused(
             "shape",
-            f"expected (m, {expectation.feature_size}) prototypes with m labels and counts, "
+            f"expected (m, {expectation.prototype_size}) prototypes with m labels and counts, "
             f"got {prototypes.shape}, {labels.shape}, {counts.shape}",
         )
     if not np.isfinite(prototypes).all():
@@ -86,13 +124,34 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
     classes = len(expectation.manifest.classes)
     if int(labels.max()) >= classes:
         raise Refused("unknown_class", f"expected labels below {classes}, got {int(labels.max())}")
-    least = min(expectation.manifest.min_images, expectation.manifest.batch_size)
+    if in_rounds and len(np.unique(labels)) < rows:
+        raise Refused("malformed", "expected one prototype of each class at most, got several")
+    least = expectation.manifest.min_images
+    if not in_rounds:
+        least = min(least, expectation.manifest.batch_size)
     if int(counts.min()) < least or int(counts.max()) > MAX_PICTURES_IN_PROTOTYPE:
         raise Refused(
             "malformed",
             f"expected at least {least} pictures in every prototype, got {int(counts.min())} to {int(counts.max())}",
         )
     return Prototypes(prototypes.astype(np.float32), labels.astype(np.int64), counts.astype(np.int64))
+
+
+def _check_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, NDArray[np.float32]]:
+    if tensors.keys() != shapes.keys():
+        expected, got = (", ".join(sorted(names)) or "none" for names in (shapes, tensors))
+        raise Refused("malformed", f"expected the tensors {expected}, got {got[:120]}")
+    taken = {}
+    for name, shape in shapes.items():
+        values = _array(tensors[name], name, dtypes="f2", ndim=len(shape))
+        if values.shape != shape:
+            raise Refused("shape", f"expected {name} of shape {shape}, got {values.shape}")
+        if not np.isfinite(values).all():
+            raise Refused("not_finite", f"{name} holds NaN or infinity")
+        taken[name] = values.astype(np.float32)
+    return taken
 
 
 def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest_head: int) -> None:
@@ -110,8 +169,8 @@ def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest
         raise Refused("shape", f"expected {classes} counts of right and of wrong")
 
 
-def _array(tensor: Any, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:
-    if tensor.dtype[0] not in dtypes:
+def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:
+    if not tensor.dtype.startswith(dtypes):
         raise Refused("dtype", f"expected {name} of kind {dtypes!r}, got {tensor.dtype}")
     if len(tensor.shape) != ndim:
         raise Refused("shape", f"expected {name} of {ndim} dimensions, got shape {tensor.shape}")

@@ -1,13 +1,30 @@
 """What the fleet is told, of what the task file and the store say."""
 
+from collections.abc import Mapping, Sequence
+
+from aggregator.algorithms.program import Algorithm
 from aggregator.config import TaskFile
 from aggregator.store import HeadRow
 from protocol.codec import encode
 from protocol.errors import ConfigError
-from protocol.messages import MAX_MANIFEST_BYTES, BlobRef, HeadManifest, TaskManifest
+from protocol.messages import (
+    MAX_MANIFEST_BYTES,
+    BlobRef,
+    HeadManifest,
+    Program,
+    RoundManifest,
+    TaskManifest,
+)
 
 
-def task_manifest(task: TaskFile, backbone: BlobRef) -> TaskManifest:
+def program_of(learning: Algorithm, graphs: Mapping[str, BlobRef]) -> Program:
+    """How devices take part: the graphs `init`, `step`, `project` and `head`, and what goes with them."""
+    return Program(**graphs, kept=learning.kept, uploaded=learning.uploaded, batch_size=learning.batch_size)
+
+
+def task_manifest(
+    task: TaskFile, backbones: Sequence[BlobRef], *, program: Program | None = None
+) -> TaskManifest:
     """What the fleet is told of a task file.
 
     Raises:
@@ -17,11 +34,12 @@ def task_manifest(task: TaskFile, backbone: BlobRef) -> TaskManifest:
         fleet=task.fleet,
         algorithm=task.algorithm,
         classes=task.classes,
-        backbones=(backbone,),
+        backbones=tuple(backbones),
         alpha=task.client.alpha,
         batch_size=task.client.batch_size,
         min_images=task.client.min_images,
         seed=task.client.seed,
+        program=program,
     )
     size = len(encode(manifest))
     if size > MAX_MANIFEST_BYTES:
@@ -29,13 +47,31 @@ def task_manifest(task: TaskFile, backbone: BlobRef) -> TaskManifest:
     return manifest
 
 
+def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: BlobRef) -> RoundManifest:
+    """What the fleet is told of the open round; when all of them are over, of the one that never opens."""
+    return RoundManifest(
+        task=task,
+        number=min(number, learning.rounds),
+        rounds=learning.rounds,
+        epochs=learning.epochs_of(number) if number < learning.rounds else 0,
+        tensors=tensors,
+    )
+
+
 def head_manifest(row: HeadRow) -> HeadManifest:
     """What the fleet is told of a head."""
+    in_rounds = row.tensors is not None
     return HeadManifest(
         task=row.task,
         version=row.version,
-        head=BlobRef(digest=row.digest, size_bytes=row.size_bytes, name=f"head-{row.version}.onnx"),
+        head=BlobRef(
+            digest=row.digest,
+            size_bytes=row.size_bytes,
+            name="head.onnx" if in_rounds else f"head-{row.version}.onnx",
+        ),
         devices=len(row.members),
         prototypes=row.prototypes,
         metrics=dict(row.metrics),
+        round=row.version - 1 if in_rounds else None,
+        tensors=row.tensors,
     )

@@ -6,54 +6,35 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 
 import msgspec
 
 from aggregator import rounds
-from aggregator.config import TaskFile
 from aggregator.downlink import read_frames
-from aggregator.intake import (
-    Expectation,
-    Refused,
-    check_evaluation,
-    check_submission,
-    read_message,
-)
-from aggregator.manifests import head_manifest, task_manifest
-from aggregator.store import HeadRow, Store, SubmissionRow
-from aggregator.trainer import Finished, Job, Progress, Result, Trainer
+from aggregator.intake import Refused, check_evaluation, check_submission, read_message
+from aggregator.learning import Learning
+from aggregator.store import Store, SubmissionRow
+from aggregator.task import Task
+from aggregator.trainer import Finished, Progress
 from aggregator.uplink import Complete, Uplink
+from aggregator.wire import Wire
 from protocol import session as mqtt
-from protocol.blobstore import state_errors, write_atomically
-from protocol.codec import decode, encode
+from protocol.codec import decode
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
 from protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
-    BlobRef,
     BlobRequest,
     DeviceInfo,
     Evaluation,
     Frame,
-    HeadManifest,
-    Message,
     Presence,
-    PresenceState,
+    Reason,
     Receipt,
     Submission,
 )
-from protocol.metadata import BackboneMetadata
-from protocol.topics import (
-    RETAINED,
-    DeviceChannel,
-    FleetChannel,
-    device_filters,
-    device_topic,
-    fleet_topic,
-    parse_device_topic,
-)
+from protocol.topics import parse_device_topic
 
 log = logging.getLogger(__name__)
 
@@ -67,50 +48,33 @@ class Aggregator:
 
     Args:
         task: what to work on.
-        backbone: the ONNX file that the task names.
-        metadata: what that file says of itself.
         store: the state directory.
         broker: where to connect.
 
     Raises:
-        ConfigError: the task cannot be told to a fleet.
         StateError: the state directory cannot be written.
     """
 
-    def __init__(
-        self, *, task: TaskFile, backbone: Path, metadata: BackboneMetadata, store: Store, broker: mqtt.Broker
-    ) -> None:
-        self._task_file = task
+    def __init__(self, task: Task, store: Store, *, broker: mqtt.Broker) -> None:
+        self._task = task
         self._store = store
-        data = backbone.read_bytes()
-        reference = BlobRef(digest=store.blobs.put(data), size_bytes=len(data), name=backbone.name)
-        self._manifest = task_manifest(task, reference)
-        self._manifest_bytes = encode(self._manifest)
-        self._task = store.blobs.put(self._manifest_bytes)
-        self._expectation = Expectation(self._task, self._manifest, metadata.feature_size)
-        self._state = store.round_state(self._task)
-        self._blobs_served = {reference.digest}
-        self._uplink = Uplink(max_bytes=int(task.max_submission_mb * 1024**2))
+        self._uplink = Uplink(max_bytes=int(task.file.max_submission_mb * 1024**2))
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._trainer = Trainer(store.folder / "training", on_event=self._events.put)
         self._epoch = max(int(store.fact("epoch", "0")) + 1, int(time.time()))
         store.set_fact("epoch", str(self._epoch))
-        store.set_fact("task", self._task.hex())
-        store.set_fact("task_file", msgspec.json.encode(task).decode())
-        store.set_fact("training", "")
-        heads = store.heads(self._task)
-        self._head = self._serve_head(heads[-1]) if heads else None
-        self._session = mqtt.Session(
-            broker,
-            client_id=f"pf-{task.fleet}-aggregator-{self._epoch}",
-            subscriptions=[*device_filters(task.fleet), fleet_topic(task.fleet, "state")],
-            on_event=self._events.put,
-            will=self._presence("offline"),
-        )
+        store.set_fact("task", task.digest.hex())
+        store.set_fact("task_file", msgspec.json.encode(task.file).decode())
+        store.set_fact("settings", msgspec.json.encode(task.file.settings).decode())
+        self._learning = Learning(task, store, on_event=self._events.put)
+        self._problems: dict[str, str] = {}
+        self._connected = False
+        self._cast_is_due = True
+        fleet = task.manifest.fleet
+        self._wire = Wire(broker, fleet=fleet, epoch=self._epoch, on_event=self._events.put)
 
     def run(self) -> None:
         """Serve the fleet until interrupted."""
-        self._session.start()
+        self._wire.start()
         try:
             while True:
                 try:
@@ -123,50 +87,52 @@ class Aggregator:
                     # Nothing was acknowledged, so the device will send it again.
                     log.error("%s; free space or fix the permissions, devices will try again", error)
         finally:
-            self._trainer.stop()
-            self._session.stop([self._presence("stopped")])
-            self._store.set_fact("training", "")
+            self._learning.stop()
+            self._wire.stop()
 
     def _handle(self, event: Event | None) -> None:
         match event:
             case mqtt.Received(topic=topic, payload=payload):
                 self._receive(topic, payload)
             case mqtt.Connected():
-                log.info(
-                    "connected to the broker; fleet %r, task %s", self._manifest.fleet, self._task.hex()[:12]
-                )
+                fleet, task = self._task.manifest.fleet, self._task.digest.hex()
+                log.info("connected to the broker; fleet %r, task %s", fleet, task[:12])
+                self._connected = True
                 self._announce()
             case mqtt.Disconnected() as end:
+                self._connected = False
                 level = logging.DEBUG if end.repeated else logging.WARNING
                 log.log(level, "%s; trying until it is there, next in %.0f s", end.reason, end.retry_s)
             case Progress(figures=figures):
-                self._store.set_fact(
-                    "training", json.dumps({"version": self._state.head_version + 1, **figures})
-                )
+                self._learning.show_progress(figures)
             case Finished() as finished:
-                self._finish_training(finished)
+                if self._learning.finish(finished):
+                    self._cast_is_due = True
+                    self._announce_head()
             case _:
                 pass
-        self._advance(rounds.Ticked(time.time()))
-
-    def _presence(self, state: PresenceState) -> mqtt.Outgoing:
-        return self._to_fleet("state", encode(Presence(state=state, epoch=self._epoch)))
-
-    def _to_fleet(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
-        return mqtt.Outgoing(fleet_topic(self._manifest.fleet, channel), payload, RETAINED[channel])
+        self._learning.tick()
 
     def _announce(self) -> None:
-        self._session.send(self._to_fleet("task", self._manifest_bytes))
-        # Without a head, the one that an earlier task or a lost state has left on the broker is forgotten.
-        self._session.send(self._to_fleet("head", encode(self._head) if self._head is not None else b""))
-        self._session.send(self._presence("online"))
+        self._wire.tell_fleet("task", self._task.manifest_bytes)
+        self._announce_head()
+        self._wire.say_online()
 
-    def _send(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
-        topic = device_topic(self._manifest.fleet, device, channel)
-        self._session.send(mqtt.Outgoing(topic, encode(message), RETAINED[channel]))
+    def _announce_head(self) -> None:
+        """Tell the fleet of the open round, hand out what it needs once for all, and tell it of the head.
+
+        What an earlier task or a lost state has left on the broker is cleared where there is nothing to tell.
+        """
+        open_round = self._learning.round
+        self._wire.tell_fleet("round", open_round)
+        if self._cast_is_due and self._connected:
+            if open_round is not None:
+                self._wire.cast(self._store.blobs.read(open_round.tensors.digest))
+            self._cast_is_due = False
+        self._wire.tell_fleet("head", self._learning.head)
 
     def _receive(self, topic: str, payload: bytes) -> None:
-        if topic == fleet_topic(self._manifest.fleet, "state"):
+        if self._wire.is_own_state(topic):
             if payload:
                 self._own_presence_seen(payload)
             return
@@ -187,7 +153,7 @@ class Aggregator:
             self._count_refusal(where.device, refused)
 
     def _check_known(self, device: str) -> None:
-        allowed = self._task_file.devices
+        allowed = self._task.file.devices
         if allowed is not None and device not in allowed:
             raise Refused("unknown_device", f"{device} is not among the task file's devices")
 
@@ -200,11 +166,11 @@ class Aggregator:
             return
         if presence.epoch > self._epoch:
             raise ConfigError(
-                f"another aggregator has started for fleet {self._manifest.fleet!r} on this broker: "
+                f"another aggregator has started for fleet {self._task.manifest.fleet!r} on this broker: "
                 "a fleet has one; stop one of them, or give each task file a fleet of its own"
             )
         if presence.state != "online":
-            self._session.send(self._presence("online"))
+            self._wire.say_online()
 
     def _dispatch(self, device: str, channel: str, payload: bytes) -> None:
         now_s = time.time()
@@ -217,8 +183,11 @@ class Aggregator:
         elif channel == "info":
             info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
             shown = {"software": info.software, "runtime": info.runtime, "pictures": info.pictures,
-                     "refused": info.refused}  # fmt: skip
+                     "refused": info.refused, "problem": info.problem}  # fmt: skip
             self._store.keep_info(device, info=json.dumps(shown), now_s=now_s)
+            if info.problem and self._problems.get(device) != info.problem:
+                log.warning("%s cannot take part: %s", device, info.problem)
+            self._problems[device] = info.problem
         else:
             presence = decode(payload, Presence, max_bytes=1024)
             self._store.see_device(device, state=presence.state, epoch=presence.epoch, now_s=now_s)
@@ -237,9 +206,14 @@ class Aggregator:
             self._check_known(device)
             yield
         except Refused as refused:
-            detail = refused.detail[:256]
-            receipt = Receipt(digest=digest, status="refused", reason=refused.reason, detail=detail)
-            self._send(device, "ack", receipt)
+            receipt = Receipt(
+                digest=digest,
+                status="refused",
+                reason=refused.reason,
+                detail=refused.detail[:256],
+                sequence=refused.sequence,
+            )
+            self._wire.tell_device(device, "ack", receipt)
             raise
 
     def _take_frame(self, device: str, frame: Frame) -> None:
@@ -248,7 +222,7 @@ class Aggregator:
             if isinstance(outcome, Complete):
                 outcome = self._take_message(device, outcome)
         if outcome is not None:
-            self._send(device, "ack", outcome)
+            self._wire.tell_device(device, "ack", outcome)
 
     def _take_message(self, device: str, complete: Complete) -> Receipt | None:
         message = read_message(complete.payload)
@@ -258,21 +232,34 @@ class Aggregator:
         return self._take_evaluation(device, message, complete.digest)
 
     def _take_submission(self, device: str, submission: Submission, complete: Complete) -> None:
-        prototypes = check_submission(submission, self._expectation)
-        self._store.blobs.put(complete.payload)
-        entry = rounds.Entry(submission.sequence, complete.digest, time.time())
+        prototypes = check_submission(submission, self._task.expectation)
         row = SubmissionRow(
             device=device,
-            entry=entry,
+            entry=rounds.Entry(submission.sequence, complete.digest, time.time(), submission.round),
             size_bytes=len(complete.payload),
             pictures=submission.pictures,
             prototypes=len(prototypes.labels),
             per_class=Counter(prototypes.labels.tolist()),
         )
-        self._advance(rounds.Submitted(device, entry), row)
+        answer = self._learning.take(row, complete.payload)
+        self._check_verdict(answer, row.entry.round)
+        self._wire.tell_device(device, "ack", Receipt(digest=answer.digest, status="received"))
+
+    def _check_verdict(self, answer: rounds.Answer, number: int) -> None:
+        """Refuse what does not count, in words that say what does."""
+        if answer.verdict == "superseded":
+            sequence = answer.standing.sequence if answer.standing is not None else 0
+            raise Refused("superseded", f"a submission with sequence {sequence} stands", sequence=sequence)
+        if answer.verdict in {"late", "unknown_round"}:
+            state, settings = self._learning.state, self._task.file.settings
+            now = f"round {state.head_version} is open"
+            if rounds.is_over(state, settings):
+                now = f"all {settings.rounds} rounds are over"
+            reason: Reason = "late" if answer.verdict == "late" else "unknown_round"
+            raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:
-        check_evaluation(evaluation, self._expectation, newest_head=self._state.head_version)
+        check_evaluation(evaluation, self._task.expectation, newest_head=self._learning.state.head_version)
         self._store.keep_evaluation(device, evaluation, digest=digest, now_s=time.time())
         right, total = sum(evaluation.right), sum(evaluation.right) + sum(evaluation.wrong)
         log.info(
@@ -280,114 +267,12 @@ class Aggregator:
         )
         return Receipt(digest=digest, status="received")
 
-    def _advance(self, event: rounds.Event, row: SubmissionRow | None = None) -> None:
-        """Let the round logic take an event; what it decides about a submission is stored before it is said."""
-        state, actions = rounds.step(self._state, event, settings=self._task_file.settings)
-        for action in actions:
-            match action:
-                case rounds.Answer(verdict="superseded") as answer:
-                    self._refuse_superseded(answer)
-                case rounds.Answer() as answer:
-                    if answer.verdict == "new" and row is not None:
-                        self._store.keep_submission(self._task, row)
-                        log.info(
-                            "%s: %d prototypes of %d pictures, %d bytes; %d of %d devices for the first head"
-                            if not state.head_version
-                            else "%s: %d prototypes of %d pictures, %d bytes",
-                            *(answer.device, row.prototypes, row.pictures, row.size_bytes),
-                            *(() if state.head_version else (len(state.submissions), self._task_file.quorum)),
-                        )
-                    self._send(answer.device, "ack", Receipt(digest=answer.digest, status="received"))
-                case rounds.Train() as train:
-                    self._start_training(train)
-        self._state = state
-
-    def _refuse_superseded(self, answer: rounds.Answer) -> None:
-        detail = f"a submission with sequence {answer.standing.sequence} stands"
-        self._send(
-            answer.device,
-            "ack",
-            Receipt(
-                digest=answer.digest,
-                status="refused",
-                reason="superseded",
-                detail=detail,
-                sequence=answer.standing.sequence,
-            ),
-        )
-        self._count_refusal(answer.device, Refused("superseded", detail))
-
-    def _start_training(self, train: rounds.Train) -> None:
-        log.info("training head %d on the prototypes of %d devices", train.version, len(train.members))
-        job = Job(
-            version=train.version,
-            task=self._task.hex(),
-            members=tuple(entry.digest.hex() for _, entry in train.members),
-            blobs=str(self._store.blobs.folder),
-            feature_size=self._expectation.feature_size,
-            training=self._task_file.training,
-            folder=str(self._store.folder / "training" / f"head-{train.version}"),
-        )
-        try:
-            self._trainer.start(job)
-        except StateError as error:
-            self._events.put(Finished(job, None, str(error)))
-
-    def _finish_training(self, finished: Finished) -> None:
-        members, reason = self._state.training, finished.reason
-        row = None
-        if finished.result is not None and members is not None:
-            try:
-                row = self._keep_head(finished.job, finished.result, members)
-            except StateError as error:
-                reason = str(error)
-        if row is None:
-            log.error(
-                "training head %d failed: %s; it will be tried again when a submission changes, or at the next start",
-                finished.job.version,
-                reason,
-            )
-            self._advance(rounds.TrainingFailed())
-        else:
-            self._advance(rounds.Trained(row.version))
-            self._head = self._serve_head(row)
-            self._session.send(self._to_fleet("head", encode(self._head)))
-            log.info(
-                "head %d: %d prototypes of %d devices, %.1f s of training, at most %.1e from torch; %s",
-                *(row.version, row.prototypes, len(row.members)),
-                *(row.metrics["seconds"], row.metrics["onnx_max_abs_diff"]),
-                self._store.folder / "head.onnx",
-            )
-        self._store.set_fact("training", "")
-
-    def _keep_head(self, job: Job, result: Result, members: Mapping[str, rounds.Entry]) -> HeadRow:
-        folder = Path(job.folder)
-        with state_errors(folder):
-            head, model = ((folder / name).read_bytes() for name in ("head.onnx", "model.onnx"))
-        row = HeadRow(
-            version=job.version,
-            task=self._task,
-            digest=self._store.blobs.put(head),
-            size_bytes=len(head),
-            trained_s=time.time(),
-            prototypes=result.prototypes,
-            members={device: entry.digest.hex() for device, entry in members.items()},
-            metrics=result.metrics,
-        )
-        write_atomically(self._store.folder / "head.onnx", head)
-        write_atomically(self._store.folder / "model.onnx", model)
-        self._store.keep_head(row)
-        return row
-
     def _serve_blob(self, device: str, request: BlobRequest) -> None:
         with self._telling(device, request.digest):
-            if request.digest not in self._blobs_served:
+            if request.digest not in self._learning.served:
                 raise Refused(
-                    "unknown_blob", f"no blob {request.digest.hex()[:12]}: take what task and head name"
+                    "unknown_blob",
+                    f"no blob {request.digest.hex()[:12]}: take what task, round and head name",
                 )
         for frame in read_frames(self._store.blobs.path(request.digest), request):
-            self._send(device, "blk", frame)
-
-    def _serve_head(self, row: HeadRow) -> HeadManifest:
-        self._blobs_served.add(row.digest)
-        return head_manifest(row)
+            self._wire.tell_device(device, "blk", frame)

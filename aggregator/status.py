@@ -2,15 +2,23 @@
 
 `--json` prints what `report` returns:
 `running, fleet, algorithm, task, classes, quorum, retrain_after, training, submissions, waiting, closes_s,
-devices: [device, state, seen_s, runtime, pictures, classes, prototypes, bytes, right, wrong, accuracy],
-coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s, metrics,
-held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path, model_path`.
+round: {number, rounds, over, devices, carried},
+devices: [device, state, seen_s, runtime, problem, pictures, round, classes, prototypes, bytes, right, wrong,
+accuracy], coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s,
+metrics, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path,
+model_path`.
+
+`round` is null for a task without rounds. In it, `devices` are those that have handed in for the open round, and
+`carried` those whose submission for an earlier one still counts. `closes_s` is when the round, or the collection,
+closes at the latest as things stand.
 """
 
 import json
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from aggregator import rounds
 from aggregator.store import HeadRow, Store, SubmissionRow
@@ -33,7 +41,8 @@ def report(store: Store) -> dict[str, Any]:
     submissions = store.submissions(task)
     heads = [_head(store, task, row) for row in store.heads(task)]
     state = store.round_state(task)
-    settings = rounds.Settings(task_file["quorum"], task_file["deadline_s"], task_file["retrain_after"])
+    settings = msgspec.json.decode(store.fact("settings"), type=rounds.Settings)
+    model = store.folder / "model.onnx"
     return {
         "running": store.is_locked(),
         "fleet": task_file["fleet"],
@@ -44,8 +53,9 @@ def report(store: Store) -> dict[str, Any]:
         "retrain_after": settings.retrain_after,
         "training": json.loads(store.fact("training") or "null"),
         "submissions": len(submissions),
-        "waiting": len(rounds.waiting(state)),
+        "waiting": len(rounds.waiting(state, settings)),
         "closes_s": rounds.closes_at_s(state, settings),
+        "round": _round(state, settings),
         "devices": _devices(store, task, submissions, state.head_version),
         "coverage": _coverage(task_file["classes"], submissions.values()),
         "heads": heads,
@@ -54,7 +64,23 @@ def report(store: Store) -> dict[str, Any]:
             for device, reason, count, detail in store.refusals()
         ],
         "head_path": str((store.folder / "head.onnx").resolve()) if heads else None,
-        "model_path": str((store.folder / "model.onnx").resolve()) if heads else None,
+        "model_path": str(model.resolve()) if heads and model.is_file() else None,
+    }
+
+
+def _round(state: rounds.State, settings: rounds.Settings) -> dict[str, Any] | None:
+    if settings.rounds is None:
+        return None
+    here = rounds.waiting(state, settings)
+    counting = {
+        device for device, entry in state.submissions.items() if rounds.still_counts(entry, state, settings)
+    }
+    return {
+        "number": state.head_version,
+        "rounds": settings.rounds,
+        "over": rounds.is_over(state, settings),
+        "devices": sorted(here),
+        "carried": sorted(counting - here.keys()),
     }
 
 
@@ -79,7 +105,9 @@ def _devices(
                 "state": state,
                 "seen_s": seen_s,
                 "runtime": info.get("runtime"),
+                "problem": info.get("problem", ""),
                 "pictures": sum(info.get("pictures", {}).values()),
+                "round": row.entry.round if row else None,
                 "classes": len(row.per_class) if row else 0,
                 "prototypes": row.prototypes if row else 0,
                 "bytes": row.size_bytes if row else 0,
@@ -116,50 +144,16 @@ def _head(store: Store, task: bytes, row: HeadRow) -> dict[str, Any]:
     }
 
 
-def _expected(summary: dict[str, Any]) -> str:
-    wanted = summary["retrain_after"] if summary["heads"] else summary["quorum"]
-    closes = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(summary["closes_s"]))
-    return f"next head: once {wanted} submissions wait for it, or at {closes}"
-
-
 def show(summary: dict[str, Any], console: "Console") -> None:
     """Print a report for a person."""
-    from rich.markup import escape
-    from rich.table import Table
-
     running = "running" if summary["running"] else "not running"
     console.print(
         f"fleet [bold]{summary['fleet']}[/], {summary['algorithm']}, task {summary['task'][:12]}, {running}",
         highlight=False,
     )
-    devices = Table(box=None, padding=(0, 2, 0, 0))
-    devices.add_column("device", overflow="fold")
-    devices.add_column("state", no_wrap=True)
-    for name in ("pictures", "classes", "prototypes", "bytes"):
-        devices.add_column(name, justify="right", no_wrap=True)
-    devices.add_column("held-out\naccuracy", no_wrap=True)
-    for row in summary["devices"]:
-        accuracy = (
-            "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['right'] + row['wrong']}"
-        )
-        cells = (row["pictures"], row["classes"], row["prototypes"], row["bytes"])
-        devices.add_row(row["device"], row["state"], *map(str, cells), accuracy)
-    console.print(devices)
-    bare = [name for name, covered in summary["coverage"].items() if not covered["prototypes"]]
-    covered = len(summary["classes"]) - len(bare)
-    console.print(
-        f"{summary['submissions']} submissions, {summary['waiting']} not in a head yet; {covered} of "
-        f"{len(summary['classes'])} classes covered"
-        + (f", none of: {escape(', '.join(bare[:10]))}{' …' if len(bare) > 10 else ''}" if bare else ""),
-        highlight=False,
-    )
-    if summary["closes_s"] is not None and not summary["training"]:
-        console.print(_expected(summary), highlight=False)
-    if summary["training"]:
-        figures = summary["training"]
-        console.print(
-            f"training head {figures['version']}: epoch {figures.get('epoch', 0)} of {figures.get('epochs', '?')}"
-        )
+    _show_devices(summary["devices"], console)
+    _show_coverage(summary, console)
+    _show_what_comes(summary, console)
     for head in summary["heads"][-5:]:
         held_out = head["held_out"]
         accuracy = (
@@ -178,3 +172,66 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         console.print(refusal["detail"], markup=False, highlight=False)
     if summary["head_path"]:
         console.print(f"newest: {summary['head_path']}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:
+    from rich.table import Table
+
+    devices = Table(box=None, padding=(0, 2, 0, 0))
+    devices.add_column("device", overflow="fold")
+    devices.add_column("state", no_wrap=True)
+    for name in ("pictures", "classes", "prototypes", "bytes"):
+        devices.add_column(name, justify="right", no_wrap=True)
+    devices.add_column("held-out\naccuracy", no_wrap=True)
+    for row in rows:
+        accuracy = (
+            "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['right'] + row['wrong']}"
+        )
+        cells = (row["pictures"], row["classes"], row["prototypes"], row["bytes"])
+        devices.add_row(row["device"], row["state"], *map(str, cells), accuracy)
+    console.print(devices)
+    for row in rows:
+        if row["problem"]:
+            console.print(f"[yellow]problem[/] of {row['device']}: ", highlight=False, end="")
+            console.print(row["problem"], markup=False, highlight=False)
+
+
+def _show_coverage(summary: dict[str, Any], console: "Console") -> None:
+    from rich.markup import escape
+
+    bare = [name for name, covered in summary["coverage"].items() if not covered["prototypes"]]
+    covered = len(summary["classes"]) - len(bare)
+    console.print(
+        f"{summary['submissions']} submissions, {summary['waiting']} not in a head yet; {covered} of "
+        f"{len(summary['classes'])} classes covered" + (f", none of: {escape(_some(bare))}" if bare else ""),
+        highlight=False,
+    )
+
+
+def _show_what_comes(summary: dict[str, Any], console: "Console") -> None:
+    """Print what is being done, or what the next head waits for."""
+    closes_s, training, number = summary["closes_s"], summary["training"], summary["round"]
+    closes = "" if closes_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(closes_s))
+    if number is not None:
+        console.print(_round_line(number, closes), highlight=False)
+    elif training:
+        console.print(
+            f"training head {training['version']}: epoch {training.get('epoch', 0)} of {training.get('epochs', '?')}"
+        )
+    elif closes:
+        wanted = summary["retrain_after"] if summary["heads"] else summary["quorum"]
+        console.print(f"next head: once {wanted} submissions wait for it, or at {closes}", highlight=False)
+
+
+def _round_line(number: dict[str, Any], closes: str) -> str:
+    if number["over"]:
+        return f"all {number['rounds']} rounds are over"
+    here = _some(number["devices"]) or "nobody yet"
+    carried = f"; from earlier rounds: {_some(number['carried'])}" if number["carried"] else ""
+    until = f"; it closes at {closes} or before" if closes else ""
+    return f"round {number['number']} of {number['rounds']} is open, handed in: {here}{carried}{until}"
+
+
+def _some(names: list[str]) -> str:
+    """The first ten of them."""
+    return ", ".join(names[:10]) + (" …" if len(names) > 10 else "")

@@ -9,39 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from aggregator.rounds import Entry, State
+from aggregator.schema import SCHEMA_VERSION, migrate, version_of
 from protocol.blobstore import BlobStore, state_errors
 from protocol.errors import StateError
 from protocol.lock import FolderLock
-from protocol.messages import Evaluation
-
-SCHEMA_VERSION = 1
-
-_SCHEMA = """
-CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-CREATE TABLE devices (
-    device TEXT PRIMARY KEY, state TEXT NOT NULL DEFAULT 'unknown', epoch INTEGER NOT NULL DEFAULT 0,
-    seen_s REAL NOT NULL, info TEXT NOT NULL DEFAULT '{}'
-) STRICT;
-CREATE TABLE submissions (
-    task BLOB NOT NULL, device TEXT NOT NULL, sequence INTEGER NOT NULL, digest BLOB NOT NULL,
-    received_s REAL NOT NULL, size_bytes INTEGER NOT NULL, pictures INTEGER NOT NULL,
-    prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, PRIMARY KEY (task, device)
-) STRICT;
-CREATE TABLE heads (
-    version INTEGER NOT NULL, task BLOB NOT NULL, digest BLOB NOT NULL, size_bytes INTEGER NOT NULL,
-    trained_s REAL NOT NULL, prototypes INTEGER NOT NULL, members TEXT NOT NULL, metrics TEXT NOT NULL,
-    PRIMARY KEY (task, version)
-) STRICT;
-CREATE TABLE evaluations (
-    task BLOB NOT NULL, device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL,
-    received_s REAL NOT NULL, right TEXT NOT NULL, wrong TEXT NOT NULL, PRIMARY KEY (task, device, head_version)
-) STRICT;
-CREATE TABLE refusals (
-    device TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, last_s REAL NOT NULL,
-    detail TEXT NOT NULL, PRIMARY KEY (device, reason)
-) STRICT;
-"""
+from protocol.messages import BlobRef, Evaluation
 
 
 @dataclass(frozen=True)
@@ -59,7 +34,7 @@ class SubmissionRow:
 
 @dataclass(frozen=True)
 class HeadRow:
-    """A head that was trained."""
+    """A head that was made."""
 
     version: int
     task: bytes
@@ -68,8 +43,19 @@ class HeadRow:
     trained_s: float
     prototypes: int
     members: Mapping[str, str]
-    """Device to the hex digest of the submission of its that the head was trained on."""
+    """Device to the hex digest of the submission of its that the head was made of."""
     metrics: Mapping[str, float]
+    tensors: BlobRef | None = None
+    """With rounds: what the round that it closed has left to the next one."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """A collection that has closed: the head that is being made, and of what."""
+
+    task: bytes
+    version: int
+    members: Mapping[str, Entry]
 
 
 class Store:
@@ -98,12 +84,16 @@ class Store:
             if not read_only:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
-            self._migrate(create=not read_only)
+            self._check_schema(read_only=read_only)
 
-    def _migrate(self, *, create: bool) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0 and create:
-            self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {SCHEMA_VERSION};COMMIT;")
+    def _check_schema(self, *, read_only: bool) -> None:
+        version = version_of(self._db)
+        if version <= SCHEMA_VERSION and not read_only:
+            migrate(self._db)
+        elif 0 < version < SCHEMA_VERSION:
+            raise StateError(
+                f"{self.folder} was written by an older protofleet: start `aggregator run` on it first"
+            )
         elif version != SCHEMA_VERSION:
             raise StateError(
                 f"{self.folder} was written by another protofleet (schema {version}, expected {SCHEMA_VERSION}): "
@@ -154,6 +144,12 @@ class Store:
         """Keep a single value by name."""
         self._write("INSERT OR REPLACE INTO facts VALUES (?, ?)", key, value)
 
+    def facts(self, prefix: str) -> dict[str, str]:
+        """The values whose names begin like this."""
+        return dict(
+            self._read("SELECT key, value FROM facts WHERE substr(key, 1, ?) = ?", len(prefix), prefix)
+        )
+
     def see_device(self, device: str, *, state: str, epoch: int, now_s: float) -> None:
         """Keep a device's presence, unless it is of an older start of the device than what is known."""
         self._write(
@@ -174,49 +170,72 @@ class Store:
     def keep_submission(self, task: bytes, row: SubmissionRow) -> None:
         """Keep a device's newest submission in the place of its older one."""
         self._write(
-            "INSERT OR REPLACE INTO submissions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO submissions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             task, row.device, row.entry.sequence, row.entry.digest, row.entry.received_s, row.size_bytes,
-            row.pictures, row.prototypes, json.dumps(dict(row.per_class)),
+            row.pictures, row.prototypes, json.dumps(dict(row.per_class)), row.entry.round,
         )  # fmt: skip
 
     def submissions(self, task: bytes) -> dict[str, SubmissionRow]:
         """The newest submission of each device to a task."""
+        rows = self._read(
+            "SELECT device, sequence, digest, received_s, round, size_bytes, pictures, prototypes, per_class "
+            "FROM submissions WHERE task = ? ORDER BY device",
+            task,
+        )
         return {
             device: SubmissionRow(
                 device=device,
-                entry=Entry(sequence, digest, received_s),
+                entry=Entry(*entry),
                 size_bytes=size_bytes,
                 pictures=pictures,
                 prototypes=prototypes,
                 per_class={int(label): count for label, count in json.loads(per_class).items()},
             )
-            for device, sequence, digest, received_s, size_bytes, pictures, prototypes, per_class in self._read(
-                "SELECT device, sequence, digest, received_s, size_bytes, pictures, prototypes, per_class "
-                "FROM submissions WHERE task = ? ORDER BY device",
-                task,
-            )
+            for device, *entry, size_bytes, pictures, prototypes, per_class in rows
         }
+
+    def forget_submission(self, task: bytes, device: str) -> None:
+        """Drop a device's submission, as if it had never come."""
+        self._write("DELETE FROM submissions WHERE task = ? AND device = ?", task, device)
+
+    def submissions_to_others(self, task: bytes) -> set[bytes]:
+        """The digests of what was submitted to other tasks than this one."""
+        return {digest for (digest,) in self._read("SELECT digest FROM submissions WHERE task != ?", task)}
 
     def keep_head(self, head: HeadRow) -> None:
         """Keep a head."""
         self._write(
-            "INSERT INTO heads VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO heads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             head.version, head.task, head.digest, head.size_bytes, head.trained_s, head.prototypes,
             json.dumps(dict(head.members)), json.dumps(dict(head.metrics)),
+            msgspec.json.encode(head.tensors).decode(),
         )  # fmt: skip
 
-    def heads(self, task: bytes) -> list[HeadRow]:
-        """Every head of a task, oldest first."""
+    def heads(self, task: bytes | None = None) -> list[HeadRow]:
+        """Every head, of a task or of all, oldest first."""
+        rows = self._read(
+            "SELECT version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors "
+            "FROM heads WHERE task = ? OR ? IS NULL ORDER BY version",
+            task,
+            task,
+        )
         return [
             HeadRow(
-                version, task, digest, size, trained_s, prototypes, json.loads(members), json.loads(metrics)
+                *(version, task, digest, size_bytes, trained_s, prototypes),
+                members=json.loads(members),
+                metrics=json.loads(metrics),
+                tensors=msgspec.json.decode(tensors, type=BlobRef | None),
             )
-            for version, digest, size, trained_s, prototypes, members, metrics in self._read(
-                "SELECT version, digest, size_bytes, trained_s, prototypes, members, metrics "
-                "FROM heads WHERE task = ? ORDER BY version",
-                task,
-            )
+            for version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors in rows
         ]
+
+    def set_closing(self, closing: Closing | None) -> None:
+        """Keep what a head is being made of, so that a restart goes on with the very same; None: of nothing."""
+        self.set_fact("closing", msgspec.json.encode(closing).decode())
+
+    def _closing(self, task: bytes, version: int) -> Closing | None:
+        closing = msgspec.json.decode(self.fact("closing", "null"), type=Closing | None)
+        return closing if closing and (closing.task, closing.version) == (task, version) else None
 
     def keep_evaluation(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
         """Keep how a head did on a device's held-out pictures, in the place of what was said before."""
@@ -278,15 +297,16 @@ class Store:
         """The round logic's state, as of what is stored for a task."""
         submissions = {device: row.entry for device, row in self.submissions(task).items()}
         heads = self.heads(task)
-        members = heads[-1].members if heads else {}
-        covered = {
-            device: Entry(sequence=0, digest=bytes.fromhex(digest), received_s=0.0)
-            for device, digest in members.items()
-        }
+        version, members = (heads[-1].version, heads[-1].members) if heads else (0, {})
+        closing = self._closing(task, version + 1)
         return State(
             submissions=submissions,
-            covered=covered,
-            head_version=heads[-1].version if heads else 0,
+            covered={
+                device: Entry(sequence=0, digest=bytes.fromhex(digest), received_s=0.0)
+                for device, digest in members.items()
+            },
+            training=closing.members if closing else None,
+            head_version=version,
         )
 
 

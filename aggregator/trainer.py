@@ -1,4 +1,4 @@
-"""Starts trainings as processes of their own and reports what they say, as events."""
+"""Starts jobs as processes of their own and reports what they say, as events."""
 
 import logging
 import os
@@ -13,43 +13,30 @@ from typing import Any
 
 import msgspec
 
-from aggregator.config import Training
+from aggregator.jobs import CompileJob, HeadJob, Job, Result, RoundJob
 from protocol.blobstore import state_errors, write_atomically
 
 log = logging.getLogger(__name__)
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train, on what, and where to put it."""
-
-    version: int
-    task: str
-    """Hex digest of the task manifest, which is a blob."""
-    members: tuple[str, ...]
-    """Hex digests of the submissions, which are blobs, in the order to train on."""
-    blobs: str
-    feature_size: int
-    training: Training
-    folder: str
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out."""
-
-    prototypes: int
-    metrics: dict[str, float]
+PROGRAMS: dict[type[Job], str] = {
+    HeadJob: "aggregator.training",
+    RoundJob: "aggregator.pooling",
+    CompileJob: "aggregator.compilation",
+}
+"""The module that does each kind of job."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A line of a training: device, prototypes, epoch, epochs or loss."""
+    """A line of a job: device, prototypes, epoch, epochs or loss."""
 
     figures: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A training is over; without a result it failed, and `reason` says why."""
+    """A job is over; without a result it failed, and `reason` says why."""
 
     job: Job
     result: Result | None
@@ -57,10 +44,10 @@ class Finished:
 
 
 class Trainer:
-    """At most one training process at a time.
+    """At most one job at a time.
 
     Args:
-        folder: each training gets a folder of its own in it.
+        folder: each job gets a folder of its own in it.
         on_event: called from a thread with Progress and Finished; it must only put them somewhere.
     """
 
@@ -70,7 +57,7 @@ class Trainer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, job: Job) -> None:
-        """Begin a training.
+        """Begin a job.
 
         Raises:
             StateError: its folder cannot be written.
@@ -83,7 +70,7 @@ class Trainer:
         with (folder / "training.log").open("wb") as errors:
             # In a session of its own, so that Ctrl-C reaches the daemon alone, which then ends it.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "aggregator.training", str(folder / "job.json")],
+                [sys.executable, "-m", PROGRAMS[type(job)], str(folder / "job.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -95,7 +82,7 @@ class Trainer:
         threading.Thread(target=self._watch, args=(job, self._process), daemon=True).start()
 
     def stop(self) -> None:
-        """End a running training; it will be started again by the next run of the daemon."""
+        """End a running job; it will be started again by the next run of the daemon."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
@@ -108,7 +95,7 @@ class Trainer:
             try:
                 self._on_event(Progress(msgspec.json.decode(line, type=dict[str, Any])))
             except msgspec.MsgspecError:
-                log.debug("training said: %s", line.rstrip())
+                log.debug("the job said: %s", line.rstrip())
         code = process.wait()
         try:
             data = (Path(job.folder) / "result.json").read_bytes()

@@ -1,23 +1,20 @@
 """One training, as a process of its own: `python -m aggregator.training JOB.json`.
 
 The daemon goes on taking submissions meanwhile, never imports torch, and gets the memory back. Progress goes
-to stdout as one JSON object a line; the results are `head.onnx`, `model.onnx` and `result.json` in the job's
-folder, the last one written last.
+to stdout as one JSON object a line; the results are files in the job's folder.
 """
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from aggregator.algorithms.fedtc import RECIPES, Recipe, train_head
 from aggregator.config import Training
-from aggregator.graphs import fuse, head_to_onnx, max_abs_difference
+from aggregator.fusing import fuse
+from aggregator.graphs import head_to_onnx, max_abs_difference
 from aggregator.intake import Expectation, Prototypes, check_submission, read_message
-from aggregator.trainer import Job, Result
+from aggregator.jobs import HeadJob, Result, run_as_program, say
 from protocol.blobstore import BlobStore, write_atomically
 from protocol.codec import decode
 from protocol.errors import ProtofleetError
@@ -61,8 +58,8 @@ def torch_device(wanted: str) -> str:
     return wanted
 
 
-def run(job: Job) -> Result:
-    """Train a head, check it against torch, fuse it with the backbone, and write both.
+def run(job: HeadJob) -> Result:
+    """Train a head, check it against torch, and write it, and fused with the backbone if there is only one.
 
     Raises:
         ProtofleetError: the data cannot be trained on, or the ONNX head differs from torch.
@@ -73,7 +70,7 @@ def run(job: Job) -> Result:
     expectation = Expectation(task, manifest, job.feature_size)
     data = pool([_prototypes(blobs.read(bytes.fromhex(digest)), expectation) for digest in job.members])
     device = torch_device(job.training.device)
-    _say({"device": device, "prototypes": len(data.labels)})
+    say({"device": device, "prototypes": len(data.labels)})
     trained = train_head(
         data.values,
         data.labels,
@@ -82,7 +79,7 @@ def run(job: Job) -> Result:
         recipe=recipe_of(job.training),
         seed=job.training.seed,
         device=device,
-        on_epoch=lambda epoch, epochs, loss: _say({"epoch": epoch, "epochs": epochs, "loss": loss}),
+        on_epoch=lambda epoch, epochs, loss: say({"epoch": epoch, "epochs": epochs, "loss": loss}),
     )
     figures = {
         "loss": trained.loss,
@@ -90,12 +87,11 @@ def run(job: Job) -> Result:
         "epochs": float(trained.epochs),
         "seconds": trained.seconds,
     }
-    backbone = manifest.backbones[0].digest
     metadata = HeadMetadata(
         classes=manifest.classes,
         version=job.version,
         task=job.task,
-        backbones=(backbone.hex(),),
+        backbones=tuple(backbone.digest.hex() for backbone in manifest.backbones),
         feature_size=job.feature_size,
         training=figures,
     )
@@ -105,12 +101,11 @@ def run(job: Job) -> Result:
         raise ProtofleetError(
             f"the ONNX head differs from torch by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}: not published"
         )
-    result = Result(prototypes=len(data.labels), metrics={**figures, "onnx_max_abs_diff": difference})
-    folder = Path(job.folder)
-    write_atomically(folder / "head.onnx", head)
-    write_atomically(folder / "model.onnx", fuse(blobs.read(backbone), head))
-    write_atomically(folder / "result.json", msgspec.json.encode(result))
-    return result
+    write_atomically(Path(job.folder) / "head.onnx", head)
+    if len(manifest.backbones) == 1:
+        model = fuse(blobs.read(manifest.backbones[0].digest), head)
+        write_atomically(Path(job.folder) / "model.onnx", model)
+    return Result(prototypes=len(data.labels), metrics={**figures, "onnx_max_abs_diff": difference})
 
 
 def _prototypes(payload: bytes, expectation: Expectation) -> Prototypes:
@@ -120,19 +115,5 @@ def _prototypes(payload: bytes, expectation: Expectation) -> Prototypes:
     return check_submission(message, expectation)
 
 
-def _say(progress: dict[str, float | str]) -> None:
-    sys.stdout.write(json.dumps(progress) + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Run the job in the file named on the command line."""
-    try:
-        run(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Job))
-    except ProtofleetError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    main()
+    run_as_program(HeadJob, run)

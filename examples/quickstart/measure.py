@@ -45,7 +45,7 @@ def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str
         Share of right answers, by device.
     """
     torch.set_num_threads(1)  # these heads are too small to share out
-    task, backbone = load_task(folder.task)
+    task, (backbone,) = load_task(folder.task)
     features, labels = held_out_features(folder, backbone)
     scores = {}
     for device, sent in submissions(folder).items():

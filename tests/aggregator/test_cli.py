@@ -59,6 +59,7 @@ def test_status_needs_nothing_heavy(tmp_path: Path) -> None:
         "retrain_after": 1,
     }
     store.set_fact("task_file", json.dumps(task))
+    store.set_fact("settings", json.dumps({"quorum": 1, "deadline_s": 1.0}))
     store.close()
     done = _run("status", "--state", str(tmp_path), "--json")
     assert (done.returncode, done.stderr) == (0, "")

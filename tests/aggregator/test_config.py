@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.config import Client, Training, load_task, read_backbone
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fpl import FPL
+from aggregator.config import Client, Rounds, Training, load_task, read_backbone
 from aggregator.rounds import Settings
 from protocol.errors import BackboneMismatch, ConfigError
 from tests.graphs import tiny_backbone
@@ -22,13 +24,14 @@ def _write(folder: Path, text: str) -> Path:
 
 def test_the_least_there_can_be(tmp_path: Path) -> None:
     """Classes and a backbone; the rest has defaults, and the backbone lies beside the file."""
-    task, backbone = load_task(_write(tmp_path, LEAST))
-    assert backbone == tmp_path / "tiny.onnx"
+    task, backbones = load_task(_write(tmp_path, LEAST))
+    assert backbones == [tmp_path / "tiny.onnx"]
     assert task.classes == ("cat", "dog")
     assert (task.fleet, task.algorithm, task.devices) == ("default", "fedtc", None)
     assert task.settings == Settings(quorum=1, deadline_s=600.0, retrain_after=1)
     assert task.client == Client(alpha=0.99, batch_size=5, min_images=2, seed=0)
     assert task.training == Training(recipe="default", restore=None, epochs=None, device="auto", seed=0)
+    assert task.learning is None
 
 
 def test_everything_that_can_be_set(tmp_path: Path) -> None:
@@ -69,6 +72,52 @@ seed = 4
     assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
 
 
+def test_rounds_have_defaults(tmp_path: Path) -> None:
+    """An algorithm's name is all that is needed: the rest is the paper's, or fits a small fleet."""
+    task, _ = load_task(_write(tmp_path, LEAST + 'algorithm = "fpl"'))
+    assert task.learning == FPL()
+    assert task.rounds == Rounds(grace_s=5.0, min_devices=1, staleness=1)
+    assert task.settings == Settings(quorum=1, deadline_s=600.0, grace_s=5.0, staleness=1, rounds=100)
+    task, _ = load_task(_write(tmp_path, LEAST + 'algorithm = "fedpcl"'))
+    assert task.learning == FedPCL()
+
+
+def test_everything_that_can_be_set_of_rounds(tmp_path: Path) -> None:
+    """Every setting reaches the round logic or the algorithm; several backbones are read in their order."""
+    (tmp_path / "other.onnx").write_bytes(b"another")
+    text = """
+algorithm = "fedpcl"
+classes = ["cat", "dog"]
+backbones = ["tiny.onnx", "other.onnx"]
+quorum = 4
+deadline_s = 60
+devices = ["a", "b", "c"]
+[client]
+min_images = 7
+seed = 3
+[rounds]
+grace_s = 0
+min_devices = 2
+staleness = 3
+[fedpcl]
+rounds = 9
+tau = 0.5
+"""
+    task, backbones = load_task(_write(tmp_path, text))
+    assert backbones == [tmp_path / "tiny.onnx", tmp_path / "other.onnx"]
+    assert task.learning == FedPCL(rounds=9, tau=0.5)
+    assert task.client == Client(min_images=7, seed=3)
+    assert task.settings == Settings(
+        quorum=4,
+        deadline_s=60.0,
+        grace_s=0.0,
+        min_devices=2,
+        staleness=3,
+        rounds=9,
+        devices=frozenset("abc"),
+    )
+
+
 WRONG: dict[str, tuple[str, int, str]] = {
     "unknown setting": ("quorom = 3", 3, "unknown setting `quorom`; did you mean `quorum`?"),
     "nothing like it": ("zzz = 3", 3, "unknown setting `zzz`; known: classes, backbones, fleet"),
@@ -86,6 +135,48 @@ WRONG: dict[str, tuple[str, int, str]] = {
     "fleet with a line break": ('fleet = "a\\n"', 3, "`fleet`: Expected `str` matching"),
     "device with a space": ('devices = ["a", "b c"]', 3, "`devices`: Expected `str` matching"),
     "no devices": ("devices = []", 3, "`devices`: Expected `array` of length >= 1"),
+    "a table of another algorithm": (
+        'algorithm = "fpl"\n[fedpcl]\nrounds = 3',
+        4,
+        '`fedpcl` says nothing to algorithm = "fpl": leave it out',
+    ),
+    "a table of an algorithm that was not chosen": ("[fpl]", 3, '`fpl` says nothing to algorithm = "fedtc"'),
+    "rounds of what has none": (
+        "\n[rounds]\nstaleness = 2",
+        4,
+        '`rounds` says nothing to algorithm = "fedtc"',
+    ),
+    "training where devices train": (
+        'algorithm = "fedpcl"\n[training]\nseed = 2',
+        4,
+        '`training` says nothing to algorithm = "fedpcl"',
+    ),
+    "retraining of rounds": (
+        'algorithm = "fpl"\nretrain_after = 2',
+        4,
+        "`retrain_after` says nothing to",
+    ),
+    "batches of prototypes in rounds": (
+        'algorithm = "fpl"\n[client]\nseed = 1\nbatch_size = 2',
+        6,
+        "`client.batch_size` says nothing to",
+    ),
+    "more at least than a quorum": (
+        'algorithm = "fpl"\nquorum = 2\n[rounds]\nmin_devices = 3',
+        6,
+        "min_devices (3) must not exceed quorum (2)",
+    ),
+    "more at least than there are": (
+        'algorithm = "fpl"\nquorum = 3\ndevices = ["a", "b"]\n[rounds]\nmin_devices = 3',
+        7,
+        "min_devices (3) is more than there are devices (2): no round would ever close",
+    ),
+    "unknown in an algorithm's table": (
+        'algorithm = "fpl"\n[fpl]\nround = 3',
+        5,
+        "unknown setting `round`; did you mean `rounds`?",
+    ),
+    "no grace": ('algorithm = "fpl"\nrounds.grace_s = -1', 4, "`rounds.grace_s`: Expected `float` >= 0.0"),
     "unknown algorithm": ('algorithm = "fedavg"', 3, "`algorithm`: Invalid enum value 'fedavg'"),
     "alpha past 1": ("[client]\nseed = 1\nalpha = 1.5", 5, "`client.alpha`: Expected `float` <= 1.0"),
     "alpha in an inline table": ("\nclient = { alpha = 0.0 }", 4, "`client.alpha`: Expected `float` > 0.0"),
@@ -133,7 +224,18 @@ def test_a_wrong_setting_is_refused_with_its_line(tmp_path: Path, added: str, li
         ('classes = ["a", "b "]\nbackbones = ["tiny.onnx"]', ":1: class 'b ' begins or ends with a space"),
         ('classes = ["a\\nb"]\nbackbones = ["tiny.onnx"]', ":1: class 'a\\nb' begins or ends with"),
         ('classes = ["a"]\n\nbackbones = []', ":3: `backbones`: Expected `array` of length >= 1"),
-        ('classes = ["a"]\nbackbones = ["tiny.onnx", "other.onnx"]', ":2: `backbones`: Expected `array`"),
+        (
+            f'classes = ["a"]\nbackbones = {["tiny.onnx"] * 17}',
+            ":2: `backbones`: Expected `array` of length <= 16",
+        ),
+        (
+            'classes = ["a"]\nbackbones = ["tiny.onnx", "other.onnx"]',
+            ":2: no backbone at {folder}/other.onnx; make",
+        ),
+        (
+            'classes = ["a"]\nbackbones = ["tiny.onnx", "./tiny.onnx"]',
+            ":2: a backbone named twice adds nothing: leave one out",
+        ),
         (
             'classes = ["a"]\nbackbones = ["none.onnx"]',
             ":2: no backbone at {folder}/none.onnx; make one with: export-",

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from onnx import version_converter
 from torch import Tensor, nn
 
-from aggregator.graphs import OPSET, fuse, head_to_onnx, max_abs_difference
+from aggregator.fusing import fuse
+from aggregator.graphs import OPSET, head_to_onnx, max_abs_difference
 from protocol.errors import BackboneMismatch
 from protocol.metadata import HeadMetadata, head_metadata, model_metadata
 from tests.graphs import EDGE, tiny_backbone

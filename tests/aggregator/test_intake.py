@@ -9,12 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.intake import Refused, check_evaluation, check_submission, read_message
+from aggregator.intake import Expectation, Refused, check_evaluation, check_submission, read_message
 from protocol.codec import encode, to_tensor, to_unsigned
 from protocol.messages import Evaluation, Presence, Submission, Tensor
-from tests.aggregator.made import EXPECTATION, FEATURE_SIZE, evaluation, submission
+from tests.aggregator.made import (
+    EXPECTATION,
+    FEATURE_SIZE,
+    ROUNDS_EXPECTATION,
+    evaluation,
+    round_submission,
+    submission,
+)
 
 GOOD = submission()
+GOOD_IN_ROUNDS = round_submission()
 
 
 def _changed(**fields: Any) -> Submission:
@@ -25,12 +33,12 @@ def _floats(values: float, *shape: int, dtype: str = "f2") -> Tensor:
     return to_tensor(np.full(shape, values, dtype=dtype))
 
 
-def _refused(spoilt: Submission) -> Refused:
+def _refused(spoilt: Submission, expectation: Expectation = EXPECTATION) -> Refused:
     """The refusal of a submission that came as bytes, as all do."""
     message = read_message(encode(spoilt))
     assert isinstance(message, Submission)
     with pytest.raises(Refused) as caught:
-        check_submission(message, EXPECTATION)
+        check_submission(message, expectation)
     return caught.value
 
 
@@ -88,6 +96,8 @@ REFUSED: dict[str, tuple[Submission, str, str]] = {
         "malformed",
         "to 4294967295",
     ),
+    "a round": (_changed(round=1), "unknown_round", "no rounds, got a submission for round 1"),
+    "tensors": (_changed(tensors={"bias": _floats(0, 4)}), "malformed", "tensors none, got bias"),
 }
 
 
@@ -95,6 +105,85 @@ REFUSED: dict[str, tuple[Submission, str, str]] = {
 def test_a_wrong_submission_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
     """The reason is for programs; the detail says what was expected and what came."""
     refused = _refused(spoilt)
+    assert refused.reason == reason
+    assert re.search(detail, refused.detail)
+
+
+def test_a_good_submission_of_a_round_becomes_arrays() -> None:
+    """Its tensors come out as float32; it may be of any round, and need not have trained."""
+    taken = check_submission(GOOD_IN_ROUNDS, ROUNDS_EXPECTATION)
+    assert taken.values.shape == (2, 4)
+    assert {name: (str(array.dtype), array.shape) for name, array in taken.tensors.items()} == {
+        "weight": ("float32", (4, 16)),
+        "bias": ("float32", (4,)),
+    }
+    check_submission(_in_rounds(loss=None, round=7), ROUNDS_EXPECTATION)
+
+
+def _in_rounds(**fields: Any) -> Submission:
+    return msgspec.structs.replace(GOOD_IN_ROUNDS, **fields)
+
+
+def _tensors(**changes: Tensor) -> Submission:
+    return _in_rounds(tensors={**GOOD_IN_ROUNDS.tensors, **changes})
+
+
+REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
+    "other task": (_in_rounds(task=bytes(32)), "unknown_task", "expected task"),
+    "a feature": (_in_rounds(prototypes=_floats(0, 2, 16)), "shape", r"expected \(m, 4\) .* got \(2, 16\)"),
+    "more than half precision": (
+        _in_rounds(prototypes=_floats(1e30, 2, 4, dtype="f4")),
+        "dtype",
+        "prototypes of kind 'f2', got f4",
+    ),
+    "no prototype": (
+        _in_rounds(
+            **{name: getattr(submission(labels=()), name) for name in ("labels", "counts")},
+            prototypes=_floats(0, 0, 4),
+        ),
+        "shape",
+        r"\(0, 4\)",
+    ),
+    "two of a class": (
+        _in_rounds(labels=to_unsigned(np.array([1, 1]))),
+        "malformed",
+        "one prototype of each class at most",
+    ),
+    "a class too many": (_in_rounds(labels=to_unsigned(np.array([0, 3]))), "unknown_class", "got 3"),
+    "NaN": (_in_rounds(prototypes=_floats(float("nan"), 2, 4)), "not_finite", "a prototype holds NaN"),
+    "too few pictures": (
+        _in_rounds(counts=to_unsigned(np.array([5, 1]))),
+        "malformed",
+        "at least 2 pictures",
+    ),
+    "a loss that is none": (_in_rounds(loss=float("nan")), "not_finite", "loss is nan"),
+    "a loss without end": (_in_rounds(loss=float("inf")), "not_finite", "loss is inf"),
+    "no tensors": (_in_rounds(tensors={}), "malformed", "tensors bias, weight, got none"),
+    "a tensor too few": (
+        _in_rounds(tensors={"bias": GOOD_IN_ROUNDS.tensors["bias"]}),
+        "malformed",
+        "got bias",
+    ),
+    "a tensor too many": (_tensors(momentum=_floats(0, 4)), "malformed", "got bias, momentum, weight"),
+    "a tensor of another shape": (_tensors(bias=_floats(0, 5)), "shape", r"bias of shape \(4,\), got \(5,\)"),
+    "a tensor lying down": (_tensors(weight=_floats(0, 16, 4)), "shape", r"\(4, 16\), got \(16, 4\)"),
+    "a flat tensor": (_tensors(weight=_floats(0, 64)), "shape", "weight of 2 dimensions"),
+    "a tensor of integers": (_tensors(bias=to_unsigned(np.zeros(4))), "dtype", "bias of kind 'f2', got u1"),
+    "a tensor of NaN": (_tensors(bias=_floats(float("nan"), 4)), "not_finite", "bias holds NaN"),
+    "a tensor with bytes missing": (
+        _tensors(bias=Tensor("f2", (4,), b"")),
+        "shape",
+        "bias: expected 8 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason", "detail"), REFUSED_IN_ROUNDS.values(), ids=REFUSED_IN_ROUNDS.keys()
+)
+def test_a_wrong_submission_of_a_round_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
+    """So nothing reaches a round's pool that is not exactly what the program makes."""
+    refused = _refused(spoilt, ROUNDS_EXPECTATION)
     assert refused.reason == reason
     assert re.search(detail, refused.detail)
 

@@ -74,7 +74,7 @@ def test_one_device_is_no_quorum_however_often_it_comes() -> None:
     state, actions = _run(events)
     assert _trainings(actions) == []
     assert _verdicts(actions) == ["new", "duplicate", "new", "new", "duplicate", "superseded"]
-    assert waiting(state) == {"a": _entry("a", 3)}
+    assert waiting(state, SETTINGS) == {"a": _entry("a", 3)}
 
 
 def test_the_deadline_closes_with_what_is_there() -> None:
@@ -98,7 +98,7 @@ def test_late_devices_are_in_the_next_head() -> None:
     state, actions = _run([Trained(1), Ticked(1)], state)
     assert _trainings(actions) == [(2, ["a1", "b1", "c1", "d1", "e1"])]
     state, _ = _run([Trained(2)], state)
-    assert waiting(state) == {}
+    assert waiting(state, SETTINGS) == {}
 
 
 def test_after_a_head_it_is_retrain_after_that_counts() -> None:
@@ -245,7 +245,7 @@ def test_every_run_ends_in_a_head_that_covers_all(
                 world.end_training(good=outcome == "trained")
     world.restart()
     world.settle()
-    assert waiting(world.state) == {}
+    assert waiting(world.state, settings) == {}
     assert world.state.training is None
     assert closes_at_s(world.state, settings) is None
     assert (world.heads[-1] if world.heads else {}) == world.stored

@@ -36,6 +36,7 @@ def _begun(folder: Path) -> Store:
     task_file = TaskFile(classes=CLASSES, backbones=("b.onnx",), fleet="barn", quorum=2, deadline_s=60.0)
     store.set_fact("task", TASK.hex())
     store.set_fact("task_file", msgspec.json.encode(task_file).decode())
+    store.set_fact("settings", msgspec.json.encode(task_file.settings).decode())
     store.lock()
     return store
 
@@ -107,6 +108,9 @@ def test_a_busy_aggregator(tmp_path: Path) -> None:
     assert (head["version"], head["devices"], head["prototypes"], head["sha256"]) == (1, 1, 10, "0" * 64)
     assert head["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
     assert summary["head_path"] == str(tmp_path / "head.onnx")
+    assert summary["model_path"] is None
+    (tmp_path / "model.onnx").touch()
+    assert report(Store(tmp_path, read_only=True))["model_path"] == str(tmp_path / "model.onnx")
     assert summary["refusals"] == [
         {"device": "c", "reason": "shape", "count": 1, "detail": "expected [16], got [17]"}
     ]

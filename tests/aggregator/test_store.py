@@ -1,14 +1,17 @@
 """What must survive a restart does, also under a full disk, a second reader and a newer program."""
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from aggregator.rounds import Entry, Settings, Ticked, Train, Trained, step, waiting
-from aggregator.store import SCHEMA_VERSION, HeadRow, Store, SubmissionRow, open_folder
+from aggregator.rounds import Entry, Settings, Ticked, Train, Trained, resumed, step, waiting
+from aggregator.schema import MIGRATIONS, SCHEMA_VERSION
+from aggregator.store import Closing, HeadRow, Store, SubmissionRow, open_folder
 from protocol.errors import StateError
+from protocol.messages import BlobRef
 from tests.aggregator.made import TASK, evaluation
 from tests.faults import full_disk, read_only
 from tests.faults import open_folder as shared_folder
@@ -120,7 +123,7 @@ def test_the_round_goes_on_where_it_was(tmp_path: Path) -> None:
     """The state after a restart knows what a head covers, what waits, and which version comes next."""
     settings = Settings(quorum=1, deadline_s=10.0, retrain_after=1)
     store = Store(tmp_path)
-    assert waiting(store.round_state(TASK)) == {}
+    assert waiting(store.round_state(TASK), settings) == {}
     for row in (_row("a"), _row("b")):
         store.keep_submission(TASK, row)
     state, (train,) = step(store.round_state(TASK), Ticked(0.0), settings=settings)
@@ -129,14 +132,77 @@ def test_the_round_goes_on_where_it_was(tmp_path: Path) -> None:
     store.keep_head(_head(1, _row("a"), _row("b")))
     state, _ = step(state, Trained(1), settings=settings)
     restored = Store(tmp_path).round_state(TASK)
-    assert waiting(restored) == waiting(state) == {}
+    assert waiting(restored, settings) == waiting(state, settings) == {}
     assert restored.head_version == state.head_version == 1
     store.keep_submission(TASK, _row("b", 2))
-    assert waiting(Store(tmp_path).round_state(TASK)) == {"b": _row("b", 2).entry}
+    assert waiting(Store(tmp_path).round_state(TASK), settings) == {"b": _row("b", 2).entry}
     store.keep_head(_head(2, _row("a"), _row("b", 2)))
-    assert waiting(store.round_state(TASK)) == {}
+    assert waiting(store.round_state(TASK), settings) == {}
     assert store.round_state(TASK).head_version == 2
     assert store.round_state(bytes(32)).submissions == {}
+
+
+def test_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Rounds of submissions, what heads leave to the next round, and what was being pooled, outlive a restart."""
+    settings = Settings(quorum=2, deadline_s=10.0, rounds=3, staleness=1)
+    store = Store(tmp_path)
+    rows = [replace(_row(device), entry=replace(_row(device).entry, round=1)) for device in "ab"]
+    tensors = BlobRef(digest=bytes(32), size_bytes=7, name="tensors-1")
+    store.keep_head(replace(_head(1, _row("a")), tensors=tensors))
+    assert store.heads(TASK)[0].tensors == tensors
+    for row in rows:
+        store.keep_submission(TASK, row)
+    assert store.submissions(TASK) == {row.device: row for row in rows}
+    state, (train,) = step(store.round_state(TASK), Ticked(0.0), settings=settings)
+    assert isinstance(train, Train)
+    store.set_closing(Closing(TASK, train.version, dict(train.members)))
+    store.keep_submission(TASK, replace(_row("c"), entry=replace(_row("c").entry, round=1)))
+    restored = Store(tmp_path).round_state(TASK)
+    assert resumed(restored) == (train,)
+    assert restored.training == state.training
+    assert Store(tmp_path).round_state(bytes(32)).training is None
+    store.keep_head(replace(_head(2, *rows), tensors=tensors))
+    assert Store(tmp_path).round_state(TASK).training is None
+
+
+def test_what_is_forgotten_is_not_held(tmp_path: Path) -> None:
+    """A submission whose blob is gone can be made to have never come, without touching others."""
+    store = Store(tmp_path)
+    for task in (TASK, bytes(32)):
+        for device in "ab":
+            store.keep_submission(task, _row(device))
+    store.forget_submission(TASK, "a")
+    assert store.submissions(TASK) == {"b": _row("b")}
+    assert store.submissions_to_others(TASK) == {b"a1", b"b1"}
+
+
+def test_facts_of_a_kind(tmp_path: Path) -> None:
+    """Those whose names begin alike are found together, whatever characters mean something to SQL."""
+    store = Store(tmp_path)
+    for key in ("graphs:1", "graphs:2", "graphs", "gra%hs:3"):
+        store.set_fact(key, key)
+    assert store.facts("graphs:") == {"graphs:1": "graphs:1", "graphs:2": "graphs:2"}
+    assert store.facts("gra%") == {"gra%hs:3": "gra%hs:3"}
+
+
+def test_an_older_state_is_brought_up_to_date(tmp_path: Path) -> None:
+    """What stood in it stands; who only looks is told to start the aggregator first."""
+    with sqlite3.connect(tmp_path / "aggregator.sqlite") as database:
+        database.executescript(f"{MIGRATIONS[0]}PRAGMA user_version = 1;")
+        database.execute(
+            "INSERT INTO submissions VALUES (?, 'a', 1, ?, 101.0, 1234, 40, 8, '{\"0\": 5, \"2\": 3}')",
+            (TASK, b"a1"),
+        )
+        database.execute(
+            'INSERT INTO heads VALUES (1, ?, ?, 99, 5.5, 16, \'{"a": "6131"}\', \'{"loss": 0.25}\')',
+            (TASK, b"\x01" * 32),
+        )
+    with pytest.raises(StateError, match="older protofleet: start `aggregator run` on it first"):
+        Store(tmp_path, read_only=True)
+    store = Store(tmp_path)
+    assert store.submissions(TASK) == {"a": _row("a")}
+    assert store.heads(TASK) == [_head(1, _row("a"))]
+    assert Store(tmp_path, read_only=True).heads() == [_head(1, _row("a"))]
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
@@ -146,7 +212,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(file) as database:
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     for read in (False, True):
-        with pytest.raises(StateError, match=r"schema 2, expected 1\): use that version, or another --state"):
+        with pytest.raises(StateError, match=r"schema 3, expected 2\): use that version, or another --state"):
             Store(tmp_path, read_only=read)
 
 

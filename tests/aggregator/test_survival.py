@@ -8,11 +8,13 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from aggregator.config import Training, load_task, read_backbone
+from aggregator.config import Training, load_task
+from aggregator.jobs import HeadJob, Result
 from aggregator.rounds import Entry, State
 from aggregator.service import Aggregator
 from aggregator.store import Store
-from aggregator.trainer import Finished, Job, Result
+from aggregator.task import prepare_task
+from aggregator.trainer import Finished
 from protocol.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.messages import (
     BlobRequest,
@@ -154,18 +156,13 @@ def test_a_blob_that_was_deleted_by_hand_is_told(alone: Broker, tmp_path: Path) 
 
 def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
     """The round does not wait for it for ever: the next submission begins another training."""
-    task, backbone = load_task(write_task(tmp_path, "quorum = 2"))
-    daemon = Aggregator(
-        task=task,
-        backbone=backbone,
-        metadata=read_backbone(backbone),
-        store=Store(tmp_path / "state"),
-        broker=Broker("127.0.0.1", 1),
-    )
+    store = Store(tmp_path / "state")
+    task = prepare_task(*load_task(write_task(tmp_path, "quorum = 2")), store=store)
+    daemon = Aggregator(task, store, broker=Broker("127.0.0.1", 1))
     entries = {"a": Entry(1, b"a", 0.0)}
-    daemon._state = State(submissions=entries, training=entries)
+    daemon._learning.state = State(submissions=entries, training=entries)
     metrics = {"seconds": 1.0, "onnx_max_abs_diff": 0.0}
-    job = Job(
+    job = HeadJob(
         version=1,
         task="",
         members=(),
@@ -175,5 +172,5 @@ def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> No
         folder=str(tmp_path / "gone"),
     )
     daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
-    assert daemon._state == State(submissions=entries, failed=entries)
-    assert daemon._store.heads(daemon._task) == []
+    assert daemon._learning.state == State(submissions=entries, failed=entries)
+    assert store.heads(task.digest) == []

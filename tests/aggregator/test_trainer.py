@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from aggregator.config import Training
-from aggregator.trainer import Finished, Job, Progress, Trainer
+from aggregator.jobs import HeadJob
+from aggregator.trainer import Finished, Progress, Trainer
 from protocol.blobstore import BlobStore
 from protocol.codec import encode
 from protocol.errors import StateError
@@ -16,9 +17,9 @@ from tests.aggregator.made import FEATURE_SIZE, MANIFEST, submission
 PATIENCE_S = 60.0
 
 
-def _job(folder: Path, *payloads: bytes) -> Job:
+def _job(folder: Path, *payloads: bytes) -> HeadJob:
     blobs = BlobStore(folder / "blobs")
-    return Job(
+    return HeadJob(
         version=1,
         task=blobs.put(encode(MANIFEST)).hex(),
         members=tuple(blobs.put(payload).hex() for payload in payloads),
@@ -29,7 +30,7 @@ def _job(folder: Path, *payloads: bytes) -> Job:
     )
 
 
-def _end(job: Job, folder: Path) -> tuple[Finished, list[Progress]]:
+def _end(job: HeadJob, folder: Path) -> tuple[Finished, list[Progress]]:
     """Run a job to its end."""
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
     Trainer(folder / "training", on_event=events.put).start(job)

@@ -90,7 +90,7 @@ def test_the_default_of_a_setting_is_the_one_in_the_table(table: str, name: str)
 
 def task_bytes(task: TaskFile) -> bytes:
     """What the fleet would be told, whose sha256 is the task's identity."""
-    return encode(task_manifest(task, BlobRef(digest=bytes(32), size_bytes=1, name=task.backbones[0])))
+    return encode(task_manifest(task, [BlobRef(digest=bytes(32), size_bytes=1, name=task.backbones[0])]))
 
 
 @pytest.mark.parametrize(

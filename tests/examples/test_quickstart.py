@@ -89,7 +89,7 @@ def test_pictures_on_disk_are_the_digits(tmp_path: Path) -> None:
 
 def test_the_task_is_one_that_the_aggregator_takes(tmp_path: Path) -> None:
     """The task file waits for every device, and names the backbone beside it."""
-    task, backbone = load_task(filled(tmp_path, devices=7).task)
+    task, (backbone,) = load_task(filled(tmp_path, devices=7).task)
     assert (task.quorum, task.classes) == (7, data.CLASSES)
     assert backbone == tmp_path / BACKBONE.name
     assert read_backbone(backbone).feature_size == 256

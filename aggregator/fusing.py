@@ -1,0 +1,57 @@
+"""Backbone and head in one ONNX file, made without torch."""
+
+import hashlib
+
+import onnx
+from onnx import compose, version_converter
+
+from protocol.errors import BackboneMismatch
+from protocol.metadata import HeadMetadata, ModelMetadata, backbone_metadata, head_metadata, to_properties
+
+
+def finished(model: onnx.ModelProto, metadata: HeadMetadata | ModelMetadata) -> bytes:
+    """A checked graph as a file that says what it is."""
+    onnx.helper.set_model_props(model, to_properties(metadata))
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def fuse(backbone: bytes, head: bytes) -> bytes:
+    """Backbone and head as one ONNX file: `image` in, `logits` and `probabilities` out.
+
+    Args:
+        backbone: an ONNX file that `export-backbone` wrote.
+        head: a head for features of that very file.
+
+    Raises:
+        BackboneMismatch: the head was trained on another backbone's features.
+    """
+    first, second = onnx.load_model_from_string(backbone), onnx.load_model_from_string(head)
+    facts = ModelMetadata(
+        backbone=backbone_metadata(_properties(first)), head=head_metadata(_properties(second))
+    )
+    digest = hashlib.sha256(backbone).hexdigest()
+    if facts.head.backbones != (digest,):
+        raise BackboneMismatch(
+            f"the head takes the features of backbone {', '.join(facts.head.backbones)}, got backbone {digest}"
+        )
+    opset = max(_opset(first), _opset(second))
+    first, second = _prepared(first, "backbone/", opset=opset), _prepared(second, "head/", opset=opset)
+    first.ir_version = second.ir_version = max(first.ir_version, second.ir_version)
+    return finished(compose.merge_models(first, second, io_map=[("feature", "feature")]), facts)
+
+
+def _prepared(model: onnx.ModelProto, prefix: str, *, opset: int) -> onnx.ModelProto:
+    """A graph at that operator set, without metadata, whose inner names cannot be another graph's."""
+    if _opset(model) != opset:
+        model = version_converter.convert_version(model, opset)
+    model.ClearField("metadata_props")
+    return compose.add_prefix(model, prefix, rename_inputs=False, rename_outputs=False)
+
+
+def _properties(model: onnx.ModelProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    return int(next(entry.version for entry in model.opset_import if entry.domain in {"", "ai.onnx"}))

@@ -1,0 +1,57 @@
+"""Which blobs the aggregator still needs: what can be asked for, and what may yet count."""
+
+import logging
+from itertools import groupby
+
+from aggregator.compilation import known_graphs
+from aggregator.rounds import still_counts
+from aggregator.store import HeadRow, Store
+from aggregator.task import Task
+
+log = logging.getLogger(__name__)
+
+
+def served_blobs(task: Task, heads: list[HeadRow]) -> set[bytes]:
+    """What devices may ask for: the task's blobs, its heads, and what these are bound to, back to the previous round.
+
+    Args:
+        task: what they work on.
+        heads: its heads, oldest first.
+    """
+    tensors = {head.tensors.digest for head in heads[-2:] if head.tensors is not None}
+    return task.blobs | {head.digest for head in heads} | tensors
+
+
+def needed_blobs(task: Task, store: Store) -> set[bytes]:
+    """What must not be deleted: what is served, what may yet be part of a head, and what other tasks need."""
+    state, settings = store.round_state(task.digest), task.file.settings
+    heads = store.heads()
+    graphs = {graph.digest for graphs in known_graphs(store).values() for graph in graphs.values()}
+    return (
+        served_blobs(task, [head for head in heads if head.task == task.digest])
+        | {task.digest}
+        | graphs
+        | {entry.digest for entry in state.submissions.values() if still_counts(entry, state, settings)}
+        | {entry.digest for entry in (state.training or {}).values()}
+        | store.submissions_to_others(task.digest)
+        | _needed_of_heads(heads)
+    )
+
+
+def _needed_of_heads(heads: list[HeadRow]) -> set[bytes]:
+    """Of every task: all heads, and the last tensors, with which it goes on if it comes back."""
+    needed = {head.digest for head in heads}
+    for _, of_task in groupby(sorted(heads, key=lambda head: head.task), key=lambda head: head.task):
+        newest = max(of_task, key=lambda head: head.version)
+        if newest.tensors is not None:
+            needed.add(newest.tensors.digest)
+    return needed
+
+
+def forget_lost(task: Task, store: Store) -> None:
+    """Drop submissions that may yet count, but whose blobs are gone: their devices will ask, and hand in again."""
+    state, settings = store.round_state(task.digest), task.file.settings
+    for device, entry in state.submissions.items():
+        if still_counts(entry, state, settings) and entry.digest not in store.blobs:
+            log.warning("the submission of %s is gone from the disk; it will be asked for again", device)
+            store.forget_submission(task.digest, device)

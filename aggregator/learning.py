@@ -1,0 +1,252 @@
+"""From submissions to heads: what the round logic decides is stored, and the trainer does it."""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from aggregator import rounds
+from aggregator.housekeeping import forget_lost, needed_blobs, served_blobs
+from aggregator.jobs import CompileJob, HeadJob, Result, RoundJob
+from aggregator.manifests import head_manifest, round_manifest
+from aggregator.store import Closing, HeadRow, Store, SubmissionRow
+from aggregator.task import Task
+from aggregator.trainer import Finished, Progress, Trainer
+from protocol.blobstore import state_errors, write_atomically
+from protocol.errors import StateError
+from protocol.messages import BlobRef, HeadManifest, RoundManifest
+
+log = logging.getLogger(__name__)
+
+
+class Learning:
+    """The heads of a task, one after the other.
+
+    Args:
+        task: what to learn.
+        store: where it goes on from.
+        on_event: called from a thread with what a training says; it must only put it somewhere.
+    """
+
+    def __init__(self, task: Task, store: Store, *, on_event: Callable[[Progress | Finished], None]) -> None:
+        self._task = task
+        self._store = store
+        self._on_event = on_event
+        self._settings = task.file.settings
+        self._trainer = Trainer(store.folder / "training", on_event=on_event)
+        forget_lost(task, store)
+        self.state = store.round_state(task.digest)
+        self._remember_heads()
+        store.set_fact("training", "")
+        for train in rounds.resumed(self.state):
+            log.info("going on with head %d, which was cut off", train.version)
+            self._start(train)
+
+    def stop(self) -> None:
+        """End a running training; the next start goes on with it."""
+        self._trainer.stop()
+        self._store.set_fact("training", "")
+
+    @property
+    def head(self) -> HeadManifest | None:
+        """What the fleet is told of the newest head."""
+        return head_manifest(self._head) if self._head is not None else None
+
+    @property
+    def round(self) -> RoundManifest | None:
+        """What the fleet is told of the open round; None if there are none."""
+        learning, tensors = self._task.file.learning, self._tensors
+        if learning is None or tensors is None:
+            return None
+        return round_manifest(self._task.digest, self.state.head_version, learning=learning, tensors=tensors)
+
+    @property
+    def _tensors(self) -> BlobRef | None:
+        return self._head.tensors if self._head is not None else self._task.first_tensors
+
+    def tick(self) -> None:
+        """Let time pass."""
+        self._advance(rounds.Ticked(time.time()))
+
+    def take(self, row: SubmissionRow, payload: bytes) -> rounds.Answer:
+        """Take a checked submission; what stands is stored before this returns.
+
+        Raises:
+            StateError: it cannot be stored.
+        """
+
+        def keep(answer: rounds.Answer) -> None:
+            self._store.blobs.put(payload)
+            self._store.keep_submission(self._task.digest, replace(row, entry=answer.standing or row.entry))
+            self._tell_submission(row)
+
+        (answer,) = self._advance(rounds.Submitted(row.device, row.entry), keep=keep)
+        return answer
+
+    def show_progress(self, figures: Mapping[str, Any]) -> None:
+        """Keep what a training says of itself, for who looks."""
+        shown = {"version": self.state.head_version + 1, **figures}
+        self._store.set_fact("training", json.dumps(shown))
+
+    def finish(self, finished: Finished) -> bool:
+        """Take the end of a training; returns whether there is a new head."""
+        row, reason = None, finished.reason
+        members = self.state.training
+        if finished.result is not None and members is not None and not isinstance(finished.job, CompileJob):
+            try:
+                row = self._keep_head(finished.job, finished.result, members)
+            except StateError as error:
+                reason = str(error)
+        if row is None:
+            self._fail(reason)
+        else:
+            self._advance(rounds.Trained(row.version))
+            self._remember_heads()
+            self._tell(row)
+        self._store.set_fact("training", "")
+        return row is not None
+
+    def _advance(
+        self, event: rounds.Event, *, keep: Callable[[rounds.Answer], None] | None = None
+    ) -> list[rounds.Answer]:
+        """Let the round logic take an event; `keep` is called with what is new before it counts."""
+        state, actions = rounds.step(self.state, event, settings=self._settings)
+        answers = [action for action in actions if isinstance(action, rounds.Answer)]
+        for answer in answers:
+            if answer.verdict == "new" and keep is not None:
+                keep(answer)
+        self.state = state
+        for action in actions:
+            if isinstance(action, rounds.Train):
+                self._start(action)
+        return answers
+
+    def _start(self, train: rounds.Train) -> None:
+        job = self._job(train)
+        try:
+            self._store.set_closing(Closing(self._task.digest, train.version, dict(train.members)))
+            self._trainer.start(job)
+        except StateError as error:
+            self._on_event(Finished(job, None, str(error)))
+
+    def _job(self, train: rounds.Train) -> HeadJob | RoundJob:
+        members = {device: entry.digest.hex() for device, entry in train.members}
+        folder = self._store.folder / "training"
+        if self._tensors is not None:
+            return RoundJob(
+                version=train.version,
+                task=self._task.digest.hex(),
+                task_file=self._task.file,
+                members=members,
+                tensors=self._tensors.digest.hex(),
+                blobs=str(self._store.blobs.folder),
+                feature_size=self._task.feature_size,
+                folder=str(folder / f"round-{train.version - 1}"),
+            )
+        log.info("training head %d on the prototypes of %d devices", train.version, len(members))
+        return HeadJob(
+            version=train.version,
+            task=self._task.digest.hex(),
+            members=tuple(members.values()),
+            blobs=str(self._store.blobs.folder),
+            feature_size=self._task.feature_size,
+            training=self._task.file.training,
+            folder=str(folder / f"head-{train.version}"),
+        )
+
+    def _fail(self, reason: str) -> None:
+        version, settings = self.state.head_version + 1, self._settings
+        if settings.rounds is None:
+            log.error(
+                "training head %d failed: %s; it will be tried again when a submission changes, or at the next start",
+                *(version, reason),
+            )
+        else:
+            log.error(
+                "round %d failed: %s; it will be tried again in %.0f s, when a submission comes, or at the next start",
+                *(version - 1, reason, settings.deadline_s),
+            )
+        self._store.set_closing(None)
+        self._advance(rounds.TrainingFailed(time.time()))
+
+    def _tell_submission(self, row: SubmissionRow) -> None:
+        settings, where = self._settings, ""
+        if settings.rounds is not None:
+            where = f" for round {row.entry.round}"
+        elif not self.state.head_version:
+            devices = len(self.state.submissions.keys() | {row.device})
+            where = f"; {devices} of {settings.quorum} devices for the first head"
+        log.info(
+            "%s: %d prototypes of %d pictures, %d bytes%s",
+            *(row.device, row.prototypes, row.pictures, row.size_bytes, where),
+        )
+
+    def _keep_head(
+        self, job: HeadJob | RoundJob, result: Result, members: Mapping[str, rounds.Entry]
+    ) -> HeadRow:
+        folder = Path(job.folder)
+        program = self._task.manifest.program
+        file = _read(folder / "head.onnx")
+        if program is None:
+            head, tensors = self._keep_blob(file, "head.onnx"), None
+        else:
+            payload = _read(folder / "tensors.bin")
+            head, tensors = program.head, self._keep_blob(payload, f"tensors-{job.version}")
+        row = HeadRow(
+            version=job.version,
+            task=self._task.digest,
+            digest=head.digest,
+            size_bytes=head.size_bytes,
+            trained_s=time.time(),
+            prototypes=result.prototypes,
+            members={device: entry.digest.hex() for device, entry in members.items()},
+            metrics=result.metrics,
+            tensors=tensors,
+        )
+        write_atomically(self._store.folder / "head.onnx", file)
+        self._keep_model(folder / "model.onnx")
+        self._store.keep_head(row)
+        return row
+
+    def _keep_blob(self, data: bytes, name: str) -> BlobRef:
+        return BlobRef(digest=self._store.blobs.put(data), size_bytes=len(data), name=name)
+
+    def _keep_model(self, file: Path) -> None:
+        """Put the model where people look for it; where there is none, an older one must not be taken for it."""
+        newest = self._store.folder / "model.onnx"
+        if file.is_file():
+            write_atomically(newest, _read(file))
+        else:
+            with state_errors(newest):
+                newest.unlink(missing_ok=True)
+
+    def _tell(self, row: HeadRow) -> None:
+        path, metrics = self._store.folder / "head.onnx", row.metrics
+        if row.tensors is None:
+            log.info(
+                "head %d: %d prototypes of %d devices, %.1f s of training, at most %.1e from torch; %s",
+                *(row.version, row.prototypes, len(row.members)),
+                *(metrics["seconds"], metrics["onnx_max_abs_diff"], path),
+            )
+            return
+        log.info(
+            "round %d of %d: %d devices (%d from earlier rounds), %d classes, %.1f s; head %d: %s",
+            *(row.version - 1, self._settings.rounds, len(row.members), metrics["carried"]),
+            *(metrics["classes"], metrics["seconds"], row.version, path),
+        )
+        if rounds.is_over(self.state, self._settings):
+            log.info("all %d rounds are over; head %d is the last", self._settings.rounds, row.version)
+
+    def _remember_heads(self) -> None:
+        heads = self._store.heads(self._task.digest)
+        self._head = heads[-1] if heads else None
+        self.served = served_blobs(self._task, heads)
+        self._store.blobs.keep_only(needed_blobs(self._task, self._store))
+
+
+def _read(file: Path) -> bytes:
+    with state_errors(file):
+        return file.read_bytes()

@@ -1,0 +1,70 @@
+"""What the aggregator says, and to whom: to the whole fleet, or to one device."""
+
+from collections.abc import Callable
+
+from protocol import session as mqtt
+from protocol.codec import digest_of, encode
+from protocol.messages import Frame, Message, Presence, PresenceState
+from protocol.topics import RETAINED, DeviceChannel, FleetChannel, device_filters, device_topic, fleet_topic
+from protocol.transfer import frames_of
+
+
+class Wire:
+    """The aggregator's connection to its fleet.
+
+    Args:
+        broker: where the fleet meets.
+        fleet: its name.
+        epoch: of this start of the aggregator.
+        on_event: called from a thread with what comes in; it must only put it somewhere.
+    """
+
+    def __init__(
+        self, broker: mqtt.Broker, *, fleet: str, epoch: int, on_event: Callable[[mqtt.Event], None]
+    ) -> None:
+        self._fleet = fleet
+        self._epoch = epoch
+        self._session = mqtt.Session(
+            broker,
+            client_id=f"pf-{fleet}-aggregator-{epoch}",
+            subscriptions=[*device_filters(fleet), fleet_topic(fleet, "state")],
+            on_event=on_event,
+            will=self._presence("offline"),
+        )
+
+    def start(self) -> None:
+        """Connect, again and again if need be."""
+        self._session.start()
+
+    def stop(self) -> None:
+        """Say that we stop, and disconnect."""
+        self._session.stop([self._presence("stopped")])
+
+    def is_own_state(self, topic: str) -> bool:
+        """Whether a topic is that of the aggregator's presence."""
+        return topic == fleet_topic(self._fleet, "state")
+
+    def say_online(self) -> None:
+        """Tell the fleet that we are there."""
+        self._session.send(self._presence("online"))
+
+    def tell_fleet(self, channel: FleetChannel, message: Message | bytes | None) -> None:
+        """Publish to everybody; None clears what was said there before."""
+        payload = message if isinstance(message, bytes) else encode(message) if message is not None else b""
+        self._session.send(self._outgoing(channel, payload))
+
+    def cast(self, payload: bytes) -> None:
+        """Send a blob to everybody at once."""
+        for frame in frames_of(payload, digest=digest_of(payload)):
+            self._session.send(self._outgoing("cast", encode(frame)))
+
+    def tell_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
+        """Publish to one device."""
+        topic = device_topic(self._fleet, device, channel)
+        self._session.send(mqtt.Outgoing(topic, encode(message), RETAINED[channel]))
+
+    def _presence(self, state: PresenceState) -> mqtt.Outgoing:
+        return self._outgoing("state", encode(Presence(state=state, epoch=self._epoch)))
+
+    def _outgoing(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
+        return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, RETAINED[channel])
