@@ -2,7 +2,8 @@
 
 A device follows the retained task: it fetches the task's backbone if it has not got it, makes a submission of
 its pictures, hands that in until the aggregator's own receipt is there, takes every head, evaluates it and
-hands in the result. Everything is asked for again after a while, so that any message may be lost.
+hands in the result. With a program it makes a submission for each round that it sees open, and gives up an older
+one for it. Everything is asked for again after a while, so that any message may be lost.
 
 One thing travels up at a time, and one down. An upload starts with its last bytes: the aggregator answers
 with a receipt or with what it still misses, so that a first try, a resumption and a repetition are one case.
@@ -34,16 +35,20 @@ from edge_client.events import (
     PicturesChanged,
     ReceiptSeen,
     Request,
+    RoundSeen,
     SendRanges,
     SendTail,
     TaskSeen,
     Tell,
 )
-from edge_client.life import Download, Mode, State, Upload
-from protocol.messages import MAX_CHUNK_BYTES, Frame, HeadManifest, Receipt
+from edge_client.life import Download, Mode, State, Upload, head_key
+from protocol.messages import MAX_CHUNK_BYTES, BlobRef, Frame, HeadManifest, Receipt, RoundManifest
 
 WINDOW_BYTES = 16 * MAX_CHUNK_BYTES
 """Bytes of a blob that are asked for at once."""
+
+CAST_PATIENCE_S = 5.0
+"""Seconds to wait for what is sent to the whole fleet before asking for it alone."""
 
 FIRST_PATIENCE_S = 10.0
 LAST_PATIENCE_S = 300.0
@@ -80,10 +85,12 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
             return _wait_for_receipt(state, now_s), ()
         case TaskSeen():
             return _new_task(state, event), ()
+        case RoundSeen(manifest=manifest):
+            return replace(state, round=manifest), ()
         case HeadSeen(manifest=manifest):
             return replace(state, head=manifest), ()
         case DownloadStarts(digest=digest, offset=offset) if _downloads(state, digest):
-            return _with_download(state, offset=offset, until=0, due_s=now_s), ()
+            return _start_download(state, offset, now_s), ()
         case BlockSeen(frame=frame):
             return _take_block(state, frame, now_s)
         case DownloadEnded():
@@ -112,12 +119,51 @@ def _current_head(state: State) -> HeadManifest | None:
     return state.head if state.head is not None and state.head.task == state.task else None
 
 
-def _pursue_blobs(state: State, _now_s: float) -> Step:
-    """Want the first blob that is needed and not there: backbones first, then the head."""
+def _open_round(state: State) -> RoundManifest | None:
+    """The current task's round, if it has rounds that are not over."""
+    seen = state.round
+    if seen is None or state.manifest is None or state.manifest.program is None:
+        return None
+    return seen if seen.task == state.task and seen.number < seen.rounds else None
+
+
+def _needed_to_work(state: State) -> tuple[BlobRef, ...]:
+    """What a submission is made with."""
+    if state.manifest is None:
+        return ()
+    program, seen = state.manifest.program, _open_round(state)
+    graphs = (program.init, program.step, program.project) if program else ()
+    return (*state.manifest.backbones, *graphs, *((seen.tensors,) if seen else ()))
+
+
+def _needed_to_predict(state: State) -> tuple[BlobRef, ...]:
+    """What the newest head is run with."""
     head = _current_head(state)
-    wanted = (*(state.manifest.backbones if state.manifest else ()), *((head.head,) if head else ()))
+    if head is None or state.manifest is None or state.mode is Mode.DRY_RUN:
+        return ()
+    program = state.manifest.program
+    graphs = (program.init,) if program else ()
+    return (*state.manifest.backbones, *graphs, head.head, *((head.tensors,) if head.tensors else ()))
+
+
+def needed(state: State) -> tuple[BlobRef, ...]:
+    """Every blob that the current task, its open round and its newest head are worked with."""
+    program = state.manifest.program if state.manifest else None
+    return (*_needed_to_work(state), *_needed_to_predict(state), *((program.init,) if program else ()))
+
+
+def _is_cast(state: State, digest: bytes) -> bool:
+    """Whether a blob is sent to the whole fleet."""
+    seen, head = _open_round(state), _current_head(state)
+    tensors = (seen.tensors if seen else None, head.tensors if head else None)
+    return any(blob is not None and blob.digest == digest for blob in tensors)
+
+
+def _pursue_blobs(state: State, _now_s: float) -> Step:
+    """Want the first blob that is needed and not there: what the work needs first, then the head."""
+    wanted = (*_needed_to_work(state), *_needed_to_predict(state))
     missing = next((blob for blob in wanted if blob.digest not in state.stored), None)
-    if missing is None or (state.mode is Mode.DRY_RUN and head is not None and missing == head.head):
+    if missing is None:
         return replace(state, download=None), ()
     if _downloads(state, missing.digest):
         return state, ()
@@ -125,20 +171,35 @@ def _pursue_blobs(state: State, _now_s: float) -> Step:
 
 
 def _pursue_work(state: State, _now_s: float) -> Step:
+    """Take the newest head into use, then make the submission that is due: a head is bound to the one before."""
     manifest, task, head = state.manifest, state.task, _current_head(state)
     if manifest is None or task is None:
         return state, ()
-    if any(blob.digest not in state.stored for blob in manifest.backbones):
-        return state, ()
     actions: list[Action] = []
-    if state.stale and not state.working:
-        state = replace(state, stale=False, working=True)
-        actions.append(Build(task, manifest))
-    wanted = head is not None and head.head.digest not in (state.installed, state.installing)
-    if head is not None and wanted and head.head.digest in state.stored and state.mode is not Mode.DRY_RUN:
-        state = replace(state, installing=head.head.digest)
-        actions.append(Install(task, manifest, head))
+    needed = _needed_to_predict(state)
+    if head is not None and needed and all(blob.digest in state.stored for blob in needed):
+        key = head_key(head)
+        if key not in (state.installed, state.installing):
+            state = replace(state, installing=key)
+            actions.append(Install(task, manifest, head))
+    if all(blob.digest in state.stored for blob in _needed_to_work(state)):
+        state, build = _due_build(state)
+        actions.extend([] if build is None else [build])
     return state, tuple(actions)
+
+
+def _due_build(state: State) -> tuple[State, Build | None]:
+    """The work that is due, if any: for a round that was not joined yet, or for pictures not handed in."""
+    manifest, task, seen = state.manifest, state.task, _open_round(state)
+    if manifest is None or task is None:
+        return state, None
+    if manifest.program is not None:
+        if seen is None or state.joined == seen.number:
+            return state, None
+        return replace(state, joined=seen.number, stale=False, working=True), Build(task, manifest, seen)
+    if state.working or not state.stale:
+        return state, None
+    return replace(state, stale=False, working=True), Build(task, manifest)
 
 
 def _pursue_download(state: State, now_s: float) -> Step:
@@ -170,15 +231,30 @@ def _pursue_upload(state: State, now_s: float) -> Step:
 
 def _pursue_end(state: State, _now_s: float) -> Step:
     head = _current_head(state)
+    if state.mode is Mode.DRY_RUN and _is_over(state):
+        return state, (Exit(1, "all rounds are over: there is nothing left to hand in"),)
     done = (
         state.mode is Mode.ONCE
         and state.confirmed
-        and state.submitted is not None
         and head is not None
-        and state.evaluated == head.head.digest
-        and not (state.uploads or state.working or state.stale)
+        and state.evaluated == head_key(head)
+        and _has_contributed(state, head)
+        and not (state.uploads or state.working)
     )
     return state, (Exit(0),) if done else ()
+
+
+def _has_contributed(state: State, head: HeadManifest) -> bool:
+    """Whether there is nothing left to hand in: the pictures as they are, or anything in the rounds to come."""
+    if state.manifest is None or state.manifest.program is None:
+        return state.submitted is not None and not state.stale
+    return _is_over(state) and state.round is not None and head.round == state.round.rounds - 1
+
+
+def _is_over(state: State) -> bool:
+    """Whether the current task has rounds, and all of them are over."""
+    seen = state.round
+    return seen is not None and seen.task == state.task and seen.number >= seen.rounds
 
 
 def patience_s(attempts: int) -> float:
@@ -221,9 +297,18 @@ def _new_task(state: State, seen: TaskSeen) -> State:
         stale=True,
         working=False,
         submitted=None,
+        joined=None,
         installing=None,
         uploads=(),
     )
+
+
+def _start_download(state: State, offset: int, now_s: float) -> State:
+    """Go on from what is on the disk; with what is on its way to the whole fleet, as if it had been asked for."""
+    if state.download is not None and _is_cast(state, state.download.blob.digest):
+        until = state.download.blob.size_bytes
+        return _with_download(state, offset=offset, until=until, due_s=now_s + CAST_PATIENCE_S)
+    return _with_download(state, offset=offset, until=0, due_s=now_s)
 
 
 def _downloads(state: State, digest: bytes) -> bool:
@@ -317,9 +402,15 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
         return _with_upload(state, replace(upload, broken=upload.broken + 1, due_s=0.0)), ()
     state = replace(state, uploads=state.uploads[1:])
     task, manifest = state.task, state.manifest
-    if receipt.reason == "superseded" and task is not None and manifest is not None:
+    seen = _open_round(state)
+    wanted = manifest is not None and (manifest.program is None or seen is not None)
+    if receipt.reason == "superseded" and task is not None and manifest is not None and wanted:
         state = replace(state, working=True, stale=False)
-        return state, (Build(task, manifest, above=receipt.sequence),)
+        return state, (Build(task, manifest, seen, above=receipt.sequence),)
+    if receipt.reason in {"superseded", "late", "unknown_round"}:
+        return state, (
+            Tell("the submission came too late for its round; going on with the one that is open"),
+        )
     if receipt.reason == "unknown_task":
         return state, (Tell("the aggregator works on another task now; waiting to hear of it"),)
     what = "submission" if upload.head is None else "evaluation"
@@ -329,12 +420,13 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
 
 
 def _built(state: State, built: Built) -> Step:
-    if built.task != state.task:
+    if built.task != state.task or built.round != state.joined:
         return state, ()
     state = replace(state, working=False)
     if built.digest is None:
         # With nothing handed in yet there is nothing to go on with: a person has to look.
-        going_on = state.submitted is not None or any(upload.head is None for upload in state.uploads)
+        going_on = built.may_pass or state.submitted is not None
+        going_on = going_on or any(upload.head is None for upload in state.uploads)
         going_on = going_on and state.mode is Mode.SERVICE
         return state, (Tell(built.reason, error=True) if going_on else Exit(1, built.reason),)
     if state.mode is Mode.DRY_RUN:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 from click.core import ParameterSource
 
 from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
@@ -82,8 +83,10 @@ threads_option = _setting(
 )
 @_setting(
     "--backbone",
+    "backbones",
+    multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A local copy of the task's backbone, so that it need not be fetched.",
+    help="A local copy of a backbone of the task, so that it need not be fetched; may be repeated.",
 )
 @provider_option
 @threads_option
@@ -116,7 +119,7 @@ def cli(context: click.Context, /, **options: Any) -> None:
 
 def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
-    state: Path | None, holdout: float, backbone: Path | None, provider: "Provider", threads: int | None,
+    state: Path | None, holdout: float, backbones: tuple[Path, ...], provider: "Provider", threads: int | None,
     batch_size: int, workers: int | None, rescan_s: float,
 ) -> int:  # fmt: skip
     from edge_client.backbone import require_runtime
@@ -150,7 +153,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
         provider=provider,
         threads=threads,
-        backbone=backbone,
+        backbones=backbones,
         rescan_s=rescan_s,
     )
     stop_on_terminate()
@@ -171,30 +174,30 @@ def predict_command(
 ) -> None:  # fmt: skip
     """Say what is in PICTURES with the head this device has, offline."""
     from edge_client.backbone import open_backbone, require_runtime
-    from edge_client.predictor import open_head, predict
+    from edge_client.installed import open_installed
+    from edge_client.predictor import predict
 
     require_runtime()
     kept = _open_state(state, fleet, read_only=True)
-    installed = kept.get("installed")
+    installed = kept.installed()
     if installed is None:
         raise ConfigError(
             f"no head in {kept.folder} yet: run `edge-client --broker HOST` until one has arrived"
         )
-    backbone = open_backbone(
-        kept.blobs.path(bytes.fromhex(installed["backbone"])), provider=provider, threads=threads
-    )
-    if backbone.note:
-        click.echo(backbone.note, err=True)
-    head = open_head(kept.blobs.read(bytes.fromhex(installed["head"])), backbones=[backbone])
+    files = [kept.blobs.path(bytes.fromhex(digest)) for digest in installed.backbones]
+    backbones = [open_backbone(file, provider=provider, threads=threads) for file in files]
+    for note in {backbone.note: None for backbone in backbones if backbone.note}:
+        click.echo(note, err=True)
+    head = open_installed(kept.blobs, installed, backbones)
     failed = 0
-    for prediction in predict(pictures, [backbone], head, top=top):
+    for prediction in predict(pictures, backbones, head, top=top):
         if prediction.error:
             failed += 1
             click.echo(f"error: {prediction.error}", err=True)
         elif as_json:
             scores = dict(prediction.top)
             line = {"picture": str(prediction.path), "label": prediction.label, "scores": scores}
-            click.echo(json.dumps({**line, "head_version": installed["version"]}))
+            click.echo(json.dumps({**line, "head_version": installed.version, "round": installed.round}))
         else:
             scores_text = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
             click.echo(f"{prediction.path}: {scores_text}")
@@ -225,7 +228,9 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     sent = "received by the aggregator" if summary["received"] else "not received yet"
     click.echo(f"submission {report['bytes']} bytes, {sent}" if report else "submission none yet")
     click.echo(
-        f"head       version {head['version']}, {head['right']} of {head['total']} held-out pictures right"
+        f"head       version {head['version']}"
+        + (f" of round {head['round'] + 1}" if head["round"] is not None else "")
+        + f", {head['right']} of {head['total']} held-out pictures right"
         if head
         else "head       none yet"
     )
@@ -241,7 +246,7 @@ def _status(kept: "DeviceState") -> dict[str, Any]:
         "report": kept.get("report"),
         "submission": submission,
         "received": submission is not None and kept.get("received") == submission,
-        "head": kept.get("installed"),
+        "head": msgspec.to_builtins(installed) if (installed := kept.installed()) else None,
     }
 
 

@@ -30,6 +30,7 @@ from protocol.messages import (
     Presence,
     PresenceState,
     Receipt,
+    RoundManifest,
     TaskManifest,
 )
 from protocol.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
@@ -62,6 +63,7 @@ class Device:
         self._exit: events.Exit | None = None
         self._aggregator_epoch = 0
         self._rescan_s = 0.0
+        self._problem = ""
         self._epoch = state.next_number("epoch") if settings.mode is not Mode.DRY_RUN else 0
         self._state = self._remembered()
         self._session = self._open_session()
@@ -121,7 +123,8 @@ class Device:
                 self._step(events.Disconnected())
             case mqtt.Drained():
                 self._step(events.Drained())
-            case events.Built():
+            case events.Built(reason=reason):
+                self._problem = reason[:256]
                 self._step(event)
                 self._announce()
             case events.Installed():
@@ -130,57 +133,66 @@ class Device:
             case _:
                 self._step(event)
 
-    def _translate(self, topic: str, payload: bytes) -> Sequence[events.Event]:
+    def _translate(  # noqa: PLR0911 - a case a topic
+        self, topic: str, payload: bytes
+    ) -> Sequence[events.Event]:
         fleet = self._settings.fleet
+        if not payload:
+            return []  # how a retained message is cleared
         if topic == fleet_topic(fleet, "task"):
-            return [self._task_seen(payload)] if payload else []
+            return [self._task_seen(payload)]
+        if topic == fleet_topic(fleet, "round"):
+            return [self._round_seen(payload)]
         if topic == fleet_topic(fleet, "head"):
-            return (
-                [events.HeadSeen(decode(payload, HeadManifest, max_bytes=MAX_MANIFEST_BYTES))]
-                if payload
-                else []
-            )
-        if topic == fleet_topic(fleet, "state"):
-            return self._aggregator_seen(decode(payload, Presence, max_bytes=1024)) if payload else []
-        if topic == self._topic("blk"):
+            return [events.HeadSeen(decode(payload, HeadManifest, max_bytes=MAX_MANIFEST_BYTES))]
+        if topic in {self._topic("blk"), fleet_topic(fleet, "cast")}:
             return [events.BlockSeen(decode(payload, Frame, max_bytes=MAX_FRAME_BYTES))]
         if topic == self._topic("ack"):
             return [events.ReceiptSeen(decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES))]
-        if topic == self._topic("state") and payload:
+        if topic == fleet_topic(fleet, "state"):
+            return self._aggregator_seen(decode(payload, Presence, max_bytes=1024))
+        if topic == self._topic("state"):
             self._own_presence_seen(decode(payload, Presence, max_bytes=1024))
         return []
 
     def _task_seen(self, payload: bytes, *, recalled: bool = False) -> events.TaskSeen:
         manifest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
-        if len(manifest.backbones) != 1:
-            raise MalformedMessage(f"expected one backbone for fedtc, got {len(manifest.backbones)}")
         digest = digest_of(payload)
         if digest != self._state.task:
             log.info(
                 "task %s: %s, %d classes, backbone %s",
-                *(digest.hex()[:12], manifest.algorithm, len(manifest.classes), manifest.backbones[0].name),
+                *(digest.hex()[:12], manifest.algorithm, len(manifest.classes)),
+                ", ".join(blob.name for blob in manifest.backbones),
             )
             self._worker.focus = digest
             if not recalled:
-                self._adopt_backbone(manifest.backbones[0])
+                self._adopt_backbones(manifest.backbones)
             if not recalled and self._settings.mode is not Mode.DRY_RUN:
                 self._blobs.put(payload)
                 self._kept.set(task=digest.hex())
         return events.TaskSeen(digest, manifest, recalled=recalled)
 
-    def _adopt_backbone(self, blob: BlobRef) -> None:
-        """Use the backbone that the person gave, if it is the task's."""
-        path = self._settings.backbone
-        if path is None:
-            return
-        got = file_digest(path)
-        if got != blob.digest:
-            raise BackboneMismatch(
-                f"{path} is not the task's backbone {blob.name}: expected sha256 {blob.digest.hex()}, "
-                f"got {got.hex()}; leave --backbone out to fetch the right one"
-            )
-        self._blobs.put(path.read_bytes())
-        self._state = replace(self._state, stored=self._state.stored | {blob.digest})
+    def _round_seen(self, payload: bytes) -> events.RoundSeen:
+        manifest = decode(payload, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
+        if manifest != self._state.round:
+            self._worker.round = manifest.number
+            if self._settings.mode is not Mode.DRY_RUN:
+                self._kept.set(round=self._blobs.put(payload).hex())
+        return events.RoundSeen(manifest)
+
+    def _adopt_backbones(self, blobs: Sequence[BlobRef]) -> None:
+        """Use the backbones that the person gave, if they are the task's."""
+        wanted = {blob.digest: blob.name for blob in blobs}
+        for path in self._settings.backbones:
+            got = file_digest(path)
+            if got not in wanted:
+                expected = " or ".join(f"{name} (sha256 {digest.hex()})" for digest, name in wanted.items())
+                raise BackboneMismatch(
+                    f"{path} is not the task's backbone: expected {expected}, got sha256 {got.hex()}; "
+                    "leave --backbone out to fetch the right one"
+                )
+            self._blobs.put(path.read_bytes())
+            self._state = replace(self._state, stored=self._state.stored | {got})
 
     def _aggregator_seen(self, presence: Presence) -> Sequence[events.Event]:
         if presence.state != "online":
@@ -267,6 +279,7 @@ class Device:
             backbones=tuple(sorted(self._state.stored))[:64],
             pictures={entry["name"]: entry["pictures"] for entry in report.get("classes", [])},
             refused=len(report.get("refused", [])),
+            problem=self._problem,
         )
 
     def _open_download(self, blob: BlobRef) -> None:
@@ -276,7 +289,8 @@ class Device:
         if offset >= blob.size_bytes:
             self._finish_download(blob.digest)
         else:
-            self._inbox.put(events.DownloadStarts(blob.digest, offset))
+            # At once: what is sent to the whole fleet may be the next thing in the inbox.
+            self._step(events.DownloadStarts(blob.digest, offset))
 
     def _append(self, digest: bytes, data: bytes) -> None:
         self._blobs.append(digest, data)
@@ -302,20 +316,24 @@ class Device:
 
     def _tidy(self) -> None:
         """Delete the blobs of the past, once a head of the current task is in use."""
-        state = self._state
+        state, kept = self._state, self._kept
         if state.installed is None or state.task is None or state.manifest is None:
             return
-        standing = bytes.fromhex(self._kept.get("submission", ""))
-        wanted = {state.task, state.installed, standing, *(blob.digest for blob in state.manifest.backbones)}
-        wanted |= {upload.digest for upload in state.uploads}
-        wanted |= {state.head.head.digest} if state.head else set()
+        wanted = {state.task, *(upload.digest for upload in state.uploads)}
+        wanted |= {blob.digest for blob in agent.needed(state)}
+        _, learnt = kept.get("learnt", ["", ""])
+        head = kept.installed()
+        named = [kept.get("submission"), kept.get("round"), learnt]
+        named += [head.head, head.tensors, head.learnt] if head else []
+        wanted |= {bytes.fromhex(digest) for digest in named if digest}
         self._blobs.keep_only(wanted)
         self._state = replace(state, stored=frozenset(self._blobs.digests()))
 
     # How it starts.
 
     def _remembered(self) -> State:
-        installed = self._kept.get("installed", {}).get("head")
+        head = self._kept.installed()
+        installed = head.key if head else None
         evaluated = self._kept.get("evaluated")
         # A head whose evaluation was never received is installed and evaluated once more.
         digest = bytes.fromhex(evaluated) if evaluated and evaluated == installed else None
@@ -328,13 +346,18 @@ class Device:
         dry = self._settings.mode is Mode.DRY_RUN
         if known in self._blobs and not (dry and self._settings.broker is not None):
             self._step(self._task_seen(self._blobs.read(known), recalled=True))
+            opened = bytes.fromhex(self._kept.get("round", ""))
+            if opened in self._blobs:
+                self._step(self._round_seen(self._blobs.read(opened)))
 
     def _open_session(self) -> mqtt.Session | None:
         settings = self._settings
         if settings.broker is None:
             return None
         dry = settings.mode is Mode.DRY_RUN
-        shared = [fleet_topic(settings.fleet, channel) for channel in ("task", "head", "state")]
+        shared = [
+            fleet_topic(settings.fleet, channel) for channel in ("task", "round", "head", "state", "cast")
+        ]
         own = [self._topic(channel) for channel in ("blk", "ack")] + ([] if dry else [self._topic("state")])
         return mqtt.Session(
             settings.broker,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protocol.messages import BlobRef, Frame, HeadManifest, Receipt, TaskManifest
+from protocol.messages import BlobRef, Frame, HeadManifest, Receipt, RoundManifest, TaskManifest
 from protocol.transfer import Ranges
 
 
@@ -38,6 +38,13 @@ class TaskSeen:
     digest: bytes
     manifest: TaskManifest
     recalled: bool = False
+
+
+@dataclass(frozen=True)
+class RoundSeen:
+    """The retained round; or the one that was known before there is a connection."""
+
+    manifest: RoundManifest
 
 
 @dataclass(frozen=True)
@@ -79,17 +86,25 @@ class DownloadEnded:
 
 @dataclass(frozen=True)
 class Built:
-    """A submission was made, or could not be, and why; `receipted` if this very one was received before."""
+    """A submission was made, or could not be, and why.
+
+    `receipted` if this very one was received before; `may_pass` if the next round may go better.
+    """
 
     task: bytes
     digest: bytes | None
+    round: int | None = None
     receipted: bool = False
     reason: str = ""
+    may_pass: bool = False
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A head is in use and was evaluated (`report` is the evaluation's digest), or was refused, and why."""
+    """A head is in use and was evaluated (`report` is the evaluation's digest), or was refused, and why.
+
+    `head` is what `head_key` says of its manifest.
+    """
 
     head: bytes
     report: bytes | None
@@ -102,8 +117,8 @@ class PicturesChanged:
 
 
 Event = (
-    Connected | Disconnected | Drained | Ticked | AggregatorStarted | TaskSeen | HeadSeen | BlockSeen
-    | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed | PicturesChanged
+    Connected | Disconnected | Drained | Ticked | AggregatorStarted | TaskSeen | RoundSeen | HeadSeen
+    | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed | PicturesChanged
 )  # fmt: skip
 
 
@@ -114,10 +129,14 @@ class Announce:
 
 @dataclass(frozen=True)
 class Build:
-    """Make a submission for the task, in the place of one being made; its sequence is above `above`."""
+    """Make a submission for the task, in the place of one being made; its sequence is above `above`.
+
+    With a program it is for the round.
+    """
 
     task: bytes
     manifest: TaskManifest
+    round: RoundManifest | None = None
     above: int = 0
 
 

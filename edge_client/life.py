@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-from protocol.messages import BlobRef, HeadManifest, TaskManifest
+from protocol.messages import BlobRef, HeadManifest, RoundManifest, TaskManifest
 
 
 class Mode(enum.Enum):
@@ -40,6 +40,11 @@ class Download:
     due_s: float = 0.0
 
 
+def head_key(head: HeadManifest) -> bytes:
+    """What tells a head from the one before: its file, or with a program what is bound to it."""
+    return (head.tensors or head.head).digest
+
+
 @dataclass(frozen=True)
 class State:
     """Everything a decision depends on.
@@ -51,9 +56,11 @@ class State:
         working: a submission is being made now.
         stale: pictures changed since the submission that was made or is being made.
         submitted: the submission of the current task that has its receipt.
+        round: the newest round seen, of whatever task.
+        joined: number of the round that a submission was made for or is being made for.
         head: the newest head seen, of whatever task.
-        installed: digest of the head in use.
-        evaluated: digest of the last head whose evaluation has its receipt.
+        installed: key of the head in use (`head_key`).
+        evaluated: key of the last head whose evaluation has its receipt.
     """
 
     mode: Mode
@@ -65,6 +72,8 @@ class State:
     working: bool = False
     stale: bool = True
     submitted: bytes | None = None
+    round: RoundManifest | None = None
+    joined: int | None = None
     head: HeadManifest | None = None
     installing: bytes | None = None
     installed: bytes | None = None

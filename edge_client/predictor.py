@@ -98,7 +98,7 @@ def open_round_head(
     Args:
         file: the ONNX file's bytes.
         state: the device's own.
-        tensors: the round's.
+        tensors: the round's; those named like a tensor of the state take its place.
         local_prototypes: the device's own, float32 (C, D); zeros for a class that it has none of.
         local_counts: pictures in each, float32 (C,).
         feature_size: L, of all backbones together.
@@ -115,7 +115,7 @@ def open_round_head(
         )
     local = {"local_prototypes": local_prototypes, "local_counts": local_counts}
     return _tried_out(
-        Head(tuple(classes), feature_size, graph.session, bound=bind(graph, {**tensors, **state, **local}))
+        Head(tuple(classes), feature_size, graph.session, bound=bind(graph, {**state, **tensors, **local}))
     )
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from protocol.blobstore import BlobStore, state_errors
 from protocol.codec import digest_of
 from protocol.errors import StateError
@@ -48,6 +50,31 @@ def _begin(database: sqlite3.Connection) -> None:
     if database.execute("PRAGMA user_version").fetchone() == (0,):
         database.execute("CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT")
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What is remembered of a head in use; digests are in hex."""
+
+    head: str
+    version: int
+    backbones: tuple[str, ...]
+    classes: tuple[str, ...]
+    round: int | None = None
+    """The round that it is from, where there are rounds."""
+    tensors: str = ""
+    """What the round binds to it; empty if nothing is bound."""
+    learnt: str = ""
+    """What the device itself binds to it."""
+    feature_size: int = 0
+    """Where something is bound, L, of all backbones together."""
+    right: int = 0
+    """Held-out pictures that it got right when it came."""
+    total: int = 0
+
+    @property
+    def key(self) -> str:
+        """What tells it from the head before, as `life.head_key` does."""
+        return self.tensors or self.head
 
 
 class DeviceState:
@@ -128,6 +155,20 @@ class DeviceState:
             self._db.execute("COMMIT")
 
         self._guard(write)
+
+    def installed(self) -> InstalledHead | None:
+        """The head in use, if there is one.
+
+        Raises:
+            StateError: another version of the program wrote it.
+        """
+        kept = self.get("installed")
+        try:
+            return None if kept is None else msgspec.convert(kept, InstalledHead)
+        except msgspec.ValidationError as error:
+            raise StateError(
+                f"another edge-client wrote {self._file} ({error}): use another --state"
+            ) from error
 
     def next_number(self, key: str, *, above: int = 0) -> int:
         """A number greater than every one given before under this key, and than `above`.

@@ -1,9 +1,9 @@
-"""The device's two pieces of work: a submission out of pictures, and a head taken into use and evaluated."""
+"""The device's pieces of work: pictures found, a submission made of them, and a head evaluated on some of them."""
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from edge_client.backbone import Backbone
 from edge_client.feature_cache import FeatureCache
-from edge_client.features import Extraction, extract
+from edge_client.features import Extraction, extract_all
 from edge_client.images import Picture, find_pictures, held_out
 from edge_client.predictor import Head, evaluate
 from edge_client.prototypes import batch_prototypes
+from edge_client.rounds import Contribution
 from protocol.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.errors import ConfigError, ProtofleetError
-from protocol.messages import Evaluation, Submission, TaskManifest
+from protocol.messages import Evaluation, Submission, TaskManifest, Tensor
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,18 @@ class Local:
     holdout: float
     batch_size: int
     workers: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A device's pictures whose features are in the cache, and what could not be used and why."""
+
+    usable: tuple[Picture, ...]
+    refused: tuple[tuple[Path, str], ...]
+
+    def of_class(self, label: int) -> list[Picture]:
+        """The usable ones of a class."""
+        return [picture for picture in self.usable if picture.label == label]
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,8 @@ class Prepared:
         counts: (m,) pictures in each prototype.
         classes: a report per class that has pictures.
         refused: what could not be used, and why.
+        changes: with a program, what is uploaded beside prototypes.
+        loss: with a program, mean over the last epoch of training, if there was one.
     """
 
     prototypes: NDArray[np.float16]
@@ -75,6 +90,8 @@ class Prepared:
     counts: NDArray[np.uint32]
     classes: tuple[ClassReport, ...]
     refused: tuple[tuple[Path, str], ...]
+    changes: Mapping[str, Tensor] = field(default_factory=dict)
+    loss: float | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -87,37 +104,21 @@ def prepare(
     *,
     task: TaskManifest,
     local: Local,
-    backbone: Backbone,
+    found: Found,
     cache: FeatureCache,
-    on_progress: Callable[[int, int], None],
-    should_stop: Callable[[], bool],
 ) -> Prepared:
-    """Extract, filter and average all of a device's pictures (FedTC eq. 1-4).
+    """Filter and average all of a device's pictures (FedTC eq. 1-4).
 
     Raises:
-        ConfigError: there are no pictures, or folders that are no classes of the task.
         ProtofleetError: no class has enough pictures, or the features do not fit float16.
     """
-    pictures = find_pictures(local.data, task.classes)
-    extraction = extract(
-        pictures,
-        backbone,
-        cache,
-        batch_size=local.batch_size,
-        workers=local.workers,
-        on_progress=on_progress,
-        should_stop=should_stop,
-    )
-    usable = _usable(pictures, extraction)
     prototypes, labels, counts, reports = [], [], [], []
     for label, name in enumerate(task.classes):
-        members = [picture for picture in usable if picture.label == label]
+        members = found.of_class(label)
         if not members:
             continue
         kept = [picture for picture in members if not held_out(picture, local.holdout)]
-        values, sizes = _class_prototypes(
-            kept, task=task, label=label, local=local, backbone=backbone, cache=cache
-        )
+        values, sizes = _class_prototypes(kept, task=task, label=label, local=local, cache=cache)
         if values.size and not np.abs(values).max() <= MAX_FLOAT16:
             raise ProtofleetError(
                 f"features of class {name!r} do not fit float16: the backbone cannot be used"
@@ -127,18 +128,97 @@ def prepare(
         counts.append(sizes)
         reports.append(ClassReport(name, len(members), len(members) - len(kept), tuple(map(int, sizes))))
     if not any(len(part) for part in prototypes):
-        raise ProtofleetError(_nothing_to_send(task, reports, extraction))
+        raise ProtofleetError(_nothing_to_send(task, reports, found))
     return Prepared(
         prototypes=np.concatenate([part for part in prototypes if len(part)]),
         labels=np.concatenate(labels),
         counts=np.concatenate(counts),
         classes=tuple(reports),
-        refused=extraction.refused,
+        refused=found.refused,
     )
 
 
-def submission_of(prepared: Prepared, *, task: bytes, manifest: TaskManifest, sequence: int) -> bytes:
-    """The bytes of a submission."""
+def prepare_round(
+    *,
+    task: TaskManifest,
+    local: Local,
+    found: Found,
+    take_part: Callable[[Sequence[Picture]], Contribution],
+) -> tuple[Prepared, Contribution]:
+    """Take part in a round with all of a device's pictures but those held out.
+
+    Args:
+        task: the task.
+        local: the device's own.
+        found: its pictures.
+        take_part: makes a contribution of the pictures to learn from.
+
+    Raises:
+        ProtofleetError: no class has enough pictures, or taking part fails.
+    """
+    kept = [picture for picture in found.usable if not held_out(picture, local.holdout)]
+    reports = []
+    for label, name in enumerate(task.classes):
+        pictures = len(found.of_class(label))
+        size = sum(picture.label == label for picture in kept)
+        if pictures:
+            counts = (size,) if size >= task.min_images else ()
+            reports.append(ClassReport(name, pictures, pictures - size, counts))
+    if not any(report.counts for report in reports):
+        raise ProtofleetError(_nothing_to_send(task, reports, found))
+    made = take_part(kept)
+    return (
+        Prepared(
+            prototypes=made.prototypes,
+            labels=made.labels,
+            counts=made.counts,
+            classes=tuple(reports),
+            refused=found.refused,
+            changes=made.changes,
+            loss=made.loss,
+        ),
+        made,
+    )
+
+
+def find(
+    *,
+    task: TaskManifest,
+    local: Local,
+    cache: FeatureCache,
+    open_backbone: Callable[[str], Backbone],
+    on_progress: Callable[[int, int], None],
+    should_stop: Callable[[], bool],
+) -> Found:
+    """Find a device's pictures, and have the features of all of them in the cache.
+
+    Raises:
+        ConfigError: there are no pictures, or folders that are no classes of the task.
+        Interrupted: `should_stop` said so.
+    """
+    pictures = find_pictures(local.data, task.classes)
+    extraction = extract_all(
+        pictures,
+        digests(task),
+        cache,
+        open_backbone=open_backbone,
+        batch_size=local.batch_size,
+        workers=local.workers,
+        on_progress=on_progress,
+        should_stop=should_stop,
+    )
+    return Found(tuple(_usable(pictures, extraction)), extraction.refused)
+
+
+def digests(task: TaskManifest) -> list[str]:
+    """Hex digests of a task's backbones, under which the cache has their features."""
+    return [blob.digest.hex() for blob in task.backbones]
+
+
+def submission_of(
+    prepared: Prepared, *, task: bytes, manifest: TaskManifest, sequence: int, number: int = 0
+) -> bytes:
+    """The bytes of a submission, for the round of that number where there are rounds."""
     return encode(
         Submission(
             task=task,
@@ -150,6 +230,9 @@ def submission_of(prepared: Prepared, *, task: bytes, manifest: TaskManifest, se
             left_out=tuple(
                 manifest.classes.index(report.name) for report in prepared.classes if report.left_out
             ),
+            round=number,
+            tensors=dict(prepared.changes),
+            loss=prepared.loss,
         )
     )
 
@@ -161,7 +244,6 @@ def evaluate_head(
     manifest: TaskManifest,
     version: int,
     local: Local,
-    backbone: Backbone,
     cache: FeatureCache,
 ) -> Evaluation:
     """Count what a head gets right and wrong of each class among the pictures that were kept out.
@@ -170,26 +252,28 @@ def evaluate_head(
     the pictures cannot be found, none counts: what is wrong with them is not wrong with the head.
     """
     right, wrong = [], []
-    pictures = _found(local.data, manifest)
-    known = cache.known(backbone.sha256)
+    pictures = known_pictures(manifest, local, cache)
     for label in range(len(manifest.classes)):
         members = [
             picture.identity
             for picture in pictures
-            if picture.label == label and picture.identity in known and held_out(picture, local.holdout)
+            if picture.label == label and held_out(picture, local.holdout)
         ]
-        correct = evaluate(head, cache.chunks(members, backbone.sha256), label=label)
+        correct = evaluate(head, cache.chunks(members, *digests(manifest)), label=label)
         right.append(correct)
         wrong.append(len(members) - correct)
     return Evaluation(task=task, head_version=version, right=tuple(right), wrong=tuple(wrong))
 
 
-def _found(data: Path, manifest: TaskManifest) -> Sequence[Picture]:
+def known_pictures(manifest: TaskManifest, local: Local, cache: FeatureCache) -> list[Picture]:
+    """The device's pictures whose features are there; none where the pictures cannot be found."""
     try:
-        return find_pictures(data, manifest.classes)
+        pictures = find_pictures(local.data, manifest.classes)
     except ConfigError as error:
         log.warning("no picture to evaluate the head on: %s", error)
-        return ()
+        return []
+    known = set.intersection(*(cache.known(backbone) for backbone in digests(manifest)))
+    return [picture for picture in pictures if picture.identity in known]
 
 
 def _usable(pictures: Sequence[Picture], extraction: Extraction) -> list[Picture]:
@@ -203,29 +287,29 @@ def _class_prototypes(
     task: TaskManifest,
     label: int,
     local: Local,
-    backbone: Backbone,
     cache: FeatureCache,
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
     identities = [picture.identity for picture in kept]
     # The shuffle is the same at every start, so that the same pictures make the same submission.
     key = f"{task.seed}/{local.device_id}/{label}".encode()
     values, counts = batch_prototypes(
-        lambda: cache.chunks(identities, backbone.sha256),
+        lambda: cache.chunks(identities, *digests(task)),
         alpha=task.alpha,
         batch_size=task.batch_size,
         min_images=task.min_images,
         rng=np.random.default_rng(list(digest_of(key))),
     )
-    return values.reshape(len(counts), backbone.metadata.feature_size), counts
+    return values, counts
 
 
-def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], extraction: Extraction) -> str:
+def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], found: Found) -> str:
     if not reports:
-        path, reason = extraction.refused[0]
-        return f"none of the {len(extraction.refused)} pictures can be used; the first is {path}: {reason}"
+        path, reason = found.refused[0]
+        return f"none of the {len(found.refused)} pictures can be used; the first is {path}: {reason}"
     most = max(reports, key=lambda report: report.pictures)
     # The fewest of which the share `alpha`, rounded up, is `min_images`.
-    needed = math.floor((task.min_images - 1) / Fraction(str(task.alpha))) + 1
+    alpha = Fraction(1) if task.program else Fraction(str(task.alpha))
+    needed = math.floor((task.min_images - 1) / alpha) + 1
     return (
         f"no class has enough pictures to send a prototype: {most.name!r} has {most.pictures}, of which "
         f"{most.held_out} are held out, and {needed} of the rest are needed; add pictures"

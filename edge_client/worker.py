@@ -5,22 +5,51 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from edge_client import events
 from edge_client.backbone import Backbone, Provider, open_backbone
 from edge_client.feature_cache import FeatureCache
-from edge_client.images import find_pictures
-from edge_client.life import Mode
-from edge_client.predictor import open_head
+from edge_client.images import Picture, find_pictures, held_out
+from edge_client.installed import open_installed
+from edge_client.life import Mode, head_key
 from edge_client.progress import Progress
-from edge_client.state import DeviceState
-from edge_client.work import Local, Prepared, evaluate_head, prepare, submission_of
-from protocol.codec import digest_of, encode
-from protocol.errors import ProtofleetError, StateError
-from protocol.messages import TaskManifest
+from edge_client.rounds import (
+    Contribution,
+    Learnt,
+    TrainingSet,
+    contribute,
+    feature_size,
+    pack,
+    pack_checkpoint,
+    unpack,
+    unpack_checkpoint,
+    untaught,
+)
+from edge_client.state import DeviceState, InstalledHead
+from edge_client.trainer import Checkpoint, Diverged, Watch
+from edge_client.work import (
+    Found,
+    Local,
+    Prepared,
+    digests,
+    evaluate_head,
+    find,
+    known_pictures,
+    prepare,
+    prepare_round,
+    submission_of,
+)
+from protocol.blobstore import write_atomically
+from protocol.codec import decode, digest_of, encode
+from protocol.errors import GraphRefused, ProtofleetError, StateError
+from protocol.messages import BlobRef, RoundManifest, Submission, TaskManifest
 from protocol.session import Broker
 
 log = logging.getLogger(__name__)
@@ -36,7 +65,7 @@ class Settings:
     mode: Mode
     provider: Provider
     threads: int | None
-    backbone: Path | None
+    backbones: tuple[Path, ...]
     rescan_s: float
 
 
@@ -67,12 +96,14 @@ class Worker:
     ) -> None:
         self.focus: bytes | None = None
         """The task that work is for; work for another one is dropped."""
+        self.round: int | None = None
+        """The round that work is for, likewise."""
         self._settings = settings
         self._kept = state
         self._emit = emit
         self._show = show
         self._cache = FeatureCache(state.folder / "features.sqlite")
-        self._backbone: Backbone | None = None
+        self._backbones: dict[str, Backbone] = {}
         self._seen: tuple[str, ...] | None = None
         self._warned: set[str] = set()
         self._manifest: TaskManifest | None = None
@@ -125,52 +156,176 @@ class Worker:
             return (str(error),)  # telling it is the next build's part
         return tuple(picture.identity for picture in pictures)
 
-    def _open_backbone(self, manifest: TaskManifest) -> Backbone:
-        blob = manifest.backbones[0]
-        if self._backbone is None or self._backbone.sha256 != blob.digest.hex():
-            self._backbone = open_backbone(
-                self._kept.blobs.path(blob.digest),
-                provider=self._settings.provider,
-                threads=self._settings.threads,
-            )
-            log.info("running %s on %s", blob.name, self._backbone.provider)
-            if self._backbone.note:
-                log.warning("%s", self._backbone.note)
-            self._kept.set(runtime=self._backbone.provider)
-        return self._backbone
+    def _open_backbone(self, blob: BlobRef) -> Backbone:
+        backbone = open_backbone(
+            self._kept.blobs.path(blob.digest),
+            provider=self._settings.provider,
+            threads=self._settings.threads,
+        )
+        log.info("running %s on %s", blob.name, backbone.provider)
+        if backbone.note:
+            log.warning("%s", backbone.note)
+        self._kept.set(runtime=backbone.provider)
+        return backbone
+
+    def _open_backbones(self, manifest: TaskManifest) -> list[Backbone]:
+        """All of a task's backbones, which stay open until there is another task."""
+        wanted = {blob.digest.hex(): blob for blob in manifest.backbones}
+        if self._backbones.keys() != wanted.keys():
+            self._backbones = {}
+            self._backbones = {digest: self._open_backbone(blob) for digest, blob in wanted.items()}
+        return [self._backbones[digest] for digest in digests(manifest)]
+
+    def _is_due(self, build: events.Build) -> bool:
+        """Whether nothing newer has come in between."""
+        return build.task == self.focus and (build.round is None or build.round.number == self.round)
 
     def _build(self, build: events.Build) -> None:
-        if build.task != self.focus:
+        if not self._is_due(build):
             return
         self._manifest = build.manifest
         self._seen = self._identities(build.manifest)
+        number = None if build.round is None else build.round.number
         try:
             built = self._prepare(build)
         except StateError:
             raise
         except ProtofleetError as error:
-            built = events.Built(build.task, None, reason=str(error))
-        if build.task == self.focus:
+            may_pass = isinstance(error, Diverged | GraphRefused)
+            built = events.Built(build.task, None, number, reason=str(error), may_pass=may_pass)
+        if self._is_due(build):
             self._emit(built)
 
     def _prepare(self, build: events.Build) -> events.Built:
-        backbone = self._open_backbone(build.manifest)
-        with contextlib.closing(Progress("extracting features")) as progress:
-            prepared = prepare(
-                task=build.manifest,
-                local=self._settings.local,
-                backbone=backbone,
-                cache=self._cache,
-                on_progress=progress.update,
-                should_stop=lambda: build.task != self.focus,
-            )
+        if build.round is not None:
+            return self._prepare_round(build, build.round)
+        prepared = prepare(
+            task=build.manifest, local=self._settings.local, found=self._find(build), cache=self._cache
+        )
         self._warn(build.manifest, prepared)
         if self._show is None:
             return self._keep(build, prepared)
-        # A sequence number of today has as many bytes as the one that would be sent.
-        payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=int(time.time()))
-        self._show(prepared, len(payload))
-        return events.Built(build.task, digest_of(payload))
+        return self._show_only(build, prepared)
+
+    def _find(self, build: events.Build) -> Found:
+        """The pictures, with their features in the cache; backbones of a program are open only meanwhile."""
+        if build.manifest.program is None:
+            opened = {backbone.sha256: backbone for backbone in self._open_backbones(build.manifest)}
+            open_one = opened.__getitem__
+        else:
+            blobs = {blob.digest.hex(): blob for blob in build.manifest.backbones}
+            open_one = lambda digest: self._open_backbone(blobs[digest])  # noqa: E731 - the other one is a method
+        with contextlib.closing(Progress("extracting features")) as progress:
+            return find(
+                task=build.manifest,
+                local=self._settings.local,
+                cache=self._cache,
+                open_backbone=open_one,
+                on_progress=progress.update,
+                should_stop=lambda: not self._is_due(build),
+            )
+
+    def _show_only(self, build: events.Build, prepared: Prepared) -> events.Built:
+        """Show what would be sent; a sequence number of today has as many bytes as the one that would be."""
+        number = None if build.round is None else build.round.number
+        payload = submission_of(
+            prepared, task=build.task, manifest=build.manifest, sequence=int(time.time()), number=number or 0
+        )
+        if self._show is not None:
+            self._show(prepared, len(payload))
+        return events.Built(build.task, digest_of(payload), number)
+
+    def _prepare_round(self, build: events.Build, opened: RoundManifest) -> events.Built:
+        """Take part in a round, unless its submission is there already."""
+        if (built := self._handed_in(build, opened)) is not None:
+            return built
+        found = self._find(build)
+        prepared, made = prepare_round(
+            task=build.manifest,
+            local=self._settings.local,
+            found=found,
+            take_part=lambda pictures: self._take_part(build, opened, pictures),
+        )
+        self._warn(build.manifest, prepared)
+        if self._show is not None:
+            return self._show_only(build, prepared)
+        return self._keep_round(build, opened, prepared, made)
+
+    def _handed_in(self, build: events.Build, opened: RoundManifest) -> events.Built | None:
+        """The submission that was made for this round before, renumbered if that is asked for."""
+        kept = self._kept
+        standing = bytes.fromhex(kept.get("submission", ""))
+        if kept.get("joined") != [build.task.hex(), opened.number] or standing not in kept.blobs:
+            return None
+        if build.above:
+            payload = kept.blobs.read(standing)
+            message = decode(payload, Submission, max_bytes=len(payload))
+            sequence = kept.next_number("sequence", above=build.above)
+            standing = kept.blobs.put(encode(msgspec.structs.replace(message, sequence=sequence)))
+            kept.set(submission=standing.hex())
+        receipted = kept.get("received") == standing.hex()
+        return events.Built(build.task, standing, opened.number, receipted=receipted)
+
+    def _learnt(self, task: bytes) -> Learnt | None:
+        """What earlier rounds of a task have taught, if anything."""
+        of, digest = self._kept.get("learnt", ["", ""])
+        return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if of == task.hex() else None
+
+    def _take_part(
+        self, build: events.Build, opened: RoundManifest, pictures: Sequence[Picture]
+    ) -> Contribution:
+        blobs, file = self._kept.blobs, self._kept.folder / "training.npz"
+        identities = [picture.identity for picture in pictures]
+        trained_on = digest_of("\0".join(identities).encode(errors="surrogateescape")).hex()
+        about = (build.task.hex(), opened.number, opened.tensors.digest.hex(), trained_on)
+        feature = self._cache.matrix(
+            identities, *digests(build.manifest), size=feature_size(build.manifest, blobs)
+        )
+        labels = np.array([picture.label for picture in pictures], np.int64)
+
+        def on_checkpoint(checkpoint: Checkpoint) -> None:
+            if self._show is None:
+                write_atomically(file, pack_checkpoint(checkpoint, about))
+
+        with contextlib.closing(Progress(f"training, round {opened.number + 1}")) as progress:
+            return contribute(
+                build.manifest,
+                opened,
+                data=TrainingSet(feature, labels),
+                last=self._learnt(build.task),
+                resumed=_checkpoint(file, about),
+                blobs=blobs,
+                device_id=self._settings.local.device_id,
+                watch=Watch(
+                    on_checkpoint=on_checkpoint,
+                    should_stop=lambda: not self._is_due(build),
+                    on_progress=progress.update,
+                ),
+            )
+
+    def _keep_round(
+        self, build: events.Build, opened: RoundManifest, prepared: Prepared, made: Contribution
+    ) -> events.Built:
+        """Put a round's submission and what it has taught on the disk, both or neither."""
+        kept = self._kept
+        sequence = kept.next_number("sequence", above=build.above)
+        payload = submission_of(
+            prepared, task=build.task, manifest=build.manifest, sequence=sequence, number=opened.number
+        )
+        digest, learnt = kept.blobs.put(payload), kept.blobs.put(pack(made.learnt))
+        kept.set(
+            submission=digest.hex(),
+            joined=[build.task.hex(), opened.number],
+            learnt=[build.task.hex(), learnt.hex()],
+            report=_report(prepared, len(payload)),
+        )
+        (kept.folder / "training.npz").unlink(missing_ok=True)
+        loss = "" if made.loss is None else f", loss {made.loss:.4f}"
+        log.info(
+            "round %d of %d: %d prototypes, %d bytes%s",
+            *(opened.number + 1, opened.rounds, len(prepared.counts), len(payload), loss),
+        )
+        return events.Built(build.task, digest, opened.number)
 
     def _warn(self, manifest: TaskManifest, prepared: Prepared) -> None:
         """Say what is left out and why, each thing once."""
@@ -198,12 +353,7 @@ class Worker:
         sequence = kept.next_number("sequence", above=build.above)
         payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=sequence)
         digest = kept.blobs.put(payload)
-        report = {
-            "classes": [asdict(entry) for entry in prepared.classes],
-            "refused": [[str(path), reason] for path, reason in prepared.refused],
-            "bytes": len(payload),
-        }
-        kept.set(submission=digest.hex(), fingerprint=fingerprint, report=report)
+        kept.set(submission=digest.hex(), fingerprint=fingerprint, report=_report(prepared, len(payload)))
         prototypes, pictures = len(prepared.counts), sum(entry.pictures for entry in prepared.classes)
         log.info("%d prototypes of %d pictures, %d bytes", prototypes, pictures, len(payload))
         return events.Built(build.task, digest)
@@ -211,39 +361,88 @@ class Worker:
     def _install(self, install: events.Install) -> None:
         if install.task != self.focus:
             return
-        digest = install.head.head.digest
+        key = head_key(install.head)
         try:
-            outcome = events.Installed(digest, self._evaluate(install))
+            outcome = events.Installed(key, self._evaluate(install))
         except StateError:
             raise
         except ProtofleetError as error:
             reason = f"head {install.head.version} refused, the old one stays: {error}"
-            outcome = events.Installed(digest, None, reason=reason)
+            outcome = events.Installed(key, None, reason=reason)
         self._emit(outcome)
 
     def _evaluate(self, install: events.Install) -> bytes:
         """Check a head, evaluate it, and only then take it into use; returns the evaluation's digest."""
         kept, reference = self._kept, install.head
-        backbone = self._open_backbone(install.manifest)
-        head = open_head(
-            kept.blobs.read(reference.head.digest), backbones=[backbone], classes=install.manifest.classes
-        )
+        installed = self._describe(install)
+        backbones = [] if reference.tensors else self._open_backbones(install.manifest)
+        head = open_installed(kept.blobs, installed, backbones)
         evaluation = evaluate_head(
             head,
             task=install.task,
             manifest=install.manifest,
             version=reference.version,
             local=self._settings.local,
-            backbone=backbone,
             cache=self._cache,
         )
         report = kept.blobs.put(encode(evaluation))
         right, total = sum(evaluation.right), sum(evaluation.right) + sum(evaluation.wrong)
-        installed = {
-            "head": reference.head.digest.hex(),
-            "version": reference.version,
-            "backbone": backbone.sha256,
-        }
-        kept.set(installed={**installed, "right": right, "total": total})
+        kept.set(installed=msgspec.to_builtins(msgspec.structs.replace(installed, right=right, total=total)))
         log.info("head %d in use: %d of %d held-out pictures right", reference.version, right, total)
         return report
+
+    def _describe(self, install: events.Install) -> InstalledHead:
+        """What is to be remembered of a head, with what is bound to it."""
+        manifest, reference = install.manifest, install.head
+        learnt, size = "", 0
+        if reference.tensors is not None:
+            size = feature_size(manifest, self._kept.blobs)
+            of, learnt = self._kept.get("learnt", ["", ""])
+            if of != install.task.hex():
+                learnt = self._kept.blobs.put(pack(self._untaught(manifest, reference.tensors))).hex()
+        return InstalledHead(
+            head=reference.head.digest.hex(),
+            version=reference.version,
+            backbones=tuple(digests(manifest)),
+            classes=manifest.classes,
+            round=reference.round,
+            tensors=reference.tensors.digest.hex() if reference.tensors else "",
+            learnt=learnt,
+            feature_size=size,
+        )
+
+    def _untaught(self, manifest: TaskManifest, tensors: BlobRef) -> Learnt:
+        """What a device that took part in no round binds: a first state that suits its pictures, if it has any."""
+        blobs, local = self._kept.blobs, self._settings.local
+        pictures = known_pictures(manifest, local, self._cache)
+        identities = [picture.identity for picture in pictures if not held_out(picture, local.holdout)]
+        feature = None
+        if identities:
+            size = feature_size(manifest, blobs)
+            feature = self._cache.matrix(identities, *digests(manifest), size=size)
+        return untaught(manifest, tensors, feature=feature, blobs=blobs)
+
+
+def _report(prepared: Prepared, size_bytes: int) -> dict[str, Any]:
+    """What `edge-client status` says of a submission."""
+    return {
+        "classes": [asdict(entry) for entry in prepared.classes],
+        "refused": [[str(path), reason] for path, reason in prepared.refused],
+        "bytes": size_bytes,
+    }
+
+
+def _checkpoint(file: Path, about: Sequence[str | int]) -> Checkpoint | None:
+    """Where the training of just this was interrupted, if it was."""
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        checkpoint = unpack_checkpoint(data, about)
+    except StateError as error:
+        log.warning("%s: %s; the round begins anew", file, error)
+        return None
+    if checkpoint is not None:
+        log.info("going on with the training from step %d", checkpoint.steps)
+    return checkpoint

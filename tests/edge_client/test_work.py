@@ -11,7 +11,7 @@ from aggregator.intake import Expectation, check_submission, read_message
 from edge_client.feature_cache import FeatureCache
 from edge_client.images import find_pictures, held_out
 from edge_client.predictor import open_head
-from edge_client.work import Local, Prepared, evaluate_head, prepare, submission_of
+from edge_client.work import Local, Prepared, evaluate_head, find, prepare, submission_of
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.messages import BlobRef, Submission, TaskManifest
 from tests.edge_client.made import CLASSES, linear_head, tiny, write_pictures
@@ -30,14 +30,16 @@ def _local(data: Path, *, holdout: float = 0.2, device_id: str = "device") -> Lo
 
 
 def _prepare(folder: Path, local: Local, manifest: TaskManifest) -> Prepared:
-    return prepare(
+    cache = FeatureCache(folder / "features.sqlite")
+    found = find(
         task=manifest,
         local=local,
-        backbone=tiny(folder),
-        cache=FeatureCache(folder / "features.sqlite"),
+        cache=cache,
+        open_backbone=lambda _: tiny(folder),
         on_progress=lambda _done, _total: None,
         should_stop=lambda: False,
     )
+    return prepare(task=manifest, local=local, found=found, cache=cache)
 
 
 def test_held_out_pictures_stay_out(tmp_path: Path) -> None:
@@ -138,7 +140,6 @@ def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
         manifest=manifest,
         version=1,
         local=local,
-        backbone=backbone,
         cache=FeatureCache(tmp_path / "features.sqlite"),
     )
     totals = [right + wrong for right, wrong in zip(evaluation.right, evaluation.wrong, strict=True)]
@@ -158,7 +159,6 @@ def test_pictures_that_are_not_the_tasks_do_not_stand_in_a_heads_way(tmp_path: P
             manifest=_manifest(),
             version=1,
             local=_local(folder),
-            backbone=backbone,
             cache=FeatureCache(tmp_path / "features.sqlite"),
         )
         assert (evaluation.right, evaluation.wrong) == ((0, 0), (0, 0))
