@@ -202,6 +202,17 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
+def test_onnx_runtimes_own_format_is_refused(tmp_path: Path) -> None:
+    """ONNX Runtime would run a file of its own format as well, which nobody here can look through."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "tiny.ort")
+    onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
+    own = (tmp_path / "tiny.ort").read_bytes()
+    onnxruntime.InferenceSession(own, providers=["CPUExecutionProvider"])
+    with pytest.raises(BackboneMismatch, match="cannot load"):
+        open_session(own, provider="cpu", threads=1)
+
+
 def test_memory_is_given_back_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another C library than glibc it stays where it is, and nothing fails."""
     release_memory()
