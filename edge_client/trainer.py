@@ -145,6 +145,8 @@ def train(
         Interrupted: `should_stop` said so; a checkpoint was made.
         GraphRefused: the graph does not fit the state and the tensors, or fails.
     """
+    feature = fit("feature", feature, step.inputs["feature"])
+    labels = fit("labels", labels, Slot(np.dtype(np.int64), (len(feature),)))
     machine = _Machine(step, start.state, tensors, rows=min(schedule.batch_size, len(feature)))
     per_epoch = -(-len(feature) // schedule.batch_size)
     total = schedule.epochs * per_epoch
@@ -217,12 +219,11 @@ class _Machine:
             )
         self._step = step
         self._fixed = {name: array for name, array in state.items() if name not in changing}
-        first = {name: np.array(state[name], order="C") for name in changing}
+        self._bound = bind(step, {**tensors, **state})
+        first = {name: np.array({**state, **self._bound}[name], order="C") for name in changing}
         self._sides = (first, {name: np.empty_like(array) for name, array in first.items()})
         self._turn = 0
-        self._bound = bind(step, {**tensors, **state})
-        slot = step.inputs["feature"]
-        self._feature = np.empty((rows, slot.shape[1] or 0), slot.dtype)
+        self._feature = np.empty((rows, step.metadata.feature_size), np.float32)
         self._labels = np.empty(rows, np.int64)
         self._loss = np.zeros((), np.float32)
         self._bindings: dict[tuple[int, int], Any] = {}

@@ -219,6 +219,15 @@ def test_a_state_that_is_not_finite_is_never_handed_out(stop_before: int | None)
     assert recorder.checkpoints == []
 
 
+def test_a_checkpoint_may_come_in_other_dtypes() -> None:
+    """What was written down as unsigned, or half as precise, is what the graph takes again."""
+    state = begin(kept={"weight": np.full((4, 2), 0.5, np.float32)})
+    schedule = Schedule(epochs=1, batch_size=9, seed=())
+    other = {**state, "weight": state["weight"].astype(np.float16), "steps": state["steps"].astype(np.uint32)}
+    expected, found = (run(Checkpoint(given), schedule=schedule).state for given in (state, other))
+    assert_same_bits(found, expected)
+
+
 def test_a_round_begins_with_what_was_kept_and_what_it_brings() -> None:
     """What `init` makes gives way to what was kept, and that to the round's; dtypes are `init`'s."""
     kept: State = {
@@ -261,6 +270,12 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         run(Checkpoint({n: a for n, a in begin().items() if n != "mean"}), schedule=schedule)
     with pytest.raises(GraphRefused, match="changes steps; the state has weight, velocity, mean"):
         run(Checkpoint({n: a for n, a in begin().items() if n != "steps"}), schedule=schedule)
+    with pytest.raises(GraphRefused, match=r"'labels' must be int64 \(22\), and is int64 \(23\)"):
+        train(STEP, Checkpoint(begin()), feature=FEATURE[1:], labels=LABELS, tensors=round_tensors(),
+              schedule=schedule, watch=Recorder().watch())  # fmt: skip
+    with pytest.raises(GraphRefused, match=r"'feature' must be float32 \(any, 4\)"):
+        train(STEP, Checkpoint(begin()), feature=FEATURE[:, 1:], labels=LABELS, tensors=round_tensors(),
+              schedule=schedule, watch=Recorder().watch())  # fmt: skip
     with pytest.raises(GraphRefused, match="the step graph fails"):
         run(Checkpoint(begin()), schedule=schedule, step=_with_other_shape())
 
