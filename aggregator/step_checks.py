@@ -1,0 +1,230 @@
+"""Whether the graphs of a program compute what eager torch computes, with autograd and with torch's own optimiser."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aggregator.algorithms.program import Algorithm, Contribution, Function, Functions
+from aggregator.tracing import to_torch
+from protocol.errors import ProtofleetError
+
+BATCHES = (1, 5, 32)
+"""Pictures in a step."""
+CLIENTS = (1, 3, 17)
+"""Contributions pooled into the round before."""
+STEPS = 10
+TOLERANCE = 1e-5
+"""Of outputs, losses and gradients, beside the largest of their values or 1."""
+STEPS_TOLERANCE = 1e-4
+"""Of losses over ten steps, and of the parameters after them."""
+
+Tensors = Mapping[str, Tensor]
+
+
+def check(
+    files: Mapping[str, bytes],
+    algorithm: Algorithm,
+    functions: Functions,
+    *,
+    feature_size: int,
+    num_classes: int,
+) -> dict[str, float]:
+    """Compare graphs with eager torch on random features, for several batches and fleets, with classes missing.
+
+    Args:
+        files: the ONNX files, by role.
+        algorithm: whose they are.
+        functions: what they were traced from.
+        feature_size: L.
+        num_classes: C.
+
+    Returns:
+        The largest differences: `outputs`, `loss` and `gradients` of the first step, and `steps`, of ten of them.
+
+    Raises:
+        ProtofleetError: one is larger than it may be, or something is not finite.
+    """
+    graphs = {role: _Graph.load(file) for role, file in files.items()}
+    world = _World(algorithm, functions, feature_size, num_classes)
+    worst: dict[str, float] = {}
+    for rows in (0, *BATCHES):
+        features = {"feature": world.features(rows)}
+        _note(worst, "outputs", _compare(graphs["init"], functions.init, features))
+    for tensors in world.cases():
+        for role in ("project", "head"):
+            _note(worst, "outputs", _compare(graphs[role], getattr(functions, role), tensors))
+        for name, difference in _training(graphs["step"], functions, tensors).items():
+            _note(worst, name, difference)
+    for name, difference in worst.items():
+        limit = STEPS_TOLERANCE if name == "steps" else TOLERANCE
+        if not difference <= limit:
+            raise ProtofleetError(
+                f"the {algorithm.name} graphs differ from torch in {name} by {difference:.3g}, more than {limit}: "
+                "not published"
+            )
+    return worst
+
+
+@dataclass(frozen=True)
+class _Graph:
+    session: Any
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def load(cls, file: bytes) -> "_Graph":
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        return cls(
+            session,
+            tuple(value.name for value in session.get_inputs()),
+            tuple(value.name for value in session.get_outputs()),
+        )
+
+    def __call__(self, tensors: Tensors) -> dict[str, Tensor]:
+        values = self.session.run(None, {name: tensors[name].numpy() for name in self.inputs})
+        return {
+            name: torch.from_numpy(np.asarray(value))
+            for name, value in zip(self.outputs, values, strict=True)
+        }
+
+
+class _World:
+    """Made-up devices, whose rounds are the algorithm's own."""
+
+    def __init__(
+        self, algorithm: Algorithm, functions: Functions, feature_size: int, num_classes: int
+    ) -> None:
+        self._algorithm, self._functions = algorithm, functions
+        self._feature_size, self._classes = feature_size, num_classes
+        self._random = np.random.default_rng(0)
+
+    def features(self, rows: int) -> Tensor:
+        values = np.abs(self._random.normal(size=(rows, self._feature_size)))
+        return torch.from_numpy(values.astype(np.float32))
+
+    def cases(self) -> Iterator[Tensors]:
+        """All that a graph may take: a batch of each size, and fleets of each size that lack the last class."""
+        first = self._algorithm.first_tensors(
+            feature_size=self._feature_size, num_classes=self._classes, seed=0
+        )
+        yield self._case(first, batch=BATCHES[1])
+        for clients in CLIENTS:
+            contributions = [self._contribution(number, first) for number in range(clients)]
+            pooled = self._algorithm.aggregate(contributions, first, num_classes=self._classes, seed=0)
+            for batch in BATCHES:
+                yield self._case(pooled, batch=batch)
+
+    def _owned(self) -> NDArray[np.int64]:
+        """Classes of one device, never the last one of several."""
+        known = max(1, self._classes - 1)
+        return np.sort(self._random.choice(known, size=self._random.integers(1, known + 1), replace=False))
+
+    def _prototypes(self, count: int) -> NDArray[np.float32]:
+        shape = (count, self._algorithm.projection_size)
+        values: NDArray[np.float32] = np.abs(self._random.normal(size=shape)).astype(np.float32)
+        values /= np.linalg.norm(values, axis=1, keepdims=True)
+        return values
+
+    def _contribution(self, number: int, first: Mapping[str, Any]) -> Contribution:
+        labels = self._owned()
+        changes = {
+            name: (self._random.normal(size=first[name].shape) / 100).astype(np.float32)
+            for name in self._algorithm.uploaded
+        }
+        return Contribution(
+            device=f"device-{number}",
+            values=self._prototypes(len(labels)),
+            labels=labels,
+            counts=self._random.integers(2, 20, size=len(labels)),
+            tensors=changes,
+        )
+
+    def _case(self, pooled: Mapping[str, Any], *, batch: int) -> Tensors:
+        shared = to_torch(pooled)
+        state = self._functions.init.apply({"feature": self.features(max(BATCHES))})
+        own = self._owned()
+        local = torch.zeros(self._classes, self._algorithm.projection_size)
+        local[own] = torch.from_numpy(self._prototypes(len(own)))
+        counts = torch.zeros(self._classes)
+        counts[own] = 3
+        return {
+            **state,
+            **shared,
+            "feature": self.features(batch),
+            "labels": torch.from_numpy(self._random.integers(0, self._classes, size=batch)),
+            "local_prototypes": local,
+            "local_counts": counts,
+        }
+
+
+def _training(graph: _Graph, functions: Functions, tensors: Tensors) -> dict[str, float]:
+    """Take ten steps on a batch with the graph and with autograd and torch's optimiser, and compare them."""
+    parameters = {
+        name: tensors[name].clone().requires_grad_()  # a leaf of its own
+        for name in functions.parameters
+    }
+    optimizer = functions.optimizer(list(parameters.values()))
+    state = dict(tensors)
+    worst: dict[str, float] = {}
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = functions.objective({**tensors, **parameters})
+        torch.autograd.backward(loss)
+        after = graph(state)
+        following = {name.removeprefix("next_"): value for name, value in after.items() if name != "loss"}
+        _note(worst, "loss" if number == 0 else "steps", _difference(after["loss"], loss.detach()))
+        if number == 0:
+            found = functions.gradients(tensors, {**state, **following})
+            for name, parameter in parameters.items():
+                _note(worst, "gradients", _difference(found[name], _gradient(parameter)))
+        optimizer.step()
+        state |= following
+    for name, parameter in parameters.items():
+        _note(worst, "steps", _drift(state[name], parameter.detach()))
+    return worst
+
+
+def _drift(ours: Tensor, theirs: Tensor) -> float:
+    """The difference that 99 % of a parameter's values do not exceed, beside a typical value.
+
+    Not the largest one: Adam goes a whole step by the mere sign of a gradient, and where that is nothing but
+    rounding, no two programs agree on it.
+    """
+    differences = (ours - theirs).abs().flatten()
+    most = differences.kthvalue(math.ceil(0.99 * len(differences))).values
+    return float(most / theirs.square().mean().sqrt().clamp_min(1e-12))
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _compare(graph: _Graph, function: Function, tensors: Tensors) -> float:
+    """The largest difference between a graph's outputs and its function's."""
+    expected, found = function.apply(tensors), graph(tensors)
+    if list(expected) != list(found):
+        raise ProtofleetError(f"a graph gives {', '.join(found)}, expected {', '.join(expected)}")
+    return max(_difference(found[name], value) for name, value in expected.items())
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference beside the largest value or 1; infinite if anything is not finite or of another shape."""
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not bool(torch.isfinite(ours).all()):
+        return float("inf")
+    if not theirs.numel():
+        return 0.0
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1.0))
+
+
+def _note(worst: dict[str, float], name: str, difference: float) -> None:
+    # max() would hide NaN
+    worst[name] = max(worst.get(name, 0.0), difference) if math.isfinite(difference) else math.inf

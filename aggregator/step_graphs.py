@@ -1,0 +1,115 @@
+"""The graphs of a program: made with torch once for a task, and a head's inputs bound without it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from aggregator.algorithms.program import Algorithm
+from protocol.errors import ProtofleetError
+from protocol.metadata import GraphMetadata, HeadMetadata, to_properties
+
+RUNTIME_MIN = "1.14"
+"""The first ONNX Runtime with the graphs' operator set, 18."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graphs:
+    """The four ONNX files of a program; `protocol.messages.Program` says what each is for."""
+
+    init: bytes
+    step: bytes
+    project: bytes
+    head: bytes
+
+
+def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
+    """Trace an algorithm's functions into ONNX files, and check each against eager torch.
+
+    The same arguments give the same bytes.
+
+    Args:
+        algorithm: its settings.
+        feature_size: L, of all backbones together.
+        num_classes: C.
+        seed: of the first weights.
+
+    Raises:
+        ProtofleetError: a graph does not compute what torch computes.
+    """
+    from aggregator.graphs import OPSET
+    from aggregator.step_checks import check
+    from aggregator.tracing import examples, to_onnx
+
+    functions = algorithm.functions(feature_size=feature_size, num_classes=num_classes, seed=seed)
+    tensors = examples(algorithm, functions, feature_size=feature_size, num_classes=num_classes, seed=seed)
+    files = {}
+    for role in ("init", "step", "project", "head"):
+        metadata = GraphMetadata(
+            role=role,
+            algorithm=algorithm.name,
+            classes=num_classes,
+            feature_size=feature_size,
+            projection_size=algorithm.projection_size,
+            opset=OPSET,
+            runtime_min=RUNTIME_MIN,
+            runtime_max=onnxruntime.__version__,
+        )
+        files[role] = to_onnx(getattr(functions, role), tensors, functions.dimensions, metadata=metadata)
+    check(files, algorithm, functions, feature_size=feature_size, num_classes=num_classes)
+    return Graphs(**files)
+
+
+def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
+    """Return the state of a device without a picture, by name: what `bind` gives a head for who has no device.
+
+    Args:
+        init: the program's graph of that name.
+        feature_size: L.
+    """
+    session = onnxruntime.InferenceSession(init, providers=["CPUExecutionProvider"])
+    values = session.run(None, {"feature": np.zeros((0, feature_size), dtype=np.float32)})
+    return {output.name: value for output, value in zip(session.get_outputs(), values, strict=True)}
+
+
+def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMetadata) -> bytes:
+    """A program's head with its inputs bound, to be used as any other head.
+
+    Args:
+        head: the program's graph of that name.
+        tensors: a state, such as `untrained` gives, and the tensors of a round over it; integers and float16 are
+            converted to what the graph takes. A device's own prototypes are zeros where they are not among them.
+        metadata: what the file says of itself.
+
+    Returns:
+        A file with input `feature` float32 (n, L) and outputs `logits` and `probabilities` float32 (n, C).
+
+    Raises:
+        ProtofleetError: a tensor is missing, or has another shape than the graph takes.
+    """
+    model = onnx.load_model_from_string(head)
+    inputs = {value.name: value for value in model.graph.input}
+    feature = inputs.pop("feature")
+    for name, value in inputs.items():
+        kind = value.type.tensor_type
+        shape = [edge.dim_value or None for edge in kind.shape.dim]
+        found = tensors.get(name)
+        if found is None and name in ("local_prototypes", "local_counts"):
+            found = np.zeros([edge or 0 for edge in shape], dtype=np.float32)
+        if found is None or [want and edge for want, edge in zip(shape, found.shape, strict=False)] != shape:
+            raise ProtofleetError(
+                f"the head takes {name} of shape {shape}, got {'nothing' if found is None else found.shape}"
+            )
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(found, dtype), name))
+    del model.graph.input[:]
+    model.graph.input.append(feature)
+    model.ClearField("metadata_props")
+    onnx.helper.set_model_props(model, to_properties(metadata))
+    onnx.checker.check_model(model, full_check=True)
+    return bytes(model.SerializeToString(deterministic=True))
