@@ -26,6 +26,7 @@ from protocol.messages import (
     HeadManifest,
     Presence,
     Receipt,
+    RoundManifest,
     Submission,
 )
 from protocol.session import Broker, Connected, Drained, Event, Outgoing, Received, Session
@@ -38,8 +39,20 @@ MAX_BYTES = 2**20
 FLEET = "barn"
 PATIENT = "quorum = 100\ndeadline_s = 1000"
 """Settings of a task under which nothing is trained."""
+IN_ROUNDS = """
+algorithm = "fpl"
+quorum = 2
+deadline_s = 1000
+[rounds]
+grace_s = 0
+staleness = 1
+[fpl]
+rounds = 3
+adapter_size = 4
+"""
+"""Settings of a task of three rounds, which two devices close."""
 E = TypeVar("E", bound=Event)
-M = TypeVar("M", HeadManifest, Presence, Receipt, Frame)
+M = TypeVar("M", HeadManifest, RoundManifest, Presence, Receipt, Frame)
 
 
 def write_task(folder: Path, added: str = "") -> Path:
@@ -121,7 +134,7 @@ class Device:
             broker,
             client_id=f"test-{name}",
             subscriptions=[
-                *(fleet_topic(FLEET, channel) for channel in ("task", "head", "state")),
+                *(fleet_topic(FLEET, channel) for channel in ("task", "round", "head", "state", "cast")),
                 *(device_topic(FLEET, name, channel) for channel in ("ack", "blk")),
             ],
             on_event=self._events.put,
@@ -171,6 +184,25 @@ class Device:
     def head(self, version: int = 1) -> HeadManifest:
         """Wait for a head of at least this version."""
         return self.wait(fleet_topic(FLEET, "head"), HeadManifest, when=lambda head: head.version >= version)
+
+    def round(self, number: int = 0) -> RoundManifest:
+        """Wait for a round of at least this number."""
+        topic = fleet_topic(FLEET, "round")
+        return self.wait(topic, RoundManifest, when=lambda manifest: manifest.number >= number)
+
+    def catch(self, blob: BlobRef) -> bytes:
+        """Take a blob that is sent to everybody."""
+        assembly = Assembly(blob.digest, blob.size_bytes)
+        while assembly.missing():
+            topic = fleet_topic(FLEET, "cast")
+            assembly.add(self.wait(topic, Frame, when=lambda frame: frame.digest == blob.digest))
+        return assembly.payload()
+
+    def casts(self) -> list[Frame]:
+        """What was sent to everybody and nobody has asked for yet."""
+        topic = fleet_topic(FLEET, "cast")
+        payloads = [event.payload for event in self._unread if event.topic == topic]
+        return [decode(payload, Frame, max_bytes=MAX_BYTES) for payload in payloads]
 
     def topics(self) -> set[str]:
         """Where something has come that nobody has asked for yet."""

@@ -1,0 +1,105 @@
+"""What the aggregator keeps on its disk: all that is needed, and nothing that is not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from aggregator.compilation import FACTS
+from aggregator.config import TaskFile
+from aggregator.housekeeping import forget_lost, needed_blobs, served_blobs
+from aggregator.intake import Expectation
+from aggregator.rounds import Entry
+from aggregator.store import Closing, HeadRow, Store, SubmissionRow
+from aggregator.task import Task
+from protocol.codec import encode
+from protocol.messages import BlobRef
+from tests.aggregator.made import IN_ROUNDS, MANIFEST, PROJECTION_SIZE, ROUNDS_TASK, SHAPES, TASK
+
+ONE_SHOT = Task(
+    file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",)),
+    manifest=MANIFEST,
+    manifest_bytes=encode(MANIFEST),
+    feature_size=16,
+    expectation=Expectation(TASK, MANIFEST, 16),
+    first_tensors=None,
+)
+FIRST = BlobRef(digest=b"f" * 32, size_bytes=1, name="tensors-0")
+ROUNDS = Task(
+    file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), algorithm="fpl"),
+    manifest=IN_ROUNDS,
+    manifest_bytes=encode(IN_ROUNDS),
+    feature_size=16,
+    expectation=Expectation(ROUNDS_TASK, IN_ROUNDS, PROJECTION_SIZE, SHAPES),
+    first_tensors=FIRST,
+)
+
+
+def _row(device: str, *, number: int = 0) -> SubmissionRow:
+    return SubmissionRow(device, Entry(1, f"{device}{number}".encode(), 0.0, number), 1, 1, 1, {0: 1})
+
+
+def _head(task: bytes, version: int, *, tensors: bool) -> HeadRow:
+    blob = BlobRef(digest=bytes([version]) * 32, size_bytes=1, name="tensors") if tensors else None
+    digest = b"graph" if tensors else f"head{version}".encode()
+    return HeadRow(version, task, digest, 1, 0.0, 1, {}, {}, blob)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A state of both tasks: heads, submissions, and graphs of a third."""
+    store = Store(tmp_path)
+    for version in (1, 2, 3):
+        store.keep_head(_head(ROUNDS_TASK, version, tensors=True))
+        store.keep_head(_head(TASK, version, tensors=False))
+    for number in range(4):
+        store.keep_submission(ROUNDS_TASK, _row(f"r{number}", number=number))
+    for device in "ab":
+        store.keep_submission(TASK, _row(device))
+    graph = BlobRef(digest=b"g" * 32, size_bytes=1, name="init.onnx")
+    store.set_fact(f"{FACTS}key", msgspec.json.encode({"init": graph}).decode())
+    return store
+
+
+def test_rounds_need_what_may_yet_count(store: Store) -> None:
+    """Submissions within the staleness, the tensors of two rounds, the graphs; of other tasks, everything."""
+    needed = needed_blobs(ROUNDS, store)
+    assert {b"r22", b"r33"} <= needed
+    assert not {b"r00", b"r11"} & needed
+    assert {b"\x02" * 32, b"\x03" * 32, FIRST.digest, ROUNDS_TASK} <= needed
+    assert b"\x01" * 32 not in needed
+    assert {b"a0", b"b0", b"head1", b"head2", b"head3", b"g" * 32} <= needed
+
+
+def test_without_rounds_every_device_counts(store: Store) -> None:
+    """Whatever the age of its submission; of a task of rounds, it keeps what that would go on with."""
+    needed = needed_blobs(ONE_SHOT, store)
+    assert {b"a0", b"b0", TASK, b"r00", b"r33", b"\x03" * 32, b"g" * 32} <= needed
+    assert not {b"\x01" * 32, b"\x02" * 32} & needed
+
+
+def test_what_is_being_pooled_is_needed(store: Store) -> None:
+    """A submission that was superseded meanwhile is still read."""
+    entry = Entry(1, b"superseded", 0.0, 2)
+    store.set_closing(Closing(ROUNDS_TASK, 4, {"x": entry}))
+    assert b"superseded" in needed_blobs(ROUNDS, store)
+    store.set_closing(None)
+    assert b"superseded" not in needed_blobs(ROUNDS, store)
+
+
+def test_devices_may_ask_for_what_they_are_told_of() -> None:
+    """The task's blobs, all heads, and the tensors of the open round and the one before."""
+    heads = [_head(ROUNDS_TASK, version, tensors=True) for version in (1, 2, 3)]
+    served = served_blobs(ROUNDS, heads)
+    assert {FIRST.digest, b"graph", b"\x02" * 32, b"\x03" * 32, bytes(32)} <= served
+    assert b"\x01" * 32 not in served
+    assert served_blobs(ONE_SHOT, []) == {bytes(32)}
+
+
+def test_a_submission_without_its_blob_is_asked_for_again(store: Store) -> None:
+    """Its device hears that it does not stand; one that cannot count any more is left as it is."""
+    store.keep_submission(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 3)))
+    forget_lost(ROUNDS, store)
+    assert sorted(store.submissions(ROUNDS_TASK)) == ["here", "r0", "r1"]
+    assert sorted(store.submissions(TASK)) == ["a", "b"]
