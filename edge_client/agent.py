@@ -47,7 +47,7 @@ from protocol.messages import MAX_CHUNK_BYTES, BlobRef, Frame, HeadManifest, Rec
 WINDOW_BYTES = 16 * MAX_CHUNK_BYTES
 """Bytes of a blob that are asked for at once."""
 
-CAST_PATIENCE_S = 5.0
+CAST_PATIENCE_S = 3.0
 """Seconds to wait for what is sent to the whole fleet before asking for it alone."""
 
 FIRST_PATIENCE_S = 10.0
@@ -121,19 +121,27 @@ def _current_head(state: State) -> HeadManifest | None:
 
 def _open_round(state: State) -> RoundManifest | None:
     """The current task's round, if it has rounds that are not over."""
-    seen = state.round
-    if seen is None or state.manifest is None or state.manifest.program is None:
+    seen = _current_round(state)
+    return seen if seen is not None and seen.number < seen.rounds else None
+
+
+def _current_round(state: State) -> RoundManifest | None:
+    """The current task's round, also once all of them are over."""
+    if state.round is None or state.manifest is None or state.manifest.program is None:
         return None
-    return seen if seen.task == state.task and seen.number < seen.rounds else None
+    return state.round if state.round.task == state.task else None
 
 
 def _needed_to_work(state: State) -> tuple[BlobRef, ...]:
-    """What a submission is made with."""
+    """What a submission is made with; first what is on its way to the whole fleet.
+
+    The program's head is among it, so that a head can be taken into use as soon as its round is over.
+    """
     if state.manifest is None:
         return ()
-    program, seen = state.manifest.program, _open_round(state)
-    graphs = (program.init, program.step, program.project) if program else ()
-    return (*state.manifest.backbones, *graphs, *((seen.tensors,) if seen else ()))
+    program, seen = state.manifest.program, _current_round(state)
+    graphs = (program.init, program.step, program.project, program.head) if program else ()
+    return (*((seen.tensors,) if seen else ()), *state.manifest.backbones, *graphs)
 
 
 def _needed_to_predict(state: State) -> tuple[BlobRef, ...]:
@@ -147,22 +155,20 @@ def _needed_to_predict(state: State) -> tuple[BlobRef, ...]:
 
 
 def needed(state: State) -> tuple[BlobRef, ...]:
-    """Every blob that the current task, its open round and its newest head are worked with."""
-    program = state.manifest.program if state.manifest else None
-    return (*_needed_to_work(state), *_needed_to_predict(state), *((program.init,) if program else ()))
+    """Every blob that the current task, its round and its newest head are worked with; in order of urgency."""
+    return (*_needed_to_work(state), *_needed_to_predict(state))
 
 
 def _is_cast(state: State, digest: bytes) -> bool:
     """Whether a blob is sent to the whole fleet."""
-    seen, head = _open_round(state), _current_head(state)
+    seen, head = _current_round(state), _current_head(state)
     tensors = (seen.tensors if seen else None, head.tensors if head else None)
     return any(blob is not None and blob.digest == digest for blob in tensors)
 
 
 def _pursue_blobs(state: State, _now_s: float) -> Step:
-    """Want the first blob that is needed and not there: what the work needs first, then the head."""
-    wanted = (*_needed_to_work(state), *_needed_to_predict(state))
-    missing = next((blob for blob in wanted if blob.digest not in state.stored), None)
+    """Want the first blob that is needed and not there."""
+    missing = next((blob for blob in needed(state) if blob.digest not in state.stored), None)
     if missing is None:
         return replace(state, download=None), ()
     if _downloads(state, missing.digest):
@@ -253,8 +259,8 @@ def _has_contributed(state: State, head: HeadManifest) -> bool:
 
 def _is_over(state: State) -> bool:
     """Whether the current task has rounds, and all of them are over."""
-    seen = state.round
-    return seen is not None and seen.task == state.task and seen.number >= seen.rounds
+    seen = _current_round(state)
+    return seen is not None and seen.number >= seen.rounds
 
 
 def patience_s(attempts: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.graph import Graph, Tensors, open_graph
+from edge_client.graph import Graph, Tensors, check_graph, open_graph
 from edge_client.prototypes import class_means
 from edge_client.trainer import Checkpoint, Diverged, Schedule, Watch, first_state, project, train
 from protocol.blobstore import BlobStore
@@ -18,6 +18,7 @@ from protocol.codec import decode, digest_of, to_array, to_tensor
 from protocol.errors import GraphRefused, MalformedMessage, StateError
 from protocol.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor
 from protocol.messages import Tensors as TensorsMessage
+from protocol.metadata import GraphMetadata, graph_metadata
 
 _ABOUT, _PROTOTYPES, _COUNTS, _STATE = "about", "prototypes", "counts", "state."
 
@@ -98,8 +99,7 @@ def contribute(
     tensors = read_tensors(blobs, opened.tensors)
     if resumed is None:
         kept = {name: last.state[name] for name in program.kept if name in last.state} if last else {}
-        state = first_state(_graph(blobs, program, "init"), feature=data.feature, kept=kept, tensors=tensors)
-        resumed = Checkpoint(state)
+        resumed = Checkpoint(_first_state(blobs, program, data, kept=kept, tensors=tensors))
     key = digest_of(f"{manifest.seed}/{device_id}/{opened.number}".encode())
     trained = train(
         _graph(blobs, program, "step"),
@@ -128,25 +128,25 @@ def contribute(
 
 
 def untaught(
-    manifest: TaskManifest, opened: BlobRef, *, feature: NDArray[np.float32] | None, blobs: BlobStore
+    manifest: TaskManifest, tensors: BlobRef, *, data: TrainingSet | None, blobs: BlobStore
 ) -> Learnt:
     """What a device that took part in no round binds a head to: the first state, and no prototypes.
 
     Args:
         manifest: the task, which has a program.
-        opened: the head's tensors.
-        feature: of the device's pictures, float32 (n, L); None if it has none.
+        tensors: the head's.
+        data: the device's pictures, for a state that suits them; None if it has none.
         blobs: has the program's graphs and the tensors.
 
     Raises:
         GraphRefused: a graph or the tensors cannot be used.
     """
-    init = _graph(blobs, _program(manifest), "init")
-    if feature is None:
-        feature = np.empty((0, init.metadata.feature_size), np.float32)
-    state = first_state(init, feature=feature, kept={}, tensors=read_tensors(blobs, opened))
+    program, metadata = _program(manifest), _metadata(manifest, blobs)
+    if data is None:
+        data = TrainingSet(np.empty((0, metadata.feature_size), np.float32), np.empty(0, np.int64))
+    state = _first_state(blobs, program, data, kept={}, tensors=read_tensors(blobs, tensors))
     classes = len(manifest.classes)
-    shape = (classes, init.metadata.projection_size)
+    shape = (classes, metadata.projection_size)
     return Learnt(state, np.zeros(shape, np.float32), np.zeros(classes, np.float32))
 
 
@@ -156,7 +156,7 @@ def feature_size(manifest: TaskManifest, blobs: BlobStore) -> int:
     Raises:
         GraphRefused: the graph cannot be used.
     """
-    return _graph(blobs, _program(manifest), "init").metadata.feature_size
+    return _metadata(manifest, blobs).feature_size
 
 
 def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]]:
@@ -223,6 +223,18 @@ def _program(manifest: TaskManifest) -> Program:
     if manifest.program is None:
         raise GraphRefused(f"the task ({manifest.algorithm}) has no program: there are no rounds")
     return manifest.program
+
+
+def _first_state(
+    blobs: BlobStore, program: Program, data: TrainingSet, *, kept: Tensors, tensors: Tensors
+) -> dict[str, NDArray[Any]]:
+    """The state to begin with; the graph that made it is closed again, for it holds as much memory."""
+    init = _graph(blobs, program, "init")
+    return first_state(init, feature=data.feature, labels=data.labels, kept=kept, tensors=tensors)
+
+
+def _metadata(manifest: TaskManifest, blobs: BlobStore) -> GraphMetadata:
+    return graph_metadata(check_graph(blobs.read(_program(manifest).init.digest)))
 
 
 def _graph(blobs: BlobStore, program: Program, role: Any) -> Graph:

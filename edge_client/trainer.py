@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edge_client.backbone import require_runtime
 from edge_client.features import Interrupted
-from edge_client.graph import Graph, Slot, Tensors, bind, failed, fit
+from edge_client.graph import FREE, Graph, Slot, Tensors, bind, failed, fit
 from protocol.errors import GraphRefused, ProtofleetError
 
 CHUNK_ROWS = 64
@@ -93,21 +93,28 @@ class Watch:
 
 
 def first_state(
-    init: Graph, *, feature: NDArray[np.float32], kept: Tensors, tensors: Tensors
+    init: Graph,
+    *,
+    feature: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    kept: Tensors,
+    tensors: Tensors,
 ) -> dict[str, NDArray[Any]]:
     """The state to begin a round with.
 
     Args:
-        init: makes a state out of nothing but features.
+        init: makes a state out of nothing but features and their classes.
         feature: all of the device's, float32 (n, L); n may be 0.
+        labels: their classes, int64 (n,).
         kept: what stays of the last round's state, in place of what `init` made.
         tensors: the round's; those named like a tensor of the state take its place in turn.
 
     Raises:
         GraphRefused: the graph fails, or a tensor is not like the one it replaces, or not finite.
     """
+    free: Tensors = {"feature": feature, "labels": labels}
     state = {}
-    for name, made in init.run({"feature": feature}).items():
+    for name, made in init.run({name: free[name] for name in FREE if name in init.inputs}).items():
         array = fit(name, tensors.get(name, kept.get(name, made)), Slot(made.dtype, made.shape))
         # What ONNX Runtime made lies in memory of the session, which a view would keep alive, all of it.
         state[name] = array.copy()

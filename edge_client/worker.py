@@ -5,35 +5,26 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from edge_client import events
 from edge_client.backbone import Backbone, Provider, open_backbone
 from edge_client.feature_cache import FeatureCache
-from edge_client.images import Picture, find_pictures, held_out
+from edge_client.images import find_pictures
 from edge_client.installed import open_installed
 from edge_client.life import Mode, head_key
 from edge_client.progress import Progress
+from edge_client.round_work import RoundWork
 from edge_client.rounds import (
-    Contribution,
-    Learnt,
-    TrainingSet,
-    contribute,
     feature_size,
-    pack,
-    pack_checkpoint,
-    unpack,
-    unpack_checkpoint,
-    untaught,
 )
 from edge_client.state import DeviceState, InstalledHead
-from edge_client.trainer import Checkpoint, Diverged, Watch
+from edge_client.trainer import Diverged
 from edge_client.work import (
     Found,
     Local,
@@ -41,15 +32,12 @@ from edge_client.work import (
     digests,
     evaluate_head,
     find,
-    known_pictures,
     prepare,
-    prepare_round,
     submission_of,
 )
-from protocol.blobstore import write_atomically
-from protocol.codec import decode, digest_of, encode
-from protocol.errors import GraphRefused, ProtofleetError, StateError
-from protocol.messages import BlobRef, RoundManifest, Submission, TaskManifest
+from protocol.codec import digest_of, encode
+from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
+from protocol.messages import BlobRef, RoundManifest, TaskManifest
 from protocol.session import Broker
 
 log = logging.getLogger(__name__)
@@ -103,6 +91,7 @@ class Worker:
         self._emit = emit
         self._show = show
         self._cache = FeatureCache(state.folder / "features.sqlite")
+        self._rounds = RoundWork(settings.local, state, self._cache, dry=show is not None)
         self._backbones: dict[str, Backbone] = {}
         self._seen: tuple[str, ...] | None = None
         self._warned: set[str] = set()
@@ -199,30 +188,29 @@ class Worker:
     def _prepare(self, build: events.Build) -> events.Built:
         if build.round is not None:
             return self._prepare_round(build, build.round)
-        prepared = prepare(
-            task=build.manifest, local=self._settings.local, found=self._find(build), cache=self._cache
-        )
+        found = self._find(build.manifest, lambda: not self._is_due(build))
+        prepared = prepare(task=build.manifest, local=self._settings.local, found=found, cache=self._cache)
         self._warn(build.manifest, prepared)
         if self._show is None:
             return self._keep(build, prepared)
         return self._show_only(build, prepared)
 
-    def _find(self, build: events.Build) -> Found:
+    def _find(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> Found:
         """The pictures, with their features in the cache; backbones of a program are open only meanwhile."""
-        if build.manifest.program is None:
-            opened = {backbone.sha256: backbone for backbone in self._open_backbones(build.manifest)}
+        if manifest.program is None:
+            opened = {backbone.sha256: backbone for backbone in self._open_backbones(manifest)}
             open_one = opened.__getitem__
         else:
-            blobs = {blob.digest.hex(): blob for blob in build.manifest.backbones}
+            blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
             open_one = lambda digest: self._open_backbone(blobs[digest])  # noqa: E731 - the other one is a method
         with contextlib.closing(Progress("extracting features")) as progress:
             return find(
-                task=build.manifest,
+                task=manifest,
                 local=self._settings.local,
                 cache=self._cache,
                 open_backbone=open_one,
                 on_progress=progress.update,
-                should_stop=lambda: not self._is_due(build),
+                should_stop=should_stop,
             )
 
     def _show_only(self, build: events.Build, prepared: Prepared) -> events.Built:
@@ -237,90 +225,30 @@ class Worker:
 
     def _prepare_round(self, build: events.Build, opened: RoundManifest) -> events.Built:
         """Take part in a round, unless its submission is there already."""
-        if (built := self._handed_in(build, opened)) is not None:
-            return built
-        found = self._find(build)
-        prepared, made = prepare_round(
-            task=build.manifest,
-            local=self._settings.local,
-            found=found,
-            take_part=lambda pictures: self._take_part(build, opened, pictures),
-        )
+        standing = self._rounds.handed_in(build.task, opened, above=build.above)
+        if standing is not None:
+            receipted = self._kept.get("received") == standing.hex()
+            return events.Built(build.task, standing, opened.number, receipted=receipted)
+        found = self._find(build.manifest, lambda: not self._is_due(build))
+        with contextlib.closing(Progress(f"training, round {opened.number + 1}")) as progress:
+            prepared, learnt = self._rounds.take_part(
+                build.task,
+                build.manifest,
+                opened,
+                found=found,
+                on_progress=progress.update,
+                should_stop=lambda: not self._is_due(build),
+            )
         self._warn(build.manifest, prepared)
         if self._show is not None:
             return self._show_only(build, prepared)
-        return self._keep_round(build, opened, prepared, made)
-
-    def _handed_in(self, build: events.Build, opened: RoundManifest) -> events.Built | None:
-        """The submission that was made for this round before, renumbered if that is asked for."""
-        kept = self._kept
-        standing = bytes.fromhex(kept.get("submission", ""))
-        if kept.get("joined") != [build.task.hex(), opened.number] or standing not in kept.blobs:
-            return None
-        if build.above:
-            payload = kept.blobs.read(standing)
-            message = decode(payload, Submission, max_bytes=len(payload))
-            sequence = kept.next_number("sequence", above=build.above)
-            standing = kept.blobs.put(encode(msgspec.structs.replace(message, sequence=sequence)))
-            kept.set(submission=standing.hex())
-        receipted = kept.get("received") == standing.hex()
-        return events.Built(build.task, standing, opened.number, receipted=receipted)
-
-    def _learnt(self, task: bytes) -> Learnt | None:
-        """What earlier rounds of a task have taught, if anything."""
-        of, digest = self._kept.get("learnt", ["", ""])
-        return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if of == task.hex() else None
-
-    def _take_part(
-        self, build: events.Build, opened: RoundManifest, pictures: Sequence[Picture]
-    ) -> Contribution:
-        blobs, file = self._kept.blobs, self._kept.folder / "training.npz"
-        identities = [picture.identity for picture in pictures]
-        trained_on = digest_of("\0".join(identities).encode(errors="surrogateescape")).hex()
-        about = (build.task.hex(), opened.number, opened.tensors.digest.hex(), trained_on)
-        feature = self._cache.matrix(
-            identities, *digests(build.manifest), size=feature_size(build.manifest, blobs)
-        )
-        labels = np.array([picture.label for picture in pictures], np.int64)
-
-        def on_checkpoint(checkpoint: Checkpoint) -> None:
-            if self._show is None:
-                write_atomically(file, pack_checkpoint(checkpoint, about))
-
-        with contextlib.closing(Progress(f"training, round {opened.number + 1}")) as progress:
-            return contribute(
-                build.manifest,
-                opened,
-                data=TrainingSet(feature, labels),
-                last=self._learnt(build.task),
-                resumed=_checkpoint(file, about),
-                blobs=blobs,
-                device_id=self._settings.local.device_id,
-                watch=Watch(
-                    on_checkpoint=on_checkpoint,
-                    should_stop=lambda: not self._is_due(build),
-                    on_progress=progress.update,
-                ),
-            )
-
-    def _keep_round(
-        self, build: events.Build, opened: RoundManifest, prepared: Prepared, made: Contribution
-    ) -> events.Built:
-        """Put a round's submission and what it has taught on the disk, both or neither."""
-        kept = self._kept
-        sequence = kept.next_number("sequence", above=build.above)
+        sequence = self._kept.next_number("sequence", above=build.above)
         payload = submission_of(
             prepared, task=build.task, manifest=build.manifest, sequence=sequence, number=opened.number
         )
-        digest, learnt = kept.blobs.put(payload), kept.blobs.put(pack(made.learnt))
-        kept.set(
-            submission=digest.hex(),
-            joined=[build.task.hex(), opened.number],
-            learnt=[build.task.hex(), learnt.hex()],
-            report=_report(prepared, len(payload)),
-        )
-        (kept.folder / "training.npz").unlink(missing_ok=True)
-        loss = "" if made.loss is None else f", loss {made.loss:.4f}"
+        digest = self._rounds.keep(build.task, opened, payload=payload, learnt=learnt)
+        self._kept.set(report=_report(prepared, len(payload)))
+        loss = "" if prepared.loss is None else f", loss {prepared.loss:.4f}"
         log.info(
             "round %d of %d: %d prototypes, %d bytes%s",
             *(opened.number + 1, opened.rounds, len(prepared.counts), len(payload), loss),
@@ -397,9 +325,9 @@ class Worker:
         learnt, size = "", 0
         if reference.tensors is not None:
             size = feature_size(manifest, self._kept.blobs)
-            of, learnt = self._kept.get("learnt", ["", ""])
-            if of != install.task.hex():
-                learnt = self._kept.blobs.put(pack(self._untaught(manifest, reference.tensors))).hex()
+            learnt = self._rounds.learnt_digest(install.task)
+            if not learnt:
+                learnt = self._rounds.keep_untaught(manifest, reference.tensors, self._found_at_all(install))
         return InstalledHead(
             head=reference.head.digest.hex(),
             version=reference.version,
@@ -411,16 +339,13 @@ class Worker:
             feature_size=size,
         )
 
-    def _untaught(self, manifest: TaskManifest, tensors: BlobRef) -> Learnt:
-        """What a device that took part in no round binds: a first state that suits its pictures, if it has any."""
-        blobs, local = self._kept.blobs, self._settings.local
-        pictures = known_pictures(manifest, local, self._cache)
-        identities = [picture.identity for picture in pictures if not held_out(picture, local.holdout)]
-        feature = None
-        if identities:
-            size = feature_size(manifest, blobs)
-            feature = self._cache.matrix(identities, *digests(manifest), size=size)
-        return untaught(manifest, tensors, feature=feature, blobs=blobs)
+    def _found_at_all(self, install: events.Install) -> Found:
+        """The pictures of a device that takes a head without having taken part; they need not be there."""
+        try:
+            return self._find(install.manifest, lambda: install.task != self.focus)
+        except ConfigError as error:
+            log.warning("no picture to fit the head to: %s", error)
+            return Found((), ())
 
 
 def _report(prepared: Prepared, size_bytes: int) -> dict[str, Any]:
@@ -430,19 +355,3 @@ def _report(prepared: Prepared, size_bytes: int) -> dict[str, Any]:
         "refused": [[str(path), reason] for path, reason in prepared.refused],
         "bytes": size_bytes,
     }
-
-
-def _checkpoint(file: Path, about: Sequence[str | int]) -> Checkpoint | None:
-    """Where the training of just this was interrupted, if it was."""
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError:
-        return None
-    try:
-        checkpoint = unpack_checkpoint(data, about)
-    except StateError as error:
-        log.warning("%s: %s; the round begins anew", file, error)
-        return None
-    if checkpoint is not None:
-        log.info("going on with the training from step %d", checkpoint.steps)
-    return checkpoint

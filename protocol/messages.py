@@ -95,7 +95,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     init: BlobRef
-    """`feature` to every tensor of the state."""
+    """`feature`, and `labels` if it asks for them, to every tensor of the state."""
     step: BlobRef
     """One step of the optimiser: the state and a batch to `loss` and, for each tensor that changes, `next_NAME`."""
     project: BlobRef

@@ -32,7 +32,7 @@ FEATURE, LABELS = data(23)
 def begin(**replaced: Tensors) -> State:
     """The state to begin with."""
     given = {"kept": {}, "tensors": round_tensors(), **replaced}
-    return first_state(opened("init"), feature=FEATURE, **given)
+    return first_state(opened("init"), feature=FEATURE, labels=LABELS, **given)
 
 
 def copied(checkpoint: Checkpoint) -> Checkpoint:
@@ -253,7 +253,7 @@ def test_a_state_holds_on_to_no_session() -> None:
 
 def test_a_state_begins_without_any_picture() -> None:
     """A device that has none has a state all the same."""
-    state = first_state(opened("init"), feature=FEATURE[:0], kept={}, tensors={})
+    state = first_state(opened("init"), feature=FEATURE[:0], labels=LABELS[:0], kept={}, tensors={})
     assert np.isfinite(state["mean"]).all()
 
 

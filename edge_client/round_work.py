@@ -1,0 +1,155 @@
+"""A device's rounds on its own disk: what was handed in, what was learnt, and trainings on their way."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from edge_client.feature_cache import FeatureCache
+from edge_client.images import Picture, held_out
+from edge_client.rounds import (
+    Contribution,
+    Learnt,
+    TrainingSet,
+    contribute,
+    feature_size,
+    pack,
+    pack_checkpoint,
+    unpack,
+    unpack_checkpoint,
+    untaught,
+)
+from edge_client.state import DeviceState
+from edge_client.trainer import Checkpoint, Watch
+from edge_client.work import Found, Local, Prepared, digests, prepare_round
+from protocol.blobstore import write_atomically
+from protocol.codec import decode, digest_of, encode
+from protocol.errors import StateError
+from protocol.messages import BlobRef, RoundManifest, Submission, TaskManifest
+
+log = logging.getLogger(__name__)
+
+
+class RoundWork:
+    """Takes part in rounds, each of them once, whatever interrupts it.
+
+    Args:
+        local: the device's own.
+        state: the device's state directory.
+        cache: has the features of the pictures.
+        dry: leave nothing on the disk.
+    """
+
+    def __init__(self, local: Local, state: DeviceState, cache: FeatureCache, *, dry: bool) -> None:
+        self._local = local
+        self._kept = state
+        self._cache = cache
+        self._dry = dry
+        self._file = state.folder / "training.npz"
+
+    def handed_in(self, task: bytes, opened: RoundManifest, *, above: int) -> bytes | None:
+        """The submission that was made for a round before, with a sequence above `above`; None if there is none."""
+        kept = self._kept
+        standing = bytes.fromhex(kept.get("submission", ""))
+        if self._dry or kept.get("joined") != [task.hex(), opened.number] or standing not in kept.blobs:
+            return None
+        if above:
+            payload = kept.blobs.read(standing)
+            message = decode(payload, Submission, max_bytes=len(payload))
+            sequence = kept.next_number("sequence", above=above)
+            standing = kept.blobs.put(encode(msgspec.structs.replace(message, sequence=sequence)))
+            kept.set(submission=standing.hex())
+        return standing
+
+    def take_part(
+        self,
+        task: bytes,
+        manifest: TaskManifest,
+        opened: RoundManifest,
+        *,
+        found: Found,
+        on_progress: Callable[[int, int], None],
+        should_stop: Callable[[], bool],
+    ) -> tuple[Prepared, Learnt]:
+        """Train on the pictures that are not held out, from where an interruption left it.
+
+        Raises:
+            GraphRefused: a graph or the round's tensors cannot be used.
+            Diverged: the training has led to NaN or infinity; what was learnt before stands.
+            Interrupted: `should_stop` said so.
+            ProtofleetError: no class has enough pictures.
+        """
+
+        def contribution(pictures: Sequence[Picture]) -> Contribution:
+            trained_on = "\0".join(picture.identity for picture in pictures).encode(errors="surrogateescape")
+            tensors, of = opened.tensors.digest.hex(), digest_of(trained_on).hex()
+            about = (task.hex(), opened.number, tensors, of)
+
+            def on_checkpoint(checkpoint: Checkpoint) -> None:
+                if not self._dry:
+                    write_atomically(self._file, pack_checkpoint(checkpoint, about))
+
+            return contribute(
+                manifest,
+                opened,
+                data=self._data(manifest, pictures),
+                last=self._learnt(task),
+                resumed=_checkpoint(self._file, about),
+                blobs=self._kept.blobs,
+                device_id=self._local.device_id,
+                watch=Watch(on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress),
+            )
+
+        prepared, made = prepare_round(task=manifest, local=self._local, found=found, take_part=contribution)
+        return prepared, made.learnt
+
+    def keep(self, task: bytes, opened: RoundManifest, *, payload: bytes, learnt: Learnt) -> bytes:
+        """Put a round's submission and what it has taught on the disk, both or neither; returns its digest."""
+        blobs = self._kept.blobs
+        digest, taught = blobs.put(payload), blobs.put(pack(learnt))
+        self._kept.set(
+            submission=digest.hex(), joined=[task.hex(), opened.number], learnt=[task.hex(), taught.hex()]
+        )
+        self._file.unlink(missing_ok=True)
+        return digest
+
+    def learnt_digest(self, task: bytes) -> str:
+        """The blob, in hex, of what earlier rounds of a task have taught; empty if nothing was."""
+        of, digest = self._kept.get("learnt", ["", ""])
+        return str(digest) if of == task.hex() else ""
+
+    def keep_untaught(self, manifest: TaskManifest, tensors: BlobRef, found: Found) -> str:
+        """What a device that took part in no round binds a head to, as a blob, in hex."""
+        pictures = [picture for picture in found.usable if not held_out(picture, self._local.holdout)]
+        data = self._data(manifest, pictures) if pictures else None
+        return self._kept.blobs.put(
+            pack(untaught(manifest, tensors, data=data, blobs=self._kept.blobs))
+        ).hex()
+
+    def _learnt(self, task: bytes) -> Learnt | None:
+        digest = self.learnt_digest(task)
+        return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if digest else None
+
+    def _data(self, manifest: TaskManifest, pictures: Sequence[Picture]) -> TrainingSet:
+        identities = [picture.identity for picture in pictures]
+        size = feature_size(manifest, self._kept.blobs)
+        feature = self._cache.matrix(identities, *digests(manifest), size=size)
+        return TrainingSet(feature, np.array([picture.label for picture in pictures], np.int64))
+
+
+def _checkpoint(file: Path, about: Sequence[str | int]) -> Checkpoint | None:
+    """Where the training of just this was interrupted, if it was."""
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        checkpoint = unpack_checkpoint(data, about)
+    except StateError as error:
+        log.warning("%s: %s; the round begins anew", file, error)
+        return None
+    if checkpoint is not None:
+        log.info("going on with the training from step %d", checkpoint.steps)
+    return checkpoint
