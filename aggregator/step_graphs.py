@@ -17,6 +17,11 @@ from protocol.metadata import GraphMetadata, HeadMetadata, to_properties
 RUNTIME_MIN = "1.14"
 """The first ONNX Runtime with the graphs' operator set, 18."""
 
+LOCAL = ("local_prototypes", "local_counts")
+"""What a head may ask for that only a device has."""
+
+_NO_LIMIT = 2**40
+
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs:
@@ -92,24 +97,35 @@ def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMeta
     Raises:
         ProtofleetError: a tensor is missing, or has another shape than the graph takes.
     """
+    from onnxscript import optimizer
+
     model = onnx.load_model_from_string(head)
-    inputs = {value.name: value for value in model.graph.input}
-    feature = inputs.pop("feature")
-    for name, value in inputs.items():
+    feature, *bound = model.graph.input
+    for value in bound:
         kind = value.type.tensor_type
-        shape = [edge.dim_value or None for edge in kind.shape.dim]
-        found = tensors.get(name)
-        if found is None and name in ("local_prototypes", "local_counts"):
-            found = np.zeros([edge or 0 for edge in shape], dtype=np.float32)
-        if found is None or [want and edge for want, edge in zip(shape, found.shape, strict=False)] != shape:
-            raise ProtofleetError(
-                f"the head takes {name} of shape {shape}, got {'nothing' if found is None else found.shape}"
-            )
+        array = _fitting(value.name, [edge.dim_value or None for edge in kind.shape.dim], tensors)
         dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-        model.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(found, dtype), name))
+        model.graph.initializer.append(
+            numpy_helper.from_array(np.ascontiguousarray(array, dtype), value.name)
+        )
     del model.graph.input[:]
     model.graph.input.append(feature)
+    # What follows from the bound tensors alone is computed here: of FedPCL's prototypes few rows remain.
+    model = optimizer.optimize(model, input_size_limit=_NO_LIMIT, output_size_limit=_NO_LIMIT)
     model.ClearField("metadata_props")
     onnx.helper.set_model_props(model, to_properties(metadata))
     onnx.checker.check_model(model, full_check=True)
     return bytes(model.SerializeToString(deterministic=True))
+
+
+def _fitting(name: str, shape: list[int | None], tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    """The tensor of that name, whose edges are as long as they must be; any length will do for None."""
+    array = tensors.get(name)
+    if array is None and name in LOCAL:
+        return np.zeros([edge or 0 for edge in shape], dtype=np.float32)
+    if array is None or [wanted and edge for wanted, edge in zip(shape, array.shape, strict=False)] != shape:
+        wanted = tuple("any" if edge is None else edge for edge in shape)
+        raise ProtofleetError(
+            f"the head takes {name} of shape {wanted}, got {'none' if array is None else array.shape}"
+        )
+    return array

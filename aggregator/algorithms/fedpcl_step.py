@@ -128,7 +128,7 @@ def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_class
     against = rivals | same if settings.loss == "cross_entropy" else rivals
     own = torch.where(same[:, None], logits, 0.0).sum(dim=2)
     losses = (log_sum_exp(logits, against[:, None]) - own) * counted[:, None]
-    return (losses @ _weights(settings, sets)).mean()
+    return (losses @ _weights(settings, logits.detach())).mean()
 
 
 def _sets(settings: "FedPCL", tensors: Tensors, num_classes: int) -> Tensor:
@@ -141,13 +141,12 @@ def _sets(settings: "FedPCL", tensors: Tensors, num_classes: int) -> Tensor:
     return torch.cat([everybody, tensors["index"]])
 
 
-def _weights(settings: "FedPCL", sets: Tensor) -> Tensor:
+def _weights(settings: "FedPCL", logits: Tensor) -> Tensor:
     """Weight of each set's loss, (s,): L_g counts as much as all that L_p is the mean of (eq. 8)."""
-    if settings.variant == "both":
-        others = torch.ones_like(sets[1:, 0], dtype=torch.float32)
-        return torch.cat([torch.ones(1), others / others.sum()])
-    every = torch.ones_like(sets[:, 0], dtype=torch.float32)
-    return every / every.sum()
+    every = torch.ones_like(logits[0, :, 0])
+    if settings.variant != "both":
+        return every / every.sum()
+    return torch.cat([every[:1], every[1:] / every[1:].sum()])
 
 
 def _step(
