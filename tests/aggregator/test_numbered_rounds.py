@@ -82,6 +82,16 @@ def test_handing_in_again_puts_nothing_off() -> None:
     )
     assert closes_at_s(state, SETTINGS) == 12
     assert _closed(_run([Ticked(12)], state)[1]) == [(1, ["a0.1", "b0.2"])]
+    state = _after_round_0("a", "b", "c")
+    state, _ = _run([_submitted("a", 1, now_s=200), _submitted("b", 1, now_s=300)], state)
+    assert closes_at_s(state, SETTINGS) == 300
+
+
+def test_a_grace_does_not_reach_past_the_deadline() -> None:
+    """A quorum that is full shortly before the deadline puts nothing off."""
+    state, _ = _run([_submitted("a", now_s=1), _submitted("b", now_s=95)])
+    assert closes_at_s(state, SETTINGS) == 101
+    assert _closed(_run([Ticked(101)], state)[1]) == [(1, ["a0.1", "b0.1"])]
 
 
 def test_a_round_does_not_wait_for_strangers() -> None:
@@ -93,9 +103,17 @@ def test_a_round_does_not_wait_for_strangers() -> None:
     assert _closed(actions) == [(2, ["a1.1", "b1.1", "c1.1", "d1.1"])]
 
 
+def test_everybody_of_before_is_no_quorum() -> None:
+    """A round that closed at its deadline with one device does not let the next one close with that one alone."""
+    settings = replace(SETTINGS, min_devices=1)
+    state, _ = _run([_submitted("a"), Ticked(100), Trained(1), _submitted("a", 1)], None, settings)
+    assert (state.head_version, state.training) == (1, None)
+
+
 def test_a_round_of_listed_devices_closes_when_all_are_in() -> None:
     """The list says who can be expected, also in the first round, and whatever the quorum."""
-    settings = replace(SETTINGS, devices=frozenset("ab"), quorum=9)
+    settings = replace(SETTINGS, devices=frozenset("ab"), quorum=9, min_devices=1)
+    assert _closed(_run([_submitted("a")], None, settings)[1]) == []
     assert _closed(_run([_submitted("a"), _submitted("b")], None, settings)[1]) == [(1, ["a0.1", "b0.1"])]
 
 
@@ -155,6 +173,14 @@ def test_after_the_last_round_everything_is_late() -> None:
     _, actions = _run([_submitted("a", 2), Ticked(10**9)], state)
     assert (_verdicts(actions), _closed(actions)) == (["duplicate"], [])
     assert (waiting(state, SETTINGS), closes_at_s(state, SETTINGS)) == ({}, None)
+
+
+def test_fewer_rounds_than_there_have_been() -> None:
+    """Where an operator lowers their number, the round that was open stays as it is."""
+    state, _ = _run([_submitted("a", 1), _submitted("b", 1)], _after_round_0("a", "b", "c"))
+    settings = replace(SETTINGS, rounds=1)
+    assert _closed(_run([Ticked(10**9)], state, settings)[1]) == []
+    assert waiting(state, settings) == {}
 
 
 def test_a_round_that_failed_is_tried_again() -> None:

@@ -9,20 +9,24 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from aggregator.algorithms.fpl import FPL
 from aggregator.config import TaskFile
 from aggregator.rounds import Entry
 from aggregator.status import report, show
 from aggregator.store import HeadRow, Store, SubmissionRow
 from protocol.errors import StateError
+from protocol.messages import BlobRef
 from tests.aggregator.made import TASK, evaluation
 
 CLASSES = ("cat", "dog [/bold]", "fox")
 
 
-def _row(device: str, per_class: dict[int, int], received_s: float = 100.0) -> SubmissionRow:
+def _row(
+    device: str, per_class: dict[int, int], received_s: float = 100.0, *, number: int = 0
+) -> SubmissionRow:
     return SubmissionRow(
         device=device,
-        entry=Entry(1, device.encode(), received_s),
+        entry=Entry(1, device.encode(), received_s, number),
         size_bytes=1000,
         pictures=50,
         prototypes=sum(per_class.values()),
@@ -131,6 +135,60 @@ def test_what_a_person_sees(tmp_path: Path) -> None:
         f"newest: {folder}/head.onnx",
     ):
         assert piece in text
+
+
+def _in_rounds(folder: Path) -> Store:
+    """The state in round 1 of 2: one device has handed in, and one is a round behind."""
+    store = Store(folder)
+    task_file = TaskFile(
+        classes=CLASSES,
+        backbones=("b.onnx",),
+        fleet="barn",
+        algorithm="fpl",
+        quorum=2,
+        deadline_s=60.0,
+        fpl=FPL(rounds=2),
+    )
+    store.set_fact("task", TASK.hex())
+    store.set_fact("task_file", msgspec.json.encode(task_file).decode())
+    store.set_fact("settings", msgspec.json.encode(task_file.settings).decode())
+    tensors = BlobRef(digest=bytes(32), size_bytes=1, name="tensors-1")
+    members = {"a": b"a".hex(), "b": b"b".hex()}
+    store.keep_head(HeadRow(1, TASK, bytes(32), 99, 50.0, 10, members, {"seconds": 0.2}, tensors))
+    store.keep_submission(TASK, _row("a", {0: 1, 2: 1}, 200.0, number=1))
+    store.keep_submission(TASK, _row("b", {0: 1}, number=0))
+    store.keep_info("b", info=json.dumps({"problem": "no room for [graphs]"}), now_s=11.0)
+    return store
+
+
+def test_an_open_round(tmp_path: Path) -> None:
+    """Its number, who is in it, who counts from earlier rounds, when it closes; and what devices suffer from."""
+    summary = report(_in_rounds(tmp_path))
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert summary["round"] == {"number": 1, "rounds": 2, "over": False, "devices": ["a"], "carried": ["b"]}
+    assert (summary["waiting"], summary["closes_s"]) == (1, 260.0)
+    assert [(row["round"], row["problem"]) for row in summary["devices"]] == [
+        (1, ""),
+        (0, "no room for [graphs]"),
+    ]
+    text = _shown(summary)
+    assert "round 1 of 2 is open, handed in: a; from earlier rounds: b; it closes at " in text
+    assert "problem of b: no room for [graphs]" in text
+
+
+def test_rounds_that_are_over(tmp_path: Path) -> None:
+    """Nothing is open any more, and nothing closes."""
+    store = _in_rounds(tmp_path)
+    store.keep_head(HeadRow(2, TASK, bytes(32), 99, 50.0, 10, {"a": b"a".hex()}, {}))
+    summary = report(store)
+    assert summary["round"] == {"number": 2, "rounds": 2, "over": True, "devices": [], "carried": []}
+    assert summary["closes_s"] is None
+    assert "all 2 rounds are over" in _shown(summary)
+
+
+def test_a_task_without_rounds_has_none(tmp_path: Path) -> None:
+    """The report says so."""
+    assert report(_busy(tmp_path))["round"] is None
 
 
 def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from protocol.session import Broker
 from tests.aggregator.daemon import MAX_BYTES, PATIENT, Device, aggregator, write_task
 from tests.aggregator.made import evaluation, submission
 from tests.brokers import amqtt
+from tests.graphs import tiny_backbone
 
 
 @pytest.fixture
@@ -88,6 +89,29 @@ def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: 
             assert [head["version"] for head in summary["heads"]] == [1, 2]
             assert summary["heads"][0]["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
             assert (summary["submissions"], summary["waiting"]) == (3, 0)
+
+
+def test_several_backbones_make_one_feature(alone: Broker, tmp_path: Path) -> None:
+    """A head takes the features of all of them one after the other; no single graph holds them, so none is written."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "model.onnx").write_bytes(b"of an earlier task")
+    task_file = write_task(tmp_path, "[training]\nepochs = 1")
+    (tmp_path / "eight.onnx").write_bytes(tiny_backbone(feature_size=8))
+    text = task_file.read_text().replace('["tiny.onnx"]', '["tiny.onnx", "eight.onnx"]')
+    task_file.write_text(text)
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        backbones = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        assert [backbone.name for backbone in backbones] == ["tiny.onnx", "eight.onnx"]
+        task = digest_of(device.task())
+        assert device.hand_in(submission(task=task, feature_size=16)).reason == "shape"
+        assert device.hand_in(submission(task=task, feature_size=24)).status == "received"
+        session = onnxruntime.InferenceSession(device.fetch(device.head().head))
+        metadata = head_metadata(session.get_modelmeta().custom_metadata_map)
+        assert metadata.feature_size == 24
+        assert metadata.backbones == tuple(backbone.digest.hex() for backbone in backbones)
+        assert not (daemon.state / "model.onnx").exists()
+        assert daemon.status()["model_path"] is None
 
 
 def test_a_training_that_fails_is_told_and_not_repeated(alone: Broker, tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""From submissions to heads without a network: what a failure and a restart in the middle of a pooling do."""
+
+import logging
+import queue
+import shutil
+from pathlib import Path
+
+import pytest
+
+from aggregator import rounds
+from aggregator.config import load_task
+from aggregator.jobs import RoundJob
+from aggregator.learning import Learning
+from aggregator.store import Store, SubmissionRow
+from aggregator.task import Task, prepare_task
+from aggregator.trainer import Finished, Progress
+from protocol.codec import digest_of, encode
+from tests.aggregator.made import round_submission
+
+PATIENCE_S = 60.0
+Events = queue.SimpleQueue[Progress | Finished]
+
+
+@pytest.fixture
+def store(prepared: Path, tmp_path: Path) -> Store:
+    """A state that has the graphs of a task of rounds."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return Store(tmp_path / "state")
+
+
+@pytest.fixture
+def task(store: Store) -> Task:
+    """A task of three rounds, which two devices close."""
+    return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
+
+
+def _take(learning: Learning, task: Task, device: str, *, number: int = 0) -> rounds.Answer:
+    submission = round_submission(
+        task=task.digest, number=number, shapes=task.expectation.tensors, seed=ord(device)
+    )
+    payload = encode(submission)
+    entry = rounds.Entry(1, digest_of(payload), 100.0, number)
+    return learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+
+
+def _end(events: Events) -> Finished:
+    event = events.get(timeout=PATIENCE_S)
+    assert isinstance(event, Finished)
+    return event
+
+
+def test_a_round_that_fails_is_told_and_tried_again(
+    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line with the reason; the round stays open, and a further submission begins the pooling anew."""
+    caplog.set_level(logging.INFO)
+    events: Events = queue.SimpleQueue()
+    learning = Learning(task, store, on_event=events.put)
+    assert task.first_tensors is not None
+    blob = store.blobs.path(task.first_tensors.digest)
+    whole = blob.read_bytes()
+    blob.write_bytes(b"damaged")
+    for device in "ab":
+        assert _take(learning, task, device).verdict == "new"
+    assert not learning.finish(_end(events))
+    assert "round 0 failed: exit status 1: " in caplog.text
+    assert "was changed on disk" in caplog.text
+    assert "tried again in 1000 s, when a submission comes" in caplog.text
+    assert store.round_state(task.digest).training is None
+    assert (learning.round is not None and learning.round.number, learning.head) == (0, None)
+    learning.tick()
+    assert events.empty()
+    blob.write_bytes(whole)
+    _take(learning, task, "c")
+    assert learning.finish(_end(events))
+    assert learning.head is not None
+    assert learning.head.devices == 3
+
+
+def test_a_pooling_that_was_cut_off_is_done_again(
+    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the very same submissions: who came after the round had closed is in the next one."""
+    caplog.set_level(logging.INFO)
+    before = Learning(task, store, on_event=lambda _: None)
+    for device in "abc":
+        _take(before, task, device)
+    before.stop()
+    events: Events = queue.SimpleQueue()
+    after = Learning(task, store, on_event=events.put)
+    assert "going on with head 1, which was cut off" in caplog.text
+    finished = _end(events)
+    assert isinstance(finished.job, RoundJob)
+    assert sorted(finished.job.members) == ["a", "b"]
+    assert after.finish(finished)
+    assert sorted(after.state.covered) == ["a", "b"]
+    assert sorted(after.state.submissions) == ["a", "b", "c"]
+
+
+def test_what_is_refused_leaves_nothing(task: Task, store: Store) -> None:
+    """A submission for a round to come is neither stored nor counted."""
+    learning = Learning(task, store, on_event=lambda _: None)
+    before = set(store.blobs.digests())
+    assert _take(learning, task, "a", number=1).verdict == "unknown_round"
+    assert set(store.blobs.digests()) == before
+    assert store.submissions(task.digest) == {}
