@@ -83,7 +83,6 @@ threads_option = _setting(
 )
 @_setting(
     "--backbone",
-    "backbones",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A local copy of a backbone of the task, so that it need not be fetched; may be repeated.",
@@ -119,7 +118,7 @@ def cli(context: click.Context, /, **options: Any) -> None:
 
 def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
-    state: Path | None, holdout: float, backbones: tuple[Path, ...], provider: "Provider", threads: int | None,
+    state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
     batch_size: int, workers: int | None, rescan_s: float,
 ) -> int:  # fmt: skip
     from edge_client.backbone import require_runtime
@@ -153,7 +152,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
         provider=provider,
         threads=threads,
-        backbones=backbones,
+        backbones=backbone,
         rescan_s=rescan_s,
     )
     stop_on_terminate()

@@ -27,6 +27,9 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
     if unknown := values.keys() - names:
         known = ", ".join(sorted(name for name in names if name))
         raise click.BadParameter(f"{path}: unknown setting {min(unknown)!r}; known: {known}")
+    for name in {option.name for option in options if option.multiple} & values.keys():
+        # One value need not be a list, as on the command line.
+        values[name] = values[name] if isinstance(values[name], list) else [values[name]]
     context.default_map = {**(context.default_map or {}), **values}
 
 

@@ -43,3 +43,14 @@ def test_options_before_the_command_go_before_the_environment(monkeypatch: pytes
     monkeypatch.setenv("PROTOFLEET_STATE", "two")
     assert CliRunner().invoke(cli, ["status"]).output.startswith("device     two, ")
     assert CliRunner().invoke(cli, ["--state", "one", "status"]).output.startswith("device     one, ")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_file_may_name_one_backbone_or_several(tmp_path: Path, *, several: bool) -> None:
+    """An option that may be repeated takes a value or a list of them from a TOML file."""
+    file = tmp_path / "backbone.onnx"
+    file.touch()
+    value = f'["{file}", "{file}"]' if several else f'"{file}"'
+    (tmp_path / "settings.toml").write_text(f"backbone = {value}\n")
+    context = cli.make_context("edge-client", ["--config", str(tmp_path / "settings.toml"), "status"])
+    assert context.params["backbone"] == (file,) * (1 + several)
