@@ -29,6 +29,10 @@ class Learning:
         task: what to learn.
         store: where it goes on from.
         on_event: called from a thread with what a training says; it must only put it somewhere.
+
+    Attributes:
+        state: the round logic's.
+        served: digests of the blobs that devices may ask for.
     """
 
     def __init__(self, task: Task, store: Store, *, on_event: Callable[[Progress | Finished], None]) -> None:

@@ -1,6 +1,5 @@
 """What an aggregator works on: a task file, with everything that follows from it put into the store."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from protocol.blobstore import state_errors
 from protocol.codec import decode, encode, to_array, to_tensor
 from protocol.errors import ProtofleetError
 from protocol.messages import MAX_BLOB_BYTES, BlobRef, TaskManifest, Tensors
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
