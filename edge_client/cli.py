@@ -228,7 +228,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     click.echo(f"submission {report['bytes']} bytes, {sent}" if report else "submission none yet")
     click.echo(
         f"head       version {head['version']}"
-        + (f" of round {head['round'] + 1}" if head["round"] is not None else "")
+        + (f" of round {head['round']}" if head["round"] is not None else "")
         + f", {head['right']} of {head['total']} held-out pictures right"
         if head
         else "head       none yet"

@@ -230,7 +230,7 @@ class Worker:
             receipted = self._kept.get("received") == standing.hex()
             return events.Built(build.task, standing, opened.number, receipted=receipted)
         found = self._find(build.manifest, lambda: not self._is_due(build))
-        with contextlib.closing(Progress(f"training, round {opened.number + 1}")) as progress:
+        with contextlib.closing(Progress(f"training, round {opened.number}")) as progress:
             prepared, learnt = self._rounds.take_part(
                 build.task,
                 build.manifest,
@@ -251,7 +251,7 @@ class Worker:
         loss = "" if prepared.loss is None else f", loss {prepared.loss:.4f}"
         log.info(
             "round %d of %d: %d prototypes, %d bytes%s",
-            *(opened.number + 1, opened.rounds, len(prepared.counts), len(payload), loss),
+            *(opened.number, opened.rounds, len(prepared.counts), len(payload), loss),
         )
         return events.Built(build.task, digest, opened.number)
 
