@@ -106,7 +106,7 @@ def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMeta
         array = _fitting(value.name, [edge.dim_value or None for edge in kind.shape.dim], tensors)
         dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
         model.graph.initializer.append(
-            numpy_helper.from_array(np.ascontiguousarray(array, dtype), value.name)
+            numpy_helper.from_array(np.asarray(array, dtype, order="C"), value.name)
         )
     del model.graph.input[:]
     model.graph.input.append(feature)

@@ -7,7 +7,7 @@ import click
 # Read by OpenMP when torch is first imported: threads that spin while they wait slow their neighbours down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks import device, fedtc
+from benchmarks import device, fedtc, step
 from protocol.cli import run
 
 
@@ -18,6 +18,7 @@ def cli() -> None:
 
 cli.add_command(device.device)
 cli.add_command(fedtc.command)
+cli.add_command(step.step)
 
 if __name__ == "__main__":
     run(cli, program="python -m benchmarks")

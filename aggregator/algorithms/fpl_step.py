@@ -113,7 +113,8 @@ def loss(settings: "FPL", tensors: Tensors, values: Tensor, weight: Tensor, bias
     mine = labels[:, None] == tensors["cluster_labels"]
     # eq. 7 and 8: the own class's clusters against all of them
     contrast = log_sum_exp(cosines, torch.ones_like(mine)) - log_sum_exp(cosines, mine)
-    regulariser = (features - tensors["unbiased"][labels]).square().mean(dim=1)
+    away = features - tensors["unbiased"][labels]
+    regulariser = (away * away).mean(dim=1)  # eq. 9
     return (entropy + (contrast + regulariser) * present[labels]).mean()
 
 

@@ -28,7 +28,8 @@ def statistics(feature: Tensor, *, standardise: bool) -> tuple[Tensor, Tensor]:
 
 def unit(rows: Tensor) -> Tensor:
     """Divide rows by their Euclidean length; what has none stays zero."""
-    return rows / rows.square().sum(dim=1, keepdim=True).clamp_min(1e-12).sqrt()
+    # Not square(): its derivative becomes a power in ONNX, which is slow.
+    return rows / (rows * rows).sum(dim=1, keepdim=True).clamp_min(1e-12).sqrt()
 
 
 def log_sum_exp(logits: Tensor, counts: Tensor) -> Tensor:

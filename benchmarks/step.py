@@ -1,0 +1,224 @@
+"""How fast a device's local step is, beside the same step in eager torch.
+
+`python -m benchmarks step` takes whole epochs in turns within one process, since the machine may be busy: read the
+ratios, not the milliseconds. Features are random, for time does not depend on them.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.program import Contribution
+from aggregator.step_graphs import Graphs, build, untrained
+from edge_client.graph import open_graph
+from edge_client.trainer import Checkpoint, Schedule, Watch, train
+
+FEATURES = 1280
+"""Of one MobileNetV2."""
+CLASSES = 10
+DEVICES = 5
+STEPS = 20
+"""In an epoch."""
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@click.command("step")
+@click.option("--algorithm", type=click.Choice(["fedpcl", "fpl"]), default="fedpcl", show_default=True)
+@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True)
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each of the two."
+)
+@click.option("--repetitions", type=click.IntRange(min=1), default=30, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here as well.")
+def step(
+    *,
+    algorithm: Literal["fedpcl", "fpl"],
+    batch_size: int,
+    threads: int,
+    repetitions: int,
+    json_file: Path | None,
+) -> None:
+    """Time a device's training step against eager torch's, with one backbone and with three."""
+    torch.set_num_threads(threads)
+    figures = {}
+    for backbones in (1, 3):
+        times = measure(
+            algorithm,
+            feature_size=backbones * FEATURES,
+            batch_size=batch_size,
+            threads=threads,
+            repetitions=repetitions,
+        )
+        figures[f"{algorithm}_{backbones}_backbones"] = times
+        print(
+            f"{algorithm}, {backbones} x {FEATURES} -> 256, batch {batch_size}: "
+            f"torch {times['torch_ms']:.2f} ms, graph {times['graph_ms']:.2f} ms, ratio {times['ratio']:.2f}"
+        )
+    if json_file:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure(
+    algorithm: Literal["fedpcl", "fpl"],
+    *,
+    feature_size: int,
+    batch_size: int,
+    threads: int,
+    repetitions: int,
+) -> dict[str, float]:
+    """Milliseconds of a step, medians over the epochs, and how many times as long torch takes."""
+    settings = FedPCL() if algorithm == "fedpcl" else FPL()
+    graphs = build(settings, feature_size=feature_size, num_classes=CLASSES, seed=0)
+    random = np.random.default_rng(0)
+    feature = random.normal(size=(STEPS * batch_size, feature_size)).astype(np.float32)
+    labels = random.integers(0, CLASSES, size=len(feature))
+    tensors = _round(settings, feature_size)
+    ours = _graph_epoch(graphs, feature, labels, tensors, batch_size=batch_size, threads=threads)
+    learner = (
+        _FedPCL(settings, feature_size, tensors)
+        if isinstance(settings, FedPCL)
+        else _FPL(settings, feature_size, tensors)
+    )
+    theirs = _torch_epoch(learner, feature, labels, batch_size=batch_size)
+    times: dict[str, list[float]] = {"graph": [], "torch": []}
+    for _ in range(repetitions):
+        times["graph"].append(_timed(ours))
+        times["torch"].append(_timed(theirs))
+    graph_s, torch_s = (statistics.median(times[name]) for name in ("graph", "torch"))
+    return {
+        "graph_ms": graph_s / STEPS * 1e3,
+        "torch_ms": torch_s / STEPS * 1e3,
+        "ratio": torch_s / graph_s,
+        "graph_bytes": float(len(graphs.step)),
+    }
+
+
+def _timed(epoch: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    epoch()
+    return time.perf_counter() - started
+
+
+def _round(settings: FedPCL | FPL, feature_size: int) -> Arrays:
+    """A round's tensors, with every class of every device."""
+    random = np.random.default_rng(1)
+    first = settings.first_tensors(feature_size=feature_size, num_classes=CLASSES, seed=0)
+    contributions = [
+        Contribution(
+            device=f"device-{number}",
+            values=np.abs(random.normal(0, 1 / 16, (CLASSES, settings.projection_size))).astype(np.float32),
+            labels=np.arange(CLASSES),
+            counts=np.full(CLASSES, 10),
+            tensors={name: np.zeros_like(first[name]) for name in settings.uploaded},
+        )
+        for number in range(DEVICES)
+    ]
+    return settings.aggregate(contributions, first, num_classes=CLASSES, seed=0)
+
+
+def _graph_epoch(
+    graphs: Graphs,
+    feature: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    tensors: Arrays,
+    *,
+    batch_size: int,
+    threads: int,
+) -> Callable[[], object]:
+    """What the device program does."""
+    graph = open_graph(graphs.step, role="step", threads=threads)
+    state = {**untrained(graphs.init, feature_size=feature.shape[1]), **tensors}
+    start = Checkpoint({name: value for name, value in state.items() if name in graph.inputs})
+    schedule = Schedule(epochs=1, batch_size=batch_size, seed=(0,))
+    watch = Watch(
+        on_checkpoint=lambda _checkpoint: None,
+        should_stop=lambda: False,
+        on_progress=lambda _done, _total: None,
+    )
+    return lambda: train(
+        graph, start, feature=feature, labels=labels, tensors=tensors, schedule=schedule, watch=watch
+    )
+
+
+def _torch_epoch(
+    learner: "_FedPCL | _FPL",
+    feature: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    *,
+    batch_size: int,
+) -> Callable[[], object]:
+    """What a device would do that had torch."""
+    features, targets = torch.from_numpy(feature), torch.from_numpy(labels)
+
+    def epoch() -> float:
+        loss = 0.0
+        for rows in torch.split(torch.randperm(len(features)), batch_size):
+            learner.optimizer.zero_grad()
+            value = learner.loss(features[rows], targets[rows])
+            torch.autograd.backward(value)
+            learner.optimizer.step()
+            loss = value.item()
+        return loss
+
+    return epoch
+
+
+class _FedPCL:
+    """FedPCL as one writes it in torch."""
+
+    def __init__(self, settings: FedPCL, feature_size: int, tensors: Arrays) -> None:
+        self.layer = nn.Linear(feature_size, settings.projection_size)
+        self.optimizer = torch.optim.Adam(
+            self.layer.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+        )
+        self.tau = settings.tau
+        prototypes = torch.from_numpy(tensors["prototypes"].astype(np.float32))
+        index = torch.from_numpy(tensors["index"].astype(np.int64))
+        self.sets = torch.cat([prototypes[None, :CLASSES], prototypes[index]])
+
+    def loss(self, features: Tensor, labels: Tensor) -> Tensor:
+        projection = functional.normalize(torch.relu(self.layer(features)))
+        logits = torch.einsum("nd,scd->nsc", projection, self.sets) / self.tau
+        own = functional.one_hot(labels, CLASSES).bool()[:, None]
+        losses = logits.masked_fill(own, -torch.inf).logsumexp(2) - logits.masked_fill(~own, 0).sum(2)
+        return (losses[:, 0] + losses[:, 1:].mean(1)).mean()
+
+
+class _FPL:
+    """FPL as one writes it in torch."""
+
+    def __init__(self, settings: FPL, feature_size: int, tensors: Arrays) -> None:
+        self.adapter = nn.Linear(feature_size, settings.adapter_size)
+        self.classifier = nn.Linear(settings.adapter_size, CLASSES)
+        self.optimizer = torch.optim.SGD(
+            [*self.adapter.parameters(), *self.classifier.parameters()],
+            lr=settings.learning_rate,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+        )
+        self.tau = settings.tau
+        self.clusters = functional.normalize(torch.from_numpy(tensors["clusters"].astype(np.float32)))
+        self.cluster_labels = torch.from_numpy(tensors["cluster_labels"].astype(np.int64))
+        self.unbiased = torch.from_numpy(tensors["unbiased"].astype(np.float32))
+
+    def loss(self, features: Tensor, labels: Tensor) -> Tensor:
+        adapted = torch.relu(self.adapter(features))
+        logits = functional.normalize(adapted) @ self.clusters.T / self.tau
+        mine = labels[:, None] == self.cluster_labels
+        contrast = logits.logsumexp(1) - logits.masked_fill(~mine, -torch.inf).logsumexp(1)
+        regulariser = (adapted - self.unbiased[labels]).square().mean(1)
+        entropy = functional.cross_entropy(self.classifier(adapted), labels)
+        return entropy + (contrast + regulariser).mean()
