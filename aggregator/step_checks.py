@@ -70,7 +70,7 @@ def _differences(
     graphs: "Mapping[str, _Graph]", functions: Functions, world: "_World"
 ) -> Iterator[tuple[str, float, float]]:
     for rows in (0, *BATCHES):
-        yield "outputs", _compare(graphs["init"], functions.init, {"feature": world.features(rows)}), 0.0
+        yield "outputs", _compare(graphs["init"], functions.init, world.pictures(rows)), 0.0
     for tensors in world.cases():
         for role in ("project", "head"):
             yield "outputs", _compare(graphs[role], getattr(functions, role), tensors), 0.0
@@ -112,9 +112,10 @@ class _World:
         self._feature_size, self._classes = feature_size, num_classes
         self._random = np.random.default_rng(0)
 
-    def features(self, rows: int) -> Tensor:
+    def pictures(self, rows: int) -> Tensors:
         values = np.abs(self._random.normal(size=(rows, self._feature_size)))
-        return torch.from_numpy(values.astype(np.float32))
+        labels = self._random.integers(0, self._classes, size=rows)
+        return {"feature": torch.from_numpy(values.astype(np.float32)), "labels": torch.from_numpy(labels)}
 
     def cases(self) -> Iterator[Tensors]:
         """All that a graph may take: a batch of each size, and fleets of each size that lack the last class."""
@@ -155,7 +156,7 @@ class _World:
 
     def _case(self, pooled: Mapping[str, Any], *, batch: int) -> Tensors:
         shared = to_torch(pooled)
-        state = self._functions.init.apply({"feature": self.features(max(BATCHES))})
+        state = self._functions.init.apply(self.pictures(max(BATCHES)))
         own = self._owned()
         local = torch.zeros(self._classes, self._algorithm.projection_size)
         local[own] = torch.from_numpy(self._prototypes(len(own)))
@@ -164,8 +165,7 @@ class _World:
         return {
             **state,
             **shared,
-            "feature": self.features(batch),
-            "labels": torch.from_numpy(self._random.integers(0, self._classes, size=batch)),
+            **self.pictures(batch),
             "local_prototypes": local,
             "local_counts": counts,
         }

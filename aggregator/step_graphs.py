@@ -78,7 +78,8 @@ def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
         feature_size: L.
     """
     session = onnxruntime.InferenceSession(init, providers=["CPUExecutionProvider"])
-    values = session.run(None, {"feature": np.zeros((0, feature_size), dtype=np.float32)})
+    none = {"feature": np.zeros((0, feature_size), dtype=np.float32), "labels": np.zeros(0, dtype=np.int64)}
+    values = session.run(None, {value.name: none[value.name] for value in session.get_inputs()})
     return {output.name: value for output, value in zip(session.get_outputs(), values, strict=True)}
 
 

@@ -17,6 +17,7 @@ EPSILON = 1e-8
 
 _PARAMETERS = ("weight", "bias")
 _MODEL = (*_PARAMETERS, "mean", "std")
+_PRIOR = "class_counts"
 _ADAM = ("weight_first", "weight_second", "bias_first", "bias_second", "steps")
 
 Tensors = Mapping[str, Tensor]
@@ -38,9 +39,12 @@ def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: 
         return contrast(settings, tensors, projected(settings, hidden), num_classes)
 
     return Functions(
-        init=Function(inputs=("feature",), apply=lambda tensors: _init(settings, tensors["feature"], first)),
+        init=Function(
+            inputs=("feature", "labels") if settings.prior else ("feature",),
+            apply=lambda tensors: _init(settings, tensors, first, num_classes),
+        ),
         step=Function(
-            inputs=("feature", "labels", *_MODEL, *_ADAM, *rounds),
+            inputs=("feature", "labels", *_MODEL, *_ADAM, *rounds, *((_PRIOR,) if settings.prior else ())),
             apply=lambda tensors: _step(settings, tensors, loss),
         ),
         project=Function(
@@ -76,10 +80,15 @@ def _first_projection(projection_size: int, feature_size: int, seed: int) -> tup
     return both[:, :-1].clone(), both[:, -1].clone()
 
 
-def _init(settings: "FedPCL", feature: Tensor, first: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+def _init(
+    settings: "FedPCL", tensors: Tensors, first: tuple[Tensor, Tensor], num_classes: int
+) -> dict[str, Tensor]:
+    feature = tensors["feature"]
     mean, std = statistics(feature, standardise=settings.standardise)
     weight, bias = (tensor.float() for tensor in first)
+    counts = one_hot(tensors["labels"], num_classes).float().sum(dim=0) if settings.prior else None
     return {
+        **({} if counts is None else {_PRIOR: counts}),
         "weight": weight,
         "bias": bias,
         "mean": mean,
@@ -107,6 +116,19 @@ def projected(settings: "FedPCL", values: Tensor) -> Tensor:
     return unit(values.relu() if settings.relu else values)
 
 
+def log_prior(counts: Tensor) -> Tensor:
+    """Return the log of how often a device expects each class, (C,), up to a constant.
+
+    A class that it has no picture of is not ruled out: each is taken to have a tenth of the mean count more. A
+    classifier learns this as its bias; similarities to prototypes have none. Not in the paper.
+
+    Args:
+        counts: pictures of each class on the device, (C,).
+    """
+    total = counts.sum()
+    return (counts + torch.where(total > 0, total, torch.ones_like(total)) / (10 * counts.shape[0])).log()
+
+
 def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_classes: int) -> Tensor:
     """Return the loss of a batch, () (eq. 8 to 10).
 
@@ -114,8 +136,9 @@ def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_class
     that anybody has, adds 0.
 
     Args:
-        settings: which terms, the temperature, and what is in the denominator.
-        tensors: `labels`, `prototypes` and `present`, and `index` unless only the global term counts.
+        settings: which terms, the temperature, what is in the denominator, and whether there is a prior.
+        tensors: `labels`, `prototypes` and `present`, `index` unless only the global term counts, and
+            `class_counts` with a prior.
         projection: (n, D).
         num_classes: C.
     """
@@ -125,6 +148,8 @@ def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_class
     sets = _sets(settings, tensors, num_classes)
     prototypes = tensors["prototypes"][sets.reshape(-1)]
     logits = (projection @ prototypes.T / settings.tau).reshape(-1, sets.shape[0], num_classes)
+    if settings.prior:
+        logits = logits + log_prior(tensors[_PRIOR])
     against = rivals | same if settings.loss == "cross_entropy" else rivals
     own = torch.where(same[:, None], logits, 0.0).sum(dim=2)
     losses = (log_sum_exp(logits, against[:, None]) - own) * counted[:, None]
@@ -195,5 +220,7 @@ def _head(settings: "FedPCL", tensors: Tensors, num_classes: int) -> dict[str, T
     own = tensors["local_counts"] > 0
     prototypes = torch.where(own[:, None], tensors["local_prototypes"], tensors["prototypes"][:num_classes])
     similarity = projected(settings, hidden(tensors)) @ prototypes.T / settings.tau
+    if settings.prior:
+        similarity = similarity + log_prior(tensors["local_counts"])
     logits = torch.where(own | (tensors["present"] > 0), similarity, ABSENT_LOGIT)
     return {"logits": logits, "probabilities": logits.softmax(dim=1)}

@@ -55,7 +55,7 @@ class Functions:
     """The four functions of `protocol.messages.Program`.
 
     Attributes:
-        init: `feature` to every tensor of the state, for any number of rows, 0 among them.
+        init: `feature`, and `labels` if it likes, to every tensor of the state, for any number of rows, 0 among them.
         step: a batch, the state and the round to `loss` and a `next_NAME` for each tensor that changes.
         project: `feature` and the state to `projection` (n, D).
         head: `feature`, the state, the round and the local prototypes to `logits` and `probabilities` (n, C).
