@@ -14,7 +14,8 @@ import paho.mqtt.client as paho
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
-from aggregator.config import Client, TaskFile, Training, load_task
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.config import Client, Rounds, TaskFile, Training, load_task
 from edge_client.cli import cli as edge_client
 from protocol.messages import MAX_MANIFEST_BYTES
 from protocol.session import Broker
@@ -116,9 +117,9 @@ def uncommented(file: Path) -> str:
 
 def task_in(folder: Path, text: str) -> TaskFile:
     """What the aggregator reads out of a task file, with a backbone where the file says."""
-    backbone = folder / tomllib.loads(text)["backbones"][0]
-    backbone.parent.mkdir(exist_ok=True)
-    backbone.touch()
+    for name in tomllib.loads(text)["backbones"]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
     (folder / "task.toml").write_text(text, encoding="utf-8")
     return load_task(folder / "task.toml")[0]
 
@@ -145,8 +146,21 @@ def test_the_task_file_names_every_setting_and_its_default(tmp_path: Path) -> No
         (written["client"], full.client, Client()),
         (written["training"], full.training, Training()),
     ):
-        assert set(default.__struct_fields__) == set(table)
+        assert set(default.__struct_fields__) - {"rounds", "fedpcl", "fpl"} == set(table)
         for name in set(optional) & set(table):
+            assert getattr(default, name) in (None, getattr(given, name)), name
+
+
+def test_the_file_for_rounds_names_their_settings_and_defaults(tmp_path: Path) -> None:
+    """The aggregator takes deploy/rounds.toml with and without what stands behind #, which says what holds anyway."""
+    file = DEPLOY / "rounds.toml"
+    task = task_in(tmp_path, file.read_text(encoding="utf-8"))
+    assert (task.rounds, task.fedpcl) == (Rounds(), FedPCL())
+    full = task_in(tmp_path, uncommented(file))
+    written = tomllib.loads(uncommented(file))
+    for table, given, default in (("rounds", full.rounds, Rounds()), ("fedpcl", full.fedpcl, FedPCL())):
+        assert set(default.__struct_fields__) == set(written[table])
+        for name in default.__struct_fields__:
             assert getattr(default, name) in (None, getattr(given, name)), name
 
 

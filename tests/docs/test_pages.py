@@ -9,8 +9,10 @@ import click
 import msgspec
 import pytest
 
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fpl import FPL
 from aggregator.cli import cli as aggregator
-from aggregator.config import Client, TaskFile, Training
+from aggregator.config import Client, Rounds, TaskFile, Training
 from aggregator.manifests import task_manifest
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
@@ -26,6 +28,9 @@ DEFAULTS = {
     "": TaskFile(classes=("a", "b"), backbones=("b.onnx",)),
     "client": Client(),
     "training": Training(),
+    "rounds": Rounds(),
+    "fedpcl": FedPCL(),
+    "fpl": FPL(),
 }
 OTHER_VALUES: dict[str, dict[str, Any]] = {
     "": {
@@ -39,6 +44,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     },
     "client": {"alpha": 0.5, "batch_size": 7, "min_images": 3, "seed": 1},
     "training": {"recipe": "paper", "restore": False, "epochs": 1, "device": "cpu", "seed": 1},
+    "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
 }
 
 
@@ -74,7 +80,13 @@ def settings() -> dict[tuple[str, str], list[str]]:
 def test_every_setting_of_the_task_file_is_explained() -> None:
     """The table has the task file's settings, each once, and no others."""
     known = {(table, name) for table, struct in DEFAULTS.items() for name in struct.__struct_fields__}
-    assert set(settings()) == known - {("", "client"), ("", "training")}
+    assert set(settings()) == known - {
+        ("", "client"),
+        ("", "training"),
+        ("", "rounds"),
+        ("", "fedpcl"),
+        ("", "fpl"),
+    }
 
 
 @pytest.mark.parametrize(("table", "name"), settings())
