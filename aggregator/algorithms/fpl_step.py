@@ -93,12 +93,12 @@ def hidden(tensors: Tensors) -> Tensor:
 
 
 def loss(settings: "FPL", tensors: Tensors, values: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return CE + CPCL + UPCR of a batch, () (eq. 12); a sample whose class nobody has adds CE alone.
+    """Return CE + CPCL + weighted UPCR of a batch, () (eq. 12); a sample whose class nobody has adds CE alone.
 
     UPCR is the mean over dimensions, as in the published code; the paper prints a sum (eq. 9).
 
     Args:
-        settings: the temperature.
+        settings: the temperature, and the weight.
         tensors: `labels`, `clusters`, `cluster_labels`, `unbiased` and `present`.
         values: (n, D), what goes into the adapter's ReLU.
         weight: (C, D), the classifier's.
@@ -115,7 +115,7 @@ def loss(settings: "FPL", tensors: Tensors, values: Tensor, weight: Tensor, bias
     contrast = log_sum_exp(cosines, torch.ones_like(mine)) - log_sum_exp(cosines, mine)
     away = features - tensors["unbiased"][labels]
     regulariser = (away * away).mean(dim=1)  # eq. 9
-    return (entropy + (contrast + regulariser) * present[labels]).mean()
+    return (entropy + (contrast + settings.regularisation * regulariser) * present[labels]).mean()
 
 
 def _step(settings: "FPL", tensors: Tensors) -> dict[str, Tensor]:
