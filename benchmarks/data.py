@@ -14,6 +14,10 @@ from protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("mnist", "fashion_mnist", "cifar10")
+DIGITS = ("mnist", "usps", "mnist_m", "digits")
+"""Ten digits in four hands: the domains of one benchmark."""
+PACS = ("pacs_photo", "pacs_art_painting", "pacs_cartoon", "pacs_sketch")
+"""Seven things as photographs and as three kinds of picture: the domains of another."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +47,27 @@ def weights_folder() -> Path:
 
 
 def load_data(name: str) -> DataSet:
-    """Load one of NAMES.
+    """Load one of NAMES, DIGITS or PACS; what comes in one part is cut in two, the same way every time.
 
     Raises:
         ConfigError: it is not in the data folder.
     """
-    path = data_folder() / ("cifar10.zip" if name == "cifar10" else f"{name}.npz")
+    if name == "digits":
+        return _scikit_learn_digits()
+    kind = name.partition("_")[0]
+    path = data_folder() / (f"{kind}.zip" if kind in ("cifar10", "pacs") else f"{name}.npz")
     if not path.is_file():
         raise ConfigError(
             f"no {path}: put it there, or point PROTOFLEET_BENCH_DATA at the folder that has it"
         )
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
+            if kind == "pacs":
+                return _cut(_unzip(archive, name.removeprefix("pacs_")), train_share=0.5)
             return DataSet(_unzip(archive, "train"), _unzip(archive, "test"))
     with np.load(path) as arrays:
+        if "x" in arrays:
+            return _cut(Labelled(arrays["x"], arrays["y"].astype(np.int64)), train_share=0.75)
         return DataSet(
             *(
                 Labelled(arrays[f"x_{part}"], arrays[f"y_{part}"].astype(np.int64))
@@ -65,10 +76,36 @@ def load_data(name: str) -> DataSet:
         )
 
 
+def sample(data: Labelled, count: int) -> Labelled:
+    """Return `count` of the pictures, or all if there are no more, the same ones every time."""
+    chosen = np.sort(np.random.default_rng(0).permutation(len(data.labels))[:count])
+    return Labelled(data.pictures[chosen], data.labels[chosen])
+
+
+def _scikit_learn_digits() -> DataSet:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    pictures = (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8)
+    return _cut(Labelled(pictures, labels.astype(np.int64)), train_share=0.55)
+
+
+def _cut(data: Labelled, *, train_share: float) -> DataSet:
+    """Cut every class in two, at random but the same way every time."""
+    order = np.random.default_rng(0).permutation(len(data.labels))
+    by_class = [order[data.labels[order] == label] for label in np.unique(data.labels)]
+    ends = [round(train_share * len(members)) for members in by_class]
+    train = np.concatenate([members[:end] for members, end in zip(by_class, ends, strict=True)])
+    test = np.concatenate([members[end:] for members, end in zip(by_class, ends, strict=True)])
+    return DataSet(
+        Labelled(data.pictures[train], data.labels[train]), Labelled(data.pictures[test], data.labels[test])
+    )
+
+
 def _unzip(archive: zipfile.ZipFile, part: str) -> Labelled:
-    """Decode `part/class/*.jpg`; classes are numbered in the order of their names."""
+    """Decode `part/class/*.jpg` or `*.png`; classes are numbered in the order of their names."""
     names = sorted(
-        name for name in archive.namelist() if name.startswith(f"{part}/") and name.endswith(".jpg")
+        name for name in archive.namelist() if name.startswith(f"{part}/") and name.endswith((".jpg", ".png"))
     )
     folders = [name.split("/")[1] for name in names]
     pictures = [np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from benchmarks.data import load_data, weights_folder
+from benchmarks.data import load_data, sample, weights_folder
 from edge_client.backbone import Backbone, open_backbone
 from protocol.blobstore import file_digest
 from protocol.errors import ConfigError
@@ -25,15 +25,24 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class Weights:
-    """A file of weights, and what timm must be told to fit it."""
+    """A file of weights, and what timm must be told to fit it; `model` where it is not the backbone's name."""
 
     file: str
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    model: str = ""
 
 
 BACKBONES: Mapping[str, Weights] = MappingProxyType(
     {
         "mobilenetv2_100": Weights("mobilenetv2_100.coral_qat_in1k.safetensors", {"pad_type": "same"}),
+        "mobilenetv2_100_birds": Weights(
+            "mobilenetv2_100.coral_qat_inat_birds.safetensors", {"pad_type": "same"}, model="mobilenetv2_100"
+        ),
+        "mobilenetv2_100_insects": Weights(
+            "mobilenetv2_100.coral_qat_inat_insects.safetensors",
+            {"pad_type": "same"},
+            model="mobilenetv2_100",
+        ),
         "tf_mobilenetv3_small_100": Weights("tf_mobilenetv3_small_100.google_qat_in1k.safetensors"),
     }
 )
@@ -59,16 +68,31 @@ def cache_folder() -> Path:
     return Path(os.environ.get("PROTOFLEET_BENCH_CACHE", Path.home() / ".cache" / "protofleet-bench"))
 
 
-def load_features(data: str, *, backbone: str, image_size: int) -> Features:
+def load_features(data: str, *, backbone: str, image_size: int, at_most: int | None = None) -> Features:
     """Return the features of a data set, as a device would extract them; from the cache the second time.
 
     Args:
-        data: one of `benchmarks.data.NAMES`.
+        data: what `benchmarks.data.load_data` knows.
         backbone: one of BACKBONES.
         image_size: pixels of the square that every picture is resized to, without a crop.
+        at_most: pictures to take of each part, where all would be too many.
 
     Raises:
         ConfigError: the data or the weights are not there.
+    """
+    graph = backbone_file(backbone, image_size=image_size)
+    file = graph.parent / (f"{data}.npz" if at_most is None else f"{data}-{at_most}.npz")
+    if not file.is_file():
+        _extract(data, open_backbone(graph), file, at_most=at_most)
+    with np.load(file) as arrays:
+        return Features(**arrays)
+
+
+def backbone_file(backbone: str, *, image_size: int) -> Path:
+    """Return one of BACKBONES as an ONNX file, exported the first time.
+
+    Raises:
+        ConfigError: the weights are not there.
     """
     weights = weights_folder() / BACKBONES[backbone].file
     if not weights.is_file():
@@ -76,14 +100,10 @@ def load_features(data: str, *, backbone: str, image_size: int) -> Features:
             f"no {weights}: put it there, or point PROTOFLEET_BENCH_WEIGHTS at the folder that has it"
         )
     folder = cache_folder() / f"{backbone}-{image_size}-{file_digest(weights).hex()[:16]}"
-    file = folder / f"{data}.npz"
-    if not file.is_file():
-        graph = folder / "backbone.onnx"
-        if not graph.is_file():
-            export_backbone(backbone, weights=weights, image_size=image_size, path=graph)
-        _extract(data, open_backbone(graph), file)
-    with np.load(file) as arrays:
-        return Features(**arrays)
+    graph = folder / "backbone.onnx"
+    if not graph.is_file():
+        export_backbone(backbone, weights=weights, image_size=image_size, path=graph)
+    return graph
 
 
 def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path) -> None:
@@ -93,7 +113,7 @@ def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path
 
     click.echo(f"exporting {backbone} to {path}", err=True)
     choice = Choice(
-        backbone,
+        BACKBONES[backbone].model or backbone,
         weights=weights,
         model_kwargs=BACKBONES[backbone].model_kwargs,
         image_size=image_size,
@@ -106,13 +126,16 @@ def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path
     export_module(loaded.module, loaded.metadata, path=path)
 
 
-def _extract(data: str, backbone: Backbone, file: Path) -> None:
+def _extract(data: str, backbone: Backbone, file: Path, *, at_most: int | None) -> None:
     pictures = load_data(data)
+    train, test = (
+        part if at_most is None else sample(part, at_most) for part in (pictures.train, pictures.test)
+    )
     features = Features(
-        train=features_of(pictures.train.pictures, backbone, f"{data} train"),
-        train_labels=pictures.train.labels,
-        test=features_of(pictures.test.pictures, backbone, f"{data} test"),
-        test_labels=pictures.test.labels,
+        train=features_of(train.pictures, backbone, f"{data} train"),
+        train_labels=train.labels,
+        test=features_of(test.pictures, backbone, f"{data} test"),
+        test_labels=test.labels,
     )
     unfinished = file.with_suffix(".part.npz")
     np.savez(unfinished, **vars(features))
