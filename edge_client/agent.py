@@ -86,7 +86,7 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
         case TaskSeen():
             return _new_task(state, event), ()
         case RoundSeen(manifest=manifest):
-            return replace(state, round=manifest), ()
+            return _new_round(state, manifest), ()
         case HeadSeen(manifest=manifest):
             return replace(state, head=manifest), ()
         case DownloadStarts(digest=digest, offset=offset) if _downloads(state, digest):
@@ -309,6 +309,12 @@ def _new_task(state: State, seen: TaskSeen) -> State:
     )
 
 
+def _new_round(state: State, seen: RoundManifest) -> State:
+    """Work for a round that is no longer the newest is dropped, and there will be no word of it."""
+    dropped = seen.task == state.task and seen.number != state.joined
+    return replace(state, round=seen, working=state.working and not dropped)
+
+
 def _start_download(state: State, offset: int, now_s: float) -> State:
     """Go on from what is on the disk; with what is on its way to the whole fleet, as if it had been asked for."""
     if state.download is not None and _is_cast(state, state.download.blob.digest):
@@ -409,7 +415,9 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
     state = replace(state, uploads=state.uploads[1:])
     task, manifest = state.task, state.manifest
     seen = _open_round(state)
-    wanted = manifest is not None and (manifest.program is None or seen is not None)
+    # The submission for a round that was not joined yet is made once its tensors are there.
+    due = seen is not None and seen.number == state.joined
+    wanted = manifest is not None and (manifest.program is None or due)
     if receipt.reason == "superseded" and task is not None and manifest is not None and wanted:
         state = replace(state, working=True, stale=False)
         return state, (Build(task, manifest, seen, above=receipt.sequence),)

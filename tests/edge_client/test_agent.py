@@ -2,19 +2,17 @@
 
 import itertools
 import random
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator.uplink import Complete, Uplink
 from edge_client import agent, events
 from edge_client.agent import step
 from edge_client.life import Mode, State
 from protocol.codec import digest_of
-from protocol.messages import MAX_CHUNK_BYTES, BlobRef, HeadManifest, Receipt, TaskManifest
-from protocol.transfer import Ranges, frames_of
+from protocol.messages import HeadManifest, Receipt, TaskManifest
+from tests.edge_client.world import World, reference
 
 BACKBONE = bytes(range(256)) * 1200
 HEAD = b"head" * 50_000
@@ -22,106 +20,25 @@ SUBMISSION = b"submission" * 30_000
 EVALUATION = b"evaluation"
 
 
-def _reference(data: bytes, name: str) -> BlobRef:
-    return BlobRef(digest=digest_of(data), size_bytes=len(data), name=name)
-
-
 MANIFEST = TaskManifest(
     fleet="default",
     algorithm="fedtc",
     classes=("a", "b"),
-    backbones=(_reference(BACKBONE, "backbone"),),
+    backbones=(reference(BACKBONE, "backbone"),),
     alpha=0.99,
     batch_size=5,
     min_images=2,
     seed=0,
 )
 TASK = b"t" * 32
-HEAD_MANIFEST = HeadManifest(task=TASK, version=1, head=_reference(HEAD, "head"), devices=1, prototypes=1)
-
-
-@dataclass
-class World:
-    """A device, an aggregator, and a network between them that loses a share of the messages."""
-
-    state: State
-    random: random.Random
-    loss: float
-    now_s: float = 0.0
-    exit: events.Exit | None = None
-    disk: dict[bytes, bytes] = field(default_factory=dict)
-    pending: list[events.Event] = field(default_factory=list)
-    taken: list[bytes] = field(default_factory=list)
-    done: list[events.Action] = field(default_factory=list)
-    uplink: Uplink = field(default_factory=lambda: Uplink(max_bytes=10**7))
-
-    def arrives(self) -> bool:
-        """Whether the network delivers the next message."""
-        return self.random.random() >= self.loss
-
-    def run(self, *, steps: int = 40_000) -> None:
-        """Live until the program exits, one second a step where nothing else happens."""
-        for _ in range(steps):
-            event: events.Event = events.Ticked()
-            if self.pending:
-                event = self.pending.pop(0)
-            else:
-                self.now_s += 1.0
-            self.state, actions = step(self.state, event, now_s=self.now_s)
-            for action in actions:
-                self.perform(action)
-            if self.exit is not None:
-                return
-
-    def perform(self, action: events.Action) -> None:
-        """Do what the device program and the aggregator would do."""
-        self.done.append(action)
-        match action:
-            case events.OpenDownload(blob=blob):
-                self.pending.append(events.DownloadStarts(blob.digest, len(self.disk.get(blob.digest, b""))))
-            case events.Request(digest=digest, offset=offset, length=length):
-                data = next(data for data in (BACKBONE, HEAD) if digest_of(data) == digest)
-                ranges = ((offset, offset + length),)
-                blocks = [
-                    events.BlockSeen(frame)
-                    for frame in frames_of(data, digest=digest, ranges=ranges)
-                    if self.arrives()
-                ]
-                self.pending.extend(blocks if self.arrives() else [])
-            case events.Append(digest=digest, data=data):
-                self.disk[digest] = self.disk.get(digest, b"") + data
-            case events.Finish(digest=digest):
-                good = digest_of(self.disk[digest]) == digest
-                self.pending.append(events.DownloadEnded(digest, good=good))
-            case events.Build(task=task):
-                self.pending.append(events.Built(task, digest_of(SUBMISSION)))
-            case events.Install(head=head):
-                self.pending.append(events.Installed(head.head.digest, digest_of(EVALUATION)))
-            case events.SendTail(digest=digest):
-                data = next(data for data in (SUBMISSION, EVALUATION) if digest_of(data) == digest)
-                tail = (len(data) - 1) // MAX_CHUNK_BYTES * MAX_CHUNK_BYTES
-                self.upload(data, ((tail, len(data)),))
-            case events.SendRanges(digest=digest, ranges=ranges):
-                self.upload(next(d for d in (SUBMISSION, EVALUATION) if digest_of(d) == digest), ranges)
-            case events.Exit() as end:
-                self.exit = end
-
-    def upload(self, data: bytes, ranges: Ranges) -> None:
-        """Let frames travel up, and the answers down."""
-        for frame in frames_of(data, digest=digest_of(data), ranges=ranges):
-            if not self.arrives():
-                continue
-            outcome = self.uplink.take("device", frame, holds=lambda _, digest: digest in self.taken)
-            if isinstance(outcome, Complete):
-                self.taken.append(outcome.digest)
-                outcome = Receipt(digest=outcome.digest, status="received")
-            if outcome is not None and self.arrives():
-                self.pending.append(events.ReceiptSeen(outcome))
-        self.pending.append(events.Drained())
+HEAD_MANIFEST = HeadManifest(task=TASK, version=1, head=reference(HEAD, "head"), devices=1, prototypes=1)
 
 
 def _begin(mode: Mode = Mode.ONCE, *, loss: float = 0.0, seed: int = 0) -> World:
-    world = World(State(mode=mode), random.Random(seed), loss)
+    world = World(
+        State(mode=mode), random.Random(seed), loss, submission=SUBMISSION, evaluation=EVALUATION,
+        served={digest_of(data): data for data in (BACKBONE, HEAD)},
+    )  # fmt: skip
     world.pending = [
         events.Connected(),
         events.TaskSeen(TASK, MANIFEST),
