@@ -7,7 +7,7 @@ import click
 # Read by OpenMP when torch is first imported: threads that spin while they wait slow their neighbours down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks import device, fedtc, step
+from benchmarks import device, fedpcl, fedtc, fpl, memory, step
 from protocol.cli import run
 
 
@@ -17,7 +17,10 @@ def cli() -> None:
 
 
 cli.add_command(device.device)
+cli.add_command(fedpcl.command)
 cli.add_command(fedtc.command)
+cli.add_command(fpl.command)
+cli.add_command(memory.memory)
 cli.add_command(step.step)
 
 if __name__ == "__main__":

@@ -1,0 +1,252 @@
+"""What rounds are compared with: the same features and pictures, learnt with and without sharing, in torch."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from aggregator.algorithms.layers import statistics
+from benchmarks.domains import Client
+
+Method: TypeAlias = Literal[
+    "Solo", "FedAvg-v", "FedProx", "FedRep", "FedProto", "FedProto averaged", "centralised"
+]
+"""Solo: every client alone. FedAvg-v: models averaged by pictures, the backbone frozen (FedTC section 3.2). FedProx:
+the same, held back from leaving the round's model. FedRep: a shared adapter, a classifier of one's own. FedProto: a
+model of one's own, its class means drawn to everybody's; averaged: with the models averaged as well. centralised: all
+features in one place, the ceiling."""
+
+METHODS: tuple[Method, ...] = (
+    "Solo",
+    "FedAvg-v",
+    "FedProx",
+    "FedRep",
+    "FedProto",
+    "FedProto averaged",
+    "centralised",
+)
+_SHARED: dict[Method, tuple[str, ...]] = {
+    "FedAvg-v": ("adapter", "classifier"),
+    "FedProx": ("adapter", "classifier"),
+    "FedRep": ("adapter",),
+    "FedProto averaged": ("adapter", "classifier"),
+}
+"""Layers that are averaged after every round."""
+
+LAYERS = ("adapter", "classifier")
+_PHASES: dict[Method, tuple[tuple[str, ...], ...]] = {"FedRep": (("classifier",), ("adapter",))}
+"""What is learnt, one after the other, in a round; all at once where nothing else stands here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a method learns.
+
+    Attributes:
+        rounds: of sharing.
+        epochs: passes over the pictures in a round.
+        batch_size: pictures in a step.
+        optimizer: "adam", or "sgd" with momentum 0.9.
+        learning_rate: of the optimiser.
+        weight_decay: L2.
+        standardise: learn on features of mean 0 and deviation 1 on the client's own pictures.
+        adapter_size: width of a layer with ReLU before the classifier; 0 for none.
+        proximal: FedProx's mu.
+        pull: FedProto's lambda.
+    """
+
+    rounds: int
+    epochs: int
+    batch_size: int
+    optimizer: Literal["adam", "sgd"]
+    learning_rate: float
+    weight_decay: float
+    standardise: bool
+    adapter_size: int
+    proximal: float = 0.1
+    pull: float = 1.0
+
+
+class Model(nn.Module):
+    """Adapter and classifier; without an adapter, features go into the classifier."""
+
+    def __init__(self, *, feature_size: int, adapter_size: int, classes: int) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(feature_size, adapter_size) if adapter_size else nn.Identity()
+        self.classifier = nn.Linear(adapter_size or feature_size, classes)
+
+    def hidden(self, features: Tensor) -> Tensor:
+        """Return what the classifier takes."""
+        adapted: Tensor = self.adapter(features)
+        return adapted.relu() if isinstance(self.adapter, nn.Linear) else adapted
+
+    def learn_only(self, layers: Sequence[str]) -> None:
+        """Leave the other layers as they are."""
+        for name in LAYERS:
+            for parameter in getattr(self, name).parameters():
+                parameter.requires_grad_(name in layers)
+                parameter.grad = None
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the classifier takes, and the logits."""
+        hidden = self.hidden(features)
+        return hidden, self.classifier(hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A client's pictures as tensors, and the statistics that its features were standardised with."""
+
+    features: Tensor
+    labels: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+@dataclass(frozen=True)
+class Pull:
+    """FedProto's global prototypes, (C, D), and which classes somebody has, (C,)."""
+
+    prototypes: Tensor
+    present: Tensor
+
+
+def run_baseline(
+    method: Method, clients: Sequence[Client], recipe: Recipe, *, classes: int, seed: int
+) -> NDArray[np.float64]:
+    """Train and judge.
+
+    Args:
+        method: one of METHODS.
+        clients: each with its features.
+        recipe: how it learns.
+        classes: C.
+        seed: of weights and shuffles: the same one gives the same result.
+
+    Returns:
+        (K,), each client's accuracy with the model that it ends up with.
+    """
+    if method == "Solo":
+        recipe = replace(recipe, rounds=1, epochs=recipe.rounds * recipe.epochs)
+    data = [_prepare(client, standardise=recipe.standardise) for client in clients]
+    if method == "centralised":
+        models = train(method, [_together(data)], recipe, classes=classes, seed=seed) * len(data)
+    else:
+        models = train(method, data, recipe, classes=classes, seed=seed)
+    accuracies = []
+    for model, client, mine in zip(models, clients, data, strict=True):
+        with torch.inference_mode():
+            _, logits = model((torch.from_numpy(client.test) - mine.mean) / mine.std)
+        accuracies.append(client.accuracy(logits.argmax(dim=1).numpy()))
+    return np.array(accuracies)
+
+
+def traffic_bytes(method: Method, recipe: Recipe, *, feature_size: int, classes: int) -> int:
+    """Return what a client sends, and gets, in a round: all that is shared as float16 values, without an envelope."""
+    adapter = recipe.adapter_size * (feature_size + 1)
+    width = recipe.adapter_size or feature_size
+    sizes = {"adapter": adapter, "classifier": classes * (width + 1)}
+    prototypes = classes * width if method in ("FedProto", "FedProto averaged") else 0
+    return 2 * (sum(sizes[layer] for layer in _SHARED.get(method, ())) + prototypes)
+
+
+def train(
+    method: Method, data: Sequence[Prepared], recipe: Recipe, *, classes: int, seed: int
+) -> list[Model]:
+    """Return the model that each client ends up with; all begin with the same one."""
+    torch.manual_seed(seed)
+    sizes = {"feature_size": data[0].features.shape[1], "adapter_size": recipe.adapter_size}
+    first = Model(classes=classes, **sizes)
+    models = [copy.deepcopy(first) for _ in data]
+    optimizers = [_optimizer(model, recipe) for model in models]
+    shared, pull = _SHARED.get(method, ()), None
+    for _ in range(recipe.rounds):
+        for model, mine, optimizer in zip(models, data, optimizers, strict=True):
+            if shared:
+                optimizer.state.clear()
+            proximal = recipe.proximal if method == "FedProx" else 0.0
+            for layers in _PHASES.get(method, (LAYERS,)):
+                model.learn_only(layers)
+                _learn(model, mine, recipe, optimizer, proximal=proximal, pull=pull)
+        _average(models, data, shared)
+        if method in ("FedProto", "FedProto averaged"):
+            pull = _pool(models, data, classes)
+    return models
+
+
+def _prepare(client: Client, *, standardise: bool) -> Prepared:
+    features = torch.from_numpy(client.train)
+    mean, std = statistics(features, standardise=standardise)
+    return Prepared(
+        features=(features - mean) / std, labels=torch.from_numpy(client.train_labels), mean=mean, std=std
+    )
+
+
+def _together(data: Sequence[Prepared]) -> Prepared:
+    """Pool all clients' pictures, each standardised by its own client's statistics."""
+    return replace(
+        data[0],
+        features=torch.cat([mine.features for mine in data]),
+        labels=torch.cat([mine.labels for mine in data]),
+    )
+
+
+def _optimizer(model: Model, recipe: Recipe) -> torch.optim.Optimizer:
+    rate, decay = recipe.learning_rate, recipe.weight_decay
+    if recipe.optimizer == "adam":
+        return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay, fused=True)
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay, fused=True)
+
+
+def _learn(
+    model: Model,
+    mine: Prepared,
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    *,
+    proximal: float,
+    pull: Pull | None,
+) -> None:
+    """Go over a client's pictures for the epochs of a round."""
+    begun = [parameter.detach().clone() for parameter in model.parameters()] if proximal else []
+    for _ in range(recipe.epochs):
+        for rows in torch.split(torch.randperm(len(mine.labels)), recipe.batch_size):
+            labels = mine.labels[rows]
+            hidden, logits = model(mine.features[rows])
+            loss = functional.cross_entropy(logits, labels)
+            if pull is not None:
+                distances = (hidden - pull.prototypes[labels]).square().mean(dim=1)
+                loss = loss + recipe.pull * (distances * pull.present[labels]).mean()
+            for parameter, before in zip(model.parameters(), begun, strict=bool(begun)):
+                loss = loss + proximal / 2 * (parameter - before).square().sum()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+
+
+@torch.no_grad()
+def _average(models: Sequence[Model], data: Sequence[Prepared], layers: Sequence[str]) -> None:
+    """Give all clients the mean of their layers, weighted by pictures."""
+    weights = torch.tensor([float(len(mine.labels)) for mine in data])
+    weights /= weights.sum()
+    for layer in layers:
+        for same in zip(*(getattr(model, layer).parameters() for model in models), strict=True):
+            mean = sum(weight * parameter for weight, parameter in zip(weights, same, strict=True))
+            for parameter in same:
+                parameter.copy_(mean)
+
+
+@torch.no_grad()
+def _pool(models: Sequence[Model], data: Sequence[Prepared], classes: int) -> Pull:
+    """Average everybody's class means, weighted by pictures."""
+    sums, counts = torch.zeros(classes, models[0].classifier.in_features), torch.zeros(classes)
+    for model, mine in zip(models, data, strict=True):
+        sums.index_add_(0, mine.labels, model.hidden(mine.features))
+        counts += torch.bincount(mine.labels, minlength=classes)
+    return Pull(sums / counts.clamp_min(1)[:, None], (counts > 0).float())

@@ -1,0 +1,203 @@
+"""`python -m benchmarks fedpcl`: FedPCL beside its rivals, where devices' features, labels or both differ."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import click
+import msgspec
+
+from aggregator.algorithms.fedpcl import FedPCL
+from benchmarks.baselines import Method, Recipe
+from benchmarks.comparison import compare, repeated
+from benchmarks.data import DIGITS
+from benchmarks.domains import SHIFTS, load_domains, shifted
+from benchmarks.scores import Run, by_method, show, write_report
+
+BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
+"""One architecture trained on three sources, which is FedPCL's setting."""
+
+IMAGE_SIZE = 96
+CLASSES = 10
+
+PRINTED = {
+    "tau": 0.07,
+    "learning_rate": 1e-3,
+    "loss": "contrastive",
+    "relu": True,
+    "standardise": False,
+    "prior": False,
+}
+"""As the paper has it."""
+
+_RECIPE = Recipe(
+    rounds=40,
+    epochs=1,
+    batch_size=32,
+    optimizer="adam",
+    learning_rate=1e-3,
+    weight_decay=1e-4,
+    standardise=False,
+    adapter_size=256,
+)
+RECIPES: Mapping[Method, Recipe] = MappingProxyType(
+    {
+        "Solo": _RECIPE,
+        "FedAvg-v": _RECIPE,
+        "FedProx": _RECIPE,
+        "FedRep": _RECIPE,
+        "FedProto": _RECIPE,
+        "centralised": _RECIPE,
+    }
+)
+"""What each rival did best with on validation pictures, one recipe for all settings; docs/benchmarks.md says of what
+it was chosen."""
+
+COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "up_bytes", "down_bytes")
+
+
+@click.command("fedpcl")
+@repeated(
+    "--shift",
+    "shifts",
+    type=click.Choice(SHIFTS),
+    default=SHIFTS,
+    help="What differs from device to device; may be repeated.",
+)
+@repeated(
+    "--backbones",
+    type=click.IntRange(1, len(BACKBONES)),
+    default=(1, len(BACKBONES)),
+    help="How many; may be repeated.",
+)
+@click.option(
+    "--per-class",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Pictures of a class for each device, or on average where labels differ.",
+)
+@click.option(
+    "--clients", type=click.IntRange(min=2), default=10, show_default=True, help="With label shift alone."
+)
+@click.option(
+    "--concentration",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Of the Dirichlet distribution of labels.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), help="Of FedPCL.  [default: its own]")
+@repeated(
+    "--variant",
+    "variants",
+    type=click.Choice(["both", "global", "local"]),
+    default=("both",),
+    help="Terms of FedPCL's loss; may be repeated.",
+)
+@click.option(
+    "--max-sets",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Cap the sets of prototypes sent out, beside sending all; may be repeated.",
+)
+@repeated(
+    "--sets",
+    type=click.Choice(["sample", "cluster"]),
+    default=("sample",),
+    help="How they are capped; may be repeated.",
+)
+@click.option("--printed/--no-printed", default=True, show_default=True, help="FedPCL as printed, too.")
+@repeated(
+    "--baseline",
+    "baselines",
+    type=click.Choice([*RECIPES, "none"]),
+    default=tuple(RECIPES),
+    help="What to compare with; may be repeated.",
+)
+@repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="May be repeated.")
+@click.option(
+    "--pictures",
+    type=click.IntRange(min=1),
+    default=2000,
+    show_default=True,
+    help="Of each part of a data set, at most.",
+)
+@click.option(
+    "--validation",
+    is_flag=True,
+    help="Judge on training pictures that no device has, as for choosing settings.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
+)
+def command(
+    *,
+    shifts: tuple[str, ...],
+    backbones: tuple[int, ...],
+    per_class: int,
+    clients: int,
+    concentration: float,
+    baselines: tuple[str, ...],
+    seeds: tuple[int, ...],
+    pictures: int,
+    validation: bool,
+    json_file: Path | None,
+    **fedpcl: Any,
+) -> None:
+    """Compare FedPCL with its rivals on digits in four hands."""
+    algorithms = _algorithms(**fedpcl)
+    recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
+    runs: list[Run] = []
+    for number in backbones:
+        domains = load_domains(DIGITS, BACKBONES[:number], image_size=IMAGE_SIZE, at_most=pictures)
+        for shift in shifts:
+            setting = f"{shift} shift, {number} backbone{'s' if number > 1 else ''}"
+            mine: list[Run] = []
+            for seed in seeds:
+                fleet = shifted(
+                    domains,
+                    shift,
+                    per_class=per_class,
+                    clients=clients,
+                    concentration=concentration,
+                    seed=seed,
+                    validation=validation,
+                )
+                mine += compare(
+                    setting, fleet, algorithms=algorithms, recipes=recipes, classes=CLASSES, seed=seed
+                )
+            runs += mine
+            _show(setting, mine, by_domain=shift == "feature")
+    if json_file:
+        said = {"per_class": per_class, "concentration": concentration, "validation": validation}
+        write_report(json_file, said, runs)
+
+
+def _algorithms(
+    *,
+    rounds: int | None,
+    variants: Sequence[str],
+    max_sets: Sequence[int],
+    sets: Sequence[str],
+    printed: bool,
+) -> dict[str, FedPCL]:
+    """Return what to compare, by name."""
+    given = {} if rounds is None else {"rounds": rounds}
+    asked: dict[str, dict[str, Any]] = {
+        "FedPCL" if variant == "both" else f"FedPCL, {variant} alone": {"variant": variant}
+        for variant in variants
+    }
+    asked |= {
+        f"FedPCL, {count} sets, {how}": {"max_sets": count, "sets": how} for count in max_sets for how in sets
+    }
+    if printed:
+        asked["FedPCL as printed"] = PRINTED
+    return {name: msgspec.convert({**given, **settings}, FedPCL) for name, settings in asked.items()}
+
+
+def _show(setting: str, runs: Sequence[Run], *, by_domain: bool) -> None:
+    click.echo(f"\n{setting}")
+    domains = [f"domain:{name}" for name in dict.fromkeys(runs[0].domains)] if by_domain else []
+    show(by_method(runs), [COLUMNS[0], *domains, *COLUMNS[1:]])

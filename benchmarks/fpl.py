@@ -1,0 +1,152 @@
+"""`python -m benchmarks fpl`: FPL beside its rivals, where domains differ and have unequal numbers of devices."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+
+from aggregator.algorithms.fpl import FPL
+from benchmarks.baselines import Method, Recipe
+from benchmarks.comparison import compare, repeated
+from benchmarks.data import DIGITS, PACS
+from benchmarks.domains import Client, halved, load_domains, unequal
+from benchmarks.features import BACKBONES, Features
+from benchmarks.scores import Run, by_method, show, write_report
+
+IMAGE_SIZE = 96
+PICTURES = 2000
+"""Of each part of a domain's data set, at most."""
+
+PLANS: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {
+        "digits": dict(zip(DIGITS, ((3, 40), (7, 20), (6, 80), (4, 20)), strict=True)),
+        "pacs": dict(zip(PACS, ((3, 35), (2, 35), (1, 35), (4, 35)), strict=True)),
+    }
+)
+"""For each domain its devices, and the pictures of each: 20 devices, as the paper has them, and 10."""
+
+VALIDATION_SHARE = 0.6
+"""Of the devices' pictures where the rest are judged by."""
+
+PRINTED = {"tau": 0.02, "learning_rate": 0.01, "regularisation": 1.0}
+"""As the paper has it."""
+
+_RECIPE = Recipe(
+    rounds=40,
+    epochs=5,
+    batch_size=64,
+    optimizer="sgd",
+    learning_rate=0.03,
+    weight_decay=1e-5,
+    standardise=False,
+    adapter_size=256,
+)
+RECIPES: Mapping[Method, Recipe] = MappingProxyType(
+    {
+        "Solo": _RECIPE,
+        "FedAvg-v": _RECIPE,
+        "FedProx": _RECIPE,
+        "FedRep": _RECIPE,
+        "FedProto": _RECIPE,
+        "FedProto averaged": _RECIPE,
+        "centralised": _RECIPE,
+    }
+)
+"""What each rival did best with on validation pictures; docs/benchmarks.md says of what it was chosen."""
+
+COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
+
+
+@click.command("fpl")
+@repeated(
+    "--data", type=click.Choice(list(PLANS)), default=tuple(PLANS), help="Which domains; may be repeated."
+)
+@repeated(
+    "--backbone",
+    "backbones",
+    type=click.Choice(list(BACKBONES)),
+    default=("mobilenetv2_100",),
+    help="May be repeated: their features stand one after the other.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), help="Of FPL.  [default: its own]")
+@click.option(
+    "--regularisation",
+    "regularisations",
+    type=click.FloatRange(min=0),
+    multiple=True,
+    help="Weights to try beside FPL's own; may be repeated.",
+)
+@click.option("--printed/--no-printed", default=True, show_default=True, help="FPL as printed, too.")
+@repeated(
+    "--baseline",
+    "baselines",
+    type=click.Choice([*RECIPES, "none"]),
+    default=tuple(RECIPES),
+    help="What to compare with; may be repeated.",
+)
+@repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="May be repeated.")
+@click.option(
+    "--validation",
+    is_flag=True,
+    help="Judge on training pictures that no device has, as for choosing settings.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
+)
+def command(
+    *,
+    data: tuple[str, ...],
+    backbones: tuple[str, ...],
+    baselines: tuple[str, ...],
+    seeds: tuple[int, ...],
+    validation: bool,
+    json_file: Path | None,
+    **fpl: Any,
+) -> None:
+    """Compare FPL with its rivals on domains of unequal size."""
+    algorithms = _algorithms(**fpl)
+    recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
+    runs: list[Run] = []
+    for name in data:
+        plan = PLANS[name]
+        domains = load_domains(
+            list(plan), backbones, image_size=IMAGE_SIZE, at_most=PICTURES if name == "digits" else None
+        )
+        classes = next(iter(domains.values())).classes
+        mine: list[Run] = []
+        for seed in seeds:
+            clients = fleet(name, domains, seed=seed, validation=validation)
+            mine += compare(name, clients, algorithms=algorithms, recipes=recipes, classes=classes, seed=seed)
+        runs += mine
+        click.echo(f"\n{name}, {len(mine[0].domains)} devices")
+        show(by_method(mine), [*COLUMNS[:2], *(f"domain:{domain}" for domain in plan), *COLUMNS[2:]])
+    if json_file:
+        write_report(json_file, {"backbones": backbones, "validation": validation}, runs)
+
+
+def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: bool) -> list[Client]:
+    """Return the devices of one of PLANS; PACS, which is small, is dealt into halves anew for every seed."""
+    rng = np.random.default_rng(seed)
+    plan = PLANS[name]
+    if name == "pacs":
+        domains = {domain: halved(features, rng) for domain, features in domains.items()}
+        if validation:
+            plan = {
+                domain: (devices, round(VALIDATION_SHARE * pictures))
+                for domain, (devices, pictures) in plan.items()
+            }
+    return unequal(domains, plan, rng=rng, validation=validation)
+
+
+def _algorithms(*, rounds: int | None, regularisations: tuple[float, ...], printed: bool) -> dict[str, FPL]:
+    """Return what to compare, by name."""
+    given = {} if rounds is None else {"rounds": rounds}
+    asked: dict[str, dict[str, float]] = {"FPL": {}}
+    asked |= {f"FPL, regularisation {weight:g}": {"regularisation": weight} for weight in regularisations}
+    if printed:
+        asked["FPL as printed"] = PRINTED
+    return {name: msgspec.convert({**given, **settings}, FPL) for name, settings in asked.items()}

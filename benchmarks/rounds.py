@@ -1,0 +1,194 @@
+"""FedPCL and FPL in process: devices' and aggregator's own functions, graphs and messages, without a network."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.program import Algorithm, Contribution
+from aggregator.intake import Expectation, check_submission, read_message
+from aggregator.manifests import program_of, round_manifest
+from aggregator.step_graphs import build
+from aggregator.task import pack_tensors, unpack_tensors
+from benchmarks.domains import Client
+from edge_client.predictor import open_round_head
+from edge_client.rounds import Contribution as Made
+from edge_client.rounds import Learnt, TrainingSet, contribute
+from edge_client.trainer import Watch
+from edge_client.work import ClassReport, Prepared, submission_of
+from protocol.blobstore import BlobStore
+from protocol.codec import digest_of, encode
+from protocol.messages import BlobRef, Submission, TaskManifest
+
+WATCH = Watch(on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a fleet's rounds came to.
+
+    Attributes:
+        accuracies: float64 (K,), of each client with its own head.
+        up_bytes: float64 (rounds,), of a submission as encoded, mean over the devices.
+        down_bytes: int64 (rounds,), of the blob of tensors that a round begins with, the same for all devices.
+    """
+
+    accuracies: NDArray[np.float64]
+    up_bytes: NDArray[np.float64]
+    down_bytes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    algorithm: Algorithm
+    manifest: TaskManifest
+    expectation: Expectation
+    blobs: BlobStore
+    first: BlobRef
+
+
+def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int, seed: int) -> Outcome:
+    """Let a fleet learn, and judge every client's head.
+
+    Args:
+        algorithm: its settings.
+        clients: each with its features.
+        classes: C.
+        seed: of the first weights and the shuffles.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        blobs = BlobStore(Path(folder))
+        task = _prepare(algorithm, blobs, feature_size=clients[0].train.shape[1], classes=classes, seed=seed)
+        learnt: list[Learnt | None] = [None] * len(clients)
+        tensors, up, down = task.first, [], []
+        for number in range(algorithm.rounds):
+            down.append(tensors.size_bytes)
+            made = [
+                _take_part(task, client, number=number, index=index, tensors=tensors, last=learnt[index])
+                for index, client in enumerate(clients)
+            ]
+            learnt = [part.learnt for part, _ in made]
+            payloads = [payload for _, payload in made]
+            up.append(np.mean([len(payload) for payload in payloads]))
+            tensors = _pool(task, payloads, tensors, number=number)
+        accuracies = [
+            _judge(task, client, mine, tensors)
+            for client, mine in zip(clients, learnt, strict=True)
+            if mine is not None
+        ]
+    return Outcome(accuracies=np.array(accuracies), up_bytes=np.array(up), down_bytes=np.array(down))
+
+
+def _prepare(algorithm: Algorithm, blobs: BlobStore, *, feature_size: int, classes: int, seed: int) -> _Task:
+    """Return the task as the aggregator would publish it, with its graphs in `blobs`."""
+    graphs = build(algorithm, feature_size=feature_size, num_classes=classes, seed=seed)
+    program = program_of(algorithm, {role: _put(blobs, data, role) for role, data in vars(graphs).items()})
+    manifest = TaskManifest(
+        fleet="benchmark",
+        algorithm=algorithm.name,
+        classes=tuple(map(str, range(classes))),
+        backbones=(BlobRef(digest=bytes(32), size_bytes=0, name="features are given"),),
+        alpha=1.0,
+        batch_size=1,
+        min_images=1,
+        seed=seed,
+        program=program,
+    )
+    first = algorithm.first_tensors(feature_size=feature_size, num_classes=classes, seed=seed)
+    shapes = {name: first[name].shape for name in algorithm.uploaded}
+    return _Task(
+        algorithm=algorithm,
+        manifest=manifest,
+        expectation=Expectation(digest_of(encode(manifest)), manifest, algorithm.projection_size, shapes),
+        blobs=blobs,
+        first=_put(blobs, pack_tensors(first), "tensors"),
+    )
+
+
+def _put(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
+    return BlobRef(digest=blobs.put(data), size_bytes=len(data), name=name)
+
+
+def _take_part(
+    task: _Task, client: Client, *, number: int, index: int, tensors: BlobRef, last: Learnt | None
+) -> tuple[Made, bytes]:
+    """Return what a client learns in a round, and what it sends."""
+    opened = round_manifest(task.expectation.task, number, learning=task.algorithm, tensors=tensors)
+    made = contribute(
+        task.manifest,
+        opened,
+        data=TrainingSet(client.train, client.train_labels),
+        last=last,
+        resumed=None,
+        blobs=task.blobs,
+        device_id=str(index),
+        watch=WATCH,
+    )
+    pictures = np.bincount(client.train_labels, minlength=len(task.manifest.classes))
+    prepared = Prepared(
+        prototypes=made.prototypes,
+        labels=made.labels,
+        counts=made.counts,
+        classes=tuple(
+            ClassReport(name, int(count), 0, (int(count),))
+            for name, count in zip(task.manifest.classes, pictures, strict=True)
+            if count
+        ),
+        refused=(),
+        changes=made.changes,
+        loss=made.loss,
+    )
+    payload = submission_of(
+        prepared, task=task.expectation.task, manifest=task.manifest, sequence=number + 1, number=number
+    )
+    return made, payload
+
+
+def _pool(task: _Task, payloads: Sequence[bytes], tensors: BlobRef, *, number: int) -> BlobRef:
+    """Return what the next round begins with."""
+    parts = []
+    for index, payload in enumerate(payloads):
+        message = read_message(payload)
+        if not isinstance(message, Submission):
+            raise TypeError(f"a client of the benchmark sent {type(message).__name__}")
+        taken = check_submission(message, task.expectation)
+        parts.append(
+            Contribution(
+                device=str(index),
+                values=taken.values,
+                labels=taken.labels,
+                counts=taken.counts,
+                tensors=taken.tensors,
+            )
+        )
+    pooled = task.algorithm.aggregate(
+        parts,
+        _read(task.blobs, tensors),
+        num_classes=len(task.manifest.classes),
+        seed=task.manifest.seed + number + 1,
+    )
+    return _put(task.blobs, pack_tensors(pooled), "tensors")
+
+
+def _read(blobs: BlobStore, reference: BlobRef) -> Mapping[str, NDArray[Any]]:
+    return unpack_tensors(blobs.read(reference.digest))
+
+
+def _judge(task: _Task, client: Client, learnt: Learnt, tensors: BlobRef) -> float:
+    """Return what the client's head, bound to what it has learnt, gets right."""
+    if task.manifest.program is None:
+        raise TypeError("the task of a benchmark of rounds has a program")
+    head = open_round_head(
+        task.blobs.read(task.manifest.program.head.digest),
+        state=learnt.state,
+        tensors=_read(task.blobs, tensors),
+        local_prototypes=learnt.prototypes,
+        local_counts=learnt.counts,
+        feature_size=client.train.shape[1],
+        classes=task.manifest.classes,
+    )
+    return client.accuracy(head.probabilities(client.test).argmax(axis=1))

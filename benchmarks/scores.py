@@ -1,0 +1,148 @@
+"""Accuracies of fleets: of every client, of the worst and best of them, and over seeds."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One method on one fleet.
+
+    Attributes:
+        setting: what was asked of it.
+        method: its name.
+        seed: of the fleet and of the learning.
+        domains: of each client.
+        accuracies: of each client.
+        up_bytes: from a device in a round, mean over devices and rounds.
+        down_bytes: to a device in a round, mean over rounds.
+        seconds: wall time.
+    """
+
+    setting: str
+    method: str
+    seed: int
+    domains: tuple[str, ...]
+    accuracies: tuple[float, ...]
+    up_bytes: float
+    down_bytes: float
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        """Mean over the clients."""
+        return float(np.mean(self.accuracies))
+
+    @property
+    def by_domain(self) -> dict[str, float]:
+        """Mean over the clients of each domain."""
+        pairs = list(zip(self.domains, self.accuracies, strict=True))
+        return {
+            name: float(np.mean([accuracy for domain, accuracy in pairs if domain == name]))
+            for name in dict.fromkeys(self.domains)
+        }
+
+
+def spread(accuracies: Sequence[float]) -> dict[str, float]:
+    """Return what tables 12 and 13 of FedPCL have: worst 10, 20 and 40 %, best 10 % and variance over clients.
+
+    A share of the clients is at least one of them.
+    """
+    ordered = np.sort(accuracies)
+
+    def few(share: float) -> int:
+        return max(1, math.ceil(share * len(ordered)))
+
+    worst = {f"worst_{percent}": float(ordered[: few(percent / 100)].mean()) for percent in (10, 20, 40)}
+    return {**worst, "best_10": float(ordered[-few(0.1) :].mean()), "variance": float(ordered.var())}
+
+
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the figures of one method in one setting over its seeds.
+
+    Args:
+        runs: one a seed.
+
+    Returns:
+        The mean over seeds of everything, and the standard deviation of the mean accuracy over seeds.
+    """
+    means = [run.mean for run in runs]
+    domain_means = [float(np.mean(list(run.by_domain.values()))) for run in runs]
+    worst = [min(run.by_domain.values()) for run in runs]
+    return {
+        "setting": runs[0].setting,
+        "method": runs[0].method,
+        "seeds": [run.seed for run in runs],
+        "mean": float(np.mean(means)),
+        "deviation": float(np.std(means)),
+        "clients": _mean([list(run.accuracies) for run in runs]),
+        **_mean_of(spread(run.accuracies) for run in runs),
+        "domains": _mean_of(run.by_domain for run in runs),
+        "domain_mean": float(np.mean(domain_means)),
+        "domain_deviation": float(np.std(domain_means)),
+        "worst_domain": float(np.mean(worst)),
+        "worst_domain_deviation": float(np.std(worst)),
+        "up_bytes": float(np.mean([run.up_bytes for run in runs])),
+        "down_bytes": float(np.mean([run.down_bytes for run in runs])),
+        "seconds": float(np.mean([run.seconds for run in runs])),
+    }
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [float(value) for value in np.mean(np.array(rows), axis=0)]
+
+
+def _mean_of(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    rows = list(figures)
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+def by_method(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the summaries of all runs, in the order of first appearance."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.setting, run.method), []).append(run)
+    return [summary(group) for group in groups.values()]
+
+
+def write_report(path: Path, setting: Mapping[str, Any], runs: Sequence[Run]) -> None:
+    """Write every run and the summaries as JSON."""
+    report = {
+        **setting,
+        "summaries": by_method(runs),
+        "runs": [{**asdict(run), "mean": run.mean, **spread(run.accuracies)} for run in runs],
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def show(summaries: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print a table on stdout: accuracies in percent, bytes as they are.
+
+    Args:
+        summaries: what `summary` gives.
+        columns: keys of its figures; those that begin with "domain:" are single domains.
+    """
+    names = [column.removeprefix("domain:").replace("_", " ") for column in columns]
+    click.echo(f"{'':<28}" + "".join(f"{name:>18}" for name in names))
+    for figures in summaries:
+        cells = (_cell(figures, column) for column in columns)
+        click.echo(f"{figures['method']:<28}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+def _cell(figures: Mapping[str, Any], column: str) -> str:
+    if column.startswith("domain:"):
+        return f"{100 * figures['domains'][column.removeprefix('domain:')]:.1f}"
+    value = figures[column]
+    if column.endswith("bytes") or column == "seconds":
+        return f"{value:,.0f}"
+    if column == "variance":
+        return f"{1e4 * value:.1f}"
+    deviation = {"mean": "deviation", "domain_mean": "domain_deviation"}.get(column, f"{column}_deviation")
+    return f"{100 * value:.1f}" + (f" ± {100 * figures[deviation]:.1f}" if deviation in figures else "")
