@@ -47,7 +47,7 @@ class RoundWork:
         self._kept = state
         self._cache = cache
         self._dry = dry
-        self._file = state.folder / "training.npz"
+        self._file = state.folder / "training.checkpoint"
 
     def handed_in(self, task: bytes, opened: RoundManifest, *, above: int) -> bytes | None:
         """The submission that was made for a round before, with a sequence above `above`; None if there is none."""

@@ -2,7 +2,6 @@
 
 import io
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,12 @@ from edge_client.prototypes import class_means
 from edge_client.trainer import Checkpoint, Diverged, Schedule, Watch, first_state, project, train
 from protocol.blobstore import BlobStore
 from protocol.codec import decode, digest_of, to_array, to_tensor
-from protocol.errors import GraphRefused, MalformedMessage, StateError
+from protocol.errors import BackboneMismatch, GraphRefused, MalformedMessage, StateError
 from protocol.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor
 from protocol.messages import Tensors as TensorsMessage
 from protocol.metadata import GraphMetadata, graph_metadata
+
+_DIGEST_BYTES = 32
 
 _ABOUT, _PROTOTYPES, _COUNTS, _STATE = "about", "prototypes", "counts", "state."
 
@@ -199,23 +200,26 @@ def unpack(data: bytes) -> Learnt:
 
 
 def pack_checkpoint(checkpoint: Checkpoint, about: Sequence[str | int]) -> bytes:
-    """A training on its way as bytes, with a note of what it is of."""
+    """A training on its way as bytes, with a note of what it is of; their digest is in front."""
     note = json.dumps([list(about), checkpoint.steps, checkpoint.loss_sum])
     state = {_STATE + name: array for name, array in checkpoint.state.items()}
-    return _to_npz({_ABOUT: np.array(note), **state})
+    data = _to_npz({_ABOUT: np.array(note), **state})
+    return digest_of(data) + data
 
 
 def unpack_checkpoint(data: bytes, about: Sequence[str | int]) -> Checkpoint | None:
     """What `pack_checkpoint` was given, if it is of the same.
 
     Raises:
-        StateError: the bytes are not from `pack_checkpoint`.
+        StateError: the bytes are not from `pack_checkpoint`, or were changed since.
     """
+    digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if digest_of(data) != digest:
+        raise StateError(
+            "expected a training on its way, got a file that was changed on disk, or another one"
+        )
     arrays = _from_npz(data)
-    try:
-        of, steps, loss_sum = json.loads(str(arrays[_ABOUT]))
-    except (KeyError, ValueError) as error:
-        raise StateError(f"expected a training on its way, got another file ({error})") from error
+    of, steps, loss_sum = json.loads(str(arrays[_ABOUT]))
     return Checkpoint(_state(arrays), steps, loss_sum) if of == list(about) else None
 
 
@@ -234,7 +238,10 @@ def _first_state(
 
 
 def _metadata(manifest: TaskManifest, blobs: BlobStore) -> GraphMetadata:
-    return graph_metadata(check_graph(blobs.read(_program(manifest).init.digest)))
+    try:
+        return graph_metadata(check_graph(blobs.read(_program(manifest).init.digest)))
+    except BackboneMismatch as error:
+        raise GraphRefused(str(error)) from error
 
 
 def _graph(blobs: BlobStore, program: Program, role: Any) -> Graph:
@@ -284,5 +291,5 @@ def _from_npz(data: bytes) -> dict[str, NDArray[Any]]:
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             return dict(arrays)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:  # over bytes that are no such file, zipfile and numpy raise what they like
         raise StateError(f"expected arrays, got another file ({error})") from error
