@@ -24,7 +24,7 @@ from edge_client.rounds import (
 from edge_client.state import DeviceState
 from edge_client.trainer import Checkpoint, Watch
 from edge_client.work import Found, Local, Prepared, digests, prepare_round
-from protocol.blobstore import write_atomically
+from protocol.blobstore import state_errors, write_atomically
 from protocol.codec import decode, digest_of, encode
 from protocol.errors import StateError
 from protocol.messages import BlobRef, RoundManifest, Submission, TaskManifest
@@ -83,7 +83,8 @@ class RoundWork:
         """
 
         def contribution(pictures: Sequence[Picture]) -> Contribution:
-            trained_on = "\0".join(picture.identity for picture in pictures).encode(errors="surrogateescape")
+            named = "\0".join(f"{picture.label} {picture.identity}" for picture in pictures)
+            trained_on = named.encode(errors="surrogateescape")
             tensors, of = opened.tensors.digest.hex(), digest_of(trained_on).hex()
             about = (task.hex(), opened.number, tensors, of)
 
@@ -141,10 +142,10 @@ class RoundWork:
 
 def _checkpoint(file: Path, about: Sequence[str | int]) -> Checkpoint | None:
     """Where the training of just this was interrupted, if it was."""
-    try:
-        data = file.read_bytes()
-    except FileNotFoundError:
+    if not file.exists():
         return None
+    with state_errors(file):
+        data = file.read_bytes()
     try:
         checkpoint = unpack_checkpoint(data, about)
     except StateError as error:
