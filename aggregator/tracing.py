@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from aggregator.algorithms.program import Algorithm, Function, Functions
 from aggregator.graphs import OPSET, quiet, without_notes
+from aggregator.tiling import tile
 from protocol.errors import ProtofleetError
 from protocol.metadata import GraphMetadata, to_properties
 
@@ -114,6 +115,8 @@ def to_onnx(
         )
     model = without_notes(program)
     _rename(model.graph, inputs=function.inputs, outputs=names)
+    _fold_transposes(model.graph)
+    tile(model)
     model.graph.name = metadata.role
     onnx.helper.set_model_props(model, to_properties(metadata))
     onnx.checker.check_model(model, full_check=True)
@@ -136,6 +139,23 @@ def _rename(graph: onnx.GraphProto, *, inputs: Sequence[str], outputs: Sequence[
         node.output[:] = [renamed(name) for name in node.output]
     for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
         value.name = renamed(value.name)
+
+
+def _fold_transposes(graph: onnx.GraphProto) -> None:
+    """Let `Gemm` read a transposed matrix as it lies; ONNX Runtime does so by itself, but not behind a `Reshape`."""
+    turned = {node.output[0]: node for node in graph.node if node.op_type == "Transpose"}
+    for node in graph.node:
+        if node.op_type == "Gemm":
+            for place, name in enumerate(("transA", "transB")):
+                source = turned.get(node.input[place])
+                if source is not None:
+                    node.input[place] = source.input[0]
+                    (flag,) = (entry for entry in node.attribute if entry.name == name)
+                    flag.i = 1 - flag.i
+    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
+    for node in turned.values():
+        if node.output[0] not in used:
+            graph.node.remove(node)
 
 
 def _dynamic(axes: tuple[str | None, ...]) -> dict[int, Any]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from aggregator.algorithms.layers import log_sum_exp, one_hot, statistics, unit
 from aggregator.algorithms.program import ABSENT_LOGIT, Function, Functions
+from aggregator.tiling import tile_rows
 
 if TYPE_CHECKING:
     from aggregator.algorithms.fedpcl import FedPCL
@@ -83,9 +84,11 @@ def _first_projection(projection_size: int, feature_size: int, seed: int) -> tup
 def _init(
     settings: "FedPCL", tensors: Tensors, first: tuple[Tensor, Tensor], num_classes: int
 ) -> dict[str, Tensor]:
+    """The whole state; the weight (D, L) is a stack of tiles, (D / R, R, L), and so are its moments."""
     feature = tensors["feature"]
     mean, std = statistics(feature, standardise=settings.standardise)
     weight, bias = (tensor.float() for tensor in first)
+    weight = weight.reshape(-1, tile_rows(*weight.shape), weight.shape[1])
     counts = one_hot(tensors["labels"], num_classes).float().sum(dim=0) if settings.prior else None
     return {
         **({} if counts is None else {_PRIOR: counts}),
@@ -108,7 +111,7 @@ def standardised(tensors: Tensors) -> Tensor:
 
 def hidden(tensors: Tensors) -> Tensor:
     """Return W x + b, (n, D), of the standardised features."""
-    return torch.addmm(tensors["bias"], standardised(tensors), tensors["weight"].T)
+    return torch.addmm(tensors["bias"], standardised(tensors), tensors["weight"].flatten(0, 1).T)
 
 
 def projected(settings: "FedPCL", values: Tensor) -> Tensor:
@@ -179,14 +182,18 @@ def _step(
 ) -> dict[str, Tensor]:
     """One step of Adam, as `torch.optim.Adam` takes it.
 
-    The gradient of the weight is written out, so that it and the decay are one operation.
+    The gradient of the weight is written out, as tiles of their own: autograd's would be in one piece.
     """
     inputs = standardised(tensors)
-    values = torch.addmm(tensors["bias"], inputs, tensors["weight"].T)
+    weight, bias = tensors["weight"], tensors["bias"]
+    values = torch.addmm(bias, inputs, weight.flatten(0, 1).T)
     slope, value = torch.func.grad_and_value(lambda values: loss(tensors, values))(values)
     gradients = {
-        "weight": torch.addmm(tensors["weight"], slope.T, inputs, beta=settings.weight_decay),
-        "bias": slope.sum(dim=0) + settings.weight_decay * tensors["bias"],
+        "weight": torch.bmm(
+            slope.T.reshape(weight.shape[0], weight.shape[1], -1), inputs.expand(weight.shape[0], -1, -1)
+        )
+        + settings.weight_decay * weight,
+        "bias": slope.sum(dim=0) + settings.weight_decay * bias,
     }
     steps = tensors["steps"] + 1
     after = {"loss": value, "next_steps": steps}

@@ -229,7 +229,7 @@ def test_a_head_prefers_the_devices_own_prototypes() -> None:
     """Own prototypes where there are any, else the global ones; a class that nobody has is never predicted."""
     functions = SMALL.functions(feature_size=2, num_classes=3, seed=0)
     state = functions.init.apply({"feature": torch.zeros(0, 2)})
-    state |= {"weight": torch.eye(2), "bias": torch.zeros(2)}
+    state |= {"weight": torch.eye(2)[None], "bias": torch.zeros(2)}
     tensors = {
         **state,
         "feature": torch.tensor([[1.0, 0.0], [0.0, 1.0]]),

@@ -294,3 +294,11 @@ def test_settings_far_from_the_defaults_make_programs_too(algorithm: Algorithm, 
     """Also with one class, and where rounding alone moves what is learnt."""
     graphs = build(algorithm, feature_size=7, num_classes=classes, seed=1)
     assert untrained(graphs.init, feature_size=7)["mean"].shape == (7,)
+
+
+def test_a_large_projection_is_worked_on_by_tiles() -> None:
+    """What would not fit a processor's cache is cut: the state is a stack of tiles, and the optimiser one `Scan`."""
+    graphs = build(FedPCL(projection_size=32), feature_size=4096, num_classes=3, seed=0)
+    assert untrained(graphs.init, feature_size=4096)["weight"].shape == (2, 16, 4096)
+    operators = [node.op_type for node in onnx.load_model_from_string(graphs.step).graph.node]
+    assert operators.count("Scan") == 1
