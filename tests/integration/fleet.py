@@ -60,12 +60,17 @@ class Fleet:
         return self.start("aggregator", "aggregator.cli", *arguments)
 
     def device(
-        self, name: str, data: Path, *more: str, file_kb: int | None = None
+        self,
+        name: str,
+        data: Path,
+        *more: str,
+        file_kb: int | None = None,
+        program: str = "edge_client.cli",
     ) -> subprocess.Popen[bytes]:
         """Start a device."""
         arguments = ("--broker", str(self.broker), "--device-id", name, "--data", data, "--threads", "1")
         state = self.root / "devices" / name
-        return self.start(name, "edge_client.cli", *arguments, "--state", state, *more, file_kb=file_kb)
+        return self.start(name, program, *arguments, "--state", state, *more, file_kb=file_kb)
 
     def status(self) -> dict[str, Any]:
         """What `aggregator status --json` says."""
