@@ -319,14 +319,14 @@ class Device:
         state, kept = self._state, self._kept
         if state.installed is None or state.task is None or state.manifest is None:
             return
-        wanted = {state.task, *(upload.digest for upload in state.uploads)}
+        wanted = {state.task, state.submitted or b"", *(upload.digest for upload in state.uploads)}
         wanted |= {blob.digest for blob in agent.needed(state)}
-        _, learnt = kept.get("learnt", ["", ""])
-        head = kept.installed()
-        named = [kept.get("submission"), kept.get("round"), learnt]
-        named += [head.head, head.tensors, head.learnt] if head else []
-        wanted |= {bytes.fromhex(digest) for digest in named if digest}
-        self._blobs.keep_only(wanted)
+        with kept.keeping:
+            _, learnt = kept.get("learnt", ["", ""])
+            head = kept.installed()
+            named = [learnt, *map(kept.get, ("submission", "round", "evaluation", "untaught"))]
+            named += [head.head, head.tensors, head.learnt] if head else []
+            self._blobs.keep_only(wanted | {bytes.fromhex(digest) for digest in named if digest})
         self._state = replace(state, stored=frozenset(self._blobs.digests()))
 
     # How it starts.

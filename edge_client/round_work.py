@@ -59,8 +59,9 @@ class RoundWork:
             payload = kept.blobs.read(standing)
             message = decode(payload, Submission, max_bytes=len(payload))
             sequence = kept.next_number("sequence", above=above)
-            standing = kept.blobs.put(encode(msgspec.structs.replace(message, sequence=sequence)))
-            kept.set(submission=standing.hex())
+            with kept.keeping:
+                standing = kept.blobs.put(encode(msgspec.structs.replace(message, sequence=sequence)))
+                kept.set(submission=standing.hex())
         return standing
 
     def take_part(
@@ -108,11 +109,10 @@ class RoundWork:
 
     def keep(self, task: bytes, opened: RoundManifest, *, payload: bytes, learnt: Learnt) -> bytes:
         """Put a round's submission and what it has taught on the disk, both or neither; returns its digest."""
-        blobs = self._kept.blobs
-        digest, taught = blobs.put(payload), blobs.put(pack(learnt))
-        self._kept.set(
-            submission=digest.hex(), joined=[task.hex(), opened.number], learnt=[task.hex(), taught.hex()]
-        )
+        blobs, of = self._kept.blobs, task.hex()
+        with self._kept.keeping:
+            digest, taught = blobs.put(payload), blobs.put(pack(learnt))
+            self._kept.set(submission=digest.hex(), joined=[of, opened.number], learnt=[of, taught.hex()])
         self._file.unlink(missing_ok=True)
         return digest
 
@@ -125,9 +125,11 @@ class RoundWork:
         """What a device that took part in no round binds a head to, as a blob, in hex."""
         pictures = [picture for picture in found.usable if not held_out(picture, self._local.holdout)]
         data = self._data(manifest, pictures) if pictures else None
-        return self._kept.blobs.put(
-            pack(untaught(manifest, tensors, data=data, blobs=self._kept.blobs))
-        ).hex()
+        packed = pack(untaught(manifest, tensors, data=data, blobs=self._kept.blobs))
+        with self._kept.keeping:
+            digest = self._kept.blobs.put(packed).hex()
+            self._kept.set(untaught=digest)
+        return digest
 
     def _learnt(self, task: bytes) -> Learnt | None:
         digest = self.learnt_digest(task)

@@ -97,6 +97,8 @@ class DeviceState:
             with state_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
         self.blobs = BlobStore(folder / "blobs")
+        self.keeping = threading.Lock()
+        """Held from putting a blob until a fact names it, and while those that nothing names are deleted."""
         self._lock = FolderLock(folder)
         self._file = file
         self._turn = threading.Lock()

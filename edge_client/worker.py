@@ -95,6 +95,7 @@ class Worker:
         self._backbones: dict[str, Backbone] = {}
         self._seen: tuple[str, ...] | None = None
         self._warned: set[str] = set()
+        self._newest: bytes | None = None
         self._manifest: TaskManifest | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="work", daemon=True)
@@ -115,7 +116,8 @@ class Worker:
         self._jobs.put(lambda: self._build(build))
 
     def install(self, install: events.Install) -> None:
-        """Take a head into use and evaluate it; the outcome is an Installed, unless another task comes."""
+        """Take a head into use and evaluate it; the outcome is an Installed, unless another task or head comes."""
+        self._newest = head_key(install.head)
         self._jobs.put(lambda: self._install(install))
 
     def look(self) -> None:
@@ -178,7 +180,9 @@ class Worker:
         try:
             built = self._prepare(build)
         except StateError:
-            raise
+            if self._is_due(build):
+                raise
+            return  # what it was about to read may have been deleted by now
         except ProtofleetError as error:
             may_pass = isinstance(error, Diverged | GraphRefused)
             built = events.Built(build.task, None, number, reason=str(error), may_pass=may_pass)
@@ -280,16 +284,17 @@ class Worker:
             return events.Built(build.task, standing, receipted=kept.get("received") == standing.hex())
         sequence = kept.next_number("sequence", above=build.above)
         payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=sequence)
-        digest = kept.blobs.put(payload)
-        kept.set(submission=digest.hex(), fingerprint=fingerprint, report=_report(prepared, len(payload)))
+        with kept.keeping:
+            digest = kept.blobs.put(payload)
+            kept.set(submission=digest.hex(), fingerprint=fingerprint, report=_report(prepared, len(payload)))
         prototypes, pictures = len(prepared.counts), sum(entry.pictures for entry in prepared.classes)
         log.info("%d prototypes of %d pictures, %d bytes", prototypes, pictures, len(payload))
         return events.Built(build.task, digest)
 
     def _install(self, install: events.Install) -> None:
-        if install.task != self.focus:
-            return
         key = head_key(install.head)
+        if install.task != self.focus or key != self._newest:
+            return  # an older head's blobs may have been deleted by now
         try:
             outcome = events.Installed(key, self._evaluate(install))
         except StateError:
@@ -313,9 +318,11 @@ class Worker:
             local=self._settings.local,
             cache=self._cache,
         )
-        report = kept.blobs.put(encode(evaluation))
         right, total = sum(evaluation.right), sum(evaluation.right) + sum(evaluation.wrong)
-        kept.set(installed=msgspec.to_builtins(msgspec.structs.replace(installed, right=right, total=total)))
+        installed = msgspec.structs.replace(installed, right=right, total=total)
+        with kept.keeping:
+            report = kept.blobs.put(encode(evaluation))
+            kept.set(installed=msgspec.to_builtins(installed), evaluation=report.hex())
         log.info("head %d in use: %d of %d held-out pictures right", reference.version, right, total)
         return report
 

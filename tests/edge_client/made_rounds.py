@@ -1,21 +1,26 @@
-"""A task that learns by least squares in rounds, its blobs on a disk, and a watch that interrupts."""
+"""A task that learns by least squares in rounds, its blobs on a disk, pictures for it, and a watch that interrupts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.feature_cache import FeatureCache
 from edge_client.graph import Role
+from edge_client.images import Picture
 from edge_client.trainer import Checkpoint, Watch
 from protocol.blobstore import BlobStore
 from protocol.codec import encode, to_tensor
 from protocol.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensors
-from tests.edge_client.made_graphs import file, round_tensors
+from tests.edge_client.made_graphs import FEATURES, file, round_tensors
 
 TASK = b"t" * 32
 BACKBONE = b"b" * 32
 CLASSES = ("cat", "dog", "fox")
+COUNTS = (7, 6, 5)
+"""Pictures of each class."""
 ROLES: tuple[Role, ...] = ("init", "step", "project", "head")
 
 
@@ -95,3 +100,21 @@ def same_bits(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]
         and np.ascontiguousarray(array).tobytes() == np.ascontiguousarray(other[name]).tobytes()
         for name, array in one.items()
     )
+
+
+def take_pictures(counts: Sequence[int] = COUNTS) -> list[Picture]:
+    """So many pictures of each class, in order of their names as they are found."""
+    return [
+        Picture(Path("data"), f"{label}/{number:03d}.png", label, 100, 1_000)
+        for label, count in enumerate(counts)
+        for number in range(count)
+    ]
+
+
+def look_at(cache: FeatureCache, pictures: Sequence[Picture]) -> None:
+    """Put features of pictures into the cache, always the same for the same file."""
+    features = [
+        (picture.identity, np.random.default_rng(list(picture.identity.encode())).normal(size=FEATURES))
+        for picture in pictures
+    ]
+    cache.put(BACKBONE.hex(), [(name, vector.astype(np.float32)) for name, vector in features], [])

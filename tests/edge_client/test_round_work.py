@@ -21,33 +21,20 @@ from edge_client.work import Found, Local, Prepared, submission_of
 from protocol.codec import decode
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.messages import RoundManifest, Submission, TaskManifest
-from tests.edge_client.made_graphs import FEATURES, PROJECTION
-from tests.edge_client.made_rounds import BACKBONE, TASK, make_task, open_round, same_bits
+from tests.edge_client.made_graphs import PROJECTION
+from tests.edge_client.made_rounds import (
+    COUNTS,
+    TASK,
+    look_at,
+    make_task,
+    open_round,
+    same_bits,
+    take_pictures,
+)
 from tests.faults import full_disk
-
-COUNTS = (7, 6, 5)
-"""Pictures of each class."""
 
 STEPS_AN_EPOCH = 5
 """Of 18 pictures, 4 at a time."""
-
-
-def take_pictures(counts: Sequence[int] = COUNTS) -> list[Picture]:
-    """So many pictures of each class, in order of their names as they are found."""
-    return [
-        Picture(Path("data"), f"{label}/{number:03d}.png", label, 100, 1_000)
-        for label, count in enumerate(counts)
-        for number in range(count)
-    ]
-
-
-def look_at(cache: FeatureCache, pictures: Sequence[Picture]) -> None:
-    """Put features of pictures into the cache, always the same for the same file."""
-    features = [
-        (picture.identity, np.random.default_rng(list(picture.identity.encode())).normal(size=FEATURES))
-        for picture in pictures
-    ]
-    cache.put(BACKBONE.hex(), [(name, vector.astype(np.float32)) for name, vector in features], [])
 
 
 @dataclass

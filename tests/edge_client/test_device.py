@@ -1,0 +1,130 @@
+"""The device program between its two threads: what the one deletes is nothing that the other still needs."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_client import events
+from edge_client.device import Device
+from edge_client.life import Mode, Upload
+from edge_client.rounds import pack, untaught
+from edge_client.state import DeviceState
+from edge_client.work import Found, Local
+from edge_client.worker import Crashed, Settings, Worker
+from protocol.errors import StateError
+from protocol.messages import HeadManifest
+from tests.edge_client.made_rounds import TASK, look_at, make_task, open_round, take_pictures
+
+
+def make_settings(folder: Path) -> Settings:
+    """A service without a broker."""
+    local = Local(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
+    return Settings(
+        broker=None, fleet="f", local=local, mode=Mode.SERVICE, provider="cpu", threads=1, backbones=(),
+        rescan_s=30.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> DeviceState:
+    """A device's state directory."""
+    return DeviceState(tmp_path / "state")
+
+
+def make_device(folder: Path, kept: DeviceState) -> Device:
+    """A device that has a head in use."""
+    device = Device(make_settings(folder), kept)
+    manifest = make_task(kept.blobs)
+    device._state = replace(device._state, task=TASK, manifest=manifest, installed=b"h" * 32)
+    return device
+
+
+def test_what_may_be_asked_for_again_stays(tmp_path: Path, kept: DeviceState) -> None:
+    """The submission that was received last is sent again to an aggregator that lost it, whatever came after it."""
+    device = make_device(tmp_path, kept)
+    received, sending, refused, old = map(kept.blobs.put, (b"received", b"sending", b"refused", b"old"))
+    kept.set(submission=refused.hex(), received=received.hex())
+    device._state = replace(device._state, submitted=received, uploads=(Upload(sending, head=b"h" * 32),))
+    device._tidy()
+    assert all(digest in kept.blobs for digest in (received, sending, refused))
+    assert old not in kept.blobs
+
+
+def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState) -> None:
+    """While blobs of the past are deleted, the work's thread keeps a round: both of its blobs are there afterwards."""
+    device = make_device(tmp_path, kept)
+    manifest, opened = make_task(kept.blobs), open_round(kept.blobs)
+    learnt = untaught(manifest, opened.tensors, data=None, blobs=kept.blobs)
+    done = threading.Event()
+
+    def tidy() -> None:
+        while not done.is_set():
+            device._tidy()
+
+    tidying = threading.Thread(target=tidy)
+    tidying.start()
+    try:
+        for number in range(40):
+            learnt.state["steps"][...] = number
+            device._worker._rounds.keep(TASK, opened, payload=b"submission %d" % number, learnt=learnt)
+            _, taught = kept.get("learnt")
+            assert kept.blobs.read(bytes.fromhex(kept.get("submission"))) == b"submission %d" % number
+            assert kept.blobs.read(bytes.fromhex(taught)) == pack(learnt)
+    finally:
+        done.set()
+        tidying.join()
+
+
+class _Overtaken(Worker):
+    """A worker to whom another round may come while it looks for pictures."""
+
+    comes: int
+
+    def _find(self, *_: object) -> Found:
+        look_at(self._cache, take_pictures())
+        self.round = self.comes
+        return Found(tuple(take_pictures()), ())
+
+
+def test_work_that_is_overtaken_may_find_its_blobs_gone(tmp_path: Path, kept: DeviceState) -> None:
+    """A round that closes takes its tensors with it: work for it ends without a word, and the program goes on."""
+    said: list[events.Event | Crashed] = []
+    manifest, opened = make_task(kept.blobs), open_round(kept.blobs)
+    kept.blobs.path(opened.tensors.digest).unlink()
+    worker = _Overtaken(make_settings(tmp_path), kept, emit=said.append, show=None)
+    worker.focus, worker.round, worker.comes = TASK, 0, 1
+    worker._build(events.Build(TASK, manifest, opened))
+    assert said == []
+    worker.round = worker.comes = 0
+    with pytest.raises(StateError):
+        worker._build(events.Build(TASK, manifest, opened))
+
+
+def test_of_several_heads_the_newest_is_taken(tmp_path: Path, kept: DeviceState) -> None:
+    """An older one that still waits is passed over: what it binds may be gone."""
+    said: list[events.Event | Crashed] = []
+    manifest = make_task(kept.blobs)
+    assert manifest.program is not None
+    worker = Worker(make_settings(tmp_path), kept, emit=said.append, show=None)
+    worker.focus = TASK
+    gone, here = (
+        open_round(kept.blobs, tensors={"rate": np.array(rate, np.float32)}).tensors for rate in (0.1, 0.2)
+    )
+    kept.blobs.path(gone.digest).unlink()
+    for version, tensors in enumerate((gone, here), start=1):
+        head = HeadManifest(
+            task=TASK, version=version, head=manifest.program.head, devices=1, prototypes=1, tensors=tensors
+        )
+        worker.install(events.Install(TASK, manifest, head))
+    while not worker._jobs.empty():
+        job = worker._jobs.get()
+        assert job is not None
+        job()
+    (installed,) = said
+    assert isinstance(installed, events.Installed)
+    assert (installed.head, installed.reason) == (here.digest, "")
+    assert installed.report is not None
+    assert installed.report in kept.blobs
