@@ -69,11 +69,12 @@ def check(
 def _differences(
     graphs: "Mapping[str, _Graph]", functions: Functions, world: "_World"
 ) -> Iterator[tuple[str, float, float]]:
+    """What is compared, how far the graph is from torch, and how far torch from itself in float64."""
     for rows in (0, *BATCHES):
-        yield "outputs", _compare(graphs["init"], functions.init, world.pictures(rows)), 0.0
+        yield from _compare(graphs["init"], functions.init, world.pictures(rows))
     for tensors in world.cases():
         for role in ("project", "head"):
-            yield "outputs", _compare(graphs[role], getattr(functions, role), tensors), 0.0
+            yield from _compare(graphs[role], getattr(functions, role), tensors)
         yield from _compare_steps(graphs["step"], functions, tensors)
 
 
@@ -213,12 +214,8 @@ def _by_graph(graph: _Graph, functions: Functions, tensors: Tensors) -> _Descent
 def _compare_steps(
     graph: _Graph, functions: Functions, tensors: Tensors
 ) -> Iterator[tuple[str, float, float]]:
-    """Each difference between graph and torch by name, and that between torch and torch in float64."""
     ours, theirs = _by_graph(graph, functions, tensors), _by_torch(functions, tensors)
-    precise = {
-        name: value.double() if value.is_floating_point() else value for name, value in tensors.items()
-    }
-    exact = _by_torch(functions, precise)
+    exact = _by_torch(functions, _precise(tensors))
     for name, steps in (("loss", slice(1)), ("steps", slice(1, None))):
         losses = theirs.losses[steps]
         yield name, _difference(ours.losses[steps], losses), _difference(losses, exact.losses[steps])
@@ -243,12 +240,17 @@ def _drift(ours: Tensor, theirs: Tensor) -> float:
     return float(most / theirs.square().mean().sqrt().clamp_min(1e-12))
 
 
-def _compare(graph: _Graph, function: Function, tensors: Tensors) -> float:
-    """The largest difference between a graph's outputs and its function's."""
+def _compare(graph: _Graph, function: Function, tensors: Tensors) -> Iterator[tuple[str, float, float]]:
     expected, found = function.apply(tensors), graph(tensors)
     if list(expected) != list(found):
         raise ProtofleetError(f"a graph gives {', '.join(found)}, expected {', '.join(expected)}")
-    return max(_difference(found[name], value) for name, value in expected.items())
+    exact = function.apply(_precise(tensors))
+    for name, value in expected.items():
+        yield "outputs", _difference(found[name], value), _difference(value, exact[name])
+
+
+def _precise(tensors: Tensors) -> Tensors:
+    return {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:

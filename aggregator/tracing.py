@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
@@ -20,16 +21,9 @@ Examples = Mapping[str, Tensor]
 
 
 def to_torch(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Return arrays as graphs take them: every float as float32, labels and indices as int64.
-
-    Args:
-        arrays: of a round; `uint32` ones hold indices, the other integers are numbers.
-    """
-    kinds = {"float16": torch.float32, "float32": torch.float32, "uint8": torch.float32}
+    """Return a round's tensors as graphs take them: indices, which are uint32, as int64, all others as float32."""
     return {
-        name: torch.from_numpy(array.astype("int64" if array.dtype.kind in "iu" else "float32")).to(
-            kinds.get(array.dtype.name, torch.int64)
-        )
+        name: torch.from_numpy(array.astype(np.int64 if array.dtype == np.uint32 else np.float32))
         for name, array in arrays.items()
     }
 
@@ -150,7 +144,8 @@ def _fold_transposes(graph: onnx.GraphProto) -> None:
                 source = turned.get(node.input[place])
                 if source is not None:
                     node.input[place] = source.input[0]
-                    (flag,) = (entry for entry in node.attribute if entry.name == name)
+                    flags = {entry.name: entry for entry in node.attribute}
+                    flag = flags.get(name) or node.attribute.add(name=name, type=onnx.AttributeProto.INT)
                     flag.i = 1 - flag.i
     used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
     for node in turned.values():

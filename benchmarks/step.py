@@ -32,6 +32,12 @@ DEVICES = 5
 STEPS = 20
 """In an epoch."""
 
+SETTINGS: dict[str, FedPCL | FPL] = {
+    "fedpcl": FedPCL(loss="cross_entropy", relu=False, prior=True),
+    "fpl": FPL(regularisation=1.0),
+}
+"""For which the losses below are written."""
+
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -80,7 +86,7 @@ def measure(
     repetitions: int,
 ) -> dict[str, float]:
     """Milliseconds of a step, medians over the epochs, and how many times as long torch takes."""
-    settings = FedPCL() if algorithm == "fedpcl" else FPL()
+    settings = SETTINGS[algorithm]
     graphs = build(settings, feature_size=feature_size, num_classes=CLASSES, seed=0)
     random = np.random.default_rng(0)
     feature = random.normal(size=(STEPS * batch_size, feature_size)).astype(np.float32)
@@ -185,15 +191,16 @@ class _FedPCL:
             self.layer.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
         self.tau = settings.tau
+        self.prior = torch.full((CLASSES,), 1.1 * STEPS).log()
         prototypes = torch.from_numpy(tensors["prototypes"].astype(np.float32))
         index = torch.from_numpy(tensors["index"].astype(np.int64))
         self.sets = torch.cat([prototypes[None, :CLASSES], prototypes[index]])
 
     def loss(self, features: Tensor, labels: Tensor) -> Tensor:
-        projection = functional.normalize(torch.relu(self.layer(features)))
-        logits = torch.einsum("nd,scd->nsc", projection, self.sets) / self.tau
-        own = functional.one_hot(labels, CLASSES).bool()[:, None]
-        losses = logits.masked_fill(own, -torch.inf).logsumexp(2) - logits.masked_fill(~own, 0).sum(2)
+        projection = functional.normalize(self.layer(features))
+        logits = torch.einsum("nd,scd->ncs", projection, self.sets) / self.tau + self.prior[:, None]
+        targets = labels[:, None].expand(-1, len(self.sets))
+        losses = functional.cross_entropy(logits, targets, reduction="none")
         return (losses[:, 0] + losses[:, 1:].mean(1)).mean()
 
 

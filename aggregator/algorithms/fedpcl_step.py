@@ -36,8 +36,8 @@ def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: 
     rounds = ("prototypes", "present") if settings.variant == "global" else ("prototypes", "index", "present")
     first = _first_projection(settings.projection_size, feature_size, seed)
 
-    def loss(tensors: Tensors, hidden: Tensor) -> Tensor:
-        return contrast(settings, tensors, projected(settings, hidden), num_classes)
+    def loss(tensors: Tensors, values: Tensor) -> Tensor:
+        return contrast(settings, tensors, projected(settings, values), num_classes)
 
     return Functions(
         init=Function(
