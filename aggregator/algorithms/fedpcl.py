@@ -47,7 +47,7 @@ class FedPCL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     loss: Literal["contrastive", "cross_entropy"] = "cross_entropy"
     """Eq. 9 and 10 leave the sample's own class out of the denominator; `cross_entropy` leaves it in."""
     standardise: bool = True
-    """Learn on features of mean 0 and deviation 1 on the device's own pictures."""
+    """Learn on features that have mean 0, and deviation 1 over all of them, on the device's own pictures."""
     relu: bool = False
     """Put a ReLU before the projection's normalisation."""
     prior: bool = True

@@ -41,7 +41,7 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 1e-5
     """L2, as part of the gradient."""
     standardise: bool = False
-    """Learn on features of mean 0 and deviation 1 on the device's own pictures."""
+    """Learn on features that have mean 0, and deviation 1 over all of them, on the device's own pictures."""
 
     @property
     def name(self) -> str:

@@ -8,10 +8,10 @@ NEVER = -1e9
 
 
 def statistics(feature: Tensor, *, standardise: bool) -> tuple[Tensor, Tensor]:
-    """Return mean and deviation of each feature, (L,) each, to standardise with; 0 and 1 leave it as it is.
+    """Return what to take off each feature and what to divide it by, (L,) each; 0 and 1 leave it as it is.
 
-    A feature that hardly moves among few pictures would be blown up elsewhere: no deviation is less than a hundredth
-    of the mean one. Of no rows, the mean is 0 and the deviation 1.
+    All features are divided by the same number, the root mean square of their deviations: one that hardly moves
+    among few pictures must not be blown up elsewhere. Of no rows, the mean is 0 and the deviation 1.
 
     Args:
         feature: (n, L), n >= 0.
@@ -21,9 +21,9 @@ def statistics(feature: Tensor, *, standardise: bool) -> tuple[Tensor, Tensor]:
         return feature.new_zeros(feature.shape[1]), feature.new_ones(feature.shape[1])
     rows = torch.ones_like(feature[:, :1]).sum().clamp_min(1)
     mean = feature.sum(dim=0) / rows
-    deviation = ((feature - mean).square().sum(dim=0) / rows).sqrt()
-    floor = deviation.mean() / 100
-    return mean, torch.where(floor > 0, torch.maximum(deviation, floor), torch.ones_like(deviation))
+    away = feature - mean
+    deviation = ((away * away).sum() / (rows * feature.shape[1])).sqrt()
+    return mean, torch.where(deviation > 0, deviation, 1.0).expand(feature.shape[1])
 
 
 def unit(rows: Tensor) -> Tensor:
