@@ -1,0 +1,88 @@
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from benchmarks.baselines import METHODS, Method, Recipe, run_baseline, traffic_bytes
+from benchmarks.domains import Client
+
+CLASSES, FEATURES = 3, 8
+RECIPE = Recipe(
+    rounds=4,
+    epochs=3,
+    batch_size=8,
+    optimizer="adam",
+    learning_rate=1e-2,
+    weight_decay=0.0,
+    standardise=True,
+    adapter_size=16,
+)
+
+
+def _client(seed: int, *, shift: float = 0.0, labels: tuple[int, ...] = (0, 1, 2)) -> Client:
+    """A client that has some of three well separated classes, all of its features shifted, judged by all three."""
+    centres = np.random.default_rng(7).normal(size=(CLASSES, FEATURES)) * 3
+    random = np.random.default_rng(seed)
+    owned = np.repeat(np.array(labels), 8)
+    everything = np.repeat(np.arange(CLASSES), 20)
+    return Client(
+        domain=f"shifted by {shift}",
+        train=(centres[owned] + shift + random.normal(size=(len(owned), FEATURES))).astype(np.float32),
+        train_labels=owned,
+        test=(centres[everything] + shift + random.normal(size=(60, FEATURES))).astype(np.float32),
+        test_labels=everything,
+        weights=np.full(60, 1 / 60),
+    )
+
+
+FLEET = [_client(0), _client(1, shift=5.0), _client(2, shift=-5.0)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_every_method_learns(method: Method, optimizer: Literal["adam", "sgd"]) -> None:
+    """On classes that are far apart, each is right nearly always."""
+    recipe = replace(RECIPE, optimizer=optimizer)
+    accuracies = run_baseline(method, FLEET, recipe, classes=CLASSES, seed=0)
+    assert accuracies.shape == (3,)
+    assert accuracies.min() > 0.9
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_seed_gives_the_same(method: Method) -> None:
+    """Weights and shuffles are drawn from the seed alone."""
+    recipe = replace(RECIPE, rounds=1, epochs=1, learning_rate=1e-3)
+    first, second, other = (
+        run_baseline(method, FLEET, recipe, classes=CLASSES, seed=seed) for seed in (0, 0, 1)
+    )
+    assert first.tolist() == second.tolist()
+    assert first.tolist() != other.tolist()
+
+
+@pytest.mark.parametrize("method", ["FedAvg-v", "FedProx", "FedProto averaged", "centralised"])
+def test_a_shared_model_knows_what_a_client_never_saw(method: Method) -> None:
+    """Where each client lacks a class, those that share a model still name it; alone, nobody does."""
+    fleet = [_client(0, labels=(0, 1)), _client(1, labels=(1, 2)), _client(2, labels=(0, 2))]
+    recipe = replace(RECIPE, standardise=False, rounds=20, adapter_size=0)
+    shared = run_baseline(method, fleet, recipe, classes=CLASSES, seed=0)
+    alone = run_baseline("Solo", fleet, recipe, classes=CLASSES, seed=0)
+    assert alone.max() < 0.7
+    assert shared.min() > 0.9
+
+
+def test_what_is_shared_is_counted() -> None:
+    """Two bytes a value: nothing, a whole model, an adapter, prototypes, or model and prototypes."""
+    sizes = {
+        method: traffic_bytes(method, RECIPE, feature_size=FEATURES, classes=CLASSES) for method in METHODS
+    }
+    adapter, classifier, prototypes = 2 * 16 * 9, 2 * 3 * 17, 2 * 3 * 16
+    assert sizes == {
+        "Solo": 0,
+        "FedAvg-v": adapter + classifier,
+        "FedProx": adapter + classifier,
+        "FedRep": adapter,
+        "FedProto": prototypes,
+        "FedProto averaged": adapter + classifier + prototypes,
+        "centralised": 0,
+    }

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+
+from benchmarks.domains import Client, feature_shift, halved, label_shift, unequal
+from benchmarks.features import Features
+from protocol.errors import ConfigError
+
+
+def _features(offset: int, *, per_class: int = 30) -> Features:
+    """A domain of three classes whose only feature is the picture's number."""
+    numbers = np.arange(offset, offset + 6 * per_class, dtype=np.float32)[:, None]
+    labels = np.arange(6 * per_class) % 3
+    half = 3 * per_class
+    return Features(numbers[:half], labels[:half], numbers[half:], labels[half:])
+
+
+DOMAINS = {"first": _features(0), "second": _features(1000)}
+
+
+def _numbers(clients: list[Client]) -> list[float]:
+    return [float(number) for client in clients for number in client.train[:, 0]]
+
+
+def test_feature_shift() -> None:
+    """One client a domain, with as many pictures of every class, judged by its own domain's test pictures."""
+    clients = feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(0), validation=False)
+    assert [client.domain for client in clients] == ["first", "second"]
+    for client, domain in zip(clients, DOMAINS.values(), strict=True):
+        assert np.bincount(client.train_labels).tolist() == [4, 4, 4]
+        assert np.isin(client.train, domain.train).all()
+        assert client.test is domain.test
+        assert client.accuracy(client.test_labels) == pytest.approx(1)
+
+
+def test_label_shift() -> None:
+    """All pictures of a class are shared out, none twice, and a client is judged by its own mixture."""
+    clients = label_shift(
+        DOMAINS,
+        ("first", "first", "second"),
+        per_class=8,
+        concentration=0.5,
+        rng=np.random.default_rng(0),
+        validation=False,
+    )
+    counts = np.array([np.bincount(client.train_labels, minlength=3) for client in clients])
+    assert counts.sum(axis=0).tolist() == [24, 24, 24]
+    assert len(set(_numbers(clients))) == 72
+    for client, mine in zip(clients, counts, strict=True):
+        always_first = np.zeros_like(client.test_labels)
+        assert client.accuracy(always_first) == pytest.approx(mine[0] / mine.sum())
+
+
+def test_validation_pictures_are_nobodys() -> None:
+    """Settings are chosen by training pictures that no client learns from."""
+    for validation in (
+        feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(0), validation=True),
+        unequal(DOMAINS, {"first": (2, 10), "second": (1, 5)}, rng=np.random.default_rng(0), validation=True),
+    ):
+        learnt = set(_numbers(validation))
+        for client in validation:
+            judged = {float(number) for number in client.test[:, 0]}
+            assert judged
+            assert not judged & learnt
+            assert not judged & {float(number) for number in DOMAINS[client.domain].test[:, 0]}
+
+
+def test_unequal_domains() -> None:
+    """As many clients and pictures as the plan has, no picture twice; more than there are is an error."""
+    plan = {"first": (3, 10), "second": (1, 20)}
+    clients = unequal(DOMAINS, plan, rng=np.random.default_rng(0), validation=False)
+    assert [(client.domain, len(client.train)) for client in clients] == [
+        *[("first", 10)] * 3,
+        ("second", 20),
+    ]
+    assert len(set(_numbers(clients))) == 50
+    with pytest.raises(ConfigError, match="first has 90 pictures, not 4 times 30"):
+        unequal(DOMAINS, {"first": (4, 30)}, rng=np.random.default_rng(0), validation=False)
+
+
+def test_too_few_pictures_of_a_class() -> None:
+    """The error names the domain and the class."""
+    with pytest.raises(ConfigError, match="first has too few pictures of class 0"):
+        feature_shift(DOMAINS, per_class=31, rng=np.random.default_rng(0), validation=False)
+
+
+def test_the_seed_decides() -> None:
+    """The same generator gives the same clients, another one others."""
+    first, second, other = (
+        _numbers(feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(seed), validation=False))
+        for seed in (0, 0, 1)
+    )
+    assert first == second
+    assert first != other
+
+
+def test_halves_are_dealt_anew() -> None:
+    """Every picture is in one half, and with another seed in another."""
+    domain = DOMAINS["first"]
+    one, two = (halved(domain, np.random.default_rng(seed)) for seed in (0, 1))
+    everything = np.sort(np.concatenate([one.train, one.test])[:, 0])
+    assert everything.tolist() == np.arange(180).tolist()
+    assert np.array_equal(one.train_labels, one.train[:, 0].astype(int) % 3)
+    assert not np.array_equal(one.train, two.train)
