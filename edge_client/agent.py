@@ -42,7 +42,16 @@ from edge_client.events import (
     Tell,
 )
 from edge_client.life import Download, Mode, State, Upload, head_key
-from protocol.messages import MAX_CHUNK_BYTES, BlobRef, Frame, HeadManifest, Receipt, RoundManifest
+from edge_client.needs import (
+    can_work,
+    current_head,
+    is_cast,
+    is_over,
+    needed,
+    needed_to_predict,
+    open_round,
+)
+from protocol.messages import MAX_CHUNK_BYTES, Frame, HeadManifest, Receipt, RoundManifest
 
 WINDOW_BYTES = 16 * MAX_CHUNK_BYTES
 """Bytes of a blob that are asked for at once."""
@@ -115,57 +124,6 @@ def _pursue(state: State, now_s: float) -> Step:
     return state, tuple(actions)
 
 
-def _current_head(state: State) -> HeadManifest | None:
-    return state.head if state.head is not None and state.head.task == state.task else None
-
-
-def _open_round(state: State) -> RoundManifest | None:
-    """The current task's round, if it has rounds that are not over."""
-    seen = _current_round(state)
-    return seen if seen is not None and seen.number < seen.rounds else None
-
-
-def _current_round(state: State) -> RoundManifest | None:
-    """The current task's round, also once all of them are over."""
-    if state.round is None or state.manifest is None or state.manifest.program is None:
-        return None
-    return state.round if state.round.task == state.task else None
-
-
-def _needed_to_work(state: State) -> tuple[BlobRef, ...]:
-    """What a submission is made with; first what is on its way to the whole fleet.
-
-    The program's head is among it, so that a head can be taken into use as soon as its round is over.
-    """
-    if state.manifest is None:
-        return ()
-    program, seen = state.manifest.program, _current_round(state)
-    graphs = (program.init, program.step, program.project, program.head) if program else ()
-    return (*((seen.tensors,) if seen else ()), *state.manifest.backbones, *graphs)
-
-
-def _needed_to_predict(state: State) -> tuple[BlobRef, ...]:
-    """What the newest head is run with."""
-    head = _current_head(state)
-    if head is None or state.manifest is None or state.mode is Mode.DRY_RUN:
-        return ()
-    program = state.manifest.program
-    graphs = (program.init,) if program else ()
-    return (*state.manifest.backbones, *graphs, head.head, *((head.tensors,) if head.tensors else ()))
-
-
-def needed(state: State) -> tuple[BlobRef, ...]:
-    """Every blob that the current task, its round and its newest head are worked with; in order of urgency."""
-    return (*_needed_to_work(state), *_needed_to_predict(state))
-
-
-def _is_cast(state: State, digest: bytes) -> bool:
-    """Whether a blob is sent to the whole fleet."""
-    seen, head = _current_round(state), _current_head(state)
-    tensors = (seen.tensors if seen else None, head.tensors if head else None)
-    return any(blob is not None and blob.digest == digest for blob in tensors)
-
-
 def _pursue_blobs(state: State, _now_s: float) -> Step:
     """Want the first blob that is needed and not there."""
     missing = next((blob for blob in needed(state) if blob.digest not in state.stored), None)
@@ -178,17 +136,17 @@ def _pursue_blobs(state: State, _now_s: float) -> Step:
 
 def _pursue_work(state: State, _now_s: float) -> Step:
     """Take the newest head into use, then make the submission that is due: a head is bound to the one before."""
-    manifest, task, head = state.manifest, state.task, _current_head(state)
+    manifest, task, head = state.manifest, state.task, current_head(state)
     if manifest is None or task is None:
         return state, ()
     actions: list[Action] = []
-    needed = _needed_to_predict(state)
+    needed = needed_to_predict(state)
     if head is not None and needed and all(blob.digest in state.stored for blob in needed):
         key = head_key(head)
         if key not in (state.installed, state.installing):
             state = replace(state, installing=key)
             actions.append(Install(task, manifest, head))
-    if all(blob.digest in state.stored for blob in _needed_to_work(state)):
+    if can_work(state):
         state, build = _due_build(state)
         actions.extend([] if build is None else [build])
     return state, tuple(actions)
@@ -196,7 +154,7 @@ def _pursue_work(state: State, _now_s: float) -> Step:
 
 def _due_build(state: State) -> tuple[State, Build | None]:
     """The work that is due, if any: for a round that was not joined yet, or for pictures not handed in."""
-    manifest, task, seen = state.manifest, state.task, _open_round(state)
+    manifest, task, seen = state.manifest, state.task, open_round(state)
     if manifest is None or task is None:
         return state, None
     if manifest.program is not None:
@@ -236,8 +194,8 @@ def _pursue_upload(state: State, now_s: float) -> Step:
 
 
 def _pursue_end(state: State, _now_s: float) -> Step:
-    head = _current_head(state)
-    if state.mode is Mode.DRY_RUN and _is_over(state):
+    head = current_head(state)
+    if state.mode is Mode.DRY_RUN and is_over(state):
         return state, (Exit(1, "all rounds are over: there is nothing left to hand in"),)
     done = (
         state.mode is Mode.ONCE
@@ -254,13 +212,7 @@ def _has_contributed(state: State, head: HeadManifest) -> bool:
     """Whether there is nothing left to hand in: the pictures as they are, or anything in the rounds to come."""
     if state.manifest is None or state.manifest.program is None:
         return state.submitted is not None and not state.stale
-    return _is_over(state) and state.round is not None and head.round == state.round.rounds - 1
-
-
-def _is_over(state: State) -> bool:
-    """Whether the current task has rounds, and all of them are over."""
-    seen = _current_round(state)
-    return seen is not None and seen.number >= seen.rounds
+    return is_over(state) and state.round is not None and head.round == state.round.rounds - 1
 
 
 def patience_s(attempts: int) -> float:
@@ -317,7 +269,7 @@ def _new_round(state: State, seen: RoundManifest) -> State:
 
 def _start_download(state: State, offset: int, now_s: float) -> State:
     """Go on from what is on the disk; with what is on its way to the whole fleet, as if it had been asked for."""
-    if state.download is not None and _is_cast(state, state.download.blob.digest):
+    if state.download is not None and is_cast(state, state.download.blob.digest):
         until = state.download.blob.size_bytes
         return _with_download(state, offset=offset, until=until, due_s=now_s + CAST_PATIENCE_S)
     return _with_download(state, offset=offset, until=0, due_s=now_s)
@@ -414,7 +366,7 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
         return _with_upload(state, replace(upload, broken=upload.broken + 1, due_s=0.0)), ()
     state = replace(state, uploads=state.uploads[1:])
     task, manifest = state.task, state.manifest
-    seen = _open_round(state)
+    seen = open_round(state)
     # The submission for a round that was not joined yet is made once its tensors are there.
     due = seen is not None and seen.number == state.joined
     wanted = manifest is not None and (manifest.program is None or due)

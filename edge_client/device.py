@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
-from edge_client import agent, events
+from edge_client import agent, events, needs
 from edge_client.life import Mode, State
 from edge_client.progress import Progress
 from edge_client.state import DeviceState
@@ -16,7 +16,7 @@ from edge_client.worker import Crashed, Settings, Worker
 from protocol import session as mqtt
 from protocol.blobstore import file_digest
 from protocol.codec import decode, digest_of, encode
-from protocol.errors import BackboneMismatch, MalformedMessage, ProtofleetError, TransferError
+from protocol.errors import BackboneMismatch, ConfigError, MalformedMessage, ProtofleetError, TransferError
 from protocol.messages import (
     MAX_CHUNK_BYTES,
     MAX_FRAME_BYTES,
@@ -320,7 +320,7 @@ class Device:
         if state.installed is None or state.task is None or state.manifest is None:
             return
         wanted = {state.task, state.submitted or b"", *(upload.digest for upload in state.uploads)}
-        wanted |= {blob.digest for blob in agent.needed(state)}
+        wanted |= {blob.digest for blob in needs.needed(state)}
         with kept.keeping:
             _, learnt = kept.get("learnt", ["", ""])
             head = kept.installed()
@@ -349,6 +349,10 @@ class Device:
             opened = bytes.fromhex(self._kept.get("round", ""))
             if opened in self._blobs:
                 self._step(self._round_seen(self._blobs.read(opened)))
+        if self._settings.broker is None and not needs.can_work(self._state):
+            raise ConfigError(
+                "not all that the task needs is here yet: say where the broker is with --broker"
+            )
 
     def _open_session(self) -> mqtt.Session | None:
         settings = self._settings

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aggregator.uplink import Complete, Uplink
-from edge_client import agent, events
+from edge_client import agent, events, needs
 from edge_client.agent import step
 from edge_client.life import Mode, State, head_key
 from protocol.codec import digest_of
@@ -176,7 +176,7 @@ class RoundsWorld(World):
     def build(self, build: events.Build) -> None:
         """Begin to train, after what is being done."""
         assert build.round is not None
-        assert all(blob.digest in self.state.stored for blob in agent.needed(self.state) if _for_work(blob))
+        assert all(blob.digest in self.state.stored for blob in needs.needed(self.state) if _for_work(blob))
         self.begun.append((build.round.number, self.seen))
         self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), build))
 

@@ -14,7 +14,8 @@ from edge_client.rounds import pack, untaught
 from edge_client.state import DeviceState
 from edge_client.work import Found, Local
 from edge_client.worker import Crashed, Settings, Worker
-from protocol.errors import StateError
+from protocol.codec import encode
+from protocol.errors import ConfigError, StateError
 from protocol.messages import HeadManifest
 from tests.edge_client.made_rounds import TASK, look_at, make_task, open_round, take_pictures
 
@@ -128,3 +129,12 @@ def test_of_several_heads_the_newest_is_taken(tmp_path: Path, kept: DeviceState)
     assert (installed.head, installed.reason) == (here.digest, "")
     assert installed.report is not None
     assert installed.report in kept.blobs
+
+
+def test_a_dry_run_without_a_broker_needs_all_of_a_task(tmp_path: Path, kept: DeviceState) -> None:
+    """A task with rounds that was never seen with its round is one line, and no waiting for ever."""
+    manifest = make_task(kept.blobs)
+    kept.set(task=kept.blobs.put(encode(manifest)).hex())
+    device = Device(replace(make_settings(tmp_path), mode=Mode.DRY_RUN), kept)
+    with pytest.raises(ConfigError, match="say where the broker is with --broker"):
+        device.run()

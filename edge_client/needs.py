@@ -1,0 +1,69 @@
+"""What a device's state calls for: which head, round and blobs its next decisions are about. Pure."""
+
+from edge_client.life import Mode, State
+from protocol.messages import BlobRef, HeadManifest, RoundManifest
+
+
+def current_head(state: State) -> HeadManifest | None:
+    """The current task's newest head."""
+    return state.head if state.head is not None and state.head.task == state.task else None
+
+
+def current_round(state: State) -> RoundManifest | None:
+    """The current task's round, also once all of them are over."""
+    if state.round is None or state.manifest is None or state.manifest.program is None:
+        return None
+    return state.round if state.round.task == state.task else None
+
+
+def open_round(state: State) -> RoundManifest | None:
+    """The current task's round, if it has rounds that are not over."""
+    seen = current_round(state)
+    return seen if seen is not None and seen.number < seen.rounds else None
+
+
+def needed_to_work(state: State) -> tuple[BlobRef, ...]:
+    """What a submission is made with; first what is on its way to the whole fleet.
+
+    The program's head is among it, so that a head can be taken into use as soon as its round is over.
+    """
+    if state.manifest is None:
+        return ()
+    program, seen = state.manifest.program, current_round(state)
+    graphs = (program.init, program.step, program.project, program.head) if program else ()
+    return (*((seen.tensors,) if seen else ()), *state.manifest.backbones, *graphs)
+
+
+def needed_to_predict(state: State) -> tuple[BlobRef, ...]:
+    """What the newest head is run with."""
+    head = current_head(state)
+    if head is None or state.manifest is None or state.mode is Mode.DRY_RUN:
+        return ()
+    program = state.manifest.program
+    graphs = (program.init,) if program else ()
+    return (*state.manifest.backbones, *graphs, head.head, *((head.tensors,) if head.tensors else ()))
+
+
+def needed(state: State) -> tuple[BlobRef, ...]:
+    """Every blob that the current task, its round and its newest head are worked with; in order of urgency."""
+    return (*needed_to_work(state), *needed_to_predict(state))
+
+
+def can_work(state: State) -> bool:
+    """Whether all is there that the next submission is made with, or there is none to make any more."""
+    if state.manifest is None or (state.manifest.program is not None and current_round(state) is None):
+        return False
+    return all(blob.digest in state.stored for blob in needed_to_work(state))
+
+
+def is_cast(state: State, digest: bytes) -> bool:
+    """Whether a blob is sent to the whole fleet."""
+    seen, head = current_round(state), current_head(state)
+    tensors = (seen.tensors if seen else None, head.tensors if head else None)
+    return any(blob is not None and blob.digest == digest for blob in tensors)
+
+
+def is_over(state: State) -> bool:
+    """Whether the current task has rounds, and all of them are over."""
+    seen = current_round(state)
+    return seen is not None and seen.number >= seen.rounds
