@@ -112,7 +112,9 @@ def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMeta
     del model.graph.input[:]
     model.graph.input.append(feature)
     # What follows from the bound tensors alone is computed here: of FedPCL's prototypes few rows remain.
+    format_version = model.ir_version
     model = optimizer.optimize(model, input_size_limit=_NO_LIMIT, output_size_limit=_NO_LIMIT)
+    model.ir_version = format_version
     model.ClearField("metadata_props")
     onnx.helper.set_model_props(model, to_properties(metadata))
     onnx.checker.check_model(model, full_check=True)

@@ -69,7 +69,6 @@ def _scan(graph: GraphProto, nodes: Sequence[NodeProto], shapes: dict[str, _Shap
     scan = helper.make_node(
         "Scan", list(taken), given, name=f"Scan_{number}", body=body, num_scan_inputs=len(taken)
     )
-    others = [node for node in others if node.op_type != "Expand" or node.output[0] in asked]
     place = next((at for at, node in enumerate(others) if set(node.input) & set(given)), len(others))
     others.insert(place, scan)
     del graph.node[:]

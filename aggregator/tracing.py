@@ -111,7 +111,9 @@ def to_onnx(
     _rename(model.graph, inputs=function.inputs, outputs=names)
     _fold_transposes(model.graph)
     tile(model)
+    _prune(model.graph)
     model.graph.name = metadata.role
+    model.ir_version = onnx.helper.find_min_ir_version_for(model.opset_import)
     onnx.helper.set_model_props(model, to_properties(metadata))
     onnx.checker.check_model(model, full_check=True)
     return bytes(model.SerializeToString(deterministic=True))
@@ -147,10 +149,21 @@ def _fold_transposes(graph: onnx.GraphProto) -> None:
                     flags = {entry.name: entry for entry in node.attribute}
                     flag = flags.get(name) or node.attribute.add(name=name, type=onnx.AttributeProto.INT)
                     flag.i = 1 - flag.i
-    used = {name for node in graph.node for name in node.input} | {value.name for value in graph.output}
-    for node in turned.values():
-        if node.output[0] not in used:
-            graph.node.remove(node)
+
+
+def _prune(graph: onnx.GraphProto) -> None:
+    """Take out what nothing asks for any more."""
+    used = {value.name for value in graph.output}
+    nodes = []
+    for node in reversed(graph.node):
+        if used & set(node.output):
+            nodes.append(node)
+            bodies = [entry.g for entry in node.attribute if entry.type == onnx.AttributeProto.GRAPH]
+            used.update(node.input, *(inner.input for body in bodies for inner in body.node))
+    constants = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(reversed(nodes))
+    graph.initializer.extend(constants)
 
 
 def _dynamic(axes: tuple[str | None, ...]) -> dict[int, Any]:

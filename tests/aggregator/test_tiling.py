@@ -80,11 +80,12 @@ def test_tiles_compute_what_the_whole_does(rows: int) -> None:
 
 
 def test_every_operation_on_stacks_is_in_the_scan() -> None:
-    """Nothing is repeated for the tiles, and nothing as large as the whole is left outside."""
+    """Nobody asks for a matrix repeated for the tiles, and nothing as large as the whole is left outside."""
     tiled = model()
     tile(tiled)
-    assert [node.op_type for node in tiled.graph.node] == ["Scan", "ReduceSum", "Add"]
-    (body,) = (entry.g for entry in tiled.graph.node[0].attribute if entry.name == "body")
+    assert [node.op_type for node in tiled.graph.node] == ["Expand", "Scan", "ReduceSum", "Add"]
+    assert not set(tiled.graph.node[0].output) & set(tiled.graph.node[1].input)
+    (body,) = (entry.g for entry in tiled.graph.node[1].attribute if entry.name == "body")
     assert [node.op_type for node in body.node] == ["MatMul", "Mul", "Add", "Sqrt"]
 
 
