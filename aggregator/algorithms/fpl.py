@@ -23,7 +23,7 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """`[fpl]`: how the shared model is learnt.
 
     The defaults are what `python -m benchmarks fpl` found best. The paper's are `rounds = 100`, `epochs = 10`,
-    `tau = 0.02`, `learning_rate = 0.01` and `regularisation = 1`.
+    `tau = 0.02`, `learning_rate = 0.01`, `regularisation = 1` and `standardise = false`.
     """
 
     rounds: Annotated[int, Meta(ge=1, le=100_000)] = 40
@@ -31,16 +31,16 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     batch_size: Annotated[int, Meta(ge=1, le=65535)] = 64
     adapter_size: Annotated[int, Meta(ge=1, le=4096)] = 256
     """D."""
-    tau: Annotated[float, Meta(gt=0, le=10)] = 0.1
+    tau: Annotated[float, Meta(gt=0, le=10)] = 0.07
     """Temperature."""
     regularisation: Annotated[float, Meta(ge=0, le=1000)] = 0.03
     """Weight of the distance to the unbiased prototype (eq. 9)."""
-    learning_rate: Annotated[float, Meta(gt=0, le=10)] = 0.03
+    learning_rate: Annotated[float, Meta(gt=0, le=10)] = 0.1
     """Of SGD."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 1e-5
     """L2, as part of the gradient."""
-    standardise: bool = False
+    standardise: bool = True
     """Learn on features that have mean 0, and deviation 1 over all of them, on the device's own pictures."""
 
     @property
