@@ -31,7 +31,7 @@ class FedPCL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     `learning_rate = 1e-3`, `loss = "contrastive"`, `relu = true`, `standardise = false` and `prior = false`.
     """
 
-    rounds: _Count = 60
+    rounds: _Count = 40
     epochs: Annotated[int, Meta(ge=1, le=65535)] = 1
     batch_size: Annotated[int, Meta(ge=1, le=65535)] = 32
     projection_size: Annotated[int, Meta(ge=1, le=4096)] = 256
