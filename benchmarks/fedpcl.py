@@ -1,6 +1,7 @@
 """`python -m benchmarks fedpcl`: FedPCL beside its rivals, where devices' features, labels or both differ."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -38,17 +39,18 @@ _RECIPE = Recipe(
     optimizer="adam",
     learning_rate=1e-3,
     weight_decay=1e-4,
-    standardise=False,
+    standardise=True,
     adapter_size=256,
 )
+_AS_THEY_ARE = replace(_RECIPE, standardise=False)
 RECIPES: Mapping[Method, Recipe] = MappingProxyType(
     {
-        "Solo": _RECIPE,
+        "Solo": _AS_THEY_ARE,
         "FedAvg-v": _RECIPE,
         "FedProx": _RECIPE,
         "FedRep": _RECIPE,
-        "FedProto": _RECIPE,
-        "centralised": _RECIPE,
+        "FedProto": _AS_THEY_ARE,
+        "centralised": _AS_THEY_ARE,
     }
 )
 """What each rival did best with on validation pictures, one recipe for all settings; docs/benchmarks.md says of what
@@ -108,7 +110,7 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
     default=("sample",),
     help="How they are capped; may be repeated.",
 )
-@click.option("--printed/--no-printed", default=True, show_default=True, help="FedPCL as printed, too.")
+@click.option("--printed", is_flag=True, help="FedPCL as printed, too.")
 @repeated(
     "--baseline",
     "baselines",

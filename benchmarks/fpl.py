@@ -32,7 +32,7 @@ PLANS: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
 VALIDATION_SHARE = 0.6
 """Of the devices' pictures where the rest are judged by."""
 
-PRINTED = {"tau": 0.02, "learning_rate": 0.01, "regularisation": 1.0}
+PRINTED = {"tau": 0.02, "learning_rate": 0.01, "regularisation": 1.0, "standardise": False}
 """As the paper has it."""
 
 _RECIPE = Recipe(
@@ -40,9 +40,9 @@ _RECIPE = Recipe(
     epochs=5,
     batch_size=64,
     optimizer="sgd",
-    learning_rate=0.03,
+    learning_rate=0.1,
     weight_decay=1e-5,
-    standardise=False,
+    standardise=True,
     adapter_size=256,
 )
 RECIPES: Mapping[Method, Recipe] = MappingProxyType(
@@ -80,7 +80,7 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
     multiple=True,
     help="Weights to try beside FPL's own; may be repeated.",
 )
-@click.option("--printed/--no-printed", default=True, show_default=True, help="FPL as printed, too.")
+@click.option("--printed", is_flag=True, help="FPL as printed, too.")
 @repeated(
     "--baseline",
     "baselines",
