@@ -25,6 +25,8 @@ ROLES = ("init", "step", "project", "head")
 FACTS = "graphs:"
 """What the names begin with under which a store knows graphs."""
 
+_NOT_IN_GRAPHS = {"rounds", "epochs", "max_sets", "sets"}
+
 
 def run(job: CompileJob) -> Result:
     """Make the graphs, and write them.
@@ -111,13 +113,17 @@ def _kept(file: Path, store: Store) -> BlobRef:
 
 
 def _key(task: TaskFile, feature_size: int) -> str:
-    """A digest of all that makes the graphs what they are: settings, sizes, and the code that writes them."""
+    """A digest of all that makes the graphs what they are: settings, sizes, and the code that writes them.
+
+    What says how often, how long and with whom is learnt is in no graph: the fleet goes on where it was.
+    """
     here = Path(__file__).parent
-    names = ("step_graphs.py", "tracing.py", "graphs.py")
+    names = ("step_graphs.py", "step_checks.py", "tracing.py", "tiling.py", "graphs.py")
     code = sorted([here / name for name in names] + list((here / "algorithms").glob("*.py")))
+    settings: dict[str, str | float | None] = msgspec.to_builtins(task.learning)
     entering = (
         task.algorithm,
-        msgspec.json.encode(task.learning),
+        sorted((name, value) for name, value in settings.items() if name not in _NOT_IN_GRAPHS),
         feature_size,
         len(task.classes),
         task.client.seed,

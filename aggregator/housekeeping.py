@@ -52,6 +52,12 @@ def forget_lost(task: Task, store: Store) -> None:
     """Drop submissions that may yet count, but whose blobs are gone: their devices will ask, and hand in again."""
     state, settings = store.round_state(task.digest), task.file.settings
     for device, entry in state.submissions.items():
-        if still_counts(entry, state, settings) and entry.digest not in store.blobs:
+        if entry.digest in store.blobs or not still_counts(entry, state, settings):
+            continue
+        if (
+            entry.round < state.head_version
+        ):  # what was cleared at the end of the rounds, before there were more
+            store.forget_submission(task.digest, device)
+        else:
             log.warning("the submission of %s is gone from the disk; it will be asked for again", device)
             store.forget_submission(task.digest, device)

@@ -256,6 +256,8 @@ class Aggregator:
             if rounds.is_over(state, settings):
                 now = f"all {settings.rounds} rounds are over"
             reason: Reason = "late" if answer.verdict == "late" else "unknown_round"
+            if reason == "unknown_round":
+                self._announce_head()  # somebody else has told the fleet of a round
             raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:

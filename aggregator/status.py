@@ -2,7 +2,7 @@
 
 `--json` prints what `report` returns:
 `running, fleet, algorithm, task, classes, quorum, retrain_after, training, submissions, waiting, closes_s,
-round: {number, rounds, over, devices, carried},
+round: {number, min_devices, rounds, over, devices, carried},
 devices: [device, state, seen_s, runtime, problem, pictures, round, classes, prototypes, bytes, right, wrong,
 accuracy], coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s,
 metrics, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path,
@@ -77,6 +77,7 @@ def _round(state: rounds.State, settings: rounds.Settings) -> dict[str, Any] | N
     }
     return {
         "number": state.head_version,
+        "min_devices": settings.min_devices,
         "rounds": settings.rounds,
         "over": rounds.is_over(state, settings),
         "devices": sorted(here),
@@ -228,7 +229,8 @@ def _round_line(number: dict[str, Any], closes: str) -> str:
         return f"all {number['rounds']} rounds are over"
     here = _some(number["devices"]) or "nobody yet"
     carried = f"; from earlier rounds: {_some(number['carried'])}" if number["carried"] else ""
-    until = f"; it closes at {closes} or before" if closes else ""
+    waits = f"; it waits for {number['min_devices']} devices" if number["devices"] else ""
+    until = f"; it closes at {closes} or before" if closes else waits
     return f"round {number['number']} of {number['rounds']} is open, handed in: {here}{carried}{until}"
 
 

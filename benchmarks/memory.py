@@ -31,7 +31,7 @@ PATIENCE_S = 600.0
 def memory(*, pictures: int, image_size: int, json_file: Path | None) -> None:
     """Weigh a device that trains against one that does not."""
     files = [backbone_file(name, image_size=image_size) for name in SOURCES]
-    figures = {}
+    figures: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "pictures"
         write_photographs(data, count=pictures)

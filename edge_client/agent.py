@@ -374,9 +374,7 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
         state = replace(state, working=True, stale=False)
         return state, (Build(task, manifest, seen, above=receipt.sequence),)
     if receipt.reason in {"superseded", "late", "unknown_round"}:
-        return state, (
-            Tell("the submission came too late for its round; going on with the one that is open"),
-        )
+        return state, (Tell(f"{receipt.detail or receipt.reason}: going on with what is open"),)
     if receipt.reason == "unknown_task":
         return state, (Tell("the aggregator works on another task now; waiting to hear of it"),)
     what = "submission" if upload.head is None else "evaluation"

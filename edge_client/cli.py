@@ -224,6 +224,8 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
             f"class      {entry['name']}: {entry['pictures']} pictures, {entry['held_out']} held out, "
             f"{len(entry['counts'])} prototypes"
         )
+    if summary["problem"]:
+        click.echo(f"problem    {summary['problem']}")
     sent = "received by the aggregator" if summary["received"] else "not received yet"
     click.echo(f"submission {report['bytes']} bytes, {sent}" if report else "submission none yet")
     click.echo(
@@ -243,6 +245,7 @@ def _status(kept: "DeviceState") -> dict[str, Any]:
         "task": kept.get("task"),
         "runtime": kept.get("runtime"),
         "report": kept.get("report"),
+        "problem": kept.get("problem", ""),
         "submission": submission,
         "received": submission is not None and kept.get("received") == submission,
         "head": msgspec.to_builtins(installed) if (installed := kept.installed()) else None,
@@ -256,6 +259,9 @@ def _show_dry_run(prepared: "Prepared", size_bytes: int) -> None:
             + (f" of {_spans(entry.counts)} pictures" if entry.counts else ", too few pictures")
         )
     rows, size = prepared.prototypes.shape
+    for name, change in prepared.changes.items():
+        shape = " x ".join(map(str, change.shape))
+        click.echo(f"the change of {name} in training: {shape} float16 values, in every round")
     for path, reason in prepared.refused:
         click.echo(f"left out: {path}: {reason}")
     click.echo(

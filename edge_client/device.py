@@ -125,6 +125,8 @@ class Device:
                 self._step(events.Drained())
             case events.Built(reason=reason):
                 self._problem = reason[:256]
+                if self._settings.mode is not Mode.DRY_RUN:
+                    self._kept.set(problem=self._problem)
                 self._step(event)
                 self._announce()
             case events.Installed():
@@ -284,7 +286,7 @@ class Device:
 
     def _open_download(self, blob: BlobRef) -> None:
         offset = self._blobs.partial_bytes(blob.digest)
-        log.info("fetching %s, %.1f MB%s", blob.name, blob.size_bytes / 1e6, " (going on)" if offset else "")
+        log.info("fetching %s, %.0f kB%s", blob.name, blob.size_bytes / 1e3, " (going on)" if offset else "")
         self._bar = Progress(f"fetching {blob.name}")
         if offset >= blob.size_bytes:
             self._finish_download(blob.digest)

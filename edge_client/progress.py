@@ -15,7 +15,7 @@ class Progress:
 
     def update(self, done: int, total: int) -> None:
         """Show that `done` of `total` are done."""
-        if not sys.stderr.isatty():
+        if not sys.stderr.isatty() or (self._bar is None and done >= total):
             return
         if self._bar is None:
             self._bar = click.progressbar(length=total, label=self._label, file=sys.stderr)

@@ -117,7 +117,10 @@ class RoundWork:
         return digest
 
     def learnt_digest(self, task: bytes) -> str:
-        """The blob, in hex, of what earlier rounds of a task have taught; empty if nothing was."""
+        """The blob, in hex, of what earlier rounds of a task have taught; empty if nothing was, or it is lost."""
+        return digest if (digest := self._kept_digest(task)) and self._learnt(task) else ""
+
+    def _kept_digest(self, task: bytes) -> str:
         of, digest = self._kept.get("learnt", ["", ""])
         return str(digest) if of == task.hex() else ""
 
@@ -132,8 +135,13 @@ class RoundWork:
         return digest
 
     def _learnt(self, task: bytes) -> Learnt | None:
-        digest = self.learnt_digest(task)
-        return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if digest else None
+        digest = self._kept_digest(task)
+        try:
+            return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if digest else None
+        except StateError as error:
+            log.warning("what earlier rounds have taught is lost, the next one begins anew: %s", error)
+            self._kept.set(learnt=["", ""])
+            return None
 
     def _data(self, manifest: TaskManifest, pictures: Sequence[Picture]) -> TrainingSet:
         identities = [picture.identity for picture in pictures]

@@ -8,11 +8,14 @@ import contextlib
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from protocol.codec import digest_of
 from protocol.errors import StateError, TransferError
+
+LONGEST_WRITE_S = 3600.0
 
 
 @contextlib.contextmanager
@@ -109,12 +112,15 @@ class BlobStore:
         """The blob's bytes, checked against their name.
 
         Raises:
-            StateError: it is not there, or the disk has changed it.
+            StateError: it is not there, or the disk has changed it; then it is deleted.
         """
         with state_errors(self.path(digest)):
             data = self.path(digest).read_bytes()
         if digest_of(data) != digest:
-            raise StateError(f"{self.path(digest)} was changed on disk: delete it, it will be fetched again")
+            # It is of no use to anybody, and in the way of fetching it again.
+            with contextlib.suppress(OSError):
+                self.path(digest).unlink()
+            raise StateError(f"{self.path(digest)} was changed on disk and is deleted: start again")
         return data
 
     def partial_bytes(self, digest: bytes) -> int:
@@ -146,10 +152,15 @@ class BlobStore:
         return self.path(digest)
 
     def keep_only(self, digests: Collection[bytes]) -> None:
-        """Delete every blob and unfinished download but these."""
+        """Delete every blob and unfinished download but these, and not what is being written at the moment."""
         names = {digest.hex() for digest in digests}
         for folder in (self.folder, self._partial):
             for file in folder.iterdir():
-                if file.is_file() and file.name not in names:
-                    with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):
+                    if file.is_file() and file.name not in names and not _is_being_written(file):
                         file.unlink()
+
+
+def _is_being_written(file: Path) -> bool:
+    """Whether it is the unfinished file of a `write_atomically` that may still be at work."""
+    return file.name.startswith(".") and time.time() - file.stat().st_mtime < LONGEST_WRITE_S

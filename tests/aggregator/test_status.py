@@ -165,7 +165,14 @@ def test_an_open_round(tmp_path: Path) -> None:
     """Its number, who is in it, who counts from earlier rounds, when it closes; and what devices suffer from."""
     summary = report(_in_rounds(tmp_path))
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    assert summary["round"] == {"number": 1, "rounds": 2, "over": False, "devices": ["a"], "carried": ["b"]}
+    assert summary["round"] == {
+        "number": 1,
+        "min_devices": 1,
+        "rounds": 2,
+        "over": False,
+        "devices": ["a"],
+        "carried": ["b"],
+    }
     assert (summary["waiting"], summary["closes_s"]) == (1, 260.0)
     assert [(row["round"], row["problem"]) for row in summary["devices"]] == [
         (1, ""),
@@ -181,7 +188,14 @@ def test_rounds_that_are_over(tmp_path: Path) -> None:
     store = _in_rounds(tmp_path)
     store.keep_head(HeadRow(2, TASK, bytes(32), 99, 50.0, 10, {"a": b"a".hex()}, {}))
     summary = report(store)
-    assert summary["round"] == {"number": 2, "rounds": 2, "over": True, "devices": [], "carried": []}
+    assert summary["round"] == {
+        "number": 2,
+        "min_devices": 1,
+        "rounds": 2,
+        "over": True,
+        "devices": [],
+        "carried": [],
+    }
     assert summary["closes_s"] is None
     assert "all 2 rounds are over" in _shown(summary)
 

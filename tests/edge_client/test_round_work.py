@@ -270,6 +270,22 @@ def test_what_was_learnt_goes_into_the_next_round_of_its_task_alone(device: Devi
     assert learnt.state["steps"] == 2 * STEPS_AN_EPOCH
 
 
+@pytest.mark.parametrize("how", ["gone", "cut"])
+def test_what_was_learnt_may_get_lost(device: Device, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A device whose disk has lost it says so and begins anew, at this round and at every start after it."""
+    manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
+    _, learnt = device.take_part(manifest, opened)
+    device.work.keep(TASK, opened, payload=b"payload", learnt=learnt)
+    file = device.kept.blobs.path(bytes.fromhex(device.work.learnt_digest(TASK)))
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:-1])
+    assert device.work.learnt_digest(TASK) == ""
+    assert "what earlier rounds have taught is lost" in caplog.text
+    device.take_part(manifest, open_round(device.kept.blobs, number=1))
+
+
 def test_submission_and_what_was_learnt_are_kept_together(tmp_path: Path, device: Device) -> None:
     """On a disk that is full at any moment either both are there afterwards or neither, and then it can be made up."""
     manifest = make_task(device.kept.blobs)

@@ -1,5 +1,6 @@
 """Blobs on disk: whole or not there, resumed, checked, and clear about a disk that fails."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_a_blob_that_the_disk_changed_is_not_used(tmp_path: Path) -> None:
     store.put(DATA)
     with store.path(DIGEST).open("rb+") as file:
         file.write(b"?")
-    with pytest.raises(StateError, match=f"{DIGEST.hex()} was changed on disk: delete it"):
+    with pytest.raises(StateError, match=f"{DIGEST.hex()} was changed on disk and is deleted"):
         store.read(DIGEST)
 
 
@@ -142,16 +143,18 @@ def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
 
 
 def test_only_what_is_wanted_stays(tmp_path: Path) -> None:
-    """Other blobs, other downloads and what a power cut left behind are deleted."""
+    """Other blobs, other downloads and what a power cut left behind are deleted; not what is being written now."""
     store = BlobStore(tmp_path)
     kept, old = store.put(b"kept"), store.put(b"old")
     store.append(digest_of(b"wanted"), b"wan")
     store.append(digest_of(b"unwanted"), b"un")
     (tmp_path / ".0123abcd-left").write_bytes(b"half")
+    os.utime(tmp_path / ".0123abcd-left", (0, 0))
+    (tmp_path / ".4567cdef-now").write_bytes(b"half")
     store.keep_only({kept, digest_of(b"wanted")})
     assert kept in store
     assert old not in store
-    assert _files(tmp_path) == sorted([kept.hex(), digest_of(b"wanted").hex()])
+    assert _files(tmp_path) == sorted([".4567cdef-now", kept.hex(), digest_of(b"wanted").hex()])
 
 
 def test_what_is_no_blob_is_no_digest(tmp_path: Path) -> None:
