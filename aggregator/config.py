@@ -8,7 +8,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -222,8 +222,11 @@ def _explain(path: Path, text: str, error: str) -> str:
         return f"{path}:{_line_of(text, tables, field[1])}: unknown setting `{field[1]}`{hint}"
     if field:
         return f"{path}:{_line_of(text, tables, None)}: `{field[1]}` is missing"
-    key = ".".join(tables)
-    return f"{path}:{_line_of(text, tables[:-1], tables[-1] if tables else None)}: `{key}`: {problem}"
+    line, key = _line_of(text, tables[:-1], tables[-1] if tables else None), ".".join(tables)
+    if "Invalid enum value" in problem:
+        hints = get_type_hints(_TABLES.get(".".join(tables[:-1]), TaskFile))
+        problem += f"; expected {' or '.join(map(repr, get_args(hints[tables[-1]])))}"
+    return f"{path}:{line}: `{key}`: {problem}"
 
 
 def _line_of(text: str, tables: tuple[str, ...], key: str | None) -> int:

@@ -177,7 +177,11 @@ WRONG: dict[str, tuple[str, int, str]] = {
         "unknown setting `round`; did you mean `rounds`?",
     ),
     "no grace": ('algorithm = "fpl"\nrounds.grace_s = -1', 4, "`rounds.grace_s`: Expected `float` >= 0.0"),
-    "unknown algorithm": ('algorithm = "fedavg"', 3, "`algorithm`: Invalid enum value 'fedavg'"),
+    "unknown algorithm": (
+        'algorithm = "fedavg"',
+        3,
+        "`algorithm`: Invalid enum value 'fedavg'; expected 'fedtc' or 'fedpcl' or 'fpl'",
+    ),
     "alpha past 1": ("[client]\nseed = 1\nalpha = 1.5", 5, "`client.alpha`: Expected `float` <= 1.0"),
     "alpha in an inline table": ("\nclient = { alpha = 0.0 }", 4, "`client.alpha`: Expected `float` > 0.0"),
     "alpha with a dot": ("\n\nclient.alpha = -1", 5, "`client.alpha`: Expected `float` > 0.0"),
@@ -191,7 +195,11 @@ WRONG: dict[str, tuple[str, int, str]] = {
         3,
         "min_images (2) must not exceed batch_size (1)",
     ),
-    "unknown recipe": ('[training]\nrecipe = "best"', 4, "`training.recipe`: Invalid enum value 'best'"),
+    "unknown recipe": (
+        '[training]\nrecipe = "best"',
+        4,
+        "`training.recipe`: Invalid enum value 'best'; expected 'default' or 'paper'",
+    ),
     "unknown device": ('[training]\ndevice = "tpu"', 4, "`training.device`: Expected `str` matching"),
     "same key in another table": (
         "[client]\nseed = 1\n[training]\nseed = -1",
