@@ -47,8 +47,8 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
     {
         "Solo": _AS_THEY_ARE,
         "FedAvg-v": _RECIPE,
-        "FedProx": _RECIPE,
-        "FedRep": _RECIPE,
+        "FedProx": replace(_RECIPE, proximal=0.01),
+        "FedRep": replace(_RECIPE, learning_rate=3e-4),
         "FedProto": _AS_THEY_ARE,
         "centralised": _AS_THEY_ARE,
     }

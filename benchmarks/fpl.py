@@ -1,6 +1,7 @@
 """`python -m benchmarks fpl`: FPL beside its rivals, where domains differ and have unequal numbers of devices."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -45,14 +46,15 @@ _RECIPE = Recipe(
     standardise=True,
     adapter_size=256,
 )
+_SLOWER = replace(_RECIPE, learning_rate=0.03)
 RECIPES: Mapping[Method, Recipe] = MappingProxyType(
     {
-        "Solo": _RECIPE,
+        "Solo": _SLOWER,
         "FedAvg-v": _RECIPE,
         "FedProx": _RECIPE,
-        "FedRep": _RECIPE,
-        "FedProto": _RECIPE,
-        "FedProto averaged": _RECIPE,
+        "FedRep": _SLOWER,
+        "FedProto": _SLOWER,
+        "FedProto averaged": _SLOWER,
         "centralised": _RECIPE,
     }
 )

@@ -1,5 +1,6 @@
 """FedPCL and FPL in process: devices' and aggregator's own functions, graphs and messages, without a network."""
 
+import functools
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.program import Algorithm, Contribution
 from aggregator.intake import Expectation, check_submission, read_message
 from aggregator.manifests import program_of, round_manifest
-from aggregator.step_graphs import build
+from aggregator.step_graphs import Graphs, build
 from aggregator.task import pack_tensors, unpack_tensors
 from benchmarks.domains import Client
 from edge_client.predictor import open_round_head
@@ -25,6 +26,10 @@ from protocol.codec import digest_of, encode
 from protocol.messages import BlobRef, Submission, TaskManifest
 
 WATCH = Watch(on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None)
+
+
+_built: Any = functools.lru_cache(maxsize=16)(build)
+"""The same graphs serve every fleet of a seed; algorithms are values, though their protocol does not say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,7 @@ def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int,
 
 def _prepare(algorithm: Algorithm, blobs: BlobStore, *, feature_size: int, classes: int, seed: int) -> _Task:
     """Return the task as the aggregator would publish it, with its graphs in `blobs`."""
-    graphs = build(algorithm, feature_size=feature_size, num_classes=classes, seed=seed)
+    graphs: Graphs = _built(algorithm, feature_size=feature_size, num_classes=classes, seed=seed)
     program = program_of(algorithm, {role: _put(blobs, data, role) for role, data in vars(graphs).items()})
     manifest = TaskManifest(
         fleet="benchmark",

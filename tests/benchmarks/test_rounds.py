@@ -1,0 +1,93 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fpl import FPL
+from benchmarks.__main__ import cli
+from benchmarks.data import DIGITS, PACS
+from benchmarks.domains import Client, feature_shift
+from benchmarks.rounds import run_rounds
+from tests.benchmarks.fleets import domain, fill_cache
+
+CLASSES = 10
+
+
+@pytest.fixture(scope="module")
+def fleet() -> list[Client]:
+    """Four clients on as many domains."""
+    domains = {name: domain(seed, classes=CLASSES, pictures=200) for seed, name in enumerate(DIGITS)}
+    return feature_shift(domains, per_class=5, rng=np.random.default_rng(0), validation=False)
+
+
+def test_fedpcl_in_process(fleet: list[Client]) -> None:
+    """Devices learn, the same seed gives the same, and a submission is its float16 prototypes and 600 bytes."""
+    settings = FedPCL(rounds=4, learning_rate=1e-2)
+    first, again = (run_rounds(settings, fleet, classes=CLASSES, seed=0) for _ in range(2))
+    assert first.accuracies.min() > 0.7
+    assert first.accuracies.tolist() == again.accuracies.tolist()
+    prototypes = CLASSES * 256 * 2
+    assert prototypes < first.up_bytes.min()
+    assert first.up_bytes.max() <= prototypes + 600
+    sets = (len(fleet) + 1) * prototypes
+    assert sets < first.down_bytes[-1] < sets + 1000
+
+
+def test_fpl_in_process(fleet: list[Client]) -> None:
+    """Devices end up with one model that suits all of them; what goes up is its change and the prototypes."""
+    outcome = run_rounds(FPL(rounds=4, adapter_size=32), fleet, classes=CLASSES, seed=0)
+    assert outcome.accuracies.min() > 0.7
+    values = 32 * 17 + 10 * 33 + 10 * 32
+    assert 2 * values < outcome.up_bytes.min() <= outcome.up_bytes.max() < 2 * values + 1000
+
+
+def _report(*arguments: str, folder: Path) -> dict[str, Any]:
+    file = folder / "report.json"
+    result = CliRunner().invoke(cli, [*arguments, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(file.read_text())
+    for figures in report["summaries"]:
+        assert figures["method"] in result.stdout
+    return report
+
+
+def test_a_report_of_fedpcl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command compares on every shift, by name, with the caps that were asked for."""
+    features = {
+        f"{name}-500": domain(seed, classes=CLASSES, pictures=500) for seed, name in enumerate(DIGITS)
+    }
+    fill_cache(tmp_path, monkeypatch, features)
+    arguments = "fedpcl --backbones 1 --pictures 500 --per-class 4 --clients 5 --rounds 2 --seed 1"
+    report = _report(
+        *arguments.split(), "--shift", "feature", "--shift", "label", "--max-sets", "2", "--baseline", "Solo",
+        folder=tmp_path,
+    )  # fmt: skip
+    named = [(figures["setting"], figures["method"]) for figures in report["summaries"]]
+    methods = ("FedPCL", "FedPCL, 2 sets, sample", "Solo")
+    assert named == [
+        (f"{shift} shift, 1 backbone", method) for shift in ("feature", "label") for method in methods
+    ]
+    for figures, clients in zip(report["summaries"], (4, 4, 4, 5, 5, 5), strict=True):
+        assert len(figures["clients"]) == clients
+        assert figures["mean"] == pytest.approx(np.mean(figures["clients"]))
+        assert figures["worst_10"] <= figures["worst_40"] <= figures["mean"] <= figures["best_10"]
+        assert figures["seeds"] == [1]
+    assert report["summaries"][1]["down_bytes"] < report["summaries"][0]["down_bytes"]
+
+
+def test_a_report_of_fpl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten devices of four domains, with the mean over domains and the worst of them."""
+    features = {name: domain(seed, classes=7, pictures=140) for seed, name in enumerate(PACS)}
+    fill_cache(tmp_path, monkeypatch, features)
+    arguments = "fpl --data pacs --rounds 2 --seed 0 --baseline FedProto --baseline FedAvg-v"
+    report = _report(*arguments.split(), folder=tmp_path)
+    assert [figures["method"] for figures in report["summaries"]] == ["FPL", "FedAvg-v", "FedProto"]
+    for figures in report["summaries"]:
+        assert list(figures["domains"]) == list(PACS)
+        assert figures["worst_domain"] == min(figures["domains"].values())
+        assert figures["domain_mean"] == pytest.approx(np.mean(list(figures["domains"].values())))
+        assert len(figures["clients"]) == 10
