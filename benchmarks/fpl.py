@@ -55,7 +55,7 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "FedRep": _SLOWER,
         "FedProto": _SLOWER,
         "FedProto averaged": _SLOWER,
-        "centralised": _RECIPE,
+        "centralised": replace(_RECIPE, learning_rate=0.01),
     }
 )
 """What each rival did best with on validation pictures; docs/benchmarks.md says of what it was chosen."""
