@@ -22,7 +22,7 @@ CLIENTS = (1, 3, 17)
 STEPS = 10
 TOLERANCE = {"outputs": 1e-5, "loss": 1e-5, "gradients": 1e-5, "steps": 1e-4}
 """Of what a graph gives, beside its largest value or 1; `steps` are ten losses, and the parameters after them."""
-ROUNDING = 4
+ROUNDING = 10
 """A graph may differ by this many times what rounding does to torch itself, if that is more: at a low temperature or
 a high rate it is."""
 
