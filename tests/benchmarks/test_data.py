@@ -19,7 +19,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _shares(data: DataSet) -> list[float]:
     """Which share of each class is there to learn from."""
     train, test = (np.bincount(part.labels) for part in (data.train, data.test))
-    return (train / (train + test)).tolist()
+    return [float(share) for share in train / (train + test)]
 
 
 def test_digits_of_scikit_learn() -> None:
