@@ -57,7 +57,7 @@ class Learning:
     @property
     def head(self) -> HeadManifest | None:
         """What the fleet is told of the newest head."""
-        return head_manifest(self._head) if self._head is not None else None
+        return head_manifest(self._task.digest, self._head) if self._head is not None else None
 
     @property
     def round(self) -> RoundManifest | None:

@@ -11,6 +11,7 @@ from protocol.messages import (
     MAX_MANIFEST_BYTES,
     BlobRef,
     HeadManifest,
+    HeadRef,
     Program,
     RoundManifest,
     TaskManifest,
@@ -58,11 +59,15 @@ def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: Bl
     )
 
 
-def head_manifest(row: HeadRow) -> HeadManifest:
-    """What the fleet is told of a head."""
+def head_manifest(task: bytes, current: HeadRow) -> HeadManifest:
+    """What the fleet is told to use."""
+    return HeadManifest(task=task, release=current.version, current=head_ref(current))
+
+
+def head_ref(row: HeadRow) -> HeadRef:
+    """What devices are told of a head."""
     in_rounds = row.tensors is not None
-    return HeadManifest(
-        task=row.task,
+    return HeadRef(
         version=row.version,
         head=BlobRef(
             digest=row.digest,

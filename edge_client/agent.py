@@ -51,7 +51,7 @@ from edge_client.needs import (
     needed_to_predict,
     open_round,
 )
-from protocol.messages import MAX_CHUNK_BYTES, Frame, HeadManifest, Receipt, RoundManifest
+from protocol.messages import MAX_CHUNK_BYTES, Frame, HeadRef, Receipt, RoundManifest
 
 WINDOW_BYTES = 16 * MAX_CHUNK_BYTES
 """Bytes of a blob that are asked for at once."""
@@ -208,7 +208,7 @@ def _pursue_end(state: State, _now_s: float) -> Step:
     return state, (Exit(0),) if done else ()
 
 
-def _has_contributed(state: State, head: HeadManifest) -> bool:
+def _has_contributed(state: State, head: HeadRef) -> bool:
     """Whether there is nothing left to hand in: the pictures as they are, or anything in the rounds to come."""
     if state.manifest is None or state.manifest.program is None:
         return state.submitted is not None and not state.stale

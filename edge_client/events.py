@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from protocol.messages import BlobRef, Frame, HeadManifest, Receipt, RoundManifest, TaskManifest
+from protocol.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.transfer import Ranges
 
 
@@ -177,7 +177,7 @@ class Install:
 
     task: bytes
     manifest: TaskManifest
-    head: HeadManifest
+    head: HeadRef
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass
 
-from protocol.messages import BlobRef, HeadManifest, RoundManifest, TaskManifest
+from protocol.messages import BlobRef, HeadManifest, HeadRef, RoundManifest, TaskManifest
 
 
 class Mode(enum.Enum):
@@ -40,7 +40,7 @@ class Download:
     due_s: float = 0.0
 
 
-def head_key(head: HeadManifest) -> bytes:
+def head_key(head: HeadRef) -> bytes:
     """What tells a head from the one before: its file, or with a program what is bound to it."""
     return (head.tensors or head.head).digest
 

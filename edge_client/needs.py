@@ -1,12 +1,12 @@
 """What a device's state calls for: which head, round and blobs its next decisions are about. Pure."""
 
 from edge_client.life import Mode, State
-from protocol.messages import BlobRef, HeadManifest, RoundManifest
+from protocol.messages import BlobRef, HeadRef, RoundManifest
 
 
-def current_head(state: State) -> HeadManifest | None:
-    """The current task's newest head."""
-    return state.head if state.head is not None and state.head.task == state.task else None
+def current_head(state: State) -> HeadRef | None:
+    """The head that the current task's devices use."""
+    return state.head.current if state.head is not None and state.head.task == state.task else None
 
 
 def current_round(state: State) -> RoundManifest | None:

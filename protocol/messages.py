@@ -52,6 +52,7 @@ Reason = Literal[
     "superseded",
     "late",
     "unknown_round",
+    "no_space",
 ]
 """Why something was refused, for a program; the detail beside it is for a person."""
 
@@ -145,10 +146,9 @@ class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):
     """What every device gets: a `tensors` message. One named like a tensor of the state takes its place."""
 
 
-class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
-    """The fleet's current head."""
+class HeadRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A head that devices may use."""
 
-    task: Digest
     version: Positive
     head: BlobRef
     devices: Positive
@@ -159,6 +159,19 @@ class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
     """The round that it closed."""
     tensors: BlobRef | None = None
     """With a program: a `tensors` message to bind to the head's inputs, beside the device's own state."""
+
+
+class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
+    """Which head the fleet uses, and which newer one some devices try first."""
+
+    task: Digest
+    release: Positive
+    """Grows with every manifest that says something else, also where it goes back to an older head."""
+    current: HeadRef
+    candidate: HeadRef | None = None
+    """What the canaries use in the place of `current`, and report on."""
+    canaries_below: Annotated[int, Meta(ge=0, le=2**32)] = 0
+    """A device is a canary if its rank for the candidate's version is below this (`canary_rank`)."""
 
 
 PresenceState = Literal["online", "stopped", "offline"]
@@ -187,6 +200,8 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     """Pictures that could not be used."""
     problem: Text = ""
     """What keeps the device from taking part; empty if nothing does."""
+    head_version: Natural = 0
+    """The head in use; 0 if there is none."""
 
 
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
@@ -220,6 +235,10 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     right: PerClass
     """Held-out pictures of each class that the head got right."""
     wrong: PerClass
+    before: PerClass = ()
+    """Those of each class that the head in use before got right; empty if there was none."""
+    problem: Text = ""
+    """Why the device does not use the head; empty if it does."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
@@ -267,6 +286,7 @@ WIRE_TYPES: tuple[type[msgspec.Struct], ...] = (
     BlobRequest,
     Tensors,
     Program,
+    HeadRef,
     BlobRef,
     Tensor,
 )

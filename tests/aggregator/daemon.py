@@ -24,6 +24,7 @@ from protocol.messages import (
     Evaluation,
     Frame,
     HeadManifest,
+    HeadRef,
     Presence,
     Receipt,
     RoundManifest,
@@ -181,9 +182,10 @@ class Device:
         """Wait until the aggregator's presence is this."""
         return self.wait(fleet_topic(FLEET, "state"), Presence, when=lambda presence: presence.state == state)
 
-    def head(self, version: int = 1) -> HeadManifest:
-        """Wait for a head of at least this version."""
-        return self.wait(fleet_topic(FLEET, "head"), HeadManifest, when=lambda head: head.version >= version)
+    def head(self, version: int = 1) -> HeadRef:
+        """Wait until the fleet uses a head of at least this version."""
+        topic = fleet_topic(FLEET, "head")
+        return self.wait(topic, HeadManifest, when=lambda head: head.current.version >= version).current
 
     def round(self, number: int = 0) -> RoundManifest:
         """Wait for a round of at least this number."""

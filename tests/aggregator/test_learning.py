@@ -74,7 +74,7 @@ def test_a_round_that_fails_is_told_and_tried_again(
     _take(learning, task, "c")
     assert learning.finish(_end(events))
     assert learning.head is not None
-    assert learning.head.devices == 3
+    assert learning.head.current.devices == 3
 
 
 def test_a_pooling_that_was_cut_off_is_done_again(

@@ -11,7 +11,7 @@ from edge_client import agent, events
 from edge_client.agent import step
 from edge_client.life import Mode, State
 from protocol.codec import digest_of
-from protocol.messages import HeadManifest, Receipt, TaskManifest
+from protocol.messages import HeadManifest, HeadRef, Receipt, TaskManifest
 from tests.edge_client.world import World, reference
 
 BACKBONE = bytes(range(256)) * 1200
@@ -31,7 +31,11 @@ MANIFEST = TaskManifest(
     seed=0,
 )
 TASK = b"t" * 32
-HEAD_MANIFEST = HeadManifest(task=TASK, version=1, head=reference(HEAD, "head"), devices=1, prototypes=1)
+HEAD_MANIFEST = HeadManifest(
+    task=TASK,
+    release=1,
+    current=HeadRef(version=1, head=reference(HEAD, "head"), devices=1, prototypes=1),
+)
 
 
 def _begin(mode: Mode = Mode.ONCE, *, loss: float = 0.0, seed: int = 0) -> World:
@@ -151,9 +155,9 @@ def test_a_refused_head_is_told_and_not_tried_again() -> None:
     """The old head stays in use, and the device does not go round in circles."""
     state = _handing_in()
     state, _ = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
-    state, actions = step(state, events.DownloadEnded(HEAD_MANIFEST.head.digest, good=True), now_s=0)
-    assert events.Install(TASK, MANIFEST, HEAD_MANIFEST) in actions
-    refused = events.Installed(HEAD_MANIFEST.head.digest, None, reason="it predicts NaN")
+    state, actions = step(state, events.DownloadEnded(HEAD_MANIFEST.current.head.digest, good=True), now_s=0)
+    assert events.Install(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
+    refused = events.Installed(HEAD_MANIFEST.current.head.digest, None, reason="it predicts NaN")
     state, actions = step(state, refused, now_s=0)
     assert actions == (events.Tell("it predicts NaN", error=True),)
     _, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=1)
@@ -212,8 +216,8 @@ def test_an_unwanted_device_ends_and_says_so() -> None:
 
 def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
     """A single run works on the task it knew, and does not end before the broker has said which task it is."""
-    stored = frozenset({digest_of(BACKBONE), HEAD_MANIFEST.head.digest})
-    done = HEAD_MANIFEST.head.digest
+    stored = frozenset({digest_of(BACKBONE), HEAD_MANIFEST.current.head.digest})
+    done = HEAD_MANIFEST.current.head.digest
     state = State(mode=Mode.ONCE, stored=stored, installed=done, evaluated=done)
     state, actions = step(state, events.TaskSeen(TASK, MANIFEST, recalled=True), now_s=0)
     assert actions == (events.Build(TASK, MANIFEST),)

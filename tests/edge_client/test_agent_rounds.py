@@ -13,7 +13,7 @@ from edge_client import agent, events, needs
 from edge_client.agent import step
 from edge_client.life import Mode, State, head_key
 from protocol.codec import digest_of
-from protocol.messages import HeadManifest, Program, Reason, Receipt, RoundManifest, TaskManifest
+from protocol.messages import HeadManifest, HeadRef, Program, Reason, Receipt, RoundManifest, TaskManifest
 from protocol.transfer import frames_of
 from tests.edge_client.world import World, reference
 
@@ -49,9 +49,17 @@ def round_manifest(number: int) -> RoundManifest:
 def head_manifest(number: int) -> HeadManifest:
     """What the fleet is told of the head that the round of a number has led to."""
     return HeadManifest(
-        task=TASK, version=number + 1, head=reference(GRAPHS["head"], "head"), devices=1, prototypes=1,
-        round=number, tensors=reference(TENSORS[number + 1], f"tensors-{number + 1}"),
-    )  # fmt: skip
+        task=TASK,
+        release=number + 1,
+        current=HeadRef(
+            version=number + 1,
+            head=reference(GRAPHS["head"], "head"),
+            devices=1,
+            prototypes=1,
+            round=number,
+            tensors=reference(TENSORS[number + 1], f"tensors-{number + 1}"),
+        ),
+    )
 
 
 @dataclass

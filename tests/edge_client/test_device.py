@@ -16,7 +16,7 @@ from edge_client.work import Found, Local
 from edge_client.worker import Crashed, Settings, Worker
 from protocol.codec import encode
 from protocol.errors import ConfigError, StateError
-from protocol.messages import HeadManifest
+from protocol.messages import HeadRef
 from tests.edge_client.made_rounds import TASK, look_at, make_task, open_round, take_pictures
 
 
@@ -116,9 +116,7 @@ def test_of_several_heads_the_newest_is_taken(tmp_path: Path, kept: DeviceState)
     )
     kept.blobs.path(gone.digest).unlink()
     for version, tensors in enumerate((gone, here), start=1):
-        head = HeadManifest(
-            task=TASK, version=version, head=manifest.program.head, devices=1, prototypes=1, tensors=tensors
-        )
+        head = HeadRef(version=version, head=manifest.program.head, devices=1, prototypes=1, tensors=tensors)
         worker.install(events.Install(TASK, manifest, head))
     while not worker._jobs.empty():
         job = worker._jobs.get()

@@ -15,6 +15,7 @@ from protocol.messages import (
     Evaluation,
     Frame,
     HeadManifest,
+    HeadRef,
     Message,
     Presence,
     Program,
@@ -57,13 +58,23 @@ SAMPLES: tuple[Message | Frame, ...] = (
     ),
     HeadManifest(
         task=_DIGEST,
-        version=3,
-        head=BlobRef(digest=_DIGEST[::-1], size_bytes=678, name="head-3.onnx"),
-        devices=10,
-        prototypes=220,
-        metrics={"loss": 0.25},
-        round=2,
-        tensors=BlobRef(digest=_DIGEST, size_bytes=5, name="round-3"),
+        release=7,
+        current=HeadRef(
+            version=3,
+            head=BlobRef(digest=_DIGEST[::-1], size_bytes=678, name="head-3.onnx"),
+            devices=10,
+            prototypes=220,
+            metrics={"loss": 0.25},
+            round=2,
+            tensors=BlobRef(digest=_DIGEST, size_bytes=5, name="round-3"),
+        ),
+        candidate=HeadRef(
+            version=4,
+            head=BlobRef(digest=_DIGEST, size_bytes=679, name="head-4.onnx"),
+            devices=11,
+            prototypes=230,
+        ),
+        canaries_below=429_496_730,
     ),
     Presence(state="online", epoch=1_700_000_000),
     DeviceInfo(
@@ -74,6 +85,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         pictures={"cat": 40, "Großer Käfer": 0},
         refused=1,
         problem="the step of round 2 diverged",
+        head_version=3,
     ),
     Submission(
         task=_DIGEST,
@@ -87,7 +99,9 @@ SAMPLES: tuple[Message | Frame, ...] = (
         tensors={"weight": to_tensor(np.array([0.5], dtype=np.float16))},
         loss=1.5,
     ),
-    Evaluation(task=_DIGEST, head_version=3, right=(8, 0), wrong=(1, 2)),
+    Evaluation(
+        task=_DIGEST, head_version=3, right=(8, 0), wrong=(1, 2), before=(7, 1), problem="it does not run"
+    ),
     Frame(v=1, digest=_DIGEST, size_bytes=70_000, offset=61_440, data=b"bytes of a blob"),
     Receipt(
         digest=_DIGEST,
@@ -118,6 +132,16 @@ _tensor = st.builds(
 )
 _tensor_names = st.from_regex(r"[a-z][a-z0-9_]{0,63}", fullmatch=True)
 _tensor_map = st.dictionaries(_tensor_names, _tensor, max_size=4)
+_head_ref = st.builds(
+    HeadRef,
+    version=_positive,
+    head=_blob_ref,
+    devices=_positive,
+    prototypes=_positive,
+    metrics=st.dictionaries(_text, st.floats(allow_nan=False), max_size=32),
+    round=st.none() | _natural,
+    tensors=st.none() | _blob_ref,
+)
 _program = st.builds(
     Program,
     init=_blob_ref,
@@ -158,13 +182,10 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
     _version_one(
         HeadManifest,
         task=_digest,
-        version=_positive,
-        head=_blob_ref,
-        devices=_positive,
-        prototypes=_positive,
-        metrics=st.dictionaries(_text, st.floats(allow_nan=False), max_size=32),
-        round=st.none() | _natural,
-        tensors=st.none() | _blob_ref,
+        release=_positive,
+        current=_head_ref,
+        candidate=st.none() | _head_ref,
+        canaries_below=st.integers(0, 2**32),
     ),
     _version_one(Presence, state=st.sampled_from(["online", "stopped", "offline"]), epoch=_natural),
     _version_one(
@@ -176,6 +197,7 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         pictures=st.dictionaries(_class_name, _natural, max_size=20),
         refused=_natural,
         problem=_text,
+        head_version=_natural,
     ),
     _version_one(
         Submission,
@@ -190,7 +212,15 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         tensors=_tensor_map,
         loss=st.none() | st.floats(allow_nan=False),
     ),
-    _version_one(Evaluation, task=_digest, head_version=_positive, right=_per_class, wrong=_per_class),
+    _version_one(
+        Evaluation,
+        task=_digest,
+        head_version=_positive,
+        right=_per_class,
+        wrong=_per_class,
+        before=_per_class,
+        problem=_text,
+    ),
     _version_one(
         Frame, digest=_digest, size_bytes=_byte_count, offset=_byte_count, data=st.binary(max_size=300)
     ),

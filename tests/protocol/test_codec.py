@@ -23,6 +23,7 @@ from protocol.messages import (
     Evaluation,
     Frame,
     HeadManifest,
+    HeadRef,
     Message,
     Presence,
     Program,
@@ -58,7 +59,7 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 def test_every_type_of_the_wire_has_a_sample() -> None:
     """The samples, on which other tests stand, leave out no type."""
-    assert {type(sample) for sample in SAMPLES} | {BlobRef, Program, Tensor} == set(WIRE_TYPES)
+    assert {type(sample) for sample in SAMPLES} | {BlobRef, HeadRef, Program, Tensor} == set(WIRE_TYPES)
 
 
 @given(MESSAGES)
@@ -187,6 +188,10 @@ def test_deep_nesting_is_refused(opening: bytes) -> None:
     refused(deep, Frame)
 
 
+_BLOB = {"digest": bytes(32), "size_bytes": 1, "name": "head.onnx"}
+_HEAD = {"version": 1, "head": _BLOB, "devices": 1, "prototypes": 1}
+
+
 OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
     *[(TaskManifest, {"alpha": alpha}) for alpha in (0.0, -0.5, 1.01, float("nan"), float("inf"))],
     *[(TaskManifest, {"fleet": name}) for name in ("", "a/b", "a b", "+", "#", "x" * 65, "break\n")],
@@ -200,11 +205,13 @@ OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
     (TaskManifest, {"batch_size": 5.5}),
     (TaskManifest, {"min_images": 0}),
     (TaskManifest, {"algorithm": "a b"}),
-    (HeadManifest, {"version": 0}),
+    (HeadManifest, {"release": 0}),
+    (HeadManifest, {"canaries_below": 2**32 + 1}),
+    (HeadManifest, {"current": {**_HEAD, "version": 0}}),
+    (HeadManifest, {"candidate": {**_HEAD, "metrics": {str(n): 0.0 for n in range(33)}}}),
     (HeadManifest, {"task": bytes(31)}),
     (HeadManifest, {"task": bytes(33)}),
     (HeadManifest, {"task": "0" * 32}),
-    (HeadManifest, {"metrics": {str(n): 0.0 for n in range(33)}}),
     (Presence, {"epoch": -1}),
     (Presence, {"epoch": 2**63}),
     (Presence, {"state": "asleep"}),
