@@ -13,8 +13,8 @@ from aggregator.store import Closing, HeadRow, Store, SubmissionRow, open_folder
 from protocol.errors import StateError
 from protocol.messages import BlobRef
 from tests.aggregator.made import TASK, evaluation
-from tests.faults import full_disk, read_only
-from tests.faults import open_folder as shared_folder
+from tests.machine import full_disk, read_only
+from tests.machine import open_folder as shared_folder
 
 
 def _row(device: str, sequence: int = 1) -> SubmissionRow:

@@ -21,7 +21,7 @@ from protocol.errors import StateError
 from protocol.preprocessing import preprocess
 from tests.edge_client.made import CLASSES, choosy, tiny, write_pictures
 from tests.edge_client.pictures import not_root
-from tests.faults import open_folder
+from tests.machine import open_folder
 
 
 def run(

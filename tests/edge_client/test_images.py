@@ -17,7 +17,7 @@ from edge_client.images import Picture, decode, find_pictures, held_out
 from protocol.errors import ConfigError, UnreadablePicture
 from protocol.preprocessing import Preprocessing, preprocess
 from tests.edge_client.pictures import noise, not_root, picture_file
-from tests.faults import open_folder
+from tests.machine import open_folder
 
 CLASSES = ("cat", "dog", "Großer Käfer")
 

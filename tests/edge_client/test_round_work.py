@@ -31,7 +31,7 @@ from tests.edge_client.made_rounds import (
     same_bits,
     take_pictures,
 )
-from tests.faults import full_disk
+from tests.machine import full_disk
 
 STEPS_AN_EPOCH = 5
 """Of 18 pictures, 4 at a time."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.blobstore import BlobStore, file_digest, write_atomically
 from protocol.codec import digest_of
 from protocol.errors import StateError, TransferError
-from tests.faults import full_disk, open_folder, read_only
+from tests.machine import full_disk, open_folder, read_only
 
 DATA = bytes(range(256)) * 1000
 DIGEST = digest_of(DATA)
