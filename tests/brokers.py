@@ -46,18 +46,24 @@ def mosquitto(address: Broker, folder: Path, *, options: str = "allow_anonymous 
         folder: gets its configuration and its log.
         options: lines of its configuration.
     """
+    process = start_mosquitto(address, folder, options=options)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+def start_mosquitto(address: Broker, folder: Path, *, options: str) -> subprocess.Popen[bytes]:
+    """Start a mosquitto process and wait until it listens; the arguments are those of `mosquitto`."""
     config = folder / f"mosquitto-{address.port}.conf"
     config.write_text(f"listener {address.port} {address.host}\n{options}\n", encoding="utf-8")
     with (folder / f"mosquitto-{address.port}.log").open("ab") as log:
         process = subprocess.Popen(
             [mosquitto_program() or "mosquitto", "-c", str(config)], stdout=log, stderr=log
         )
-    try:
-        _wait_for(address, process)
-        yield
-    finally:
-        process.terminate()
-        process.wait(timeout=10)
+    _wait_for(address, process)
+    return process
 
 
 def _wait_for(address: Broker, process: subprocess.Popen[bytes]) -> None:
@@ -66,4 +72,5 @@ def _wait_for(address: Broker, process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=1):
             return
         time.sleep(0.02)
+    process.kill()
     raise RuntimeError(f"mosquitto did not start on {address}")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from aggregator.config import Training
 from aggregator.jobs import HeadJob
@@ -48,6 +49,21 @@ def test_a_submission_that_is_gone_fails_the_training(tmp_path: Path) -> None:
     assert finished.result is None
     assert finished.reason.startswith("exit status 1: cannot use ")
     assert "No such file" in finished.reason
+
+
+def test_the_same_submissions_make_the_same_head(tmp_path: Path) -> None:
+    """Byte for byte, so that a training that was cut off and begun again changes nothing."""
+    manifest = structs.replace(MANIFEST, backbones=MANIFEST.backbones * 2)  # of which no model.onnx is made
+    task = BlobStore(tmp_path / "blobs").put(encode(manifest))
+    job = _job(tmp_path, encode(submission(task=task)))
+    job = structs.replace(job, task=task.hex(), training=Training(device="cpu", epochs=2))
+    heads = []
+    for _ in range(2):
+        finished, _ = _end(job, tmp_path)
+        assert finished.result is not None
+        assert finished.result.metrics["seconds"] > 0
+        heads.append((Path(job.folder) / "head.onnx").read_bytes())
+    assert heads[0] == heads[1]
 
 
 def test_a_process_that_is_killed_is_a_failed_training(tmp_path: Path) -> None:

@@ -1,0 +1,338 @@
+"""A bad network between MQTT clients and their broker: a proxy that knows where packets begin and end.
+
+It cuts connections, delays and throttles, repeats, swaps, drops and damages publications, by chance from a
+seed; what it does is counted. What is asked of it can be changed at any time, from any thread.
+"""
+
+import asyncio
+import contextlib
+import random
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from benchmarks.mqtt_packets import (
+    CONNECT,
+    DUPLICATE,
+    PUBLISH,
+    UNACCEPTABLE_VERSION,
+    Connect,
+    Publish,
+    kind,
+    parse_connect,
+    parse_publish,
+    puback,
+    read_packet,
+)
+from protocol.session import Broker
+
+Direction = Literal["up", "down"]
+"""From a client to the broker, or from the broker to a client."""
+
+LOST_BY_BROKERS = frozenset({"up", "ack", "get", "blk", "cast"})
+"""Channels whose messages a broker may lose; the others are retained, and a broker keeps them."""
+
+_BUFFER_BYTES = 64 * 1024
+_HOLD_S = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What happens to what crosses in one direction.
+
+    Attributes:
+        cut: chance of each publication that the connection ends somewhere within it.
+        delay_s: every packet waits up to this long, and those behind it wait for it.
+        bytes_per_s: what a connection carries.
+        duplicate: chance of a publication to arrive twice.
+        reorder: chance of a publication to change places with the next one.
+        drop: chance of a publication to vanish, although its sender gets an acknowledgement.
+        damage: chance of a frame of a blob to arrive with another last byte.
+    """
+
+    cut: float = 0.0
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+    duplicate: float = 0.0
+    reorder: float = 0.0
+    drop: float = 0.0
+    damage: float = 0.0
+
+
+CALM = Faults()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A publication that has crossed."""
+
+    client_id: str
+    direction: Direction
+    topic: str
+    payload: bytes
+
+
+class _Cut(Exception):
+    """The connection was cut on purpose."""
+
+
+class Proxy:
+    """Listens like a broker, and passes what comes on to the real one, or not.
+
+    Args:
+        listen: where clients connect.
+        broker: the real one.
+        seed: of all chances.
+        up: faults on the way to the broker.
+        down: faults on the way to a client.
+        without_mqtt5: refuse clients that speak MQTT 5, as an older broker does.
+        on_seen: called in the proxy's thread with every publication that has crossed whole.
+
+    Attributes:
+        counts: how often each fault was provoked.
+    """
+
+    def __init__(
+        self,
+        listen: Broker,
+        broker: Broker,
+        *,
+        seed: int,
+        up: Faults = CALM,
+        down: Faults = CALM,
+        without_mqtt5: bool = False,
+        on_seen: Callable[[Seen], None] = lambda _: None,
+    ) -> None:
+        self.address = listen
+        self.broker = broker
+        self.up = up
+        self.down = down
+        self.counts: Counter[str] = Counter()
+        self._seed = seed
+        self._without_mqtt5 = without_mqtt5
+        self._on_seen = on_seen
+        self._links: dict[int, _Link] = {}
+        self._made = 0
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._over = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="chaos-proxy", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        if not self._started.wait(timeout=10):
+            raise OSError(f"the proxy cannot listen on {self.address}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(timeout=10)
+
+    def calm(self) -> None:
+        """End all faults."""
+        self.up = self.down = CALM
+
+    def cut(self, name: str = "") -> None:
+        """End the connections of all clients with this in their ids: what is on its way is gone."""
+        self._loop.call_soon_threadsafe(self._cut, name)
+
+    def _cut(self, name: str) -> None:
+        for link in list(self._links.values()):
+            if name in link.connect.client_id:
+                link.abort()
+
+    def _run(self) -> None:
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._serve())
+
+    async def _serve(self) -> None:
+        # What a link holds on its own is little: a client that is killed takes the rest with it.
+        listener = socket.create_server((self.address.host, self.address.port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        server = await asyncio.start_server(self._accept, sock=listener)
+        self._started.set()
+        await self._over.wait()
+        server.close()
+        self._cut("")
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            await asyncio.wait(tasks, timeout=2)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._made += 1
+        number = self._made
+        with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, _Cut):
+            packet = await read_packet(reader)
+            if kind(packet) != CONNECT:
+                raise ValueError("expected CONNECT")
+            connect = parse_connect(packet)
+            if self._without_mqtt5 and connect.version >= 5:
+                self.counts["refused MQTT 5"] += 1
+                writer.write(UNACCEPTABLE_VERSION)
+                await writer.drain()
+                raise _Cut
+            link = _Link(self, connect, _Side(reader, writer), await self._dial())
+            self._links[number] = link
+            await link.carry(packet, seed=f"{self._seed}/{number}")
+        self._links.pop(number, None)
+        writer.transport.abort()
+
+    async def _dial(self) -> "_Side":
+        plug = socket.socket()
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+        plug.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(plug, (self.broker.host, self.broker.port))
+        return _Side(*await asyncio.open_connection(sock=plug))
+
+    def faults(self, direction: Direction) -> Faults:
+        """What happens at the moment to what crosses in one direction."""
+        return self.up if direction == "up" else self.down
+
+    def saw(self, seen: Seen) -> None:
+        """Tell of a publication that has crossed."""
+        self._on_seen(seen)
+
+
+class _Side:
+    """One end of a link; packets to it are written one after the other."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.turn = asyncio.Lock()
+        writer.transport.set_write_buffer_limits(high=0)
+
+
+class _Link:
+    """One client's connection through the proxy."""
+
+    def __init__(self, proxy: Proxy, connect: Connect, client: _Side, broker: _Side) -> None:
+        self.connect = connect
+        self._proxy = proxy
+        self._client = client
+        self._broker = broker
+
+    def abort(self) -> None:
+        """End both sides at once."""
+        self._client.writer.transport.abort()
+        self._broker.writer.transport.abort()
+
+    async def carry(self, first: bytes, *, seed: str) -> None:
+        """Pass on packets both ways until one side ends."""
+        self._broker.writer.write(first)
+        ways = [
+            _Way(self._proxy, self.connect, "up", self._client, self._broker, random.Random(f"{seed}/up")),
+            _Way(
+                self._proxy, self.connect, "down", self._broker, self._client, random.Random(f"{seed}/down")
+            ),
+        ]
+        tasks = [asyncio.ensure_future(way.run()) for way in ways]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # A side that has ended well may have said something before: the other one still gets it.
+            await asyncio.wait(tasks, timeout=0.05)
+        finally:
+            self.abort()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass
+class _Way:
+    """One direction of a link."""
+
+    proxy: Proxy
+    connect: Connect
+    direction: Direction
+    source: _Side
+    target: _Side
+    chance: random.Random
+
+    async def run(self) -> None:
+        """Pass on packets until the connection ends."""
+        with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, _Cut):
+            while True:
+                packet = await read_packet(self.source.reader)
+                if kind(packet) == PUBLISH:
+                    await self._publication(packet)
+                else:
+                    await self._pass_on(packet)
+
+    async def _publication(self, packet: bytes) -> None:
+        faults, chance = self.proxy.faults(self.direction), self.chance
+        message = parse_publish(packet, version=self.connect.version)
+        channel = _channel(message.topic)
+        if chance.random() < faults.cut:
+            await self._cut_within(packet)
+        if message.qos and channel in LOST_BY_BROKERS and chance.random() < faults.drop:
+            self._count("dropped")
+            async with self.source.turn:
+                self.source.writer.write(puback(message.identifier))
+            return
+        if channel == "blk" and chance.random() < faults.damage:
+            self._count("damaged")
+            packet = packet[:-1] + bytes((packet[-1] ^ 0xFF,))
+        if chance.random() < faults.reorder:
+            await self._behind_the_next(packet, message)
+            return
+        await self._deliver(packet, message)
+        if chance.random() < faults.duplicate:
+            self._count("duplicated")
+            await self._deliver(bytes((packet[0] | DUPLICATE,)) + packet[1:], message)
+
+    async def _cut_within(self, packet: bytes) -> None:
+        self._count("cut")
+        await self._write(packet[: self.chance.randrange(len(packet))])
+        raise _Cut
+
+    async def _behind_the_next(self, packet: bytes, message: Publish) -> None:
+        """Let the next packet pass first, if one comes soon and is a publication."""
+        task = asyncio.ensure_future(read_packet(self.source.reader))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait({task}, timeout=_HOLD_S)
+        if task.done() and not task.exception() and kind(task.result()) == PUBLISH:
+            self._count("reordered")
+            other = task.result()
+            await self._deliver(other, parse_publish(other, version=self.connect.version))
+            await self._deliver(packet, message)
+            return
+        await self._deliver(packet, message)
+        await self._pass_on(await task)
+
+    async def _deliver(self, packet: bytes, message: Publish) -> None:
+        await self._pass_on(packet)
+        self.proxy.saw(Seen(self.connect.client_id, self.direction, message.topic, message.payload))
+
+    async def _pass_on(self, packet: bytes) -> None:
+        delay_s = self.proxy.faults(self.direction).delay_s
+        if delay_s:
+            self._count("delayed")
+            await asyncio.sleep(self.chance.uniform(0, delay_s))
+        await self._write(packet)
+
+    async def _write(self, packet: bytes) -> None:
+        """Write a packet, as fast as the link is."""
+        async with self.target.turn:
+            sent = 0
+            while sent < len(packet):
+                rate = self.proxy.faults(self.direction).bytes_per_s
+                piece = packet[sent : sent + (len(packet) if rate is None else max(256, int(rate / 20)))]
+                self.target.writer.write(piece)
+                await self.target.writer.drain()
+                sent += len(piece)
+                if rate is not None:
+                    self.proxy.counts["bytes throttled"] += len(piece)
+                    await asyncio.sleep(len(piece) / rate)
+
+    def _count(self, what: str) -> None:
+        self.proxy.counts[what] += 1
+
+
+def _channel(topic: str) -> str:
+    """The channel of one of our topics: its level after the device's name, or after the fleet's."""
+    levels = topic.split("/")
+    return levels[5] if len(levels) > 5 else levels[-1]

@@ -1,0 +1,293 @@
+"""One small fleet behind two proxies, as processes, and the question that every test ends with: is it all there?"""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import psutil
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from aggregator.status import report
+from aggregator.store import Store
+from benchmarks.chaos import Proxy
+from protocol.errors import StateError
+from tests.brokers import free_address
+from tests.faults.broker import Mosquitto
+from tests.faults.table import Row
+from tests.faults.watch import Transfer, Watch
+from tests.graphs import tiny_backbone
+
+DEVICES = ("device-0", "device-1", "device-2")
+FEATURE_SIZE = 768
+LEAST_SUBMISSION_BYTES = 100_000
+"""A device's submission is larger, its evaluation smaller."""
+PATIENCE_S = 200.0
+
+_TASK = """
+classes = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
+backbones = ["backbone.onnx"]
+quorum = 3
+deadline_s = 100000
+retrain_after = 1
+[client]
+batch_size = 1
+min_images = 1
+[training]
+epochs = 2
+device = "cpu"
+"""
+
+
+def write_world(folder: Path) -> None:
+    """Write the task with its backbone, and each device's pictures: a third of the handwritten digits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "backbone.onnx").write_bytes(tiny_backbone(feature_size=FEATURE_SIZE))
+    (folder / "task.toml").write_text(_TASK)
+    digits = load_digits()
+    for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        place = folder / DEVICES[number % len(DEVICES)] / str(label)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((pixels * 15.9).astype(np.uint8)).save(place / f"{number}.png")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a run without faults comes to."""
+
+    head: str
+    """Hex digest of the first head."""
+    prototypes: dict[str, int]
+    """Of each device's submission."""
+
+
+@dataclass
+class Fleet:
+    """The processes of one test.
+
+    Args:
+        root: of all states and logs.
+        world: the folder of task and pictures.
+        broker: not started yet.
+        say: prints a line of progress.
+        seed: of every chance in the test.
+    """
+
+    root: Path
+    world: Path
+    broker: Mosquitto
+    say: Callable[[str], None]
+    seed: int
+    without_mqtt5: bool = False
+    watch: Watch = field(default_factory=Watch)
+    delivered: Watch = field(default_factory=Watch)
+    """What has crossed between broker and aggregator."""
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        # Devices and aggregator have a network each.
+        self.net = self._proxy(self.watch)
+        self.aggregator_net = self._proxy(self.delivered)
+
+    def _proxy(self, watch: Watch) -> Proxy:
+        return Proxy(
+            free_address(),
+            self.broker.address,
+            seed=self.seed,
+            without_mqtt5=self.without_mqtt5,
+            on_seen=watch.see,
+        )
+
+    def __enter__(self) -> Self:
+        self.broker.start()
+        self.net.__enter__()
+        self.aggregator_net.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.processes):
+            self.kill(name)
+        self.net.__exit__()
+        self.aggregator_net.__exit__()
+        self.broker.stop()
+
+    # Processes.
+
+    def start(self, *names: str) -> None:
+        """Start devices by name, the aggregator, or without a name all of them."""
+        for name in names or ("aggregator", *DEVICES):
+            self.processes[name] = self._start(name)
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        state = ("--state", self.root / name)
+        command: tuple[str | Path, ...]
+        if name == "aggregator":
+            task = self.world / "task.toml"
+            command = (
+                "aggregator.cli",
+                "run",
+                "--task",
+                task,
+                *state,
+                "--broker",
+                str(self.aggregator_net.address),
+            )
+        else:
+            command = ("edge_client.cli", "--broker", str(self.net.address), "--device-id", name, *state)
+            command = (*command, "--data", self.world / name, "--threads", "1", "--workers", "1")
+        with (self.root / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", *map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def kill(self, name: str, *, with_children: bool = True) -> None:
+        """End a process with SIGKILL, and what it has on its way with it."""
+        process = self.processes.pop(name)
+        children = psutil.Process(process.pid).children() if with_children and process.poll() is None else []
+        process.kill()
+        process.wait()
+        net, part = (self.aggregator_net, "") if name == "aggregator" else (self.net, f"-{name}-")
+        net.cut(part)
+        for child in children:
+            child.kill()
+
+    def freeze(self, name: str, seconds: float) -> None:
+        """Let a process do nothing for a while."""
+        self.processes[name].send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.processes[name].send_signal(signal.SIGCONT)
+
+    def log(self, name: str) -> str:
+        """What a process has said."""
+        file = self.root / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    # What is seen from outside.
+
+    def status(self) -> dict[str, Any]:
+        """What the aggregator has on its disk; nothing before it has begun."""
+        try:
+            store = Store(self.root / "aggregator", read_only=True)
+        except StateError:
+            return {}
+        try:
+            return report(store)
+        except StateError:
+            return {}
+        finally:
+            store.close()
+
+    def submissions(self) -> dict[tuple[str, bytes], Transfer]:
+        """The submissions that devices have begun to hand in, by device and digest."""
+        return self.watch.submissions(least_bytes=LEAST_SUBMISSION_BYTES)
+
+    def handing_in(self, name: str = "") -> bool:
+        """Whether a device, or any, is within the transfer of a submission."""
+        return any(
+            not transfer.received for (device, _), transfer in self.submissions().items() if name in device
+        )
+
+    def head(self) -> str | None:
+        """Hex digest of the first head, if it was made."""
+        heads = self.status().get("heads", [])
+        return str(heads[0]["sha256"]) if heads else None
+
+    def until(self, what: str, holds: Callable[[], Any], *, pause_s: float = 0.02) -> None:
+        """Wait for something; fails with everybody's last words."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            for name, process in self.processes.items():
+                assert process.poll() is None, f"{name} has ended, {process.returncode}\n{self.last_words()}"
+            assert time.monotonic() < deadline, f"never came: {what}\n{self.last_words()}"
+            time.sleep(pause_s)
+
+    def last_words(self) -> str:
+        """The end of every log, and the aggregator's state."""
+        logs = sorted(self.root.glob("*.log"))
+        ends = [
+            f"== {file.name}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-25:])
+            for file in logs
+        ]
+        return "\n".join([*ends, json.dumps(self.status(), indent=1)])
+
+    def moment(self, longest_s: float) -> None:
+        """Wait for a random time."""
+        time.sleep(self.chance.uniform(0, longest_s))
+
+    # How it ends.
+
+    def settle(self) -> None:
+        """Without further faults, wait until every device has handed in, has the head and has said how it does."""
+        self.net.calm()
+        self.aggregator_net.calm()
+        self.until("a head that every device has evaluated", self._is_settled, pause_s=0.1)
+
+    def _is_settled(self) -> bool:
+        summary = self.status()
+        heads = summary.get("heads", [])
+        return bool(heads) and heads[-1]["held_out"]["devices"] == len(DEVICES)
+
+    def check(self, fault: str, provoked: int, reference: Reference) -> Row:
+        """Wait for the end, compare it with that of the run without faults, and return the fault's row."""
+        self.settle()
+        row = self.account(fault, provoked, reference)
+        words = self.last_words()
+        assert (row.once, row.lost, row.twice) == (row.sent, 0, 0), f"{row}\n{words}"
+        assert row.sent == len(DEVICES), f"{row}\n{words}"
+        summary = self._say_status("aggregator", "aggregator.cli")
+        assert [head["sha256"] for head in summary["heads"]] == [reference.head], words
+        assert {d["device"]: d["prototypes"] for d in summary["devices"]} == reference.prototypes, words
+        with ThreadPoolExecutor() as pool:
+            for name, kept in zip(DEVICES, pool.map(self.device_status, DEVICES), strict=True):
+                assert kept["received"], f"{name}\n{words}"
+                assert kept["head"]["head"] == reference.head, f"{name}\n{words}"
+        return row
+
+    def account(self, fault: str, provoked: int, reference: Reference) -> Row:
+        """Count what was handed in, and what became of it, by the aggregator's disk, its head and its log."""
+        sent = set(self.submissions())
+        store = Store(self.root / "aggregator", read_only=True)
+        try:
+            task = bytes.fromhex(store.fact("task"))
+            standing = {
+                (name, row.entry.digest): row.prototypes for name, row in store.submissions(task).items()
+            }
+            head = store.heads(task)[-1]
+        finally:
+            store.close()
+        members = {(name, bytes.fromhex(digest)) for name, digest in head.members.items()}
+        times = Counter(
+            line.split(": ")[0].split()[-1]
+            for line in self.log("aggregator").splitlines()
+            if " prototypes of " in line and " pictures, " in line
+        )
+        whole = {
+            key for key in sent if standing.get(key) == reference.prototypes.get(key[0]) and key in members
+        }
+        twice = {key for key in whole if times[key[0]] > 1}
+        extra = head.prototypes - sum(reference.prototypes.values())
+        return Row(
+            fault, provoked, len(sent), len(whole - twice), len(sent - whole), max(len(twice), extra > 0)
+        )
+
+    def device_status(self, name: str) -> dict[str, Any]:
+        """What `edge-client status --json` says of a device."""
+        return self._say_status(name, "edge_client.cli")
+
+    def _say_status(self, name: str, program: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", program, "status", "--json", "--state", str(self.root / name)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        summary: dict[str, Any] = json.loads(done.stdout)
+        return summary
