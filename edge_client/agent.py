@@ -1,9 +1,10 @@
 """The life of a device, pure: (state, event) -> (state, actions). No clock, no file, no network, no pictures.
 
 A device follows the retained task: it fetches the task's backbone if it has not got it, makes a submission of
-its pictures, hands that in until the aggregator's own receipt is there, takes every head, evaluates it and
-hands in the result. With a program it makes a submission for each round that it sees open, and gives up an older
-one for it. Everything is asked for again after a while, so that any message may be lost.
+its pictures, hands that in until the aggregator's own receipt is there, takes the head that it is told to use,
+evaluates it and hands in the result, or why it does not use it. With a program it makes a submission for each
+round that it sees open, and gives up an older one for it. Everything is asked for again after a while, so that any
+message may be lost.
 
 One thing travels up at a time, and one down. An upload starts with its last bytes: the aggregator answers
 with a receipt or with what it still misses, so that a first try, a resumption and a repetition are one case.
@@ -34,6 +35,7 @@ from edge_client.events import (
     OpenDownload,
     PicturesChanged,
     ReceiptSeen,
+    Refuse,
     Request,
     RoundSeen,
     SendRanges,
@@ -47,11 +49,13 @@ from edge_client.needs import (
     current_head,
     is_cast,
     is_over,
+    is_refused,
     needed,
     needed_to_predict,
+    needed_to_work,
     open_round,
 )
-from protocol.messages import MAX_CHUNK_BYTES, Frame, HeadRef, Receipt, RoundManifest
+from protocol.messages import MAX_CHUNK_BYTES, BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest
 
 WINDOW_BYTES = 16 * MAX_CHUNK_BYTES
 """Bytes of a blob that are asked for at once."""
@@ -89,7 +93,8 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
         case Disconnected():
             return replace(state, connected=False), ()
         case AggregatorStarted():
-            return _due_at_once(_hand_in_again(state)), ()
+            # What it could not send or had wrong, it may have mended.
+            return replace(_due_at_once(_hand_in_again(state)), refused=None), ()
         case Drained():
             return _wait_for_receipt(state, now_s), ()
         case TaskSeen():
@@ -97,7 +102,7 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
         case RoundSeen(manifest=manifest):
             return _new_round(state, manifest), ()
         case HeadSeen(manifest=manifest):
-            return replace(state, head=manifest), ()
+            return _new_head(state, manifest), ()
         case DownloadStarts(digest=digest, offset=offset) if _downloads(state, digest):
             return _start_download(state, offset, now_s), ()
         case BlockSeen(frame=frame):
@@ -135,13 +140,18 @@ def _pursue_blobs(state: State, _now_s: float) -> Step:
 
 
 def _pursue_work(state: State, _now_s: float) -> Step:
-    """Take the newest head into use, then make the submission that is due: a head is bound to the one before."""
+    """Take the head into use, then make the submission that is due: a head is bound to the one before."""
     manifest, task, head = state.manifest, state.task, current_head(state)
     if manifest is None or task is None:
         return state, ()
     actions: list[Action] = []
     needed = needed_to_predict(state)
-    if head is not None and needed and all(blob.digest in state.stored for blob in needed):
+    if (
+        head is not None
+        and needed
+        and not is_refused(state, head)
+        and all(blob.digest in state.stored for blob in needed)
+    ):
         key = head_key(head)
         if key not in (state.installed, state.installing):
             state = replace(state, installing=key)
@@ -197,6 +207,9 @@ def _pursue_end(state: State, _now_s: float) -> Step:
     head = current_head(state)
     if state.mode is Mode.DRY_RUN and is_over(state):
         return state, (Exit(1, "all rounds are over: there is nothing left to hand in"),)
+    if state.mode is Mode.ONCE and head is not None and is_refused(state, head):
+        busy = state.uploads or state.working or state.installing is not None
+        return state, () if busy or state.refused is None else (Exit(1, state.refused[1]),)
     done = (
         state.mode is Mode.ONCE
         and state.confirmed
@@ -267,6 +280,13 @@ def _new_round(state: State, seen: RoundManifest) -> State:
     return replace(state, round=seen, working=state.working and not dropped)
 
 
+def _new_head(state: State, seen: HeadManifest) -> State:
+    """What comes later than what took its place, or was said by somebody else, is passed over."""
+    if seen.release < state.releases.get(seen.task, 0):
+        return state
+    return replace(state, head=seen, releases={**state.releases, seen.task: seen.release})
+
+
 def _start_download(state: State, offset: int, now_s: float) -> State:
     """Go on from what is on the disk; with what is on its way to the whole fleet, as if it had been asked for."""
     if state.download is not None and is_cast(state, state.download.blob.digest):
@@ -324,7 +344,17 @@ def _end_download(state: State, ended: DownloadEnded, now_s: float) -> Step:
     if broken < MAX_BROKEN:
         return state, (Tell(f"{download.blob.name} arrived damaged, fetching it again", error=True),)
     text = f"{download.blob.name} arrived damaged {broken} times: look at the aggregator's state"
-    return state, (Exit(1, text),)
+    return _give_up(state, download.blob, text)
+
+
+def _give_up(state: State, blob: BlobRef, text: str) -> Step:
+    """Do without a head that does not come whole; without anything else there is nothing to go on with."""
+    head, task, manifest = current_head(state), state.task, state.manifest
+    if head is None or task is None or manifest is None or blob in needed_to_work(state):
+        return state, (Exit(1, text),)
+    key, reason = head_key(head), f"head {head.version} refused, the old one stays: {text}"
+    state = replace(state, download=None, installing=key, refused=(key, reason))
+    return state, (Refuse(task, manifest, head, text),)
 
 
 def _take_receipt(state: State, receipt: Receipt, now_s: float) -> Step:
@@ -341,7 +371,7 @@ def _take_receipt(state: State, receipt: Receipt, now_s: float) -> Step:
     state = replace(state, uploads=state.uploads[1:])
     if upload.head is None:
         state = replace(state, submitted=upload.digest)
-    if upload.head is not None:
+    if upload.head is not None and upload.head == state.installed:
         state = replace(state, evaluated=upload.head)
     return state, (KeepReceipt(upload.digest, upload.head),)
 
@@ -404,10 +434,11 @@ def _built(state: State, built: Built) -> Step:
 def _installed(state: State, installed: Installed) -> Step:
     if installed.head != state.installing:
         return state, ()
-    if installed.report is None:
-        # It stays `installing`, so that it is not tried again; the old head stays in use.
-        once = state.mode is Mode.ONCE
-        return state, (Exit(1, installed.reason) if once else Tell(installed.reason, error=True),)
     submissions = tuple(upload for upload in state.uploads if upload.head is None)
-    state = replace(state, installed=installed.head, installing=None)
-    return replace(state, uploads=(*submissions, Upload(installed.report, head=installed.head))), ()
+    uploads = (*submissions, Upload(installed.report, head=installed.head))
+    state = replace(state, installing=None, uploads=uploads)
+    if not installed.reason:
+        return replace(state, installed=installed.head), ()
+    # The old head stays in use. A single run ends with this line, once the aggregator knows.
+    state = replace(state, refused=(installed.head, installed.reason))
+    return state, () if state.mode is Mode.ONCE else (Tell(installed.reason, error=True),)

@@ -132,6 +132,7 @@ class Device:
             case events.Installed():
                 self._step(event)
                 self._tidy()
+                self._send("info", self._info())
             case _:
                 self._step(event)
 
@@ -220,7 +221,7 @@ class Device:
         for action in actions:
             self._perform(action)
 
-    def _perform(self, action: events.Action) -> None:  # noqa: C901 - a case an action
+    def _perform(self, action: events.Action) -> None:  # noqa: C901, PLR0912 - a case an action
         match action:
             case events.Announce():
                 self._announce()
@@ -228,6 +229,8 @@ class Device:
                 self._worker.build(build)
             case events.Install() as install:
                 self._worker.install(install)
+            case events.Refuse() as refuse:
+                self._worker.refuse(refuse)
             case events.OpenDownload(blob=blob):
                 self._open_download(blob)
             case events.Request(digest=digest, offset=offset, length=length):
@@ -273,7 +276,8 @@ class Device:
         return mqtt.Outgoing(self._topic("state"), encode(message), RETAINED["state"])
 
     def _info(self) -> DeviceInfo:
-        report = self._kept.get("report", {})
+        report, head, task = self._kept.get("report", {}), self._kept.installed(), self._state.task
+        is_tasks = head is not None and task is not None and head.task == task.hex()
         return DeviceInfo(
             epoch=self._epoch,
             software=version("protofleet"),
@@ -282,6 +286,7 @@ class Device:
             pictures={entry["name"]: entry["pictures"] for entry in report.get("classes", [])},
             refused=len(report.get("refused", [])),
             problem=self._problem,
+            head_version=head.version if head is not None and is_tasks else 0,
         )
 
     def _open_download(self, blob: BlobRef) -> None:
@@ -311,13 +316,18 @@ class Device:
 
     def _keep_receipt(self, digest: bytes, head: bytes | None) -> None:
         if head is not None:
-            self._kept.set(evaluated=head.hex())
+            installed = self._kept.installed()
+            if installed is not None and installed.key == head.hex():
+                self._kept.set(evaluated=head.hex())
         elif self._kept.get("received") != digest.hex():
             log.info("the aggregator has our submission")
             self._kept.set(received=digest.hex())
 
     def _tidy(self) -> None:
-        """Delete the blobs of the past, once a head of the current task is in use."""
+        """Delete the blobs of the past, once a head of the current task is in use.
+
+        The head before it stays, so that going back needs no network.
+        """
         state, kept = self._state, self._kept
         if state.installed is None or state.task is None or state.manifest is None:
             return
@@ -325,9 +335,9 @@ class Device:
         wanted |= {blob.digest for blob in needs.needed(state)}
         with kept.keeping:
             _, learnt = kept.get("learnt", ["", ""])
-            head = kept.installed()
             named = [learnt, *map(kept.get, ("submission", "round", "evaluation", "untaught"))]
-            named += [head.head, head.tensors, head.learnt] if head else []
+            for head in filter(None, (kept.installed(), kept.previous())):
+                named += [head.head, head.tensors, head.learnt]
             self._blobs.keep_only(wanted | {bytes.fromhex(digest) for digest in named if digest})
         self._state = replace(state, stored=frozenset(self._blobs.digests()))
 
@@ -340,7 +350,9 @@ class Device:
         # A head whose evaluation was never received is installed and evaluated once more.
         digest = bytes.fromhex(evaluated) if evaluated and evaluated == installed else None
         stored = frozenset(self._blobs.digests())
-        return State(mode=self._settings.mode, stored=stored, installed=digest, evaluated=digest)
+        return State(
+            mode=self._settings.mode, device=self._id, stored=stored, installed=digest, evaluated=digest
+        )
 
     def _recall_task(self) -> None:
         """Begin with the task that was known, so that a start without a broker is not idle."""

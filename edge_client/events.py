@@ -101,13 +101,13 @@ class Built:
 
 @dataclass(frozen=True)
 class Installed:
-    """A head is in use and was evaluated (`report` is the evaluation's digest), or was refused, and why.
+    """A head is in use and was evaluated, or was refused, and why; `report` is the digest of the word on it.
 
-    `head` is what `head_key` says of its manifest.
+    `head` is what `head_key` says of it.
     """
 
     head: bytes
-    report: bytes | None
+    report: bytes
     reason: str = ""
 
 
@@ -181,6 +181,16 @@ class Install:
 
 
 @dataclass(frozen=True)
+class Refuse:
+    """Report that a head cannot be taken into use, and why."""
+
+    task: bytes
+    manifest: TaskManifest
+    head: HeadRef
+    reason: str
+
+
+@dataclass(frozen=True)
 class SendTail:
     """Send the last frame of a payload."""
 
@@ -220,6 +230,6 @@ class Exit:
 
 
 Action = (
-    Announce | Build | OpenDownload | Request | Append | Finish | Install | SendTail | SendRanges
+    Announce | Build | OpenDownload | Request | Append | Finish | Install | Refuse | SendTail | SendRanges
     | KeepReceipt | Tell | Exit
 )  # fmt: skip

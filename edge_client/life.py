@@ -1,7 +1,8 @@
 """What a device knows of itself: the state that `agent.step` takes from one event to the next."""
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from protocol.messages import BlobRef, HeadManifest, HeadRef, RoundManifest, TaskManifest
 
@@ -50,6 +51,7 @@ class State:
     """Everything a decision depends on.
 
     Args:
+        device: the device's name.
         stored: digests of the blobs on the disk.
         task: identity of the current task; None before one was seen.
         confirmed: the broker has said that this is the task, or another one.
@@ -58,12 +60,15 @@ class State:
         submitted: the submission of the current task that has its receipt.
         round: the newest round seen, of whatever task.
         joined: number of the round that a submission was made for or is being made for.
-        head: the newest head seen, of whatever task.
+        head: the newest head manifest seen, of whatever task.
+        releases: the newest release seen of each task.
         installed: key of the head in use (`head_key`).
         evaluated: key of the last head whose evaluation has its receipt.
+        refused: key of the last head that was not taken into use, and why.
     """
 
     mode: Mode
+    device: str = ""
     stored: frozenset[bytes] = frozenset()
     connected: bool = False
     task: bytes | None = None
@@ -75,8 +80,10 @@ class State:
     round: RoundManifest | None = None
     joined: int | None = None
     head: HeadManifest | None = None
+    releases: Mapping[bytes, int] = field(default_factory=dict)
     installing: bytes | None = None
     installed: bytes | None = None
     evaluated: bytes | None = None
+    refused: tuple[bytes, str] | None = None
     download: Download | None = None
     uploads: tuple[Upload, ...] = ()

@@ -1,12 +1,23 @@
 """What a device's state calls for: which head, round and blobs its next decisions are about. Pure."""
 
-from edge_client.life import Mode, State
+from edge_client.life import Mode, State, head_key
+from protocol.canary import canary_rank
 from protocol.messages import BlobRef, HeadRef, RoundManifest
 
 
 def current_head(state: State) -> HeadRef | None:
-    """The head that the current task's devices use."""
-    return state.head.current if state.head is not None and state.head.task == state.task else None
+    """The head that this device is to use: a canary's is the candidate, where there is one."""
+    seen = state.head
+    if seen is None or seen.task != state.task:
+        return None
+    if seen.candidate is not None and canary_rank(state.device, seen.candidate.version) < seen.canaries_below:
+        return seen.candidate
+    return seen.current
+
+
+def is_refused(state: State, head: HeadRef) -> bool:
+    """Whether this device has refused a head."""
+    return state.refused is not None and state.refused[0] == head_key(head)
 
 
 def current_round(state: State) -> RoundManifest | None:
@@ -35,9 +46,9 @@ def needed_to_work(state: State) -> tuple[BlobRef, ...]:
 
 
 def needed_to_predict(state: State) -> tuple[BlobRef, ...]:
-    """What the newest head is run with."""
+    """What the head that is to be used is run with; nothing if it was refused."""
     head = current_head(state)
-    if head is None or state.manifest is None or state.mode is Mode.DRY_RUN:
+    if head is None or state.manifest is None or state.mode is Mode.DRY_RUN or is_refused(state, head):
         return ()
     program = state.manifest.program
     graphs = (program.init,) if program else ()

@@ -35,10 +35,17 @@ class Head:
     bound: Tensors
 
     def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Probabilities of the classes, float32 (n, C), of features float32 (n, L)."""
-        probabilities: NDArray[np.float32] = self.session.run(
-            ["probabilities"], {"feature": features, **self.bound}
-        )[0]
+        """Probabilities of the classes, float32 (n, C), of features float32 (n, L).
+
+        Raises:
+            GraphRefused: it fails on these.
+        """
+        try:
+            probabilities: NDArray[np.float32] = self.session.run(
+                ["probabilities"], {"feature": features, **self.bound}
+            )[0]
+        except Exception as error:  # ONNX Runtime has no error of its own to catch
+            raise GraphRefused(f"the head does not run: {first_line(error)}") from error
         return probabilities
 
 
@@ -141,10 +148,7 @@ def _tried_out(head: Head) -> Head:
     """See that a head gives probabilities, for no features and for some."""
     size = head.feature_size
     features = np.stack([np.zeros(size), np.random.default_rng(0).normal(size=size)]).astype(np.float32)
-    try:
-        probabilities = head.probabilities(features)
-    except Exception as error:  # ONNX Runtime has no error of its own to catch
-        raise GraphRefused(f"the head does not run: {first_line(error)}") from error
+    probabilities = head.probabilities(features)
     good = probabilities.shape == (2, len(head.classes)) and np.isfinite(probabilities).all()
     if not good or np.abs(probabilities.sum(axis=1) - 1).max() > SUM_TOLERANCE:
         raise GraphRefused("the head does not give one probability per class that add up to 1")
@@ -152,8 +156,18 @@ def _tried_out(head: Head) -> Head:
 
 
 def evaluate(head: Head, chunks: Iterable[NDArray[np.float32]], *, label: int) -> int:
-    """How many of the features, all of class `label`, the head gets right."""
-    return sum(int((head.probabilities(chunk).argmax(axis=1) == label).sum()) for chunk in chunks)
+    """How many of the features, all of class `label`, the head gets right.
+
+    Raises:
+        GraphRefused: it fails on them, or gives NaN or infinity.
+    """
+    right = 0
+    for chunk in chunks:
+        probabilities = head.probabilities(chunk)
+        if not np.isfinite(probabilities).all():
+            raise GraphRefused("the head gives NaN or infinity for pictures that are held out")
+        right += int((probabilities.argmax(axis=1) == label).sum())
+    return right
 
 
 def predict(

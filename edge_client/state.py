@@ -57,6 +57,7 @@ class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
 
     head: str
     version: int
+    task: str = ""
     backbones: tuple[str, ...]
     classes: tuple[str, ...]
     round: int | None = None
@@ -164,7 +165,18 @@ class DeviceState:
         Raises:
             StateError: another version of the program wrote it.
         """
-        kept = self.get("installed")
+        return self._head("installed")
+
+    def previous(self) -> InstalledHead | None:
+        """The head that was in use before that one, if there was one.
+
+        Raises:
+            StateError: another version of the program wrote it.
+        """
+        return self._head("previous")
+
+    def _head(self, key: str) -> InstalledHead | None:
+        kept = self.get(key)
         try:
             return None if kept is None else msgspec.convert(kept, InstalledHead)
         except msgspec.ValidationError as error:

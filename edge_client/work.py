@@ -1,5 +1,6 @@
 """The device's pieces of work: pictures found, a submission made of them, and a head evaluated on some of them."""
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from edge_client.predictor import Head, evaluate
 from edge_client.prototypes import batch_prototypes
 from edge_client.rounds import Contribution
 from protocol.codec import digest_of, encode, to_tensor, to_unsigned
-from protocol.errors import ConfigError, ProtofleetError
+from protocol.errors import ConfigError, GraphRefused, ProtofleetError
 from protocol.messages import Evaluation, Submission, TaskManifest, Tensor
 
 log = logging.getLogger(__name__)
@@ -245,24 +246,43 @@ def evaluate_head(
     version: int,
     local: Local,
     cache: FeatureCache,
+    before: Head | None = None,
 ) -> Evaluation:
     """Count what a head gets right and wrong of each class among the pictures that were kept out.
 
     Only pictures whose features are known count: those that could not be read are in neither number. Where
-    the pictures cannot be found, none counts: what is wrong with them is not wrong with the head.
+    the pictures cannot be found, none counts: what is wrong with them is not wrong with the head. `before` is
+    the head that was in use, and counted on the same pictures.
+
+    Raises:
+        GraphRefused: the head fails on them.
     """
-    right, wrong = [], []
     pictures = known_pictures(manifest, local, cache)
-    for label in range(len(manifest.classes)):
-        members = [
+    members = [
+        [
             picture.identity
             for picture in pictures
             if picture.label == label and held_out(picture, local.holdout)
         ]
-        correct = evaluate(head, cache.chunks(members, *digests(manifest)), label=label)
-        right.append(correct)
-        wrong.append(len(members) - correct)
-    return Evaluation(task=task, head_version=version, right=tuple(right), wrong=tuple(wrong))
+        for label in range(len(manifest.classes))
+    ]
+
+    def right(head: Head) -> tuple[int, ...]:
+        chunks = [cache.chunks(of_class, *digests(manifest)) for of_class in members]
+        return tuple(evaluate(head, of_class, label=label) for label, of_class in enumerate(chunks))
+
+    correct = right(head)
+    earlier: tuple[int, ...] = ()
+    if before is not None:
+        with contextlib.suppress(GraphRefused):
+            earlier = right(before)
+    return Evaluation(
+        task=task,
+        head_version=version,
+        right=correct,
+        wrong=tuple(len(of_class) - count for of_class, count in zip(members, correct, strict=True)),
+        before=earlier,
+    )
 
 
 def known_pictures(manifest: TaskManifest, local: Local, cache: FeatureCache) -> list[Picture]:

@@ -5,7 +5,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from edge_client.feature_cache import FeatureCache
 from edge_client.images import find_pictures
 from edge_client.installed import open_installed
 from edge_client.life import Mode, head_key
+from edge_client.predictor import Head
 from edge_client.progress import Progress
 from edge_client.round_work import RoundWork
 from edge_client.rounds import (
@@ -37,7 +38,7 @@ from edge_client.work import (
 )
 from protocol.codec import digest_of, encode
 from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
-from protocol.messages import BlobRef, RoundManifest, TaskManifest
+from protocol.messages import BlobRef, Evaluation, HeadRef, RoundManifest, TaskManifest
 from protocol.session import Broker
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,12 @@ class Worker:
         """Take a head into use and evaluate it; the outcome is an Installed, unless another task or head comes."""
         self._newest = head_key(install.head)
         self._jobs.put(lambda: self._install(install))
+
+    def refuse(self, refuse: events.Refuse) -> None:
+        """Report that a head cannot be taken into use; the outcome is an Installed with the reason."""
+        self._jobs.put(
+            lambda: self._emit(self._refused(refuse.task, refuse.manifest, refuse.head, refuse.reason))
+        )
 
     def look(self) -> None:
         """See whether there are other pictures than in the last submission; if so, emit PicturesChanged."""
@@ -300,14 +307,25 @@ class Worker:
         except StateError:
             raise
         except ProtofleetError as error:
-            reason = f"head {install.head.version} refused, the old one stays: {error}"
-            outcome = events.Installed(key, None, reason=reason)
+            outcome = self._refused(install.task, install.manifest, install.head, str(error))
         self._emit(outcome)
+
+    def _refused(self, task: bytes, manifest: TaskManifest, head: HeadRef, problem: str) -> events.Installed:
+        """Keep a report of why a head is not used."""
+        none = (0,) * len(manifest.classes)
+        evaluation = Evaluation(
+            task=task, head_version=head.version, right=none, wrong=none, problem=problem[:256]
+        )
+        reason = f"head {head.version} refused, the old one stays: {problem}"
+        with self._kept.keeping:
+            report = self._kept.blobs.put(encode(evaluation))
+            self._kept.set(evaluation=report.hex())
+        return events.Installed(head_key(head), report, reason)
 
     def _evaluate(self, install: events.Install) -> bytes:
         """Check a head, evaluate it, and only then take it into use; returns the evaluation's digest."""
         kept, reference = self._kept, install.head
-        installed = self._describe(install)
+        installed, previous = self._describe(install), self._head_before(install)
         backbones = [] if reference.tensors else self._open_backbones(install.manifest)
         head = open_installed(kept.blobs, installed, backbones)
         evaluation = evaluate_head(
@@ -317,14 +335,30 @@ class Worker:
             version=reference.version,
             local=self._settings.local,
             cache=self._cache,
+            before=self._open_before(previous, backbones),
         )
         right, total = sum(evaluation.right), sum(evaluation.right) + sum(evaluation.wrong)
         installed = msgspec.structs.replace(installed, right=right, total=total)
         with kept.keeping:
             report = kept.blobs.put(encode(evaluation))
-            kept.set(installed=msgspec.to_builtins(installed), evaluation=report.hex())
+            heads = {"installed": installed, "previous": previous}
+            kept.set(**msgspec.to_builtins(heads), evaluation=report.hex())
         log.info("head %d in use: %d of %d held-out pictures right", reference.version, right, total)
         return report
+
+    def _head_before(self, install: events.Install) -> InstalledHead | None:
+        """The head of the same task that was in use before this one; this one may be in use already."""
+        heads = (self._kept.installed(), self._kept.previous())
+        key, task = head_key(install.head).hex(), install.task.hex()
+        return next((head for head in heads if head and head.task == task and head.key != key), None)
+
+    def _open_before(self, previous: InstalledHead | None, backbones: Sequence[Backbone]) -> Head | None:
+        """The head before, to be compared with; a new one does not depend on whether this one still works."""
+        try:
+            return open_installed(self._kept.blobs, previous, backbones) if previous else None
+        except ProtofleetError as error:
+            log.warning("no comparison with the head before: %s", error)
+            return None
 
     def _describe(self, install: events.Install) -> InstalledHead:
         """What is to be remembered of a head, with what is bound to it."""
@@ -332,12 +366,13 @@ class Worker:
         learnt, size = "", 0
         if reference.tensors is not None:
             size = feature_size(manifest, self._kept.blobs)
-            learnt = self._rounds.learnt_digest(install.task)
+            learnt = self._learnt_before(install) or self._rounds.learnt_digest(install.task)
             if not learnt:
                 learnt = self._rounds.keep_untaught(manifest, reference.tensors, self._found_at_all(install))
         return InstalledHead(
             head=reference.head.digest.hex(),
             version=reference.version,
+            task=install.task.hex(),
             backbones=tuple(digests(manifest)),
             classes=manifest.classes,
             round=reference.round,
@@ -345,6 +380,13 @@ class Worker:
             learnt=learnt,
             feature_size=size,
         )
+
+    def _learnt_before(self, install: events.Install) -> str:
+        """What the head before was bound to, where the device goes back to that one; empty if it is gone."""
+        previous, key = self._kept.previous(), head_key(install.head).hex()
+        if previous is None or previous.key != key or bytes.fromhex(previous.learnt) not in self._kept.blobs:
+            return ""
+        return previous.learnt
 
     def _found_at_all(self, install: events.Install) -> Found:
         """The pictures of a device that takes a head without having taken part; they need not be there."""

@@ -201,7 +201,7 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     problem: Text = ""
     """What keeps the device from taking part; empty if nothing does."""
     head_version: Natural = 0
-    """The head in use; 0 if there is none."""
+    """The head of its task in use; 0 if there is none."""
 
 
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):

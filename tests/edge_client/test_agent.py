@@ -2,14 +2,17 @@
 
 import itertools
 import random
+from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client import agent, events
+from edge_client import agent, events, needs
 from edge_client.agent import step
-from edge_client.life import Mode, State
+from edge_client.life import Mode, State, head_key
+from protocol.canary import canary_rank
 from protocol.codec import digest_of
 from protocol.messages import HeadManifest, HeadRef, Receipt, TaskManifest
 from tests.edge_client.world import World, reference
@@ -152,16 +155,99 @@ def test_new_task_ends_the_old_ones_transfers() -> None:
 
 
 def test_a_refused_head_is_told_and_not_tried_again() -> None:
-    """The old head stays in use, and the device does not go round in circles."""
+    """The aggregator hears of it, the old head stays in use, and the device does not go round in circles."""
     state = _handing_in()
     state, _ = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
     state, actions = step(state, events.DownloadEnded(HEAD_MANIFEST.current.head.digest, good=True), now_s=0)
     assert events.Install(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
-    refused = events.Installed(HEAD_MANIFEST.current.head.digest, None, reason="it predicts NaN")
+    refused = events.Installed(HEAD_MANIFEST.current.head.digest, b"report", reason="it predicts NaN")
     state, actions = step(state, refused, now_s=0)
-    assert actions == (events.Tell("it predicts NaN", error=True),)
-    _, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=1)
-    assert actions == ()
+    assert actions[0] == events.Tell("it predicts NaN", error=True)
+    assert state.installed is None
+    assert [upload.digest for upload in state.uploads][-1] == b"report"
+    state, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=1)
+    assert not [action for action in actions if isinstance(action, events.Install)]
+    _, actions = step(state, events.AggregatorStarted(), now_s=2)
+    assert events.Install(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
+
+
+def test_a_single_run_reports_a_refused_head_before_it_ends() -> None:
+    """It ends with an error and the reason, once the aggregator knows."""
+    world = _begin(loss=0.3)
+    world.install = lambda install: world.pending.append(  # type: ignore[method-assign]
+        events.Installed(head_key(install.head), world.put(b"report"), reason="it predicts NaN")
+    )
+    world.run()
+    assert world.exit == events.Exit(1, "it predicts NaN")
+    assert sorted(set(world.taken)) == sorted([digest_of(SUBMISSION), digest_of(b"report")])
+
+
+def test_a_head_that_does_not_come_whole_is_refused() -> None:
+    """The device gives it up, says so, and goes on with what it has; the next head is taken."""
+    good = HeadRef(version=2, head=reference(b"good head", "head"), devices=1, prototypes=1)
+    world = _begin(Mode.SERVICE)
+    world.served[digest_of(HEAD)] = HEAD[:-1] + b"x"
+    refused: list[events.Refuse] = []
+    perform = world.perform
+
+    def performed(action: events.Action) -> None:
+        if isinstance(action, events.Finish):
+            perform(action)
+            world.disk.pop(action.digest)
+        elif isinstance(action, events.Refuse):
+            refused.append(action)
+            world.pending.append(events.Installed(head_key(action.head), world.put(b"report"), "damaged"))
+        else:
+            perform(action)
+
+    world.perform = performed  # type: ignore[method-assign]
+    world.run(steps=400)
+    assert [action.head.version for action in refused] == [1]
+    assert digest_of(b"report") in world.taken
+    world.served[digest_of(b"good head")] = b"good head"
+    world.pending.append(events.HeadSeen(HeadManifest(task=TASK, release=2, current=good)))
+    world.run(steps=400)
+    assert world.state.installed == head_key(good)
+    assert (len(refused), world.exit) == (1, None)
+
+
+def _rollout(release: int, *, below: int) -> HeadManifest:
+    candidate = HeadRef(version=2, head=reference(b"candidate", "head"), devices=1, prototypes=1)
+    return HeadManifest(
+        task=TASK, release=release, current=HEAD_MANIFEST.current, candidate=candidate, canaries_below=below
+    )
+
+
+def test_canaries_take_the_candidate_and_others_do_not() -> None:
+    """Which of the two a device takes depends on its rank for the candidate's version."""
+    rank = canary_rank("device", 2)
+    for below, version in ((rank + 1, 2), (rank, 1), (0, 1)):
+        state = replace(_handing_in(), device="device")
+        state, _ = step(state, events.HeadSeen(_rollout(2, below=below)), now_s=0)
+        head = needs.current_head(state)
+        assert head is not None
+        assert head.version == version
+        assert head.head in needs.needed(state)
+        assert len(needs.needed_to_predict(state)) == 2
+
+
+def test_a_canary_goes_back_when_it_is_told_to() -> None:
+    """The manifest goes back to the current head with a greater release; an older one that comes late says nothing."""
+    stored = frozenset({digest_of(BACKBONE), digest_of(HEAD), digest_of(b"candidate")})
+    state = State(mode=Mode.SERVICE, device="device", stored=stored)
+    state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
+    trial, back = _rollout(5, below=2**32), msgspec.structs.replace(HEAD_MANIFEST, release=6)
+    for seen, version in ((trial, 2), (back, 1)):
+        state, actions = step(state, events.HeadSeen(seen), now_s=0)
+        (install,) = [action for action in actions if isinstance(action, events.Install)]
+        assert install.head.version == version
+        state, _ = step(state, events.Installed(head_key(install.head), b"report"), now_s=0)
+        assert state.installed == head_key(install.head)
+    state, actions = step(state, events.HeadSeen(trial), now_s=0)
+    assert not [action for action in actions if isinstance(action, events.Install)]
+    elsewhere = msgspec.structs.replace(trial, task=b"u" * 32, release=1)
+    state, _ = step(state, events.HeadSeen(elsewhere), now_s=0)
+    assert state.head == elsewhere
 
 
 def test_dry_run_announces_and_sends_nothing() -> None:
