@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.blobstore import state_errors
-from protocol.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRequest, Frame
+from protocol.messages import PROTOCOL_VERSION, BlobRequest, Frame
 
 
-def read_frames(path: Path, request: BlobRequest) -> Iterator[Frame]:
-    """The bytes of a blob that a device asked for, as far as there are any, in frames.
+def read_frames(path: Path, request: BlobRequest, *, chunk_bytes: int) -> Iterator[Frame]:
+    """The bytes of a blob that a device asked for, as far as there are any, in frames of at most `chunk_bytes`.
 
     Raises:
         StateError: the blob cannot be read.
@@ -18,7 +18,7 @@ def read_frames(path: Path, request: BlobRequest) -> Iterator[Frame]:
         file.seek(request.offset)
         while (left := request.offset + request.length - file.tell()) > 0:
             offset = file.tell()
-            data = file.read(min(MAX_CHUNK_BYTES, left))
+            data = file.read(min(chunk_bytes, left))
             if not data:
                 return
             yield Frame(v=PROTOCOL_VERSION, digest=request.digest, size_bytes=size, offset=offset, data=data)

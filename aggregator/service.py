@@ -35,6 +35,7 @@ from protocol.messages import (
     Submission,
 )
 from protocol.topics import parse_device_topic
+from protocol.transfer import chunk_bytes
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class Aggregator:
         match event:
             case mqtt.Received(topic=topic, payload=payload):
                 self._receive(topic, payload)
-            case mqtt.Connected():
+            case mqtt.Connected(max_packet_bytes=limit):
+                self._wire.chunk_bytes = chunk_bytes(limit)
                 fleet, task = self._task.manifest.fleet, self._task.digest.hex()
                 log.info("connected to the broker; fleet %r, task %s", fleet, task[:12])
                 self._connected = True
@@ -103,6 +105,9 @@ class Aggregator:
                 self._connected = False
                 level = logging.DEBUG if end.repeated else logging.WARNING
                 log.log(level, "%s; trying until it is there, next in %.0f s", end.reason, end.retry_s)
+            case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
+                level = logging.DEBUG if repeated else logging.ERROR
+                log.log(level, "the broker will not take what goes to %s: %s", topic, reason)
             case Progress(figures=figures):
                 self._learning.show_progress(figures)
             case Finished() as finished:
@@ -276,5 +281,6 @@ class Aggregator:
                     "unknown_blob",
                     f"no blob {request.digest.hex()[:12]}: take what task, round and head name",
                 )
-        for frame in read_frames(self._store.blobs.path(request.digest), request):
+        path = self._store.blobs.path(request.digest)
+        for frame in read_frames(path, request, chunk_bytes=self._wire.chunk_bytes):
             self._wire.tell_device(device, "blk", frame)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from protocol import session as mqtt
 from protocol.codec import digest_of, encode
-from protocol.messages import Frame, Message, Presence, PresenceState
+from protocol.messages import MAX_CHUNK_BYTES, Frame, Message, Presence, PresenceState
 from protocol.topics import RETAINED, DeviceChannel, FleetChannel, device_filters, device_topic, fleet_topic
 from protocol.transfer import frames_of
 
@@ -22,6 +22,8 @@ class Wire:
     def __init__(
         self, broker: mqtt.Broker, *, fleet: str, epoch: int, on_event: Callable[[mqtt.Event], None]
     ) -> None:
+        self.chunk_bytes = MAX_CHUNK_BYTES
+        """Bytes of payload in a frame, by what the broker takes."""
         self._fleet = fleet
         self._epoch = epoch
         self._session = mqtt.Session(
@@ -55,7 +57,7 @@ class Wire:
 
     def cast(self, payload: bytes) -> None:
         """Send a blob to everybody at once."""
-        for frame in frames_of(payload, digest=digest_of(payload)):
+        for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
             self._session.send(self._outgoing("cast", encode(frame)))
 
     def tell_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:

@@ -101,7 +101,7 @@ class Device:
                 self._worker.look()
             return events.Ticked()
 
-    def _handle(self, event: mqtt.Event | events.Event | Crashed) -> None:  # noqa: C901 - a case an event
+    def _handle(self, event: mqtt.Event | events.Event | Crashed) -> None:  # noqa: C901, PLR0912 - a case an event
         match event:
             case Crashed(error=error):
                 raise error
@@ -121,6 +121,9 @@ class Device:
                 level = logging.DEBUG if end.repeated else logging.WARNING
                 log.log(level, "%s; trying until it is there, next in %.0f s", end.reason, end.retry_s)
                 self._step(events.Disconnected())
+            case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
+                level = logging.DEBUG if repeated else logging.ERROR
+                log.log(level, "the broker will not take what goes to %s: %s", topic, reason)
             case mqtt.Drained():
                 self._step(events.Drained())
             case events.Built(reason=reason):

@@ -4,8 +4,11 @@ paho is kept on a short lead, for reasons measured: at most `window` messages ar
 callbacks only put something on a queue, and every connection gets a fresh client, so that nothing that was
 queued for a dead connection is sent again behind our back. A session promises nothing across connections:
 whoever sends looks at `Connected` and at the receiver's own receipts.
+
+It speaks MQTT 5 where the broker does, for what that says of its limits and of what it denies, and 3.1.1 elsewhere.
 """
 
+import contextlib
 import ipaddress
 import logging
 import queue
@@ -18,16 +21,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import paho.mqtt.client as mqtt
-from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
+from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from protocol.errors import ConfigError
+from protocol.packets import Experience, packet_bytes
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
 LONGEST_PAUSE_S = 60.0
 FAREWELL_S = 2.0
+
+VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
+"""In the order in which they are tried on a broker that is not known yet."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,12 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Connected:
-    """The broker accepted us and every subscription."""
+    """The broker accepted us and every subscription.
+
+    `max_packet_bytes` is the largest packet that it takes; None where it does not say, and takes all we know of.
+    """
+
+    max_packet_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,27 +82,49 @@ class Disconnected:
 
 
 @dataclass(frozen=True)
+class _Token:
+    """Which message of which connection is acknowledged."""
+
+    client: mqtt.Client
+    mid: int
+
+
+@dataclass(frozen=True)
 class Received:
-    """A message came in."""
+    """A message came in. `token` is for `Session.acknowledge`."""
 
     topic: str
     payload: bytes
+    token: _Token | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Unsendable:
+    """The broker will not take a publication, now or later, and why; what was sent after it goes on.
+
+    `repeated` is set where the same was said of the topic before.
+    """
+
+    topic: str
+    reason: str
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
 class Drained:
-    """Everything that was sent so far has reached the broker."""
+    """Everything that was sent so far has reached the broker, or was called `Unsendable`."""
 
 
-Event = Connected | Disconnected | Received | Drained
+Event = Connected | Disconnected | Received | Unsendable | Drained
 
 
 @dataclass(frozen=True)
 class _Closed:
-    """A connection ended, or was refused."""
+    """A connection ended, or was refused; `unanswered` if that may be for the version of MQTT."""
 
     client: mqtt.Client
     reason: str
+    unanswered: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,9 +136,11 @@ class _Ready:
 
 @dataclass(frozen=True)
 class _Acknowledged:
-    """The broker took one of ours."""
+    """The broker took one of ours, or says why not."""
 
     client: mqtt.Client
+    mid: int
+    denial: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,12 +189,44 @@ def pause_s(failures: int, uniform: Callable[[float, float], float]) -> float:
     return uniform(0.2, min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10)))
 
 
+def failures_after(failures: int, *, lived_s: float, paused_s: float) -> int:
+    """Failures in a row after one more connection has ended, or could not be made.
+
+    Args:
+        failures: so far.
+        lived_s: how long the connection was of use; 0 if there was none.
+        paused_s: the pause before it. Only a connection that has outlived it begins a new count: a broker that
+            ends every connection at the first publication is not called in a loop.
+    """
+    return 1 if lived_s > paused_s else failures + 1
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a connection ended, or why there was none."""
+
+    reason: str
+    unanswered: bool = False
+    lived_s: float = 0.0
+
+
 @dataclass
 class _Connection:
     client: mqtt.Client
-    ready: bool = False
-    in_flight: int = 0
-    waiting: deque[Outgoing] = field(default_factory=deque)
+    version: MQTTProtocolVersion
+    waiting: deque[Outgoing]
+    is_trial: bool
+    window: int
+    max_packet_bytes: int | None = None
+    is_answered: bool = False
+    ready_s: float | None = None
+    is_drained: bool = True
+    in_flight: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Topic and packet size by message id."""
+
+    def lived_s(self) -> float:
+        """Seconds for which it has been of use."""
+        return 0.0 if self.ready_s is None else time.monotonic() - self.ready_s
 
 
 class Session:
@@ -168,7 +238,8 @@ class Session:
         subscriptions: topic filters, subscribed at QoS 1 on every connect.
         on_event: called from the session's threads; it must only put the event somewhere.
         will: what the broker says of us when we vanish.
-        window: publications inside paho at any time.
+        window: publications inside paho at any time, unless the broker wants fewer.
+        manual_ack: a message counts as unacknowledged to the broker until `acknowledge` is called with it.
     """
 
     def __init__(
@@ -181,14 +252,20 @@ class Session:
         will: Outgoing | None = None,
         window: int = 8,
         keepalive_s: int = 30,
+        manual_ack: bool = False,
     ) -> None:
         self._broker = broker
         self._client_id = client_id
-        self._subscriptions = [(topic, 1) for topic in subscriptions]
+        self._subscriptions = tuple(subscriptions)
         self._on_event = on_event
         self._will = will
         self._window = window
         self._keepalive_s = keepalive_s
+        self._manual_ack = manual_ack
+        self._version: MQTTProtocolVersion | None = None
+        self._experience = Experience()
+        self._unsendable: set[tuple[str, str]] = set()
+        self._client: mqtt.Client | None = None
         self._last_words: set[tuple[str, bytes]] = set()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mqtt-session", daemon=True)
@@ -201,6 +278,16 @@ class Session:
         """Publish at QoS 1 in order; dropped if there is no connection, or it ends before its turn."""
         self._inbox.put(outgoing)
 
+    def acknowledge(self, received: Received) -> None:
+        """Tell the broker, with `manual_ack`, that a message is safe; from any thread.
+
+        Does nothing if the connection that it came in on is gone: a broker forgets what it has sent there.
+        """
+        token = received.token
+        if token is not None and token.client is self._client:
+            with contextlib.suppress(OSError):  # the connection ends this very moment
+                token.client.ack(token.mid, 1)
+
     def stop(self, farewell: Sequence[Outgoing] = (), *, timeout_s: float = 5.0) -> None:
         """Say the last words, disconnect and end the thread."""
         self._inbox.put(_Stop(tuple(farewell)))
@@ -208,74 +295,133 @@ class Session:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        failures, told = 0, ""
+        failures, told, retry_s = 0, "", 0.0
         while True:
-            connection = _Connection(self._client())
-            reason = self._connect(connection.client)
-            if reason is None:
-                stop, reason = self._serve(connection)
-                _close(connection.client)
-                if stop is not None:
-                    return
-            failures = 1 if connection.ready else failures + 1
+            end = self._try()
+            if end is None:
+                return
+            failures = failures_after(failures, lived_s=end.lived_s, paused_s=retry_s)
             retry_s = pause_s(failures, random.uniform)
-            self._on_event(Disconnected(reason, retry_s, repeated=reason == told and not connection.ready))
-            told = reason
+            self._on_event(Disconnected(end.reason, retry_s, repeated=end.reason == told and not end.lived_s))
+            told = end.reason
             if self._idle(retry_s):
                 return
 
-    def _client(self) -> mqtt.Client:
+    def _try(self) -> _End | None:
+        """Be connected, in the version of MQTT that the broker took last, or else in the other one.
+
+        Returns:
+            How that ended; None if we were told to stop.
+        """
+        end: _End | None = None
+        waiting: deque[Outgoing] = deque()
+        for version in sorted(VERSIONS, key=lambda version: version is not self._version):
+            end = self._try_in(version, waiting)
+            if end is None or not end.unanswered:
+                break
+        return end
+
+    def _try_in(self, version: MQTTProtocolVersion, waiting: deque[Outgoing]) -> _End | None:
+        is_new = version is MQTTProtocolVersion.MQTTv5 and version is not self._version
+        if is_new and self._will is not None:
+            # amqtt reads an MQTT 5 will as one of 3.1.1, waits for the rest of it, and answers nothing: so a
+            # broker that is not known to speak MQTT 5 is first asked without one.
+            end = self._live(self._connection(version, waiting, is_trial=True))
+            if self._version is not version:
+                return end
+        return self._live(self._connection(version, waiting))
+
+    def _live(self, connection: _Connection) -> _End | None:
+        """One connection from its beginning to its end; None if we were told to stop."""
+        failure = self._connect(connection.client)
+        if failure is not None:
+            return _End(failure)
+        end = self._serve(connection)
+        self._client = None
+        if connection.version is not MQTTProtocolVersion.MQTTv5 and connection.ready_s is not None:
+            self._learn(connection)
+        _close(connection.client)
+        return end
+
+    def _learn(self, connection: _Connection) -> None:
+        """See in the end of a connection whether a publication was too large for the broker."""
+        known = self._experience.limit_bytes
+        self._experience = self._experience.ended(size for _, size in connection.in_flight.values())
+        if self._experience.limit_bytes != known:
+            log.warning(
+                "the broker has hung up over a large message again: it gets at most %d bytes at once from now on",
+                self._experience.limit_bytes,
+            )
+
+    def _connection(
+        self, version: MQTTProtocolVersion, waiting: deque[Outgoing], *, is_trial: bool = False
+    ) -> _Connection:
+        """A fresh client that puts what happens to it in our inbox."""
+        is_v5 = version is MQTTProtocolVersion.MQTTv5
         client = mqtt.Client(
             CallbackAPIVersion.VERSION2,
             client_id=self._client_id,
-            clean_session=True,
+            clean_session=None if is_v5 else True,
+            protocol=version,
             reconnect_on_failure=False,
+            manual_ack=self._manual_ack,
         )
         client.connect_timeout = CONNECT_TIMEOUT_S
         client.max_inflight_messages_set(self._window)
-        if self._will is not None:
+        if self._will is not None and not is_trial:
             client.will_set(self._will.topic, self._will.payload, qos=1, retain=self._will.retain)
+        connection = _Connection(client, version, waiting, is_trial, self._window)
 
-        def on_connect(c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
+        def on_connect(
+            c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, properties: Properties | None
+        ) -> None:
+            connection.is_answered = True
             if code.is_failure:
-                self._inbox.put(_Closed(c, f"refused by the broker: {code}"))
-            elif self._subscriptions:
-                c.subscribe(self._subscriptions)
+                wrong_version = code == "Unsupported protocol version"
+                self._inbox.put(_Closed(c, f"refused by the broker: {code}", unanswered=wrong_version))
+                return
+            connection.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
+            connection.window = min(self._window, getattr(properties, "ReceiveMaximum", self._window))
+            if self._subscriptions and not is_trial:
+                _subscribe(c, self._subscriptions, is_v5=is_v5)
             else:
                 self._inbox.put(_Ready(c))
 
         def on_subscribe(c: mqtt.Client, _d: Any, _m: int, codes: list[ReasonCode], _p: Any) -> None:
             denied = [
-                topic for (topic, _), code in zip(self._subscriptions, codes, strict=False) if code.is_failure
+                topic for topic, code in zip(self._subscriptions, codes, strict=False) if code.is_failure
             ]
             self._inbox.put(
                 _Closed(c, f"the broker denies subscribing to {', '.join(denied)}") if denied else _Ready(c)
             )
 
         def on_disconnect(c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
-            self._inbox.put(_Closed(c, f"connection lost: {code}"))
+            self._inbox.put(_Closed(c, f"connection lost: {code}", unanswered=not connection.is_answered))
 
-        def on_publish(c: mqtt.Client, _d: Any, _m: int, _code: ReasonCode, _p: Any) -> None:
-            self._inbox.put(_Acknowledged(c))
+        def on_publish(c: mqtt.Client, _d: Any, mid: int, code: ReasonCode, _p: Any) -> None:
+            self._inbox.put(_Acknowledged(c, mid, str(code) if code.is_failure else ""))
 
         def on_message(c: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
             if self._is_subscribed(message.topic):
                 self._hear(c, message)
+            else:
+                c.ack(message.mid, message.qos)
 
         client.on_connect = on_connect
         client.on_subscribe = on_subscribe
         client.on_disconnect = on_disconnect
         client.on_publish = on_publish
         client.on_message = on_message
-        return client
+        return connection
 
     def _is_subscribed(self, topic: str) -> bool:
         """Whether a message is for us: amqtt hands whoever connects all that is retained for anybody."""
-        return any(mqtt.topic_matches_sub(wanted, topic) for wanted, _ in self._subscriptions)
+        return any(mqtt.topic_matches_sub(wanted, topic) for wanted in self._subscriptions)
 
     def _hear(self, client: mqtt.Client, message: mqtt.MQTTMessage) -> None:
         payload = bytes(message.payload)
-        self._on_event(Received(message.topic, payload))
+        token = _Token(client, message.mid) if self._manual_ack and message.qos else None
+        self._on_event(Received(message.topic, payload, token))
         if (message.topic, payload) in self._last_words:
             self._inbox.put(_Echoed(client))
 
@@ -299,36 +445,75 @@ class Session:
             if getattr(command, "client", connection.client) is connection.client:
                 return command
 
-    def _serve(self, connection: _Connection) -> tuple[_Stop | None, str]:
-        """Feed one connection until it ends; returns the wish to stop, if that is why, and the reason."""
+    def _serve(self, connection: _Connection) -> _End | None:
+        """Feed one connection until it ends; None if we were told to stop."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
-            match self._next(connection, None if connection.ready else deadline):
+            match self._next(connection, None if connection.ready_s is not None else deadline):
                 case None:
-                    return None, f"the broker at {self._broker} does not answer"
+                    unanswered = not connection.is_answered
+                    return _End(f"the broker at {self._broker} does not answer", unanswered=unanswered)
                 case _Stop() as stop:
                     self._farewell(connection, stop.farewell)
-                    return stop, "stopped"
+                    return None
                 case _Closed() as closed:
-                    return None, closed.reason
+                    return _End(closed.reason, closed.unanswered, connection.lived_s())
                 case _Ready():
-                    connection.ready = True
-                    self._on_event(Connected())
-                case _Acknowledged():
-                    connection.in_flight -= 1
-                    if connection.in_flight == 0 and not connection.waiting:
-                        self._on_event(Drained())
+                    self._version = connection.version
+                    if connection.is_trial:
+                        return _End("it speaks MQTT 5")
+                    self._begin(connection)
+                case _Acknowledged() as answer:
+                    self._settle(connection, answer)
                 case Outgoing() as outgoing:
                     connection.waiting.append(outgoing)
             self._pump(connection)
 
+    def _begin(self, connection: _Connection) -> None:
+        """Take up a connection that stands."""
+        connection.ready_s = time.monotonic()
+        if connection.version is not MQTTProtocolVersion.MQTTv5:
+            connection.max_packet_bytes = self._experience.limit_bytes
+        self._client = connection.client
+        self._on_event(Connected(connection.max_packet_bytes))
+
+    def _settle(self, connection: _Connection, answer: _Acknowledged) -> None:
+        """Take note of what the broker says to a publication."""
+        topic, size_bytes = connection.in_flight.pop(answer.mid)
+        if answer.denial:
+            way_out = "; look at the broker's access list" if answer.denial == "Not authorized" else ""
+            self._say_unsendable(topic, answer.denial, answer.denial + way_out)
+        else:
+            self._experience = self._experience.acknowledged(size_bytes)
+
+    def _say_unsendable(self, topic: str, cause: str, reason: str) -> None:
+        repeated = (topic, cause) in self._unsendable
+        self._unsendable.add((topic, cause))
+        self._on_event(Unsendable(topic, reason, repeated))
+
     def _pump(self, connection: _Connection) -> None:
-        while connection.ready and connection.waiting and connection.in_flight < self._window:
-            outgoing = connection.waiting.popleft()
-            info = connection.client.publish(outgoing.topic, outgoing.payload, qos=1, retain=outgoing.retain)
-            if info.rc not in (MQTTErrorCode.MQTT_ERR_SUCCESS, MQTTErrorCode.MQTT_ERR_QUEUE_SIZE):
-                return  # the connection is going down; its end comes through the inbox
-            connection.in_flight += 1
+        """Give paho what there is room for, and say so when all is through."""
+        if connection.ready_s is None:
+            return
+        connection.is_drained = connection.is_drained and not connection.waiting
+        while connection.waiting and len(connection.in_flight) < connection.window:
+            outgoing = connection.waiting[0]
+            size_bytes = packet_bytes(outgoing.topic, len(outgoing.payload))
+            limit = connection.max_packet_bytes
+            if limit is not None and size_bytes > limit:
+                reason = f"it has {size_bytes} bytes, and the broker takes {limit}; raise its max_packet_size"
+                self._say_unsendable(outgoing.topic, "size", reason)
+            else:
+                info = connection.client.publish(
+                    outgoing.topic, outgoing.payload, qos=1, retain=outgoing.retain
+                )
+                if info.rc not in (MQTTErrorCode.MQTT_ERR_SUCCESS, MQTTErrorCode.MQTT_ERR_CONN_LOST):
+                    return  # the connection is gone; its end comes through the inbox
+                connection.in_flight[info.mid] = (outgoing.topic, size_bytes)
+            connection.waiting.popleft()
+        if not connection.is_drained and not connection.waiting and not connection.in_flight:
+            connection.is_drained = True
+            self._on_event(Drained())
 
     def _farewell(self, connection: _Connection, farewell: Sequence[Outgoing]) -> None:
         """Say the last words, and wait until they are through.
@@ -336,9 +521,9 @@ class Session:
         A broker may acknowledge them and forget them when the connection ends right after: amqtt does. So where
         we listen to them ourselves, we wait to hear them.
         """
-        if not connection.ready:
+        if connection.ready_s is None:
             return
-        heard = {topic for topic, _ in self._subscriptions}
+        heard = set(self._subscriptions)
         self._last_words = {(word.topic, word.payload) for word in farewell if word.topic in heard}
         echoes = len(self._last_words)
         connection.waiting.extend(farewell)
@@ -348,8 +533,8 @@ class Session:
             match self._next(connection, deadline):
                 case None | _Closed():
                     return
-                case _Acknowledged():
-                    connection.in_flight -= 1
+                case _Acknowledged() as answer:
+                    self._settle(connection, answer)
                     self._pump(connection)
                 case _Echoed():
                     echoes -= 1
@@ -364,6 +549,13 @@ class Session:
             except queue.Empty:
                 return False
         return False
+
+
+def _subscribe(client: mqtt.Client, topics: Sequence[str], *, is_v5: bool) -> None:
+    if is_v5:
+        client.subscribe([(topic, SubscribeOptions(qos=1)) for topic in topics])
+    else:
+        client.subscribe([(topic, 1) for topic in topics])
 
 
 def _close(client: mqtt.Client) -> None:

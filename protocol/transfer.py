@@ -13,6 +13,19 @@ Ranges = tuple[tuple[int, int], ...]
 """Disjoint byte ranges [start, stop) in ascending order."""
 
 
+ENVELOPE_BYTES = 256
+"""More than a frame's envelope, its topic and MQTT's own header take together."""
+
+SMALLEST_CHUNK_BYTES = 256
+
+
+def chunk_bytes(max_packet_bytes: int | None) -> int:
+    """Bytes of payload in a frame for a broker that takes packets of this size; None: it does not say."""
+    if max_packet_bytes is None:
+        return MAX_CHUNK_BYTES
+    return max(SMALLEST_CHUNK_BYTES, min(MAX_CHUNK_BYTES, max_packet_bytes - ENVELOPE_BYTES))
+
+
 def frames_of(
     payload: bytes, *, digest: bytes, ranges: Ranges | None = None, chunk_bytes: int = MAX_CHUNK_BYTES
 ) -> Iterator[Frame]:

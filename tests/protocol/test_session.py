@@ -1,15 +1,11 @@
 """The MQTT session against real brokers: it connects, comes back, keeps order and never runs hot."""
 
 import os
-import queue
 import random
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -23,74 +19,15 @@ from protocol.session import (
     Connected,
     Disconnected,
     Drained,
-    Event,
     Outgoing,
     Received,
-    Session,
+    failures_after,
     parse_broker,
     pause_s,
 )
 from tests.brokers import mosquitto, mosquitto_program
 from tests.conftest import Serve
-
-E = TypeVar("E", bound=Event)
-PATIENCE_S = 30.0
-
-
-class Ear:
-    """Everything a session said, in order."""
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.put = self._events.put
-
-    def wait(self, kind: type[E]) -> E:
-        """The next event of a kind; what comes before it is passed over."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
-            if isinstance(event, kind):
-                return event
-
-    def rest(self) -> list[Event]:
-        """What has come since."""
-        events = []
-        while not self._events.empty():
-            events.append(self._events.get())
-        return events
-
-
-@contextmanager
-def _session(broker: Broker, client_id: str, *topics: str, **options: Any) -> Iterator[tuple[Session, Ear]]:
-    """A session that was started; it is ended with the test."""
-    ear = Ear()
-    made = Session(broker, client_id=client_id, subscriptions=topics, on_event=ear.put, **options)
-    made.start()
-    try:
-        yield made, ear
-    finally:
-        made.stop()
-
-
-@contextmanager
-def _listener(answer: Callable[[socket.socket], None]) -> Iterator[tuple[Broker, list[float]]]:
-    """Something that accepts connections, but is no broker; with the times at which they came."""
-    times: list[float] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def accept() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                times.append(time.monotonic())
-                with connection:
-                    answer(connection)
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield Broker("127.0.0.1", server.getsockname()[1]), times
-        server.shutdown(socket.SHUT_RDWR)
+from tests.protocol.sessions import PATIENCE_S, listening, running
 
 
 @pytest.fixture
@@ -101,7 +38,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_message_goes_from_one_session_to_another(broker: Broker) -> None:
     """Both connect, the payload arrives as it was sent, and the sender hears that the broker has it."""
-    with _session(broker, "b", "t/+") as (_, hears), _session(broker, "a") as (says, ear):
+    with running(broker, "b", "t/+") as (_, hears), running(broker, "a") as (says, ear):
         hears.wait(Connected)
         ear.wait(Connected)
         says.send(Outgoing("t/1", b"\x00\xff"))
@@ -112,7 +49,7 @@ def test_a_message_goes_from_one_session_to_another(broker: Broker) -> None:
 def test_more_messages_than_the_window_arrive_in_order(broker: Broker) -> None:
     """Hundreds sent at once all arrive, each once, in the order of sending; then all is drained."""
     count = 300
-    with _session(broker, "b", "t") as (_, hears), _session(broker, "a", window=4) as (says, ear):
+    with running(broker, "b", "t") as (_, hears), running(broker, "a", window=4) as (says, ear):
         hears.wait(Connected)
         ear.wait(Connected)
         for number in range(count):
@@ -124,24 +61,24 @@ def test_more_messages_than_the_window_arrive_in_order(broker: Broker) -> None:
 
 def test_a_retained_message_waits_for_who_comes_later(broker: Broker) -> None:
     """What is sent with `retain` is there for a later session, and the rest is not."""
-    with _session(broker, "a") as (says, ear):
+    with running(broker, "a") as (says, ear):
         ear.wait(Connected)
         says.send(Outgoing("t/lost", b"1"))
         says.send(Outgoing("t/kept", b"2", retain=True))
         ear.wait(Drained)
-        with _session(broker, "b", "t/+") as (_, hears):
+        with running(broker, "b", "t/+") as (_, hears):
             assert hears.wait(Received) == Received("t/kept", b"2")
             assert Received("t/lost", b"1") not in hears.rest()
 
 
 def test_what_others_subscribed_to_does_not_arrive(broker: Broker) -> None:
     """A retained message of a topic that somebody else subscribed to is not ours: amqtt sends it all the same."""
-    with _session(broker, "other", "theirs") as (other, other_ear):
+    with running(broker, "other", "theirs") as (other, other_ear):
         other_ear.wait(Connected)
         other.send(Outgoing("theirs", b"to the other", retain=True))
         other.send(Outgoing("ours/1", b"to us", retain=True))
         other_ear.wait(Drained)
-        with _session(broker, "newcomer", "ours/+") as (_, ear):
+        with running(broker, "newcomer", "ours/+") as (_, ear):
             received = [ear.wait(Received)]
             other.send(Outgoing("ours/2", b"the end"))
             while received[-1].topic != "ours/2":
@@ -151,9 +88,9 @@ def test_what_others_subscribed_to_does_not_arrive(broker: Broker) -> None:
 
 def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, address: Broker) -> None:
     """Nothing said before the first connection stands is lost, if it comes about."""
-    with serve(address), _session(address, "b", "t") as (_, hears):
+    with serve(address), running(address, "b", "t") as (_, hears):
         hears.wait(Connected)
-        with _session(address, "a") as (says, _):
+        with running(address, "a") as (says, _):
             says.send(Outgoing("t", b"early"))
             assert hears.wait(Received).payload == b"early"
 
@@ -161,7 +98,7 @@ def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, addr
 @pytest.mark.usefixtures("short_pauses")
 def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address: Broker) -> None:
     """The session says in one event why there is no connection, and connects and subscribes each time."""
-    with _session(address, "a", "t") as (says, ear):
+    with running(address, "a", "t") as (says, ear):
         assert f"no broker at {address}" in ear.wait(Disconnected).reason
         for _ in range(2):
             with serve(address):
@@ -175,7 +112,7 @@ def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address:
 @pytest.mark.usefixtures("short_pauses")
 def test_what_was_sent_into_the_void_is_not_sent_later(serve: Serve, address: Broker) -> None:
     """A message without a connection is dropped: whoever sends decides again at the next one."""
-    with _session(address, "a", "t") as (says, ear):
+    with running(address, "a", "t") as (says, ear):
         ear.wait(Disconnected)
         says.send(Outgoing("t", b"stale"))
         ear.wait(Disconnected)
@@ -201,10 +138,10 @@ def _own_socket(port: int) -> list[int]:
 @pytest.mark.usefixtures("short_pauses")
 def test_the_last_will_is_delivered_when_a_socket_dies(broker: Broker) -> None:
     """A device that vanishes is declared offline by the broker, and says so itself when it comes back."""
-    with _session(broker, "b", "state") as (_, hears):
+    with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
         before = set(_own_socket(broker.port))
-        with _session(broker, "a", will=Outgoing("state", b"offline", retain=True)) as (says, ear):
+        with running(broker, "a", will=Outgoing("state", b"offline", retain=True)) as (says, ear):
             ear.wait(Connected)
             (dying,) = set(_own_socket(broker.port)) - before
             with socket.socket(fileno=os.dup(dying)) as victim:
@@ -218,16 +155,16 @@ def test_the_last_will_is_delivered_when_a_socket_dies(broker: Broker) -> None:
 
 def test_the_farewell_is_said_and_the_will_is_not(broker: Broker) -> None:
     """Who stops in good order has the last words, after everything that was sent before."""
-    with _session(broker, "b", "state") as (_, hears):
+    with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
-        with _session(broker, "a", will=Outgoing("state", b"offline"), window=2) as (says, ear):
+        with running(broker, "a", will=Outgoing("state", b"offline"), window=2) as (says, ear):
             ear.wait(Connected)
             for number in range(20):
                 says.send(Outgoing("state", str(number).encode()))
             says.stop([Outgoing("state", b"stopped")])
         got = [hears.wait(Received).payload for _ in range(21)]
         assert got == [*(str(number).encode() for number in range(20)), b"stopped"]
-        with _session(broker, "c") as (marks, ear):
+        with running(broker, "c") as (marks, ear):
             ear.wait(Connected)
             marks.send(Outgoing("state", b"end"))
             assert hears.wait(Received).payload == b"end"
@@ -235,10 +172,10 @@ def test_the_farewell_is_said_and_the_will_is_not(broker: Broker) -> None:
 
 def test_last_words_are_through_before_the_connection_ends(broker: Broker) -> None:
     """Who stops right after connecting, and listens to its own words, is heard by others every time."""
-    with _session(broker, "b", "state") as (_, hears):
+    with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
         for number in range(15):
-            with _session(broker, f"a{number}", "state") as (says, ear):
+            with running(broker, f"a{number}", "state") as (says, ear):
                 ear.wait(Connected)
                 says.send(Outgoing("state", b"online", retain=True))
                 says.stop([Outgoing("state", str(number).encode(), retain=True)])
@@ -248,7 +185,7 @@ def test_last_words_are_through_before_the_connection_ends(broker: Broker) -> No
 
 def test_stopping_without_a_broker_is_quick_and_final(address: Broker) -> None:
     """The thread ends, and no connection is tried any more."""
-    with _session(address, "a") as (made, ear):
+    with running(address, "a") as (made, ear):
         ear.wait(Disconnected)
         made.stop([Outgoing("t", b"bye")])
         assert not made._thread.is_alive()
@@ -256,12 +193,13 @@ def test_stopping_without_a_broker_is_quick_and_final(address: Broker) -> None:
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_broker_that_hangs_up_is_not_called_in_a_loop() -> None:
-    """A listener that closes at once is called once a pause, and never counts as a broker."""
-    with _listener(lambda _: None) as (broker, times), _session(broker, "a") as (_, ear):
+    """A listener that closes at once is called once a pause for each version, and never counts as a broker."""
+    with listening(lambda _: None) as (broker, times), running(broker, "a") as (_, ear):
         pauses = [ear.wait(Disconnected).retry_s for _ in range(4)]
-        assert len(times) == 4
+        assert len(times) == 8
         assert all(
-            second - first >= pause for pause, first, second in zip(pauses, times, times[1:], strict=False)
+            second - first >= pause
+            for pause, first, second in zip(pauses, times[1::2], times[2::2], strict=False)
         )
         assert ear.rest() == []
 
@@ -269,7 +207,7 @@ def test_a_broker_that_hangs_up_is_not_called_in_a_loop() -> None:
 @pytest.mark.usefixtures("short_pauses")
 def test_failed_tries_leave_nothing_open(address: Broker) -> None:
     """Sockets and threads do not pile up while the broker is away."""
-    with _session(address, "a") as (_, ear):
+    with running(address, "a") as (_, ear):
         for _ in range(3):
             ear.wait(Disconnected)
         files, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
@@ -288,8 +226,8 @@ def test_a_listener_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPat
     def say_nothing(_: socket.socket) -> None:
         release.wait(PATIENCE_S)
 
-    with _listener(say_nothing) as (broker, _):
-        with _session(broker, "a") as (_, ear):
+    with listening(say_nothing) as (broker, _):
+        with running(broker, "a") as (_, ear):
             assert "does not answer" in ear.wait(Disconnected).reason
             ear.wait(Disconnected)
         release.set()
@@ -299,8 +237,8 @@ def test_a_listener_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPat
 def test_something_that_is_no_broker() -> None:
     """An HTTP server's answer is a lost connection, not a crash."""
     with (
-        _listener(lambda peer: peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as (broker, _),
-        _session(broker, "a") as (_, ear),
+        listening(lambda peer: peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as (broker, _),
+        running(broker, "a") as (_, ear),
     ):
         ear.wait(Disconnected)
         ear.wait(Disconnected)
@@ -315,7 +253,7 @@ def test_a_broker_that_refuses_us_says_why(address: Broker, tmp_path: Path) -> N
     """Without a user name the connection is refused; the reason is the broker's, and it is tried again."""
     with (
         mosquitto(address, tmp_path, options="allow_anonymous false"),
-        _session(address, "a") as (_, ear),
+        running(address, "a") as (_, ear),
     ):
         assert "refused by the broker: Not authorized" in ear.wait(Disconnected).reason
         ear.wait(Disconnected)
@@ -326,9 +264,9 @@ def _suback(code: int) -> Callable[[socket.socket], None]:
 
     def answer(peer: socket.socket) -> None:
         peer.recv(1024)
-        peer.sendall(b"\x20\x02\x00\x00")
+        peer.sendall(b"\x20\x03\x00\x00\x00")
         packet = peer.recv(1024)
-        peer.sendall(b"\x90\x03" + packet[2:4] + bytes([code]))
+        peer.sendall(b"\x90\x04" + packet[2:4] + b"\x00" + bytes([code]))
         peer.recv(1024)
 
     return answer
@@ -337,7 +275,7 @@ def _suback(code: int) -> Callable[[socket.socket], None]:
 @pytest.mark.usefixtures("short_pauses")
 def test_a_broker_that_denies_a_subscription() -> None:
     """A session that would hear nothing is no connection: the topic is named, and it is tried again."""
-    with _listener(_suback(0x80)) as (broker, _), _session(broker, "a", "secret") as (_, ear):
+    with listening(_suback(0x80)) as (broker, _), running(broker, "a", "secret") as (_, ear):
         assert "denies subscribing to secret" in ear.wait(Disconnected).reason
         ear.wait(Disconnected)
         assert Connected not in map(type, ear.rest())
@@ -356,6 +294,14 @@ def test_pauses_grow() -> None:
     """The longest possible pause doubles until it is a minute."""
     longest = [pause_s(failures, lambda _, high: high) for failures in range(1, 9)]
     assert longest == [2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_only_a_connection_that_outlives_its_pause_begins_a_new_count() -> None:
+    """A broker that ends every connection soon is called less and less often, one that works at once again."""
+    assert failures_after(0, lived_s=0.1, paused_s=0) == 1
+    assert failures_after(4, lived_s=0, paused_s=7) == 5
+    assert failures_after(4, lived_s=6.9, paused_s=7) == 5
+    assert failures_after(4, lived_s=7.1, paused_s=7) == 1
 
 
 @pytest.mark.parametrize(

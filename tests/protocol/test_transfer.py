@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from protocol.codec import digest_of, encode
 from protocol.errors import TransferError
 from protocol.messages import MAX_CHUNK_BYTES, Frame
-from protocol.transfer import MAX_PIECES, Assembly, frames_of, gaps
+from protocol.packets import packet_bytes
+from protocol.topics import device_topic
+from protocol.transfer import ENVELOPE_BYTES, MAX_PIECES, Assembly, chunk_bytes, frames_of, gaps
 
 PAYLOAD = bytes(range(10))
 DIGEST = digest_of(PAYLOAD)
@@ -92,6 +94,24 @@ def test_frames_of_a_whole_payload_are_chunks_that_fit() -> None:
     frames = list(frames_of(payload, digest=DIGEST))
     assert [len(each.data) for each in frames] == [MAX_CHUNK_BYTES, MAX_CHUNK_BYTES, 1]
     assert max(len(encode(each)) for each in frames) < 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(None, MAX_CHUNK_BYTES), (10**6, MAX_CHUNK_BYTES), (4096, 4096 - ENVELOPE_BYTES), (300, 256)],
+)
+def test_a_chunk_is_as_large_as_the_broker_takes(limit: int | None, expected: int) -> None:
+    """Without a limit it is what the protocol allows, and it is never so small that a transfer never ends."""
+    assert chunk_bytes(limit) == expected
+
+
+@given(st.integers(512, 70000))
+def test_a_frame_fits_into_the_packet_that_the_broker_takes(limit: int) -> None:
+    """With the longest names and numbers, envelope, topic and header find room beside the chunk."""
+    data = bytes(chunk_bytes(limit))
+    frame = Frame(v=1, digest=DIGEST, size_bytes=2**31, offset=2**31 - len(data), data=data)
+    topic = device_topic("f" * 64, "d" * 64, "up")
+    assert packet_bytes(topic, len(encode(frame))) <= limit
 
 
 def test_ranges_past_the_payload_are_clipped() -> None:
