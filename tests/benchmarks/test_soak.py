@@ -1,0 +1,36 @@
+"""The soak finds nothing lost in a small restless fleet, and would find what grows."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak import Sample, draw, growth, run_soak
+from tests.brokers import mosquitto_program
+
+
+def _sample(process: str, at_s: float, *, life: int = 1, memory_bytes: int = 100) -> Sample:
+    return Sample(process, at_s, life, memory_bytes, handles=10, disk_bytes=1000)
+
+
+def test_growth_is_told() -> None:
+    """Memory that has doubled over the second half is 2; what was started again too late is left out."""
+    samples = [_sample("aggregator", at_s, memory_bytes=100 if at_s < 75 else 200) for at_s in range(100)]
+    samples += [_sample("device", at_s, life=1 + (at_s > 80)) for at_s in range(100)]
+    assert growth(samples, since_s=50) == {
+        "aggregator": {"memory_bytes": 2.0, "handles": 1.0, "disk_bytes": 1.0}
+    }
+
+
+@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+def test_a_small_fleet_loses_nothing(tmp_path: Path) -> None:
+    """Two devices that come and go, a network that fails, a broker and an aggregator that are killed."""
+    folder = tmp_path / "soak"
+    folder.mkdir()
+    figures, samples = run_soak(folder, seconds=25, devices=2, stay_s=8, away_s=2, seed=3)
+    submissions = figures["submissions"]
+    assert (submissions["counted"], submissions["lost"], submissions["twice"]) == (2, 0, 0)
+    assert figures["fallen"] == []
+    assert sum(number for fault, number in figures["faults"].items() if "SIGKILL" in fault) > 0
+    assert {"aggregator", "broker", "device-00", "device-01"} == {taken.process for taken in samples}
+    draw(samples, tmp_path / "soak.svg")
+    assert (tmp_path / "soak.svg").stat().st_size > 1000
