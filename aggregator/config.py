@@ -63,6 +63,7 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     deadline_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
     retrain_after: Annotated[int, Meta(ge=1)] = 1
     max_submission_mb: Annotated[float, Meta(gt=0, le=2048)] = 64.0
+    unfinished_h: Annotated[float, Meta(gt=0, le=100_000)] = 24.0
     devices: Annotated[tuple[Name, ...], Meta(min_length=1)] | None = None
     """The only devices that may take part; left out, any may."""
     client: Client = Client()

@@ -1,5 +1,6 @@
 """From submissions to heads: what the round logic decides is stored, and the trainer does it."""
 
+import contextlib
 import json
 import logging
 import time
@@ -110,8 +111,13 @@ class Learning:
             self._advance(rounds.Trained(row.version))
             self._remember_heads()
             self._tell(row)
-        self._store.set_fact("training", "")
+        with contextlib.suppress(StateError):  # what is shown may be out of date; what is done is done
+            self._store.set_fact("training", "")
         return row is not None
+
+    def retry(self) -> None:
+        """Try again at the next tick what has failed."""
+        self.state = replace(self.state, failed=None, retry_s=0.0)
 
     def _advance(
         self, event: rounds.Event, *, keep: Callable[[rounds.Answer], None] | None = None
@@ -173,7 +179,8 @@ class Learning:
                 "round %d failed: %s; it will be tried again in %.0f s, when a submission comes, or at the next start",
                 *(version - 1, reason, settings.deadline_s),
             )
-        self._store.set_closing(None)
+        with contextlib.suppress(StateError):  # the next start would go on with it
+            self._store.set_closing(None)
         self._advance(rounds.TrainingFailed(time.time()))
 
     def _tell_submission(self, row: SubmissionRow) -> None:

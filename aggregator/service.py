@@ -14,10 +14,11 @@ from aggregator import rounds
 from aggregator.downlink import read_frames
 from aggregator.intake import Refused, check_evaluation, check_submission, read_message
 from aggregator.learning import Learning
+from aggregator.reception import Reception, no_space
 from aggregator.store import Store, SubmissionRow
 from aggregator.task import Task
 from aggregator.trainer import Finished, Progress
-from aggregator.uplink import Complete, Uplink
+from aggregator.uplink import Complete
 from aggregator.wire import Wire
 from protocol import session as mqtt
 from protocol.codec import decode
@@ -41,6 +42,11 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 
+BATCH_EVENTS = 64
+"""Events that are handled before what they brought is made durable at once."""
+
+BATCH_BYTES = 4 * 1024**2
+
 Event = mqtt.Event | Progress | Finished
 
 
@@ -59,13 +65,18 @@ class Aggregator:
     def __init__(self, task: Task, store: Store, *, broker: mqtt.Broker) -> None:
         self._task = task
         self._store = store
-        self._uplink = Uplink(max_bytes=int(task.file.max_submission_mb * 1024**2))
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._epoch = max(int(store.fact("epoch", "0")) + 1, int(time.time()))
         store.set_fact("epoch", str(self._epoch))
         store.set_fact("task", task.digest.hex())
         store.set_fact("task_file", msgspec.json.encode(task.file).decode())
         store.set_fact("settings", msgspec.json.encode(task.file.settings).decode())
+        self._reception = Reception(
+            store,
+            max_bytes=int(task.file.max_submission_mb * 1024**2),
+            unfinished_s=task.file.unfinished_h * 3600,
+        )
+        self._receipts: list[tuple[str, Receipt]] = []
         self._learning = Learning(task, store, on_event=self._events.put)
         self._problems: dict[str, str] = {}
         self._connected = False
@@ -78,20 +89,51 @@ class Aggregator:
         self._wire.start()
         try:
             while True:
-                try:
-                    event: Event | None = self._events.get(timeout=TICK_S)
-                except queue.Empty:
-                    event = None
-                try:
-                    self._handle(event)
-                except StateError as error:
-                    # Nothing was acknowledged, so the device will send it again.
-                    log.error("%s; free space or fix the permissions, devices will try again", error)
+                self._take(self._next_batch())
         finally:
             self._learning.stop()
             self._wire.stop()
+            self._reception.close()
 
-    def _handle(self, event: Event | None) -> None:
+    def _next_batch(self) -> list[Event]:
+        """What has come, up to what is made durable at once; nothing after a while in which nothing came."""
+        batch: list[Event] = []
+        size_bytes = 0
+        with contextlib.suppress(queue.Empty):
+            batch.append(self._events.get(timeout=TICK_S))
+            while len(batch) < BATCH_EVENTS and size_bytes < BATCH_BYTES:
+                batch.append(event := self._events.get_nowait())
+                size_bytes += len(event.payload) if isinstance(event, mqtt.Received) else 0
+        return batch
+
+    def _take(self, batch: list[Event]) -> None:
+        """Handle a batch of events; what they brought is durable before anybody is told so."""
+        for event in batch:
+            with self._storing():
+                self._handle(event)
+        with self._storing():
+            self._reception.commit()
+        for device, receipt in self._receipts:
+            is_lost = self._reception.is_stopped and receipt.status == "missing"
+            self._wire.tell_device(device, "ack", no_space(receipt.digest) if is_lost else receipt)
+        self._receipts.clear()
+        for event in batch:
+            if isinstance(event, mqtt.Received):
+                self._wire.acknowledge(event)
+        if self._reception.tick():
+            self._learning.retry()
+        with self._storing():
+            self._learning.tick()
+
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        """Do something that stores; where it cannot, stop the intake."""
+        try:
+            yield
+        except StateError as error:
+            self._reception.stop(error)
+
+    def _handle(self, event: Event) -> None:
         match event:
             case mqtt.Received(topic=topic, payload=payload):
                 self._receive(topic, payload)
@@ -116,7 +158,6 @@ class Aggregator:
                     self._announce_head()
             case _:
                 pass
-        self._learning.tick()
 
     def _announce(self) -> None:
         self._wire.tell_fleet("task", self._task.manifest_bytes)
@@ -132,7 +173,8 @@ class Aggregator:
         self._wire.tell_fleet("round", open_round)
         if self._cast_is_due and self._connected:
             if open_round is not None:
-                self._wire.cast(self._store.blobs.read(open_round.tensors.digest))
+                with _reading():
+                    self._wire.cast(self._store.blobs.read(open_round.tensors.digest))
             self._cast_is_due = False
         self._wire.tell_fleet("head", self._learning.head)
 
@@ -218,25 +260,28 @@ class Aggregator:
                 detail=refused.detail[:256],
                 sequence=refused.sequence,
             )
-            self._wire.tell_device(device, "ack", receipt)
+            self._receipts.append((device, receipt))
             raise
 
     def _take_frame(self, device: str, frame: Frame) -> None:
         with self._telling(device, frame.digest):
-            outcome = self._uplink.take(device, frame, holds=self._store.holds)
-            if isinstance(outcome, Complete):
-                outcome = self._take_message(device, outcome)
+            try:
+                outcome = self._reception.take(device, frame)
+                if isinstance(outcome, Complete):
+                    outcome = self._take_message(device, outcome)
+            except StateError as error:
+                self._reception.stop(error, size_bytes=frame.size_bytes)
+                outcome = no_space(frame.digest)
         if outcome is not None:
-            self._wire.tell_device(device, "ack", outcome)
+            self._receipts.append((device, outcome))
 
-    def _take_message(self, device: str, complete: Complete) -> Receipt | None:
+    def _take_message(self, device: str, complete: Complete) -> Receipt:
         message = read_message(complete.payload)
         if isinstance(message, Submission):
-            self._take_submission(device, message, complete)
-            return None
+            return self._take_submission(device, message, complete)
         return self._take_evaluation(device, message, complete.digest)
 
-    def _take_submission(self, device: str, submission: Submission, complete: Complete) -> None:
+    def _take_submission(self, device: str, submission: Submission, complete: Complete) -> Receipt:
         prototypes = check_submission(submission, self._task.expectation)
         row = SubmissionRow(
             device=device,
@@ -248,7 +293,7 @@ class Aggregator:
         )
         answer = self._learning.take(row, complete.payload)
         self._check_verdict(answer, row.entry.round)
-        self._wire.tell_device(device, "ack", Receipt(digest=answer.digest, status="received"))
+        return Receipt(digest=answer.digest, status="received")
 
     def _check_verdict(self, answer: rounds.Answer, number: int) -> None:
         """Refuse what does not count, in words that say what does."""
@@ -282,5 +327,15 @@ class Aggregator:
                     f"no blob {request.digest.hex()[:12]}: take what task, round and head name",
                 )
         path = self._store.blobs.path(request.digest)
-        for frame in read_frames(path, request, chunk_bytes=self._wire.chunk_bytes):
-            self._wire.tell_device(device, "blk", frame)
+        with _reading():
+            for frame in read_frames(path, request, chunk_bytes=self._wire.chunk_bytes):
+                self._wire.tell_device(device, "blk", frame)
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Read a blob; one that the disk has lost is told, and everything else goes on."""
+    try:
+        yield
+    except StateError as error:
+        log.error("%s; start again: what can be made again will be", error)

@@ -1,14 +1,15 @@
 """What `aggregator status` shows, read from the state directory of a running or stopped aggregator.
 
 `--json` prints what `report` returns:
-`running, fleet, algorithm, task, classes, quorum, retrain_after, training, submissions, waiting, closes_s,
-round: {number, min_devices, rounds, over, devices, carried},
+`running, intake: {stopped_s, reason}, fleet, algorithm, task, classes, quorum, retrain_after, training,
+submissions, waiting, closes_s, round: {number, min_devices, rounds, over, devices, carried},
 devices: [device, state, seen_s, runtime, problem, pictures, round, classes, prototypes, bytes, right, wrong,
 accuracy], coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s,
 metrics, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path,
 model_path`.
 
-`round` is null for a task without rounds. In it, `devices` are those that have handed in for the open round, and
+In `intake`, `stopped_s` is since when nothing can be stored, for the reason beside it; null if all is well. `round`
+is null for a task without rounds. In it, `devices` are those that have handed in for the open round, and
 `carried` those whose submission for an earlier one still counts. `closes_s` is when the round, or the collection,
 closes at the latest as things stand.
 """
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aggregator import rounds
+from aggregator import notice, rounds
 from aggregator.store import HeadRow, Store, SubmissionRow
 from protocol.errors import StateError
 
@@ -45,6 +46,7 @@ def report(store: Store) -> dict[str, Any]:
     model = store.folder / "model.onnx"
     return {
         "running": store.is_locked(),
+        "intake": _intake(store),
         "fleet": task_file["fleet"],
         "algorithm": task_file["algorithm"],
         "task": task_hex,
@@ -65,6 +67,14 @@ def report(store: Store) -> dict[str, Any]:
         ],
         "head_path": str((store.folder / "head.onnx").resolve()) if heads else None,
         "model_path": str(model.resolve()) if heads and model.is_file() else None,
+    }
+
+
+def _intake(store: Store) -> dict[str, Any]:
+    stopped = notice.read(store.folder)
+    return {
+        "stopped_s": stopped.since_s if stopped else None,
+        "reason": stopped.reason if stopped else "",
     }
 
 
@@ -152,6 +162,10 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         f"fleet [bold]{summary['fleet']}[/], {summary['algorithm']}, task {summary['task'][:12]}, {running}",
         highlight=False,
     )
+    if summary["intake"]["stopped_s"] is not None:
+        since = _clock(summary["intake"]["stopped_s"])
+        console.print(f"[red]intake: stopped[/] since {since}: ", highlight=False, end="")
+        console.print(summary["intake"]["reason"], markup=False, highlight=False, soft_wrap=True)
     _show_devices(summary["devices"], console)
     _show_coverage(summary, console)
     _show_what_comes(summary, console)
@@ -212,7 +226,7 @@ def _show_coverage(summary: dict[str, Any], console: "Console") -> None:
 def _show_what_comes(summary: dict[str, Any], console: "Console") -> None:
     """Print what is being done, or what the next head waits for."""
     closes_s, training, number = summary["closes_s"], summary["training"], summary["round"]
-    closes = "" if closes_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(closes_s))
+    closes = "" if closes_s is None else _clock(closes_s)
     if number is not None:
         console.print(_round_line(number, closes), highlight=False)
     elif training:
@@ -232,6 +246,10 @@ def _round_line(number: dict[str, Any], closes: str) -> str:
     waits = f"; it waits for {number['min_devices']} devices" if number["devices"] else ""
     until = f"; it closes at {closes} or before" if closes else waits
     return f"round {number['number']} of {number['rounds']} is open, handed in: {here}{carried}{until}"
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
 
 
 def _some(names: list[str]) -> str:

@@ -130,6 +130,14 @@ class Store:
         """Whether an aggregator is at work in this folder."""
         return self._lock.is_taken()
 
+    def try_to_write(self) -> None:
+        """See whether anything can be stored.
+
+        Raises:
+            StateError: the disk is full, or the database cannot be written.
+        """
+        self._write("UPDATE facts SET value = value WHERE key = 'epoch'")
+
     def close(self) -> None:
         """Close the database, and leave the folder to others."""
         self._db.close()

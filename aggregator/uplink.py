@@ -1,15 +1,21 @@
 """Transfers coming in from devices: bounded, in any order, any number of times. No I/O and no clock."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from aggregator.intake import Refused
 from protocol.errors import TransferError
 from protocol.messages import Frame, Receipt
-from protocol.transfer import Assembly
+from protocol.transfer import Assembly, Ranges
 
 MAX_RANGES = 64
 """Missing ranges in one receipt."""
+
+Key = tuple[str, bytes]
+"""A transfer: its device, and the digest of the whole."""
+
+Pieces = Sequence[tuple[int, bytes]]
+"""Offsets and bytes, which do not overlap."""
 
 
 @dataclass(frozen=True)
@@ -20,24 +26,88 @@ class Complete:
     payload: bytes
 
 
+@dataclass(frozen=True)
+class Stored:
+    """What the disk has of an unfinished transfer."""
+
+    key: Key
+    size_bytes: int
+    seen_s: float
+    """When its last frame came, unix seconds."""
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """What has come of an unfinished transfer and is not on the disk yet."""
+
+    key: Key
+    size_bytes: int
+    seen_s: float
+    pieces: Pieces
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the disk has to be told to be up to date."""
+
+    arrived: Sequence[Arrived]
+    ended: Sequence[Key]
+    """Transfers of which the disk need keep nothing any more."""
+
+    def __bool__(self) -> bool:
+        return bool(self.arrived or self.ended)
+
+
+@dataclass
+class _Transfer:
+    assembly: Assembly
+    seen_s: float
+    is_stored: bool
+
+
+def _nothing(_device: str, _digest: bytes) -> Pieces:
+    return ()
+
+
 class Uplink:
     """The unfinished transfers of all devices.
 
+    What has come is held until `settle` says that it is on the disk; from then on, only which bytes there are.
+
     Args:
         max_bytes: the largest transfer that is taken.
-        per_device: unfinished transfers a device may have; a further one pushes out its oldest.
-        max_held_bytes: what all unfinished transfers may hold together; beyond it, the oldest goes.
+        per_device: unfinished transfers a device may have; a further one pushes out the one that waits longest.
+        max_held_bytes: what all unfinished transfers may hold together, in memory and on the disk; beyond it,
+            the one that waits longest goes.
+        stored: what the disk has of earlier.
+        read: the bytes that the disk has of a device's transfer.
     """
 
-    def __init__(self, *, max_bytes: int, per_device: int = 2, max_held_bytes: int = 512 * 1024**2) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        per_device: int = 2,
+        max_held_bytes: int = 512 * 1024**2,
+        stored: Iterable[Stored] = (),
+        read: Callable[[str, bytes], Pieces] = _nothing,
+    ) -> None:
         self._max_bytes = max_bytes
         self._per_device = per_device
         self._max_held_bytes = max(max_held_bytes, max_bytes)
+        self._read = read
         self._held_bytes = 0
-        self._assemblies: dict[tuple[str, bytes], Assembly] = {}
+        self._transfers: dict[Key, _Transfer] = {}
+        """The one that waits longest for a frame comes first."""
+        self._ended: list[Key] = []
+        for each in sorted(stored, key=lambda each: each.seen_s):
+            assembly = Assembly(each.key[1], each.size_bytes, stored=each.ranges)
+            self._transfers[each.key] = _Transfer(assembly, each.seen_s, is_stored=True)
+            self._held_bytes += assembly.held_bytes
 
     def take(
-        self, device: str, frame: Frame, *, holds: Callable[[str, bytes], bool]
+        self, device: str, frame: Frame, *, holds: Callable[[str, bytes], bool], now_s: float = 0.0
     ) -> Receipt | Complete | None:
         """Take a frame: a receipt to send back, a payload to look into, or nothing to say yet.
 
@@ -47,51 +117,88 @@ class Uplink:
             device: who sent it.
             frame: what it sent.
             holds: whether a device's payload of this digest was taken before.
+            now_s: unix seconds.
 
         Raises:
             Refused: too large, self-contradicting, or not the announced digest's bytes.
+            StateError: what the disk has of it cannot be read.
         """
         is_last = frame.offset + len(frame.data) >= frame.size_bytes
         key = (device, frame.digest)
-        if key not in self._assemblies:
-            if holds(device, frame.digest):
-                return Receipt(digest=frame.digest, status="received") if is_last else None
-            self._open(device, frame)
-        assembly = self._assemblies[key]
+        if key not in self._transfers and holds(device, frame.digest):
+            return Receipt(digest=frame.digest, status="received") if is_last else None
+        assembly = self._touch(key, frame, now_s)
         try:
             self._add(assembly, frame)
-            missing = assembly.missing() if is_last or assembly.held_bytes == frame.size_bytes else None
-            if missing:
-                self._make_room(key)
-                return Receipt(digest=frame.digest, status="missing", missing=missing[:MAX_RANGES])
-            if missing is None:
-                self._make_room(key)
-                return None
-            self._drop(key)
-            return Complete(frame.digest, assembly.payload())
+            if assembly.held_bytes == frame.size_bytes:
+                payload = assembly.payload(self._read(*key) if self._transfers[key].is_stored else ())
+                self._drop(key)
+                return Complete(frame.digest, payload)
         except TransferError as error:
             self._drop(key)
             raise Refused("digest", str(error)) from error
+        self._make_room()
+        if not is_last:
+            return None
+        return Receipt(digest=frame.digest, status="missing", missing=assembly.missing()[:MAX_RANGES])
 
-    def _open(self, device: str, frame: Frame) -> None:
-        if frame.size_bytes > self._max_bytes:
-            raise Refused("oversized", f"expected at most {self._max_bytes} bytes, got {frame.size_bytes}")
-        own = [key for key in self._assemblies if key[0] == device]
-        for key in own[: len(own) - self._per_device + 1]:
+    def expire(self, before_s: float) -> list[Key]:
+        """Drop the transfers of which no frame has come since `before_s`, unix seconds."""
+        old = [key for key, transfer in self._transfers.items() if transfer.seen_s < before_s]
+        for key in old:
             self._drop(key)
-        self._assemblies[device, frame.digest] = Assembly(frame.digest, frame.size_bytes)
+        return old
+
+    def drop_if(self, holds: Callable[[str, bytes], bool]) -> None:
+        """Drop what was taken meanwhile, but could not be cleared."""
+        for key in [key for key in self._transfers if holds(*key)]:
+            self._drop(key)
+
+    def changes(self) -> Changes:
+        """What has happened since the last `settle`."""
+        arrived = [
+            Arrived(key, transfer.assembly.size_bytes, transfer.seen_s, transfer.assembly.fresh)
+            for key, transfer in self._transfers.items()
+            if transfer.assembly.fresh
+        ]
+        return Changes(arrived, tuple(self._ended))
+
+    def settle(self) -> None:
+        """The disk knows of all changes."""
+        for transfer in self._transfers.values():
+            if transfer.assembly.fresh:
+                transfer.assembly.settle()
+                transfer.is_stored = True
+        self._ended.clear()
+
+    def _touch(self, key: Key, frame: Frame, now_s: float) -> Assembly:
+        """Find or open a frame's transfer, which waits shortest now."""
+        transfer = self._transfers.pop(key, None)
+        if transfer is None:
+            if frame.size_bytes > self._max_bytes:
+                raise Refused(
+                    "oversized", f"expected at most {self._max_bytes} bytes, got {frame.size_bytes}"
+                )
+            own = [other for other in self._transfers if other[0] == key[0]]
+            for other in own[: len(own) - self._per_device + 1]:
+                self._drop(other)
+            transfer = _Transfer(Assembly(frame.digest, frame.size_bytes), now_s, is_stored=False)
+        transfer.seen_s = now_s
+        self._transfers[key] = transfer
+        return transfer.assembly
 
     def _add(self, assembly: Assembly, frame: Frame) -> None:
         before = assembly.held_bytes
         assembly.add(frame)
         self._held_bytes += assembly.held_bytes - before
 
-    def _drop(self, key: tuple[str, bytes]) -> None:
-        assembly = self._assemblies.pop(key, None)
-        if assembly is not None:
-            self._held_bytes -= assembly.held_bytes
+    def _drop(self, key: Key) -> None:
+        transfer = self._transfers.pop(key)
+        self._held_bytes -= transfer.assembly.held_bytes
+        if transfer.is_stored:
+            self._ended.append(key)
 
-    def _make_room(self, newest: tuple[str, bytes]) -> None:
-        """Push out the oldest transfers while all together hold too much; their devices begin again."""
+    def _make_room(self) -> None:
+        """Push out what waits longest while all together hold too much; those devices begin again."""
         while self._held_bytes > self._max_held_bytes:
-            self._drop(next(key for key in self._assemblies if key != newest))
+            self._drop(next(iter(self._transfers)))

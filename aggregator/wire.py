@@ -32,6 +32,7 @@ class Wire:
             subscriptions=[*device_filters(fleet), fleet_topic(fleet, "state")],
             on_event=on_event,
             will=self._presence("offline"),
+            manual_ack=True,
         )
 
     def start(self) -> None:
@@ -41,6 +42,10 @@ class Wire:
     def stop(self) -> None:
         """Say that we stop, and disconnect."""
         self._session.stop([self._presence("stopped")])
+
+    def acknowledge(self, received: mqtt.Received) -> None:
+        """Let the broker forget a message, and hand out another one."""
+        self._session.acknowledge(received)
 
     def is_own_state(self, topic: str) -> bool:
         """Whether a topic is that of the aggregator's presence."""

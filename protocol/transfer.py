@@ -1,5 +1,6 @@
 """A payload to frames and back, and what is missing in between. No I/O and no clock."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 from protocol.codec import digest_of
@@ -7,11 +8,10 @@ from protocol.errors import TransferError
 from protocol.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, Frame
 
 MAX_PIECES = 2**17
-"""Frames that one transfer may hold apart: what is kept beside their bytes stays small."""
+"""Pieces in which a transfer may come, beside what the smallest chunks make: what is kept of each stays small."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Disjoint byte ranges [start, stop) in ascending order."""
-
 
 ENVELOPE_BYTES = 256
 """More than a frame's envelope, its topic and MQTT's own header take together."""
@@ -41,73 +41,120 @@ def frames_of(
             yield Frame(v=PROTOCOL_VERSION, digest=digest, size_bytes=size, offset=offset, data=piece)
 
 
-def gaps(size_bytes: int, pieces: Iterable[tuple[int, int]]) -> Ranges:
-    """The ranges of [0, size_bytes) that no (offset, length) piece covers."""
-    missing = []
-    covered = 0
-    for offset, length in sorted(pieces):
-        if offset > covered:
-            missing.append((covered, offset))
-        covered = max(covered, offset + length)
-    if covered < size_bytes:
-        missing.append((covered, size_bytes))
-    return tuple(missing)
+class Coverage:
+    """Which bytes of a whole are there: disjoint ranges, joined where they touch."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.held_bytes = 0
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, start: int, stop: int) -> Ranges:
+        """Cover [start, stop); returns the parts of it that were not covered before."""
+        first = bisect_left(self._stops, start)
+        last = bisect_right(self._starts, stop)
+        starts, stops = self._starts[first:last], self._stops[first:last]
+        new = _between(start, stop, zip(starts, stops, strict=True))
+        if new:
+            self._starts[first:last] = [min(start, starts[0]) if starts else start]
+            self._stops[first:last] = [max(stop, stops[-1]) if stops else stop]
+            self.held_bytes += sum(end - begin for begin, end in new)
+        return new
+
+    def ranges(self) -> Ranges:
+        """What is covered."""
+        return tuple(zip(self._starts, self._stops, strict=True))
+
+    def missing(self) -> Ranges:
+        """What is not covered; empty when everything is."""
+        return _between(0, self.size_bytes, zip(self._starts, self._stops, strict=True))
+
+
+def _between(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The parts of [start, stop) that ascending disjoint ranges leave open."""
+    found = []
+    for begin, end in ranges:
+        if begin > start:
+            found.append((start, begin))
+        start = max(start, end)
+    if start < stop:
+        found.append((start, stop))
+    return tuple(found)
 
 
 class Assembly:
-    """One transfer coming in: takes frames in any order, any number of times, and gives the payload.
+    """One transfer coming in: takes frames of any size, in any order, any number of times, and gives the payload.
 
-    It holds what has arrived and never more than the whole: an announced size allocates nothing.
+    It keeps of each frame only the bytes that nobody brought before, so it holds never more than the whole, and an
+    announced size allocates nothing. Bytes that are kept elsewhere meanwhile need not stay in it.
+
+    Args:
+        digest: of the whole.
+        size_bytes: of the whole.
+        stored: ranges that are kept elsewhere already.
+
+    Attributes:
+        fresh: offset and bytes of what is kept nowhere else.
     """
 
-    def __init__(self, digest: bytes, size_bytes: int) -> None:
+    def __init__(self, digest: bytes, size_bytes: int, *, stored: Ranges = ()) -> None:
         self.digest = digest
         self.size_bytes = size_bytes
-        self.held_bytes = 0
-        self._pieces: dict[int, bytes] = {}
+        self.fresh: list[tuple[int, bytes]] = []
+        self._coverage = Coverage(size_bytes)
+        self._pieces = len(stored)
+        for start, stop in stored:
+            self._coverage.add(start, stop)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that have come, wherever they are kept."""
+        return self._coverage.held_bytes
 
     def add(self, frame: Frame) -> None:
-        """Take a frame of this transfer.
+        """Take what is new in a frame of this transfer.
 
         Raises:
-            TransferError: it is of another transfer, contradicts the size, overlaps what came before, or is empty
-                or one too many.
+            TransferError: it is of another transfer, contradicts the size, or is empty, or one too many.
         """
         if frame.digest != self.digest or frame.size_bytes != self.size_bytes:
             raise TransferError("the frame's digest or size is not this transfer's")
-        if frame.offset + len(frame.data) > self.size_bytes:
+        stop = frame.offset + len(frame.data)
+        if stop > self.size_bytes:
             raise TransferError(
                 f"expected bytes within {self.size_bytes}, got {frame.offset}+{len(frame.data)}"
             )
         if not frame.data and self.size_bytes:
             raise TransferError("a frame without bytes")
-        known = self._pieces.get(frame.offset)
-        if known is not None and len(known) >= len(frame.data):
-            return
-        held = self.held_bytes + len(frame.data) - len(known or b"")
-        if held > self.size_bytes:
-            raise TransferError("the frames overlap: together they are larger than the whole")
-        if known is None and len(self._pieces) >= MAX_PIECES:
-            raise TransferError(f"more than {MAX_PIECES} pieces: send larger frames")
-        self._pieces[frame.offset] = frame.data
-        self.held_bytes = held
+        if self._pieces > MAX_PIECES + self.size_bytes // SMALLEST_CHUNK_BYTES:
+            raise TransferError(f"more than {self._pieces} pieces: send larger frames")
+        for start, end in self._coverage.add(frame.offset, stop):
+            whole = end - start == len(frame.data)
+            piece = frame.data if whole else frame.data[start - frame.offset : end - frame.offset]
+            self.fresh.append((start, piece))
+            self._pieces += 1
+
+    def settle(self) -> None:
+        """Let go of bytes that are kept elsewhere now."""
+        self.fresh = []
 
     def missing(self) -> Ranges:
         """The byte ranges that have not come yet; empty when the transfer is complete."""
-        return gaps(self.size_bytes, ((offset, len(data)) for offset, data in self._pieces.items()))
+        return self._coverage.missing()
 
-    def payload(self) -> bytes:
+    def payload(self, stored: Iterable[tuple[int, bytes]] = ()) -> bytes:
         """The whole, verified.
+
+        Args:
+            stored: offset and bytes of what is kept elsewhere.
 
         Raises:
             TransferError: something is missing, or the bytes are not the announced digest's.
         """
         if self.missing():
             raise TransferError("the transfer is not complete")
-        whole = bytearray(self.size_bytes)
-        for offset, data in self._pieces.items():
-            whole[offset : offset + len(data)] = data
-        payload = bytes(whole)
-        if digest_of(payload) != self.digest:
-            raise TransferError(f"expected sha256 {self.digest.hex()}, got {digest_of(payload).hex()}")
+        payload = b"".join(data for _, data in sorted([*stored, *self.fresh]))
+        if (digest := digest_of(payload)) != self.digest:
+            raise TransferError(f"expected sha256 {self.digest.hex()}, got {digest.hex()}")
         return payload

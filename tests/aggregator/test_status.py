@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from aggregator import notice
 from aggregator.algorithms.fpl import FPL
 from aggregator.config import TaskFile
 from aggregator.rounds import Entry
@@ -240,3 +241,16 @@ def test_a_state_without_a_task(tmp_path: Path) -> None:
     """The message says what to do first."""
     with pytest.raises(StateError, match=r"no task in .* yet: start `aggregator run`"):
         report(Store(tmp_path))
+
+
+def test_a_stopped_intake_is_shown(tmp_path: Path) -> None:
+    """Since when, and why; nothing is said of one that works."""
+    _begun(tmp_path)
+    notice.begin(tmp_path)
+    assert report(Store(tmp_path, read_only=True))["intake"] == {"stopped_s": None, "reason": ""}
+    assert "intake" not in _shown(report(Store(tmp_path, read_only=True)))
+    notice.tell(tmp_path, notice.Stopped(100.0, "the disk is [full]"))
+    summary = report(Store(tmp_path, read_only=True))
+    assert summary["intake"] == {"stopped_s": 100.0, "reason": "the disk is [full]"}
+    assert "intake: stopped since 1970-01-01" in _shown(summary)
+    assert ": the disk is [full]" in _shown(summary)

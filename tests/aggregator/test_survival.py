@@ -1,6 +1,9 @@
 """From submissions to a head, and what the aggregator survives on the way: restarts, failures, a full disk."""
 
 import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from protocol.messages import (
 )
 from protocol.metadata import head_metadata
 from protocol.session import Broker
-from tests.aggregator.daemon import MAX_BYTES, PATIENT, Device, aggregator, write_task
+from tests.aggregator.daemon import MAX_BYTES, PATIENT, Daemon, Device, aggregator, write_task
 from tests.aggregator.made import evaluation, submission
 from tests.brokers import amqtt
 from tests.graphs import tiny_backbone
@@ -129,25 +132,65 @@ def test_a_training_that_fails_is_told_and_not_repeated(alone: Broker, tmp_path:
         assert daemon.status()["heads"] == []
 
 
-def test_a_full_disk_loses_nothing_that_was_acknowledged(alone: Broker, tmp_path: Path) -> None:
-    """A submission that cannot be stored gets no receipt and one line; with room again, it is taken."""
+def _limit_files(daemon: Daemon, size_bytes: int) -> None:
+    """Let every write past so many bytes of a file fail, as on a full disk."""
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_stops_the_intake_and_nothing_else(alone: Broker, tmp_path: Path) -> None:
+    """Devices are told to keep what they have, blobs are served, `status` says why; with room again, it goes on."""
     task_file = write_task(tmp_path, PATIENT)
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device, Device(alone, "b") as other:
         device.aggregator_is("online")
         task = digest_of(device.task())
-        payload = encode(submission(task=task, labels=(0, 1, 2) * 5000))
-        room_bytes = len(payload) // 2
-        resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (room_bytes, resource.RLIM_INFINITY))
-        digest = device.send_payload(payload)
-        daemon.until(lambda _: "devices will try again" in daemon.log())
-        assert daemon.status()["submissions"] == 0
-        resource.prlimit(
-            daemon.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        )
-        device.send_payload(payload)
-        assert device.receipt(digest).status == "received"
+        assert device.hand_in(submission(task=task)).status == "received"
+        payload = encode(submission(task=task, sequence=2, labels=(0, 1, 2) * 5000))
+        _limit_files(daemon, len(payload) // 2)
+        receipt = device.receipt(device.send_payload(payload))
+        assert (receipt.status, receipt.reason) == ("refused", "no_space")
+        told = other.hand_in(submission(task=task))
+        assert (told.status, told.reason) == ("refused", "no_space")
+        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        assert device.fetch(backbone) == tiny_backbone()
+        command = [sys.executable, "-m", "aggregator.cli", "status", "--state", str(daemon.state)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "intake: stopped since 2" in shown
+        assert "cannot use" in shown
         assert daemon.status()["submissions"] == 1
+        assert daemon.status()["refusals"] == []
+        _limit_files(daemon, resource.RLIM_INFINITY)
+        daemon.until(lambda summary: summary["intake"]["stopped_s"] is None)
+        assert device.receipt(device.send_payload(payload)).status == "received"
+        assert device.hand_in(submission(task=task)).reason == "superseded"
+        assert other.hand_in(submission(task=task)).status == "received"
+        assert daemon.status()["submissions"] == 2
+        assert daemon.log().count("intake is stopped") == daemon.log().count("intake goes on") == 1
         assert "Traceback" not in daemon.log()
+
+
+def test_a_kill_in_the_middle_of_a_transfer_costs_nothing_that_was_told(
+    alone: Broker, tmp_path: Path
+) -> None:
+    """What a receipt says of is on the disk: after SIGKILL the same is missing as before."""
+    task_file = write_task(tmp_path, PATIENT)
+    with Device(alone, "a") as device:
+        with aggregator(task_file, alone) as daemon:
+            device.aggregator_is("online")
+            payload = encode(submission(task=digest_of(device.task()), labels=(0, 1, 2) * 5000))
+            size = len(payload)
+            digest = device.send_payload(payload, ranges=((0, 100_000), (size - 1, size)))
+            assert device.receipt(digest).missing == ((100_000, size - 1),)
+            daemon.stop(signal.SIGKILL)
+            device.aggregator_is("offline")
+        with aggregator(task_file, alone) as daemon:
+            device.aggregator_is("online")
+            device.send_payload(payload, ranges=((size - 1, size),))
+            assert device.receipt(digest).missing == ((100_000, size - 1),)
+            device.send_payload(payload, ranges=((90_000, size - 1),))
+            assert device.receipt(digest).status == "received"
+            device.send_payload(payload)
+            assert device.receipt(digest).status == "received"
+            assert daemon.status()["submissions"] == 1
 
 
 def test_an_address_that_is_taken_is_told(tmp_path: Path, address: Broker) -> None:

@@ -40,6 +40,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
         "deadline_s": 1.0,
         "retrain_after": 2,
         "max_submission_mb": 1.0,
+        "unfinished_h": 1.0,
         "devices": ("shed-1",),
     },
     "client": {"alpha": 0.5, "batch_size": 7, "min_images": 3, "seed": 1},
