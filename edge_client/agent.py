@@ -6,12 +6,12 @@ evaluates it and hands in the result, or why it does not use it. With a program 
 round that it sees open, and gives up an older one for it. Everything is asked for again after a while, so that any
 message may be lost.
 
-One thing travels up at a time, and one down. An upload starts with its last bytes: the aggregator answers
-with a receipt or with what it still misses, so that a first try, a resumption and a repetition are one case.
+One thing travels up at a time, and one down: `uploads` and `downloads` say how.
 """
 
 from dataclasses import replace
 
+from edge_client import downloads, uploads
 from edge_client.events import (
     Action,
     AggregatorStarted,
@@ -29,20 +29,21 @@ from edge_client.events import (
     Exit,
     Finish,
     HeadSeen,
+    Hinder,
     Install,
     Installed,
     KeepReceipt,
     OpenDownload,
+    OutboxSeen,
     PicturesChanged,
     ReceiptSeen,
     Refuse,
-    Request,
     RoundSeen,
-    SendRanges,
-    SendTail,
     TaskSeen,
     Tell,
+    Unsendable,
 )
+from edge_client.item import Item
 from edge_client.life import Download, Mode, State, Upload, head_key
 from edge_client.needs import (
     can_work,
@@ -55,19 +56,9 @@ from edge_client.needs import (
     needed_to_work,
     open_round,
 )
-from protocol.messages import MAX_CHUNK_BYTES, BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest
-
-WINDOW_BYTES = 16 * MAX_CHUNK_BYTES
-"""Bytes of a blob that are asked for at once."""
-
-CAST_PATIENCE_S = 3.0
-"""Seconds to wait for what is sent to the whole fleet before asking for it alone."""
-
-FIRST_PATIENCE_S = 10.0
-LAST_PATIENCE_S = 300.0
-MAX_BROKEN = 3
-"""Times a transfer may arrive with another digest than announced before a person should look at it."""
-
+from edge_client.patience import CAST_PATIENCE_S, MAX_BROKEN, patience_s
+from protocol.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest
+from protocol.transfer import chunk_bytes
 
 Step = tuple[State, tuple[Action, ...]]
 
@@ -87,8 +78,8 @@ def step(state: State, event: Event, *, now_s: float) -> Step:
 
 def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR0911, PLR0912 - a case an event
     match event:
-        case Connected():
-            state = replace(_due_at_once(state), connected=True)
+        case Connected(max_packet_bytes=limit):
+            state = replace(_due_at_once(state), connected=True, chunk_bytes=chunk_bytes(limit))
             return state, () if state.mode is Mode.DRY_RUN else (Announce(),)
         case Disconnected():
             return replace(state, connected=False), ()
@@ -96,9 +87,13 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
             # What it could not send or had wrong, it may have mended.
             return replace(_due_at_once(_hand_in_again(state)), refused=None), ()
         case Drained():
-            return _wait_for_receipt(state, now_s), ()
+            return _go_on_sending(state, now_s)
+        case Unsendable(reason=reason):
+            return _not_sent(state, reason, now_s)
         case TaskSeen():
             return _new_task(state, event), ()
+        case OutboxSeen():
+            return _hand_in(state, event), ()
         case RoundSeen(manifest=manifest):
             return _new_round(state, manifest), ()
         case HeadSeen(manifest=manifest):
@@ -177,20 +172,10 @@ def _due_build(state: State) -> tuple[State, Build | None]:
 
 
 def _pursue_download(state: State, now_s: float) -> Step:
-    download = state.download
-    if download is None or not state.connected or download.offset >= download.blob.size_bytes:
+    if state.download is None or not state.connected or not downloads.is_due(state.download, now_s=now_s):
         return state, ()
-    if download.offset < download.until and now_s < download.due_s:
-        return state, ()
-    if download.due_s == float("inf"):  # how much is on the disk is not known yet
-        return state, ()
-    repeated = download.offset < download.until
-    attempts = download.attempts + 1 if repeated else 0
-    length = min(WINDOW_BYTES, download.blob.size_bytes - download.offset)
-    state = _with_download(
-        state, until=download.offset + length, attempts=attempts, due_s=now_s + patience_s(attempts)
-    )
-    return state, (Request(download.blob.digest, download.offset, length),)
+    download, requests = downloads.ask(state.download, now_s=now_s)
+    return replace(state, download=download), requests
 
 
 def _pursue_upload(state: State, now_s: float) -> Step:
@@ -199,8 +184,8 @@ def _pursue_upload(state: State, now_s: float) -> Step:
     upload = state.uploads[0]
     if upload.due_s is None or now_s < upload.due_s:
         return state, ()
-    upload = replace(upload, attempts=upload.attempts + 1, due_s=None)
-    return _with_upload(state, upload), (SendTail(upload.digest),)
+    upload, send = uploads.ask(upload, chunk_bytes=state.chunk_bytes)
+    return _with_upload(state, upload), (send,)
 
 
 def _pursue_end(state: State, _now_s: float) -> Step:
@@ -228,33 +213,60 @@ def _has_contributed(state: State, head: HeadRef) -> bool:
     return is_over(state) and state.round is not None and head.round == state.round.rounds - 1
 
 
-def patience_s(attempts: int) -> float:
-    """Seconds to wait for an answer before asking again."""
-    return float(min(LAST_PATIENCE_S, FIRST_PATIENCE_S * 2.0 ** min(attempts, 10)))
-
-
 def _due_at_once(state: State) -> State:
     """Ask for everything again: whatever was on its way may be gone."""
-    uploads = tuple(replace(upload, due_s=0.0, attempts=0) for upload in state.uploads)
-    download = state.download
-    if download is not None and download.due_s != float("inf"):
-        download = replace(download, until=0, due_s=0.0, attempts=0)
-    return replace(state, uploads=uploads, download=download)
+    download = None if state.download is None else downloads.afresh(state.download)
+    return replace(state, uploads=tuple(map(uploads.afresh, state.uploads)), download=download)
+
+
+def _hand_in(state: State, seen: OutboxSeen) -> State:
+    """Hand in what the outbox has of the task; what is under way goes on, and what is not there any more does not."""
+    if state.mode is Mode.DRY_RUN:
+        return state
+    items = [item for item in seen.items if item.task == state.task]
+    going = {upload.digest: upload for upload in state.uploads}
+    wanted = [item for item in items if not item.received or item.digest in going]
+    submitted = next((item for item in items if item.received), None)
+    pending = tuple(going.get(item.digest) or Upload(item) for item in wanted)
+    return replace(state, submitted=submitted, uploads=pending)
 
 
 def _hand_in_again(state: State) -> State:
     """Ask whether the submission still stands: an aggregator that has lost its state answers what it misses."""
-    pending = any(upload.head is None for upload in state.uploads)
+    pending = any(upload.item.kind == "submission" for upload in state.uploads)
     if state.submitted is None or pending:
         return state
     return replace(state, uploads=(*state.uploads, Upload(state.submitted)))
 
 
-def _wait_for_receipt(state: State, now_s: float) -> State:
+def _go_on_sending(state: State, now_s: float) -> Step:
+    """Send the next window, or after the last one wait for a receipt."""
     if not state.uploads or state.uploads[0].due_s is not None:
-        return state
+        return state, ()
     upload = state.uploads[0]
-    return _with_upload(state, replace(upload, due_s=now_s + patience_s(upload.attempts)))
+    if not upload.ranges:
+        return _with_upload(state, replace(upload, due_s=now_s + patience_s(upload.attempts))), ()
+    upload, send = uploads.send_window(upload, chunk_bytes=state.chunk_bytes)
+    return _with_upload(state, upload), (send,)
+
+
+def _not_sent(state: State, reason: str, now_s: float) -> Step:
+    """Keep what the broker does not take, and try again in a while: somebody may change the broker's mind."""
+    if not state.uploads:
+        return state, ()
+    state = _with_upload(state, uploads.wait(state.uploads[0], now_s=now_s))
+    return _hindered(state, f"the broker will not take what this device hands in: {reason}")
+
+
+def _hindered(state: State, reason: str) -> Step:
+    """Say once what keeps the device from handing in."""
+    if state.hindrance == reason:
+        return state, ()
+    return replace(state, hindrance=reason), (Hinder(reason), Tell(f"{reason}; trying again", error=True))
+
+
+def _unhindered(state: State) -> Step:
+    return replace(state, hindrance=""), (Hinder(""),) if state.hindrance else ()
 
 
 def _new_task(state: State, seen: TaskSeen) -> State:
@@ -289,48 +301,38 @@ def _new_head(state: State, seen: HeadManifest) -> State:
 
 def _start_download(state: State, offset: int, now_s: float) -> State:
     """Go on from what is on the disk; with what is on its way to the whole fleet, as if it had been asked for."""
-    if state.download is not None and is_cast(state, state.download.blob.digest):
-        until = state.download.blob.size_bytes
-        return _with_download(state, offset=offset, until=until, due_s=now_s + CAST_PATIENCE_S)
-    return _with_download(state, offset=offset, until=0, due_s=now_s)
+    download = state.download
+    if download is None:
+        return state
+    cast = is_cast(state, download.blob.digest)
+    until, patience = (download.blob.size_bytes, CAST_PATIENCE_S) if cast else (0, 0.0)
+    download = replace(download, offset=offset, ahead=(), until=until, attempts=0, due_s=now_s + patience)
+    return replace(state, download=download)
 
 
 def _downloads(state: State, digest: bytes) -> bool:
     return state.download is not None and state.download.blob.digest == digest
 
 
-def _with_download(
-    state: State, *, due_s: float, until: int, offset: int | None = None, attempts: int = 0
-) -> State:
-    if state.download is None:
-        return state
-    start = state.download.offset if offset is None else offset
-    download = replace(state.download, offset=start, until=until, attempts=attempts, due_s=due_s)
-    return replace(state, download=download)
-
-
 def _with_upload(state: State, upload: Upload) -> State:
-    return replace(state, uploads=(upload, *state.uploads[1:]))
+    """The state with an upload in the place of the one of the same thing."""
+    every = (upload if other.digest == upload.digest else other for other in state.uploads)
+    return replace(state, uploads=tuple(every))
+
+
+def _without_upload(state: State, upload: Upload) -> State:
+    return replace(state, uploads=tuple(other for other in state.uploads if other.digest != upload.digest))
 
 
 def _take_block(state: State, frame: Frame, now_s: float) -> Step:
-    """Take the bytes that come next; what is out of order is asked for again when its time comes."""
-    download = state.download
-    if (
-        download is None
-        or frame.digest != download.blob.digest
-        or frame.size_bytes != download.blob.size_bytes
-        or frame.offset != download.offset
-        or not frame.data
-        or frame.offset + len(frame.data) > download.blob.size_bytes
-    ):
+    if state.download is None:
         return state, ()
-    offset = download.offset + len(frame.data)
-    state = _with_download(state, offset=offset, until=download.until, due_s=now_s + patience_s(0))
-    actions: tuple[Action, ...] = (Append(frame.digest, frame.data),)
-    if offset == frame.size_bytes:
-        actions = (*actions, Finish(frame.digest))
-    return state, actions
+    download, data = downloads.take(state.download, frame, now_s=now_s)
+    state = replace(state, download=download)
+    if not data:
+        return state, ()
+    ends = download.offset == download.blob.size_bytes
+    return state, (Append(frame.digest, data), *((Finish(frame.digest),) if ends else ()))
 
 
 def _end_download(state: State, ended: DownloadEnded, now_s: float) -> Step:
@@ -360,20 +362,31 @@ def _give_up(state: State, blob: BlobRef, text: str) -> Step:
 def _take_receipt(state: State, receipt: Receipt, now_s: float) -> Step:
     if _downloads(state, receipt.digest) and receipt.status == "refused":
         return _take_refused_download(state, receipt, now_s)
-    if not state.uploads or state.uploads[0].digest != receipt.digest:
+    upload = next((upload for upload in state.uploads if upload.digest == receipt.digest), None)
+    if upload is None:
         return state, ()
-    upload = state.uploads[0]
     if receipt.status == "missing":
-        state = _with_upload(state, replace(upload, due_s=None, attempts=0))
-        return state, (SendRanges(upload.digest, receipt.missing),)
+        return _take_missing(state, upload, receipt, now_s)
+    if receipt.reason == "no_space":
+        state = _with_upload(state, uploads.wait(upload, now_s=now_s))
+        return _hindered(state, "the aggregator has no space for what this device hands in")
+    state, actions = _unhindered(state)
     if receipt.status == "refused":
-        return _take_refusal(state, upload, receipt)
-    state = replace(state, uploads=state.uploads[1:])
-    if upload.head is None:
-        state = replace(state, submitted=upload.digest)
-    if upload.head is not None and upload.head == state.installed:
-        state = replace(state, evaluated=upload.head)
-    return state, (KeepReceipt(upload.digest, upload.head),)
+        state, more = _take_refusal(state, upload, receipt)
+        return state, (*actions, *more)
+    state, item = _without_upload(state, upload), upload.item
+    if item.kind == "submission":
+        state = replace(state, submitted=item)
+    elif item.head == state.installed:
+        state = replace(state, evaluated=item.head)
+    return state, (*actions, KeepReceipt(item))
+
+
+def _take_missing(state: State, upload: Upload, receipt: Receipt, now_s: float) -> Step:
+    if upload.digest != state.uploads[0].digest:
+        return state, ()  # its turn comes
+    upload, send = uploads.take_missing(upload, receipt.missing, chunk_bytes=state.chunk_bytes, now_s=now_s)
+    return _with_upload(state, upload), () if send is None else (send,)
 
 
 def _take_refused_download(state: State, receipt: Receipt, now_s: float) -> Step:
@@ -382,9 +395,9 @@ def _take_refused_download(state: State, receipt: Receipt, now_s: float) -> Step
     if download is None:
         return state, ()
     attempts = download.attempts + 1
-    state = _with_download(
-        state, until=download.offset + 1, attempts=attempts, due_s=now_s + patience_s(attempts)
-    )
+    # As if it was on its way: it is not asked for before it is due.
+    until, due_s = download.blob.size_bytes, now_s + patience_s(attempts)
+    state = replace(state, download=replace(download, until=until, attempts=attempts, due_s=due_s))
     text = f"the aggregator refused to send {download.blob.name} ({receipt.reason}): {receipt.detail}"
     if receipt.reason == "unknown_device":
         return state, (Exit(1, text),)
@@ -393,8 +406,9 @@ def _take_refused_download(state: State, receipt: Receipt, now_s: float) -> Step
 
 def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
     if receipt.reason == "digest" and upload.broken + 1 < MAX_BROKEN:
-        return _with_upload(state, replace(upload, broken=upload.broken + 1, due_s=0.0)), ()
-    state = replace(state, uploads=state.uploads[1:])
+        broken = uploads.afresh(replace(upload, missing=(), broken=upload.broken + 1))
+        return _with_upload(state, broken), ()
+    state = _without_upload(state, upload)
     task, manifest = state.task, state.manifest
     seen = open_round(state)
     # The submission for a round that was not joined yet is made once its tensors are there.
@@ -407,8 +421,7 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
         return state, (Tell(f"{receipt.detail or receipt.reason}: going on with what is open"),)
     if receipt.reason == "unknown_task":
         return state, (Tell("the aggregator works on another task now; waiting to hear of it"),)
-    what = "submission" if upload.head is None else "evaluation"
-    text = f"the aggregator refused the {what} ({receipt.reason}): {receipt.detail}"
+    text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
     ends = state.mode is Mode.ONCE or receipt.reason == "unknown_device"
     return state, (Exit(1, text),) if ends else (Tell(text, error=True),)
 
@@ -417,28 +430,38 @@ def _built(state: State, built: Built) -> Step:
     if built.task != state.task or built.round != state.joined:
         return state, ()
     state = replace(state, working=False)
-    if built.digest is None:
+    if built.item is None:
         # With nothing handed in yet there is nothing to go on with: a person has to look.
         going_on = built.may_pass or state.submitted is not None
-        going_on = going_on or any(upload.head is None for upload in state.uploads)
+        going_on = going_on or any(upload.item.kind == "submission" for upload in state.uploads)
         going_on = going_on and state.mode is Mode.SERVICE
         return state, (Tell(built.reason, error=True) if going_on else Exit(1, built.reason),)
     if state.mode is Mode.DRY_RUN:
         return state, (Exit(0),)
-    evaluations = tuple(upload for upload in state.uploads if upload.head is not None)
-    if built.receipted:
-        return replace(state, submitted=built.digest, uploads=evaluations), ()
-    return replace(state, uploads=(Upload(built.digest), *evaluations)), ()
+    if built.item.received:
+        state = replace(state, submitted=built.item)
+    return _in_place(state, built.item), ()
 
 
 def _installed(state: State, installed: Installed) -> Step:
     if installed.head != state.installing:
         return state, ()
-    submissions = tuple(upload for upload in state.uploads if upload.head is None)
-    uploads = (*submissions, Upload(installed.report, head=installed.head))
-    state = replace(state, installing=None, uploads=uploads)
+    state = _in_place(replace(state, installing=None), installed.report)
     if not installed.reason:
         return replace(state, installed=installed.head), ()
     # The old head stays in use. A single run ends with this line, once the aggregator knows.
     state = replace(state, refused=(installed.head, installed.reason))
     return state, () if state.mode is Mode.ONCE else (Tell(installed.reason, error=True),)
+
+
+def _in_place(state: State, item: Item) -> State:
+    """Hand something in, unless it was received, instead of what is on its way of its kind; submissions first."""
+    if any(upload.digest == item.digest for upload in state.uploads):
+        return state
+    others = tuple(upload for upload in state.uploads if upload.item.kind != item.kind)
+    if item.kind == "submission":
+        others = tuple(map(uploads.afresh, others))
+    if item.received:
+        return replace(state, uploads=others)
+    mine = (Upload(item),)
+    return replace(state, uploads=(*mine, *others) if item.kind == "submission" else (*others, *mine))

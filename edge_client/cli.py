@@ -10,6 +10,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from edge_client.outbox import DEFAULT_MB, LARGEST_MB, MIB
 from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.topics import is_name
@@ -104,6 +105,13 @@ threads_option = _setting(
     show_default=True,
     help="Seconds between looks for new pictures.",
 )
+@_setting(
+    "--outbox-mb",
+    type=click.IntRange(1, LARGEST_MB),
+    default=DEFAULT_MB,
+    show_default=True,
+    help="MiB on the disk for what was not received yet; a larger submission is not handed in.",
+)
 @verbose_option
 @click.version_option(package_name="protofleet")
 @click.pass_context
@@ -119,7 +127,7 @@ def cli(context: click.Context, /, **options: Any) -> None:
 def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
     state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
-    batch_size: int, workers: int | None, rescan_s: float,
+    batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int,
 ) -> int:  # fmt: skip
     from edge_client.backbone import require_runtime
     from edge_client.device import Device
@@ -134,7 +142,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     _check_fleet(fleet)
     require_runtime()
     check_data(data)
-    kept = _open_state(state, fleet)
+    kept = _open_state(state, fleet, outbox_bytes=outbox_mb * MIB)
     kept.lock()
     local = Local(
         device_id=kept.device_id(device_id),
@@ -238,16 +246,16 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
 
 
 def _status(kept: "DeviceState") -> dict[str, Any]:
-    submission = kept.get("submission")
+    submission = kept.outbox.newest_submission()
     return {
         "device_id": kept.get("device_id"),
         "running": kept.is_locked(),
         "task": kept.get("task"),
         "runtime": kept.get("runtime"),
         "report": kept.get("report"),
-        "problem": kept.get("problem", ""),
-        "submission": submission,
-        "received": submission is not None and kept.get("received") == submission,
+        "problem": kept.get("problem") or kept.get("hindrance", ""),
+        "submission": submission.digest.hex() if submission else None,
+        "received": submission is not None and submission.received,
         "head": msgspec.to_builtins(installed) if (installed := kept.installed()) else None,
     }
 
@@ -281,11 +289,13 @@ def _check_fleet(fleet: str) -> None:
         )
 
 
-def _open_state(state: Path | None, fleet: str, *, read_only: bool = False) -> "DeviceState":
+def _open_state(
+    state: Path | None, fleet: str, *, read_only: bool = False, outbox_bytes: int = DEFAULT_MB * MIB
+) -> "DeviceState":
     from edge_client.state import DeviceState, default_folder
 
     _check_fleet(fleet)
-    return DeviceState(state or default_folder(fleet), read_only=read_only)
+    return DeviceState(state or default_folder(fleet), read_only=read_only, outbox_bytes=outbox_bytes)
 
 
 def main() -> None:

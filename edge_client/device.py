@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from edge_client import agent, events, needs
+from edge_client.item import Item
 from edge_client.life import Mode, State
 from edge_client.progress import Progress
 from edge_client.state import DeviceState
@@ -18,9 +19,9 @@ from protocol.blobstore import file_digest
 from protocol.codec import decode, digest_of, encode
 from protocol.errors import BackboneMismatch, ConfigError, MalformedMessage, ProtofleetError, TransferError
 from protocol.messages import (
-    MAX_CHUNK_BYTES,
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
+    PROTOCOL_VERSION,
     BlobRef,
     BlobRequest,
     DeviceInfo,
@@ -34,7 +35,7 @@ from protocol.messages import (
     TaskManifest,
 )
 from protocol.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
-from protocol.transfer import frames_of
+from protocol.transfer import Ranges
 
 log = logging.getLogger(__name__)
 
@@ -112,22 +113,24 @@ class Device:
                         self._step(translated)
                 except MalformedMessage as error:
                     log.warning("ignored a message on %s: %s", topic, error)
-            case mqtt.Connected():
+            case mqtt.Connected(max_packet_bytes=limit):
                 log.info("connected to %s as %s", self._settings.broker, self._id)
-                self._step(events.Connected())
+                self._step(events.Connected(limit))
                 if self._state.task is None:
                     log.info("waiting for the fleet's task")
             case mqtt.Disconnected() as end:
                 level = logging.DEBUG if end.repeated else logging.WARNING
                 log.log(level, "%s; trying until it is there, next in %.0f s", end.reason, end.retry_s)
                 self._step(events.Disconnected())
+            case mqtt.Unsendable(topic=topic, reason=reason) if topic == self._topic("up"):
+                self._step(events.Unsendable(reason))
             case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
                 level = logging.DEBUG if repeated else logging.ERROR
                 log.log(level, "the broker will not take what goes to %s: %s", topic, reason)
             case mqtt.Drained():
                 self._step(events.Drained())
             case events.Built(reason=reason):
-                self._problem = reason[:256]
+                self._problem = reason
                 if self._settings.mode is not Mode.DRY_RUN:
                     self._kept.set(problem=self._problem)
                 self._step(event)
@@ -146,7 +149,7 @@ class Device:
         if not payload:
             return []  # how a retained message is cleared
         if topic == fleet_topic(fleet, "task"):
-            return [self._task_seen(payload)]
+            return self._task_seen(payload)
         if topic == fleet_topic(fleet, "round"):
             return [self._round_seen(payload)]
         if topic == fleet_topic(fleet, "head"):
@@ -161,22 +164,24 @@ class Device:
             self._own_presence_seen(decode(payload, Presence, max_bytes=1024))
         return []
 
-    def _task_seen(self, payload: bytes, *, recalled: bool = False) -> events.TaskSeen:
+    def _task_seen(self, payload: bytes, *, recalled: bool = False) -> Sequence[events.Event]:
         manifest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
         digest = digest_of(payload)
-        if digest != self._state.task:
-            log.info(
-                "task %s: %s, %d classes, backbone %s",
-                *(digest.hex()[:12], manifest.algorithm, len(manifest.classes)),
-                ", ".join(blob.name for blob in manifest.backbones),
-            )
-            self._worker.focus = digest
-            if not recalled:
-                self._adopt_backbones(manifest.backbones)
-            if not recalled and self._settings.mode is not Mode.DRY_RUN:
-                self._blobs.put(payload)
-                self._kept.set(task=digest.hex())
-        return events.TaskSeen(digest, manifest, recalled=recalled)
+        seen = events.TaskSeen(digest, manifest, recalled=recalled)
+        if digest == self._state.task:
+            return [seen]
+        log.info(
+            "task %s: %s, %d classes, backbone %s",
+            *(digest.hex()[:12], manifest.algorithm, len(manifest.classes)),
+            ", ".join(blob.name for blob in manifest.backbones),
+        )
+        self._worker.focus = digest
+        if not recalled:
+            self._adopt_backbones(manifest.backbones)
+        if not recalled and self._settings.mode is not Mode.DRY_RUN:
+            self._blobs.put(payload)
+            self._kept.set(task=digest.hex())
+        return [seen, events.OutboxSeen(self._kept.outbox.items())]
 
     def _round_seen(self, payload: bytes) -> events.RoundSeen:
         manifest = decode(payload, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
@@ -242,14 +247,13 @@ class Device:
                 self._append(digest, data)
             case events.Finish(digest=digest):
                 self._finish_download(digest)
-            case events.SendTail(digest=digest):
-                payload = self._blobs.read(digest)
-                start = max(0, (len(payload) - 1) // MAX_CHUNK_BYTES * MAX_CHUNK_BYTES)
-                self._send_payload(payload, digest, ((start, len(payload)),))
-            case events.SendRanges(digest=digest, ranges=ranges):
-                self._send_payload(self._blobs.read(digest), digest, ranges)
-            case events.KeepReceipt(digest=digest, head=head):
-                self._keep_receipt(digest, head)
+            case events.Send(item=item, ranges=ranges):
+                self._send_frames(item, ranges)
+            case events.KeepReceipt(item=item):
+                self._keep_receipt(item)
+            case events.Hinder(reason=reason):
+                self._kept.set(hindrance=reason)
+                self._send("info", self._info())
             case events.Tell(text=text, error=error):
                 log.log(logging.ERROR if error else logging.INFO, "%s", text)
             case events.Exit() as end:
@@ -270,8 +274,15 @@ class Device:
         if self._session is not None:
             self._session.send(outgoing)
 
-    def _send_payload(self, payload: bytes, digest: bytes, ranges: tuple[tuple[int, int], ...]) -> None:
-        for frame in frames_of(payload, digest=digest, ranges=ranges):
+    def _send_frames(self, item: Item, ranges: Ranges) -> None:
+        pieces = self._kept.outbox.read(item.digest, ranges)
+        if pieces is None:  # something newer has taken its place
+            self._inbox.put(events.OutboxSeen(self._kept.outbox.items()))
+            return
+        for (start, _), data in zip(ranges, pieces, strict=True):
+            frame = Frame(
+                v=PROTOCOL_VERSION, digest=item.digest, size_bytes=item.size_bytes, offset=start, data=data
+            )
             self._send("up", frame)
 
     def _presence(self, state: PresenceState) -> mqtt.Outgoing:
@@ -288,7 +299,7 @@ class Device:
             backbones=tuple(sorted(self._state.stored))[:64],
             pictures={entry["name"]: entry["pictures"] for entry in report.get("classes", [])},
             refused=len(report.get("refused", [])),
-            problem=self._problem,
+            problem=(self._problem or self._state.hindrance)[:256],
             head_version=head.version if head is not None and is_tasks else 0,
         )
 
@@ -317,14 +328,12 @@ class Device:
         else:
             self._inbox.put(events.DownloadEnded(digest, good=True))
 
-    def _keep_receipt(self, digest: bytes, head: bytes | None) -> None:
-        if head is not None:
-            installed = self._kept.installed()
-            if installed is not None and installed.key == head.hex():
-                self._kept.set(evaluated=head.hex())
-        elif self._kept.get("received") != digest.hex():
+    def _keep_receipt(self, item: Item) -> None:
+        installed, facts = self._kept.installed(), {}
+        if installed is not None and item.head is not None and installed.key == item.head.hex():
+            facts = {"evaluated": installed.key}
+        if self._kept.outbox.receive(item.digest, facts=facts) and item.kind == "submission":
             log.info("the aggregator has our submission")
-            self._kept.set(received=digest.hex())
 
     def _tidy(self) -> None:
         """Delete the blobs of the past, once a head of the current task is in use.
@@ -334,11 +343,10 @@ class Device:
         state, kept = self._state, self._kept
         if state.installed is None or state.task is None or state.manifest is None:
             return
-        wanted = {state.task, state.submitted or b"", *(upload.digest for upload in state.uploads)}
-        wanted |= {blob.digest for blob in needs.needed(state)}
+        wanted = {state.task, *(blob.digest for blob in needs.needed(state))}
         with kept.keeping:
             _, learnt = kept.get("learnt", ["", ""])
-            named = [learnt, *map(kept.get, ("submission", "round", "evaluation", "untaught"))]
+            named = [learnt, *map(kept.get, ("round", "untaught"))]
             for head in filter(None, (kept.installed(), kept.previous())):
                 named += [head.head, head.tensors, head.learnt]
             self._blobs.keep_only(wanted | {bytes.fromhex(digest) for digest in named if digest})
@@ -347,14 +355,21 @@ class Device:
     # How it starts.
 
     def _remembered(self) -> State:
-        head = self._kept.installed()
-        installed = head.key if head else None
-        evaluated = self._kept.get("evaluated")
-        # A head whose evaluation was never received is installed and evaluated once more.
-        digest = bytes.fromhex(evaluated) if evaluated and evaluated == installed else None
-        stored = frozenset(self._blobs.digests())
+        kept = self._kept
+        if self._settings.mode is not Mode.DRY_RUN:
+            kept.set(hindrance="")
+            if damaged := kept.outbox.drop_damaged():
+                log.warning("%d of what was to be sent was changed on disk and is deleted", damaged)
+        head, evaluated = kept.installed(), bytes.fromhex(kept.get("evaluated", ""))
+        key = bytes.fromhex(head.key) if head else None
+        reports = {item.head for item in kept.outbox.items()}
         return State(
-            mode=self._settings.mode, device=self._id, stored=stored, installed=digest, evaluated=digest
+            mode=self._settings.mode,
+            device=self._id,
+            stored=frozenset(self._blobs.digests()),
+            # A head without an evaluation, received or to be sent, is installed and evaluated once more.
+            installed=key if key == evaluated or key in reports else None,
+            evaluated=key if key == evaluated else None,
         )
 
     def _recall_task(self) -> None:
@@ -362,7 +377,8 @@ class Device:
         known = bytes.fromhex(self._kept.get("task", ""))
         dry = self._settings.mode is Mode.DRY_RUN
         if known in self._blobs and not (dry and self._settings.broker is not None):
-            self._step(self._task_seen(self._blobs.read(known), recalled=True))
+            for event in self._task_seen(self._blobs.read(known), recalled=True):
+                self._step(event)
             opened = bytes.fromhex(self._kept.get("round", ""))
             if opened in self._blobs:
                 self._step(self._round_seen(self._blobs.read(opened)))

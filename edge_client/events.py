@@ -2,13 +2,16 @@
 
 from dataclasses import dataclass
 
+from edge_client.item import Item
 from protocol.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.transfer import Ranges
 
 
 @dataclass(frozen=True)
 class Connected:
-    """There is a connection."""
+    """There is a connection, to a broker that takes packets of so many bytes, if it says."""
+
+    max_packet_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,13 @@ class Disconnected:
 @dataclass(frozen=True)
 class Drained:
     """All that was sent has reached the broker."""
+
+
+@dataclass(frozen=True)
+class Unsendable:
+    """The broker does not take what is sent up, and why."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,13 @@ class TaskSeen:
     digest: bytes
     manifest: TaskManifest
     recalled: bool = False
+
+
+@dataclass(frozen=True)
+class OutboxSeen:
+    """All that is in the outbox."""
+
+    items: tuple[Item, ...]
 
 
 @dataclass(frozen=True)
@@ -86,28 +103,24 @@ class DownloadEnded:
 
 @dataclass(frozen=True)
 class Built:
-    """A submission was made, or could not be, and why.
-
-    `receipted` if this very one was received before; `may_pass` if the next round may go better.
-    """
+    """A submission was made, or could not be, and why; `may_pass` if the next round may go better."""
 
     task: bytes
-    digest: bytes | None
+    item: Item | None
     round: int | None = None
-    receipted: bool = False
     reason: str = ""
     may_pass: bool = False
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A head is in use and was evaluated, or was refused, and why; `report` is the digest of the word on it.
+    """A head is in use and was evaluated, or was refused, and why; `report` is the word on it in the outbox.
 
     `head` is what `head_key` says of it.
     """
 
     head: bytes
-    report: bytes
+    report: Item
     reason: str = ""
 
 
@@ -117,8 +130,9 @@ class PicturesChanged:
 
 
 Event = (
-    Connected | Disconnected | Drained | Ticked | AggregatorStarted | TaskSeen | RoundSeen | HeadSeen
-    | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed | PicturesChanged
+    Connected | Disconnected | Drained | Unsendable | Ticked | AggregatorStarted | TaskSeen | OutboxSeen
+    | RoundSeen | HeadSeen | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed
+    | PicturesChanged
 )  # fmt: skip
 
 
@@ -191,26 +205,25 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class SendTail:
-    """Send the last frame of a payload."""
+class Send:
+    """Send these bytes of something in the outbox, a frame for each range."""
 
-    digest: bytes
-
-
-@dataclass(frozen=True)
-class SendRanges:
-    """Send these bytes of a payload."""
-
-    digest: bytes
+    item: Item
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class KeepReceipt:
-    """Remember that a payload was received for good; `head` is the head that an evaluation is of."""
+    """Remember that something was received for good."""
 
-    digest: bytes
-    head: bytes | None
+    item: Item
+
+
+@dataclass(frozen=True)
+class Hinder:
+    """Remember, and say to the operator, what keeps the device from handing in; nothing any more if empty."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -230,6 +243,6 @@ class Exit:
 
 
 Action = (
-    Announce | Build | OpenDownload | Request | Append | Finish | Install | Refuse | SendTail | SendRanges
-    | KeepReceipt | Tell | Exit
+    Announce | Build | OpenDownload | Request | Append | Finish | Install | Refuse | Send | KeepReceipt
+    | Hinder | Tell | Exit
 )  # fmt: skip

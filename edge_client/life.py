@@ -4,7 +4,9 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from protocol.messages import BlobRef, HeadManifest, HeadRef, RoundManifest, TaskManifest
+from edge_client.item import Item
+from protocol.messages import MAX_CHUNK_BYTES, BlobRef, HeadManifest, HeadRef, RoundManifest, TaskManifest
+from protocol.transfer import Ranges
 
 
 class Mode(enum.Enum):
@@ -17,24 +19,49 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class Upload:
-    """Something on its way to the aggregator: a submission, or the evaluation of `head`.
+    """Something on its way to the aggregator.
 
-    Without `due_s` its bytes are still with the session.
+    Args:
+        item: what it is.
+        missing: what the aggregator has said last that it misses.
+        ranges: those of its bytes that are still to be sent, before it is asked what is missing now.
+        sent: all that was missing was sent, and the question after it.
+        attempts: questions since the last answer that was new.
+        broken: times that it has arrived as something else.
+        due_s: when to ask; None while frames are with the session.
     """
 
-    digest: bytes
-    head: bytes | None = None
+    item: Item
+    missing: Ranges = ()
+    ranges: Ranges = ()
+    sent: bool = False
     attempts: int = 0
     broken: int = 0
     due_s: float | None = 0.0
 
+    @property
+    def digest(self) -> bytes:
+        """Names the transfer."""
+        return self.item.digest
+
 
 @dataclass(frozen=True)
 class Download:
-    """A blob on its way here: `offset` bytes are on the disk, asked for up to `until`."""
+    """A blob on its way here.
+
+    Args:
+        blob: what it is.
+        offset: its first bytes, so many, are on the disk.
+        ahead: pieces that have come before their turn, by their offset; none begins at `offset` or before.
+        until: where the last frame ends that was asked for or is on its way to the whole fleet; 0 if none is.
+        attempts: requests since the last frame that was new.
+        broken: times that it has arrived as something else.
+        due_s: when to ask again; infinite before it is known how much is on the disk.
+    """
 
     blob: BlobRef
     offset: int
+    ahead: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
     until: int = 0
     attempts: int = 0
     broken: int = 0
@@ -52,6 +79,7 @@ class State:
 
     Args:
         device: the device's name.
+        chunk_bytes: payload in a frame, for the broker of the last connection.
         stored: digests of the blobs on the disk.
         task: identity of the current task; None before one was seen.
         confirmed: the broker has said that this is the task, or another one.
@@ -65,18 +93,20 @@ class State:
         installed: key of the head in use (`head_key`).
         evaluated: key of the last head whose evaluation has its receipt.
         refused: key of the last head that was not taken into use, and why.
+        hindrance: what keeps the device from handing in; empty if nothing does.
     """
 
     mode: Mode
     device: str = ""
     stored: frozenset[bytes] = frozenset()
     connected: bool = False
+    chunk_bytes: int = MAX_CHUNK_BYTES
     task: bytes | None = None
     manifest: TaskManifest | None = None
     confirmed: bool = False
     working: bool = False
     stale: bool = True
-    submitted: bytes | None = None
+    submitted: Item | None = None
     round: RoundManifest | None = None
     joined: int | None = None
     head: HeadManifest | None = None
@@ -87,3 +117,4 @@ class State:
     refused: tuple[bytes, str] | None = None
     download: Download | None = None
     uploads: tuple[Upload, ...] = ()
+    hindrance: str = ""

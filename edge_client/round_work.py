@@ -1,14 +1,16 @@
 """A device's rounds on its own disk: what was handed in, what was learnt, and trainings on their way."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from edge_client.feature_cache import FeatureCache
 from edge_client.images import Picture, held_out
+from edge_client.item import Item
 from edge_client.rounds import (
     Contribution,
     Learnt,
@@ -49,20 +51,19 @@ class RoundWork:
         self._dry = dry
         self._file = state.folder / "training.checkpoint"
 
-    def handed_in(self, task: bytes, opened: RoundManifest, *, above: int) -> bytes | None:
+    def handed_in(self, task: bytes, opened: RoundManifest, *, above: int) -> Item | None:
         """The submission that was made for a round before, with a sequence above `above`; None if there is none."""
-        kept = self._kept
-        standing = bytes.fromhex(kept.get("submission", ""))
-        if self._dry or kept.get("joined") != [task.hex(), opened.number] or standing not in kept.blobs:
+        outbox, standing = self._kept.outbox, self._kept.outbox.newest_submission()
+        made_of = (task, str(opened.number))
+        if self._dry or standing is None or (standing.task, standing.about) != made_of:
             return None
-        if above:
-            payload = kept.blobs.read(standing)
-            message = decode(payload, Submission, max_bytes=len(payload))
-            sequence = kept.next_number("sequence", above=above)
-            with kept.keeping:
-                standing = kept.blobs.put(encode(msgspec.structs.replace(message, sequence=sequence)))
-                kept.set(submission=standing.hex())
-        return standing
+        if not above:
+            return standing
+        (payload,) = outbox.read(standing.digest, ((0, standing.size_bytes),)) or (b"",)
+        message = decode(payload, Submission, max_bytes=len(payload))
+        sequence = self._kept.next_number("sequence", above=above)
+        renumbered = encode(msgspec.structs.replace(message, sequence=sequence))
+        return outbox.keep("submission", renumbered, task=task, about=standing.about)
 
     def take_part(
         self,
@@ -107,14 +108,28 @@ class RoundWork:
         prepared, made = prepare_round(task=manifest, local=self._local, found=found, take_part=contribution)
         return prepared, made.learnt
 
-    def keep(self, task: bytes, opened: RoundManifest, *, payload: bytes, learnt: Learnt) -> bytes:
-        """Put a round's submission and what it has taught on the disk, both or neither; returns its digest."""
-        blobs, of = self._kept.blobs, task.hex()
+    def keep(
+        self,
+        task: bytes,
+        opened: RoundManifest,
+        *,
+        payload: bytes,
+        learnt: Learnt,
+        report: Mapping[str, Any],
+    ) -> Item:
+        """Put a round's submission and what it has taught on the disk, both or neither, with a report of it.
+
+        Raises:
+            ProtofleetError: the submission does not fit the outbox.
+        """
         with self._kept.keeping:
-            digest, taught = blobs.put(payload), blobs.put(pack(learnt))
-            self._kept.set(submission=digest.hex(), joined=[of, opened.number], learnt=[of, taught.hex()])
+            taught = self._kept.blobs.put(pack(learnt))
+            facts = {"learnt": [task.hex(), taught.hex()], "report": report}
+            item = self._kept.outbox.keep(
+                "submission", payload, task=task, about=str(opened.number), facts=facts
+            )
         self._file.unlink(missing_ok=True)
-        return digest
+        return item
 
     def learnt_digest(self, task: bytes) -> str:
         """The blob, in hex, of what earlier rounds of a task have taught; empty if nothing was, or it is lost."""

@@ -1,29 +1,23 @@
-"""What a device remembers over a restart: a few facts in SQLite, and blobs beside them."""
+"""What a device remembers over a restart: a few facts and its outbox in SQLite, and blobs beside them."""
 
-import json
 import os
 import platform
 import re
-import sqlite3
 import threading
 import time
-import urllib.parse
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
+from edge_client.database import Database
+from edge_client.outbox import DEFAULT_MB, MIB, Outbox
 from protocol.blobstore import BlobStore, state_errors
 from protocol.codec import digest_of
 from protocol.errors import StateError
 from protocol.lock import FolderLock
 from protocol.topics import is_name
-
-T = TypeVar("T")
-
-SCHEMA_VERSION = 1
 
 
 def default_device_id(folder: Path) -> str:
@@ -43,13 +37,6 @@ def default_folder(fleet: str) -> Path:
         return Path(service)
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "protofleet" / fleet
-
-
-def _begin(database: sqlite3.Connection) -> None:
-    """Make the table of a new state."""
-    if database.execute("PRAGMA user_version").fetchone() == (0,):
-        database.execute("CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT")
-        database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,12 +71,15 @@ class DeviceState:
     Args:
         folder: made if it is not there.
         read_only: for looking at it while the device program runs.
+        outbox_bytes: what submissions may take on the disk.
 
     Raises:
         StateError: it cannot be used, there is nothing in it to read, or another version wrote it.
     """
 
-    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, read_only: bool = False, outbox_bytes: int = DEFAULT_MB * MIB
+    ) -> None:
         self.folder = folder
         file = folder / "device.sqlite"
         if read_only and not file.is_file():
@@ -102,62 +92,16 @@ class DeviceState:
         """Held from putting a blob until a fact names it, and while those that nothing names are deleted."""
         self._lock = FolderLock(folder)
         self._file = file
-        self._turn = threading.Lock()
-        mode = "ro" if read_only else "rwc"
-
-        def open_database() -> sqlite3.Connection:
-            # `_turn` lets one thread at a time use it.
-            database = sqlite3.connect(
-                f"file:{urllib.parse.quote(str(file))}?mode={mode}",
-                uri=True,
-                isolation_level=None,
-                timeout=10,
-                check_same_thread=False,
-            )
-            if not read_only:
-                database.execute("PRAGMA journal_mode = WAL")
-                database.execute("PRAGMA synchronous = FULL")
-                _begin(database)
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version != SCHEMA_VERSION:
-                raise StateError(
-                    f"{folder} was written by another protofleet (schema {version}, expected {SCHEMA_VERSION}): "
-                    "use that version, or another --state"
-                )
-            return database
-
-        self._db = self._guard(open_database)
-
-    def _guard(self, work: Callable[[], T]) -> T:
-        try:
-            with self._turn:
-                return work()
-        except sqlite3.Error as error:
-            raise StateError(
-                f"cannot use {self._file}: {error}; take another --state, or delete it"
-            ) from error
+        self._database = Database(file, read_only=read_only)
+        self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
 
     def get(self, key: str, default: Any = None) -> Any:
         """A fact, as the JSON value it was set to."""
-        rows = self._guard(
-            lambda: self._db.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchall()
-        )
-        return json.loads(rows[0][0]) if rows else default
+        return self._database.get(key, default)
 
     def set(self, **facts: Any) -> None:
         """Keep facts, all of them or none."""
-        rows = [(key, json.dumps(value)) for key, value in facts.items()]
-
-        def write() -> None:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                self._db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-
-        self._guard(write)
+        self._database.set(**facts)
 
     def installed(self) -> InstalledHead | None:
         """The head in use, if there is one.

@@ -17,6 +17,7 @@ from edge_client.backbone import Backbone, Provider, open_backbone
 from edge_client.feature_cache import FeatureCache
 from edge_client.images import find_pictures
 from edge_client.installed import open_installed
+from edge_client.item import Item
 from edge_client.life import Mode, head_key
 from edge_client.predictor import Head
 from edge_client.progress import Progress
@@ -192,7 +193,7 @@ class Worker:
             return  # what it was about to read may have been deleted by now
         except ProtofleetError as error:
             may_pass = isinstance(error, Diverged | GraphRefused)
-            built = events.Built(build.task, None, number, reason=str(error), may_pass=may_pass)
+            built = events.Built(build.task, None, number, str(error), may_pass=may_pass)
         if self._is_due(build):
             self._emit(built)
 
@@ -232,14 +233,15 @@ class Worker:
         )
         if self._show is not None:
             self._show(prepared, len(payload))
-        return events.Built(build.task, digest_of(payload), number)
+        return events.Built(
+            build.task, Item(digest_of(payload), len(payload), "submission", build.task), number
+        )
 
     def _prepare_round(self, build: events.Build, opened: RoundManifest) -> events.Built:
         """Take part in a round, unless its submission is there already."""
         standing = self._rounds.handed_in(build.task, opened, above=build.above)
         if standing is not None:
-            receipted = self._kept.get("received") == standing.hex()
-            return events.Built(build.task, standing, opened.number, receipted=receipted)
+            return events.Built(build.task, standing, opened.number)
         found = self._find(build.manifest, lambda: not self._is_due(build))
         with contextlib.closing(Progress(f"training, round {opened.number}")) as progress:
             prepared, learnt = self._rounds.take_part(
@@ -257,14 +259,14 @@ class Worker:
         payload = submission_of(
             prepared, task=build.task, manifest=build.manifest, sequence=sequence, number=opened.number
         )
-        digest = self._rounds.keep(build.task, opened, payload=payload, learnt=learnt)
-        self._kept.set(report=_report(prepared, len(payload)))
+        report = _report(prepared, len(payload))
+        item = self._rounds.keep(build.task, opened, payload=payload, learnt=learnt, report=report)
         loss = "" if prepared.loss is None else f", loss {prepared.loss:.4f}"
         log.info(
             "round %d of %d: %d prototypes, %d bytes%s",
             *(opened.number, opened.rounds, len(prepared.counts), len(payload), loss),
         )
-        return events.Built(build.task, digest, opened.number)
+        return events.Built(build.task, item, opened.number)
 
     def _warn(self, manifest: TaskManifest, prepared: Prepared) -> None:
         """Say what is left out and why, each thing once."""
@@ -284,19 +286,19 @@ class Worker:
 
     def _keep(self, build: events.Build, prepared: Prepared) -> events.Built:
         """Put a submission on the disk; the one that is there stands if it says the same."""
-        kept = self._kept
-        fingerprint = [build.task.hex(), prepared.fingerprint]
-        standing = bytes.fromhex(kept.get("submission", ""))
-        if kept.get("fingerprint") == fingerprint and standing in kept.blobs and not build.above:
-            return events.Built(build.task, standing, receipted=kept.get("received") == standing.hex())
+        kept, standing = self._kept, self._kept.outbox.newest_submission()
+        made_of = (build.task, prepared.fingerprint)
+        if standing is not None and (standing.task, standing.about) == made_of and not build.above:
+            return events.Built(build.task, standing)
         sequence = kept.next_number("sequence", above=build.above)
         payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=sequence)
-        with kept.keeping:
-            digest = kept.blobs.put(payload)
-            kept.set(submission=digest.hex(), fingerprint=fingerprint, report=_report(prepared, len(payload)))
+        facts = {"report": _report(prepared, len(payload))}
+        item = kept.outbox.keep(
+            "submission", payload, task=build.task, about=prepared.fingerprint, facts=facts
+        )
         prototypes, pictures = len(prepared.counts), sum(entry.pictures for entry in prepared.classes)
         log.info("%d prototypes of %d pictures, %d bytes", prototypes, pictures, len(payload))
-        return events.Built(build.task, digest)
+        return events.Built(build.task, item)
 
     def _install(self, install: events.Install) -> None:
         key = head_key(install.head)
@@ -316,14 +318,12 @@ class Worker:
         evaluation = Evaluation(
             task=task, head_version=head.version, right=none, wrong=none, problem=problem[:256]
         )
-        reason = f"head {head.version} refused, the old one stays: {problem}"
-        with self._kept.keeping:
-            report = self._kept.blobs.put(encode(evaluation))
-            self._kept.set(evaluation=report.hex())
-        return events.Installed(head_key(head), report, reason)
+        key, reason = head_key(head), f"head {head.version} refused, the old one stays: {problem}"
+        report = self._kept.outbox.keep("evaluation", encode(evaluation), task=task, about=key.hex())
+        return events.Installed(key, report, reason)
 
-    def _evaluate(self, install: events.Install) -> bytes:
-        """Check a head, evaluate it, and only then take it into use; returns the evaluation's digest."""
+    def _evaluate(self, install: events.Install) -> Item:
+        """Check a head, evaluate it, and only then take it into use; returns the evaluation in the outbox."""
         kept, reference = self._kept, install.head
         installed, previous = self._describe(install), self._head_before(install)
         backbones = [] if reference.tensors else self._open_backbones(install.manifest)
@@ -339,10 +339,13 @@ class Worker:
         )
         right, total = sum(evaluation.right), sum(evaluation.right) + sum(evaluation.wrong)
         installed = msgspec.structs.replace(installed, right=right, total=total)
-        with kept.keeping:
-            report = kept.blobs.put(encode(evaluation))
-            heads = {"installed": installed, "previous": previous}
-            kept.set(**msgspec.to_builtins(heads), evaluation=report.hex())
+        report = kept.outbox.keep(
+            "evaluation",
+            encode(evaluation),
+            task=install.task,
+            about=installed.key,
+            facts=msgspec.to_builtins({"installed": installed, "previous": previous}),
+        )
         log.info("head %d in use: %d of %d held-out pictures right", reference.version, right, total)
         return report
 

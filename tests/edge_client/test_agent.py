@@ -3,19 +3,23 @@
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client import agent, events, needs
+from edge_client import events, needs
 from edge_client.agent import step
+from edge_client.item import Item
 from edge_client.life import Mode, State, head_key
+from edge_client.patience import LAST_PATIENCE_S, MAX_BROKEN
+from edge_client.uploads import QUESTION_BYTES
 from protocol.canary import canary_rank
 from protocol.codec import digest_of
 from protocol.messages import HeadManifest, HeadRef, Receipt, TaskManifest
-from tests.edge_client.world import World, reference
+from tests.edge_client.world import World, item_of, reference
 
 BACKBONE = bytes(range(256)) * 1200
 HEAD = b"head" * 50_000
@@ -34,6 +38,10 @@ MANIFEST = TaskManifest(
     seed=0,
 )
 TASK = b"t" * 32
+ITEM = item_of(SUBMISSION)
+QUESTION = events.Send(ITEM, ((len(SUBMISSION) - QUESTION_BYTES, len(SUBMISSION)),))
+"""The last bytes of the submission, which ask what is missing."""
+
 HEAD_MANIFEST = HeadManifest(
     task=TASK,
     release=1,
@@ -41,41 +49,81 @@ HEAD_MANIFEST = HeadManifest(
 )
 
 
-def _begin(mode: Mode = Mode.ONCE, *, loss: float = 0.0, seed: int = 0) -> World:
+LIMITS = (None, 2_000_000, 20_000, 3_000)
+"""What brokers say of their largest packet; the last is one for a toy."""
+
+
+def _begin(mode: Mode = Mode.ONCE, *, loss: float = 0.0, seed: int = 0, **more: Any) -> World:
     world = World(
         State(mode=mode), random.Random(seed), loss, submission=SUBMISSION, evaluation=EVALUATION,
         served={digest_of(data): data for data in (BACKBONE, HEAD)},
+        greets=[events.TaskSeen(TASK, MANIFEST), events.HeadSeen(HEAD_MANIFEST)], **more,
     )  # fmt: skip
-    world.pending = [
-        events.Connected(),
-        events.TaskSeen(TASK, MANIFEST),
-        events.HeadSeen(HEAD_MANIFEST),
-    ]
+    world.pending = world.connect()
     return world
+
+
+def _check_end(world: World) -> None:
+    """The device has done what it was started for, and everything has counted once."""
+    assert world.exit == events.Exit(0)
+    assert sorted(world.taken) == sorted([digest_of(SUBMISSION), digest_of(EVALUATION)])
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), loss=st.floats(0, 0.5))
 def test_every_loss_is_made_up_for(seed: int, loss: float) -> None:
-    """However many messages get lost, the device ends with its submission and evaluation counted once each."""
+    """However many messages get lost or doubled, the device ends with its submission and evaluation counted once."""
     world = _begin(loss=loss, seed=seed)
     world.run()
-    assert world.exit == events.Exit(0)
-    assert sorted(world.taken) == sorted([digest_of(SUBMISSION), digest_of(EVALUATION)])
+    _check_end(world)
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), cuts=st.lists(st.integers(1, 60), max_size=6))
-def test_a_cut_at_any_moment_is_resumed(seed: int, cuts: list[int]) -> None:
-    """A connection that ends and comes back at any moment delays, and loses nothing."""
-    world = _begin(loss=0.1, seed=seed)
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    cuts=st.lists(st.integers(1, 60), max_size=6),
+    packets=st.lists(st.sampled_from(LIMITS), min_size=1, max_size=3),
+    chunks=st.lists(st.sampled_from([61_440, 19_000, 4_321]), min_size=1, max_size=3),
+    forgets=st.booleans(),
+)
+def test_a_cut_at_any_moment_is_resumed(
+    seed: int, cuts: list[int], packets: list[int | None], chunks: list[int], *, forgets: bool
+) -> None:
+    """A connection that ends and comes back, to a broker that takes other sizes, delays and loses nothing."""
+    world = _begin(loss=0.1, seed=seed, packets=packets, chunks=chunks)
     for cut in cuts:
         world.run(steps=cut)
         if world.exit is None:
-            world.pending.extend([events.Disconnected(), events.Connected()])
+            world.cut()
+        if world.exit is None and forgets:
+            world.restart_aggregator()
     world.run()
-    assert world.exit == events.Exit(0)
-    assert sorted(world.taken) == sorted([digest_of(SUBMISSION), digest_of(EVALUATION)])
+    _check_end(world)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    loss=st.sampled_from([0.0, 0.1, 0.4]),
+    crashes=st.lists(st.integers(1, 40), max_size=8),
+    packets=st.lists(st.sampled_from(LIMITS), min_size=1, max_size=2),
+    full_until_s=st.sampled_from([0.0, 100.0, 3_000.0]),
+)
+def test_the_power_may_go_at_any_moment(
+    seed: int, loss: float, crashes: list[int], packets: list[int | None], full_until_s: float
+) -> None:
+    """Between any two actions, also while the aggregator has no space: the submission counts, and once."""
+    world = _begin(loss=loss, seed=seed, packets=packets, full_until_s=full_until_s, crashes=crashes)
+    world.run()
+    _check_end(world)
+
+
+@pytest.mark.parametrize("number", range(1, 30))
+def test_a_crash_after_each_single_action(number: int) -> None:
+    """The life that nothing else happens in, cut off after each of its actions."""
+    world = _begin(crashes=[number])
+    world.run()
+    _check_end(world)
 
 
 def test_nothing_is_sent_before_there_is_a_connection() -> None:
@@ -83,10 +131,10 @@ def test_nothing_is_sent_before_there_is_a_connection() -> None:
     state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
     state, actions = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     assert actions == (events.Build(TASK, MANIFEST),)
-    state, actions = step(state, events.Built(TASK, digest_of(SUBMISSION)), now_s=1)
+    state, actions = step(state, events.Built(TASK, ITEM), now_s=1)
     assert actions == ()
     state, actions = step(state, events.Connected(), now_s=2)
-    assert actions == (events.Announce(), events.SendTail(digest_of(SUBMISSION)))
+    assert actions == (events.Announce(), QUESTION)
 
 
 def test_a_download_goes_on_where_it_ended() -> None:
@@ -102,7 +150,7 @@ def test_damaged_blob_is_fetched_again_and_then_given_up() -> None:
     """A blob that keeps arriving with another digest ends the program with a line about it."""
     state, _ = step(State(mode=Mode.SERVICE), events.TaskSeen(TASK, MANIFEST), now_s=0)
     said: list[events.Action] = []
-    for _ in range(agent.MAX_BROKEN):
+    for _ in range(MAX_BROKEN):
         state, actions = step(state, events.DownloadEnded(digest_of(BACKBONE), good=False), now_s=0)
         said.extend(actions)
     assert isinstance(said[0], events.Tell)
@@ -113,7 +161,7 @@ def test_damaged_blob_is_fetched_again_and_then_given_up() -> None:
 def _handing_in(mode: Mode = Mode.SERVICE) -> State:
     state = State(mode=mode, stored=frozenset({digest_of(BACKBONE)}), connected=True)
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
-    state, _ = step(state, events.Built(TASK, digest_of(SUBMISSION)), now_s=0)
+    state, _ = step(state, events.Built(TASK, ITEM), now_s=0)
     return state
 
 
@@ -140,9 +188,10 @@ def test_new_pictures_replace_what_was_not_sent_yet() -> None:
     """A newer submission takes the place of an older one that has no receipt yet."""
     state, actions = step(_handing_in(), events.PicturesChanged(), now_s=1)
     assert actions == (events.Build(TASK, MANIFEST),)
-    state, actions = step(state, events.Built(TASK, b"n" * 32), now_s=2)
-    assert [upload.digest for upload in state.uploads] == [b"n" * 32]
-    assert actions == (events.SendTail(b"n" * 32),)
+    newer = item_of(b"newer")
+    state, actions = step(state, events.Built(TASK, newer), now_s=2)
+    assert [upload.digest for upload in state.uploads] == [newer.digest]
+    assert actions == (events.Send(newer, ((0, newer.size_bytes),)),)
 
 
 def test_new_task_ends_the_old_ones_transfers() -> None:
@@ -150,8 +199,13 @@ def test_new_task_ends_the_old_ones_transfers() -> None:
     state, actions = step(_handing_in(), events.TaskSeen(b"u" * 32, MANIFEST), now_s=1)
     assert state.uploads == ()
     assert events.Build(b"u" * 32, MANIFEST) in actions
-    state, actions = step(state, events.Built(TASK, digest_of(SUBMISSION)), now_s=2)
+    state, actions = step(state, events.Built(TASK, ITEM), now_s=2)
     assert actions == ()
+
+
+def _report(world: World, head: HeadRef) -> Item:
+    """Put why a head is refused in the outbox."""
+    return world.keep("evaluation", b"report", about=head_key(head).hex())
 
 
 def test_a_refused_head_is_told_and_not_tried_again() -> None:
@@ -160,11 +214,12 @@ def test_a_refused_head_is_told_and_not_tried_again() -> None:
     state, _ = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
     state, actions = step(state, events.DownloadEnded(HEAD_MANIFEST.current.head.digest, good=True), now_s=0)
     assert events.Install(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
-    refused = events.Installed(HEAD_MANIFEST.current.head.digest, b"report", reason="it predicts NaN")
+    report = item_of(b"report", kind="evaluation")
+    refused = events.Installed(HEAD_MANIFEST.current.head.digest, report, reason="it predicts NaN")
     state, actions = step(state, refused, now_s=0)
     assert actions[0] == events.Tell("it predicts NaN", error=True)
     assert state.installed is None
-    assert [upload.digest for upload in state.uploads][-1] == b"report"
+    assert state.uploads[-1].item == report
     state, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=1)
     assert not [action for action in actions if isinstance(action, events.Install)]
     _, actions = step(state, events.AggregatorStarted(), now_s=2)
@@ -175,7 +230,7 @@ def test_a_single_run_reports_a_refused_head_before_it_ends() -> None:
     """It ends with an error and the reason, once the aggregator knows."""
     world = _begin(loss=0.3)
     world.install = lambda install: world.pending.append(  # type: ignore[method-assign]
-        events.Installed(head_key(install.head), world.put(b"report"), reason="it predicts NaN")
+        events.Installed(head_key(install.head), _report(world, install.head), reason="it predicts NaN")
     )
     world.run()
     assert world.exit == events.Exit(1, "it predicts NaN")
@@ -196,7 +251,8 @@ def test_a_head_that_does_not_come_whole_is_refused() -> None:
             world.disk.pop(action.digest)
         elif isinstance(action, events.Refuse):
             refused.append(action)
-            world.pending.append(events.Installed(head_key(action.head), world.put(b"report"), "damaged"))
+            report = _report(world, action.head)
+            world.pending.append(events.Installed(head_key(action.head), report, "damaged"))
         else:
             perform(action)
 
@@ -241,7 +297,8 @@ def test_a_canary_goes_back_when_it_is_told_to() -> None:
         state, actions = step(state, events.HeadSeen(seen), now_s=0)
         (install,) = [action for action in actions if isinstance(action, events.Install)]
         assert install.head.version == version
-        state, _ = step(state, events.Installed(head_key(install.head), b"report"), now_s=0)
+        report = item_of(b"report", kind="evaluation")
+        state, _ = step(state, events.Installed(head_key(install.head), report), now_s=0)
         assert state.installed == head_key(install.head)
     state, actions = step(state, events.HeadSeen(trial), now_s=0)
     assert not [action for action in actions if isinstance(action, events.Install)]
@@ -255,7 +312,7 @@ def test_dry_run_announces_and_sends_nothing() -> None:
     world = _begin(Mode.DRY_RUN)
     world.run()
     assert world.exit == events.Exit(0)
-    sent = (events.Announce, events.SendTail, events.SendRanges)
+    sent = (events.Announce, events.Send)
     assert not [action for action in world.done if isinstance(action, sent)]
 
 
@@ -265,12 +322,12 @@ def test_silence_is_met_with_growing_patience() -> None:
     asked: list[int] = []
     for second in range(1, 2000):
         state, actions = step(state, events.Drained(), now_s=second)
-        asked.extend(second for action in actions if isinstance(action, events.SendTail))
+        asked.extend(second for action in actions if isinstance(action, events.Send))
     pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert pauses == sorted(pauses)
-    assert pauses[-1] >= agent.LAST_PATIENCE_S
+    assert pauses[-1] >= LAST_PATIENCE_S
     _, actions = step(state, events.AggregatorStarted(), now_s=2000)
-    assert [type(action) for action in actions] == [events.SendTail]
+    assert [type(action) for action in actions] == [events.Send]
 
 
 def test_a_blob_that_is_refused_is_asked_for_ever_more_rarely() -> None:
@@ -307,7 +364,7 @@ def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
     state = State(mode=Mode.ONCE, stored=stored, installed=done, evaluated=done)
     state, actions = step(state, events.TaskSeen(TASK, MANIFEST, recalled=True), now_s=0)
     assert actions == (events.Build(TASK, MANIFEST),)
-    state, _ = step(state, events.Built(TASK, digest_of(SUBMISSION), receipted=True), now_s=0)
+    state, _ = step(state, events.Built(TASK, replace(ITEM, received=True)), now_s=0)
     state, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
     assert actions == ()
     _, actions = step(state, events.TaskSeen(b"u" * 32, MANIFEST), now_s=0)
@@ -323,11 +380,11 @@ def test_an_aggregator_that_lost_its_state_gets_the_submission_again() -> None:
     )
     assert state.uploads == ()
     state, actions = step(state, events.AggregatorStarted(), now_s=2)
-    assert actions == (events.SendTail(digest_of(SUBMISSION)),)
+    assert actions == (QUESTION,)
     missing = Receipt(digest=digest_of(SUBMISSION), status="missing", missing=((0, 9),))
     _, actions = step(state, events.ReceiptSeen(missing), now_s=3)
-    assert actions == (events.SendRanges(digest_of(SUBMISSION), ((0, 9),)),)
+    assert actions == (events.Send(ITEM, ((0, 9), *QUESTION.ranges)),)
     _, actions = step(
         state, events.ReceiptSeen(Receipt(digest=digest_of(SUBMISSION), status="received")), now_s=3
     )
-    assert actions == (events.KeepReceipt(digest_of(SUBMISSION), None),)
+    assert actions == (events.KeepReceipt(ITEM),)

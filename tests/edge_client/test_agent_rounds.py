@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator.uplink import Complete, Uplink
-from edge_client import agent, events, needs
+from aggregator.uplink import Complete
+from edge_client import events, needs
 from edge_client.agent import step
 from edge_client.life import Mode, State, head_key
+from edge_client.patience import CAST_PATIENCE_S
 from protocol.codec import digest_of
 from protocol.messages import HeadManifest, HeadRef, Program, Reason, Receipt, RoundManifest, TaskManifest
 from protocol.transfer import frames_of
-from tests.edge_client.world import World, reference
+from tests.edge_client.world import World, item_of, reference
 
 ROUNDS = 4
 STALENESS = 1
@@ -38,6 +39,9 @@ MANIFEST = TaskManifest(
         **{name: reference(data, name) for name, data in GRAPHS.items()}, kept=(), uploaded=(), batch_size=32
     ),
 )
+
+
+ITEM = item_of(b"submission", about="0")
 
 
 def round_manifest(number: int) -> RoundManifest:
@@ -83,8 +87,6 @@ class RoundsWorld(World):
     closes_s: float = 0.0
     seen: int | None = None
     jobs: list[tuple[float, events.Build | events.Install]] = field(default_factory=list)
-    kept: dict[int, bytes] = field(default_factory=dict)
-    received: set[bytes] = field(default_factory=set)
     sequence: int = 0
     whole: set[bytes] = field(default_factory=set)
     counted: list[int] = field(default_factory=list)
@@ -161,11 +163,12 @@ class RoundsWorld(World):
 
     def restart_aggregator(self) -> None:
         """Forget what was on its way."""
-        self.uplink = Uplink(max_bytes=10**7)
+        super().restart_aggregator()
+        started = self.pending.pop()
         if self.state.connected:
             self.pending.append(events.TaskSeen(TASK, MANIFEST))
             self.announce()
-            self.pending.append(events.AggregatorStarted())
+            self.pending.append(started)
 
     # The device program.
 
@@ -174,12 +177,6 @@ class RoundsWorld(World):
         if isinstance(event, events.RoundSeen):
             self.seen = event.manifest.number
         super().take(event)
-
-    def perform(self, action: events.Action) -> None:
-        """Remember receipts, as the program does on its disk."""
-        if isinstance(action, events.KeepReceipt):
-            self.received.add(action.digest)
-        super().perform(action)
 
     def build(self, build: events.Build) -> None:
         """Begin to train, after what is being done."""
@@ -195,8 +192,10 @@ class RoundsWorld(World):
     def finish(self, job: events.Build | events.Install) -> None:
         """End a piece of work; one for a round that is not the newest any more comes to nothing."""
         if isinstance(job, events.Install):
-            digest = self.put(b"evaluation %d 0" % job.head.version)
-            self.pending.append(events.Installed(head_key(job.head), digest))
+            self.in_use = head_key(job.head)
+            payload = b"evaluation %d 0" % job.head.version
+            report = self.keep("evaluation", payload, task=job.task, about=self.in_use.hex())
+            self.pending.append(events.Installed(self.in_use, report))
             return
         assert job.round is not None
         number = job.round.number
@@ -207,15 +206,18 @@ class RoundsWorld(World):
             may_pass = self.failing[number]
             self.pending.append(events.Built(job.task, None, number, reason="no", may_pass=may_pass))
             return
-        if number not in self.kept or job.above:
+        standing = self.newest_submission()
+        if standing is None or standing.about != str(number) or job.above:
             self.sequence = max(self.sequence, job.above) + 1
-            self.kept[number] = self.put(b"submission %d %d".ljust(100_000) % (number, self.sequence))
-        digest = self.kept[number]
-        self.pending.append(events.Built(job.task, digest, number, receipted=digest in self.received))
+            payload = b"submission %d %d".ljust(100_000) % (number, self.sequence)
+            standing = self.keep("submission", payload, task=job.task, about=str(number))
+        self.pending.append(events.Built(job.task, standing, number))
 
     def cut(self) -> None:
         """Lose the connection, and what was on it."""
-        kept = events.DownloadStarts | events.DownloadEnded | events.Built | events.Installed
+        kept = (
+            events.OutboxSeen | events.DownloadStarts | events.DownloadEnded | events.Built | events.Installed
+        )
         self.whole -= {event.frame.digest for event in self.pending if isinstance(event, events.BlockSeen)}
         self.pending = [event for event in self.pending if isinstance(event, kept)]
         self.joins_s = self.now_s + self.random.uniform(1, 60)
@@ -224,12 +226,11 @@ class RoundsWorld(World):
     def restart(self) -> None:
         """Kill the device program, and start it on what is on its disk."""
         self.cut()
-        stored = {digest for digest, data in self.disk.items() if digest_of(data) == digest}
-        head = self.state.evaluated
+        was = self.state
+        super().restart()
         self.pending.clear()
         self.jobs.clear()
-        was, self.seen = self.state, None
-        self.state = State(mode=was.mode, stored=frozenset(stored), installed=head, evaluated=head)
+        self.seen = None
         if was.task is not None:
             self.pending.append(events.TaskSeen(TASK, MANIFEST, recalled=True))
         if was.round is not None:
@@ -370,9 +371,9 @@ def test_what_is_for_the_whole_fleet_is_asked_for_where_it_does_not_come() -> No
     assert actions == (events.OpenDownload(round_manifest(1).tensors),)
     state, actions = step(state, events.DownloadStarts(digest, 0), now_s=0)
     assert actions == ()
-    state, actions = step(state, events.Ticked(), now_s=agent.CAST_PATIENCE_S - 0.1)
+    state, actions = step(state, events.Ticked(), now_s=CAST_PATIENCE_S - 0.1)
     assert actions == ()
-    _, actions = step(state, events.Ticked(), now_s=agent.CAST_PATIENCE_S)
+    _, actions = step(state, events.Ticked(), now_s=CAST_PATIENCE_S)
     assert actions == (events.Request(digest, 0, len(TENSORS[1])),)
 
 
@@ -382,7 +383,7 @@ def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
     world = begin(Mode.DRY_RUN, lasts_s=(lasts_s,) * (ROUNDS - 1) + (60.0,))
     world.run()
     assert world.exit == events.Exit(0)
-    sent = (events.Announce, events.SendTail, events.SendRanges, events.Install)
+    sent = (events.Announce, events.Send, events.Install)
     assert not [action for action in world.done if isinstance(action, sent)]
     assert world.counted == []
 
@@ -402,17 +403,17 @@ def handed_in() -> State:
     for event in (
         events.TaskSeen(TASK, MANIFEST),
         events.RoundSeen(round_manifest(0)),
-        events.Built(TASK, b"s" * 32, 0),
+        events.Built(TASK, ITEM, 0),
     ):
         state, _ = step(state, event, now_s=0)
-    assert [upload.digest for upload in state.uploads] == [b"s" * 32]
+    assert [upload.item for upload in state.uploads] == [ITEM]
     return state
 
 
 @pytest.mark.parametrize("reason", ["late", "unknown_round"])
 def test_a_submission_of_the_wrong_round_is_given_up(reason: Reason) -> None:
     """It is no fault of the device's: it says so, sends it no more, and waits for the round that comes."""
-    receipt = Receipt(digest=b"s" * 32, status="refused", reason=reason)
+    receipt = Receipt(digest=ITEM.digest, status="refused", reason=reason)
     state, actions = step(handed_in(), events.ReceiptSeen(receipt), now_s=1)
     assert [type(action) for action in actions] == [events.Tell]
     assert state.uploads == ()
@@ -424,7 +425,7 @@ def test_a_submission_of_the_wrong_round_is_given_up(reason: Reason) -> None:
 def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
     """The newer round's tensors may not be there yet; its submission is made when they are, and once."""
     state, _ = step(handed_in(), events.RoundSeen(round_manifest(1)), now_s=1)
-    receipt = Receipt(digest=b"s" * 32, status="refused", reason="superseded", sequence=41)
+    receipt = Receipt(digest=ITEM.digest, status="refused", reason="superseded", sequence=41)
     state, actions = step(state, events.ReceiptSeen(receipt), now_s=1)
     assert not [action for action in actions if isinstance(action, events.Build)]
     state, actions = step(state, events.DownloadEnded(digest_of(TENSORS[1]), good=True), now_s=2)
@@ -435,6 +436,7 @@ def test_a_submission_that_is_newer_takes_the_place_of_an_older_one() -> None:
     """What was not received of the last round is not sent any more once there is something for this one."""
     state = replace(handed_in(), stored=handed_in().stored | {digest_of(TENSORS[1])})
     state, _ = step(state, events.RoundSeen(round_manifest(1)), now_s=1)
-    state, actions = step(state, events.Built(TASK, b"u" * 32, 1), now_s=2)
-    assert actions == (events.SendTail(b"u" * 32),)
-    assert [upload.digest for upload in state.uploads] == [b"u" * 32]
+    newer = item_of(b"newer", about="1")
+    state, actions = step(state, events.Built(TASK, newer, 1), now_s=2)
+    assert actions == (events.Send(newer, ((0, newer.size_bytes),)),)
+    assert [upload.item for upload in state.uploads] == [newer]

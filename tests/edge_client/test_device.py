@@ -9,7 +9,7 @@ import pytest
 
 from edge_client import events
 from edge_client.device import Device
-from edge_client.life import Mode, Upload
+from edge_client.life import Mode
 from edge_client.rounds import pack, untaught
 from edge_client.state import DeviceState
 from edge_client.work import Found, Local
@@ -43,19 +43,22 @@ def make_device(folder: Path, kept: DeviceState) -> Device:
     return device
 
 
-def test_what_may_be_asked_for_again_stays(tmp_path: Path, kept: DeviceState) -> None:
-    """The submission that was received last is sent again to an aggregator that lost it, whatever came after it."""
+def test_the_blobs_of_the_past_are_deleted(tmp_path: Path, kept: DeviceState) -> None:
+    """Once a head is in use: what the task is worked with stays, and what the head needs."""
     device = make_device(tmp_path, kept)
-    received, sending, refused, old = map(kept.blobs.put, (b"received", b"sending", b"refused", b"old"))
-    kept.set(submission=refused.hex(), received=received.hex())
-    device._state = replace(device._state, submitted=received, uploads=(Upload(sending, head=b"h" * 32),))
+    old, head = map(kept.blobs.put, (b"old", b"head"))
+    kept.set(installed={"head": head.hex(), "version": 1, "backbones": [], "classes": []})
+    manifest = device._state.manifest
     device._tidy()
-    assert all(digest in kept.blobs for digest in (received, sending, refused))
     assert old not in kept.blobs
+    assert head in kept.blobs
+    assert manifest is not None
+    assert manifest.program is not None
+    assert manifest.program.step.digest in kept.blobs
 
 
 def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState) -> None:
-    """While blobs of the past are deleted, the work's thread keeps a round: both of its blobs are there afterwards."""
+    """While blobs of the past are deleted, the work's thread keeps a round: what it has taught is there afterwards."""
     device = make_device(tmp_path, kept)
     manifest, opened = make_task(kept.blobs), open_round(kept.blobs)
     learnt = untaught(manifest, opened.tensors, data=None, blobs=kept.blobs)
@@ -70,9 +73,8 @@ def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState
     try:
         for number in range(40):
             learnt.state["steps"][...] = number
-            device._worker._rounds.keep(TASK, opened, payload=b"submission %d" % number, learnt=learnt)
+            device._worker._rounds.keep(TASK, opened, payload=b"%d" % number, learnt=learnt, report={})
             _, taught = kept.get("learnt")
-            assert kept.blobs.read(bytes.fromhex(kept.get("submission"))) == b"submission %d" % number
             assert kept.blobs.read(bytes.fromhex(taught)) == pack(learnt)
     finally:
         done.set()
@@ -126,7 +128,7 @@ def test_of_several_heads_the_newest_is_taken(tmp_path: Path, kept: DeviceState)
     assert isinstance(installed, events.Installed)
     assert (installed.head, installed.reason) == (here.digest, "")
     assert installed.report is not None
-    assert installed.report in kept.blobs
+    assert installed.report in kept.outbox.items()
 
 
 def test_a_dry_run_without_a_broker_needs_all_of_a_task(tmp_path: Path, kept: DeviceState) -> None:

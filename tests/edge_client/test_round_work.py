@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from edge_client.feature_cache import FeatureCache
 from edge_client.features import Interrupted
 from edge_client.images import Picture
+from edge_client.item import Item
 from edge_client.round_work import RoundWork
 from edge_client.rounds import Learnt, pack, unpack
 from edge_client.state import DeviceState
@@ -75,20 +76,25 @@ class Device:
             should_stop=lambda: stop_before is not None and len(self.steps) >= stop_before,
         )
 
-    def hand_in(self, manifest: TaskManifest, opened: RoundManifest, *, sequence: int = 7) -> bytes:
-        """Take part in a round and keep it; returns the submission's digest."""
+    def hand_in(self, manifest: TaskManifest, opened: RoundManifest, *, sequence: int = 7) -> Item:
+        """Take part in a round and keep it."""
         prepared, learnt = self.take_part(manifest, opened)
         payload = submission_of(
             prepared, task=TASK, manifest=manifest, sequence=sequence, number=opened.number
         )
-        return self.work.keep(TASK, opened, payload=payload, learnt=learnt)
+        return self.work.keep(TASK, opened, payload=payload, learnt=learnt, report={})
 
     def on_disk(self) -> dict[str, bytes]:
         """Every file but the cache of features, and every fact."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and "sqlite" not in path.name]
-        names = ("submission", "joined", "learnt", "sequence", "report")
-        facts = {name: repr(self.kept.get(name)).encode() for name in names}
+        facts = {name: repr(self.kept.get(name)).encode() for name in ("learnt", "sequence", "report")}
+        facts["outbox"] = repr(self.kept.outbox.items()).encode()
         return {**{str(path.relative_to(self.folder)): path.read_bytes() for path in files}, **facts}
+
+    def payload(self, item: Item) -> bytes:
+        """The bytes of something in the outbox."""
+        (payload,) = self.kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (b"",)
+        return payload
 
 
 @pytest.fixture
@@ -100,25 +106,23 @@ def device(tmp_path: Path) -> Device:
 def test_a_restart_hands_in_what_was_made(tmp_path: Path, device: Device) -> None:
     """After a restart the round's submission is there, and none for another round or another task."""
     opened = open_round(device.kept.blobs)
-    digest = device.hand_in(make_task(device.kept.blobs), opened)
+    item = device.hand_in(make_task(device.kept.blobs), opened)
     again = Device(tmp_path)
-    assert again.work.handed_in(TASK, opened, above=0) == digest
+    assert again.work.handed_in(TASK, opened, above=0) == item
     assert again.work.handed_in(TASK, open_round(device.kept.blobs, number=1), above=0) is None
     assert again.work.handed_in(b"u" * 32, opened, above=0) is None
-    again.kept.blobs.path(digest).unlink()
-    assert again.work.handed_in(TASK, opened, above=0) is None
+    again.kept.outbox.receive(item.digest)
+    assert again.work.handed_in(TASK, opened, above=0) == replace(item, received=True)
 
 
 def test_a_submission_is_renumbered_and_nothing_else(tmp_path: Path, device: Device) -> None:
     """One that has to go above a sequence says the same under a greater one, and is what stands from then on."""
     opened = open_round(device.kept.blobs)
-    first = device.hand_in(make_task(device.kept.blobs), opened)
+    first = device.payload(device.hand_in(make_task(device.kept.blobs), opened))
     far = 10**12
     second = device.work.handed_in(TASK, opened, above=far)
     assert second is not None
-    was, now = (
-        decode(device.kept.blobs.read(digest), Submission, max_bytes=10**6) for digest in (first, second)
-    )
+    was, now = (decode(payload, Submission, max_bytes=10**6) for payload in (first, device.payload(second)))
     assert now.sequence > far
     assert msgspec.structs.replace(now, sequence=was.sequence) == was
     assert Device(tmp_path).work.handed_in(TASK, opened, above=0) == second
@@ -275,7 +279,7 @@ def test_what_was_learnt_may_get_lost(device: Device, how: str, caplog: pytest.L
     """A device whose disk has lost it says so and begins anew, at this round and at every start after it."""
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
     _, learnt = device.take_part(manifest, opened)
-    device.work.keep(TASK, opened, payload=b"payload", learnt=learnt)
+    device.work.keep(TASK, opened, payload=b"payload", learnt=learnt, report={})
     file = device.kept.blobs.path(bytes.fromhex(device.work.learnt_digest(TASK)))
     if how == "gone":
         file.unlink()
@@ -296,22 +300,22 @@ def test_submission_and_what_was_learnt_are_kept_together(tmp_path: Path, device
             device.take_part(manifest, opened, stop_before=5)
         prepared, learnt = device.take_part(manifest, opened)
         payload = submission_of(prepared, task=TASK, manifest=manifest, sequence=number, number=number)
-        before = {name: device.kept.get(name) for name in ("submission", "joined", "learnt")}
+        before = (device.kept.get("learnt"), device.kept.outbox.items())
         try:
             with full_disk(after_bytes=room):
-                device.work.keep(TASK, opened, payload=payload, learnt=learnt)
+                device.work.keep(TASK, opened, payload=payload, learnt=learnt, report={})
         except StateError:
-            assert {name: device.kept.get(name) for name in before} == before
+            assert (device.kept.get("learnt"), device.kept.outbox.items()) == before
             assert (device.folder / "training.checkpoint").exists()
             assert Device(tmp_path).work.handed_in(TASK, opened, above=0) is None
             outcomes.add("neither")
-            device.work.keep(TASK, opened, payload=payload, learnt=learnt)
+            device.work.keep(TASK, opened, payload=payload, learnt=learnt, report={})
         else:
             outcomes.add("both")
         again = Device(tmp_path)
-        digest = again.work.handed_in(TASK, opened, above=0)
-        assert digest is not None
-        assert again.kept.blobs.read(digest) == payload
+        item = again.work.handed_in(TASK, opened, above=0)
+        assert item is not None
+        assert again.payload(item) == payload
         taught = unpack(again.kept.blobs.read(bytes.fromhex(again.work.learnt_digest(TASK))))
         assert same_bits(taught.state, learnt.state)
         assert not (device.folder / "training.checkpoint").exists()
