@@ -1,10 +1,54 @@
-"""Blobs going out to devices, piece by piece from the disk."""
+"""Blobs going out to devices, piece by piece from the disk, and no faster than the broker takes them."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.blobstore import state_errors
 from protocol.messages import PROTOCOL_VERSION, BlobRequest, Frame
+
+BURST_BYTES = 4 * 1024**2
+"""What is asked for together and sent at once: so much of blobs is in memory, however many devices ask."""
+
+MAX_WAITING = 100_000
+"""Requests that wait; one more is dropped, and its device asks again."""
+
+
+class Downlink:
+    """What devices have asked for and was not sent yet, in the order of their requests. No I/O."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str, bytes, int], BlobRequest] = {}
+        self._is_busy = False
+
+    def ask(self, device: str, request: BlobRequest) -> None:
+        """Take a request; one that waits already is not taken twice."""
+        if len(self._waiting) < MAX_WAITING:
+            self._waiting.setdefault((device, request.digest, request.offset), request)
+
+    def sent(self) -> None:
+        """Something of a burst was given to the broker."""
+        self._is_busy = True
+
+    def drained(self) -> None:
+        """The broker has taken all that was sent."""
+        self._is_busy = False
+
+    def forget(self) -> None:
+        """Drop everything: the connection is gone, and devices ask again."""
+        self._waiting.clear()
+        self._is_busy = False
+
+    def burst(self) -> list[tuple[str, BlobRequest]]:
+        """What to send now; nothing while the broker has not taken what was sent before."""
+        if self._is_busy:
+            return []
+        size_bytes, taken = 0, []
+        while self._waiting and size_bytes < BURST_BYTES:
+            key = next(iter(self._waiting))
+            request = self._waiting.pop(key)
+            size_bytes += request.length
+            taken.append((key[0], request))
+        return taken
 
 
 def read_frames(path: Path, request: BlobRequest, *, chunk_bytes: int) -> Iterator[Frame]:

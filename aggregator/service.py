@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from aggregator import rounds
-from aggregator.downlink import read_frames
+from aggregator.downlink import Downlink, read_frames
 from aggregator.intake import Refused, check_evaluation, check_submission, read_message
 from aggregator.learning import Learning
 from aggregator.reception import Reception, no_space
@@ -68,14 +68,15 @@ class Aggregator:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._epoch = max(int(store.fact("epoch", "0")) + 1, int(time.time()))
         store.set_fact("epoch", str(self._epoch))
-        store.set_fact("task", task.digest.hex())
-        store.set_fact("task_file", msgspec.json.encode(task.file).decode())
         store.set_fact("settings", msgspec.json.encode(task.file.settings).decode())
+        store.set_fact("task_file", msgspec.json.encode(task.file).decode())
+        store.set_fact("task", task.digest.hex())  # last: with it there is something for `status` to show
         self._reception = Reception(
             store,
             max_bytes=int(task.file.max_submission_mb * 1024**2),
             unfinished_s=task.file.unfinished_h * 3600,
         )
+        self._downlink = Downlink()
         self._receipts: list[tuple[str, Receipt]] = []
         self._learning = Learning(task, store, on_event=self._events.put)
         self._problems: dict[str, str] = {}
@@ -117,6 +118,8 @@ class Aggregator:
             is_lost = self._reception.is_stopped and receipt.status == "missing"
             self._wire.tell_device(device, "ack", no_space(receipt.digest) if is_lost else receipt)
         self._receipts.clear()
+        for device, request in self._downlink.burst():
+            self._send_blob(device, request)
         for event in batch:
             if isinstance(event, mqtt.Received):
                 self._wire.acknowledge(event)
@@ -145,19 +148,20 @@ class Aggregator:
                 self._announce()
             case mqtt.Disconnected() as end:
                 self._connected = False
+                self._downlink.forget()
                 level = logging.DEBUG if end.repeated else logging.WARNING
                 log.log(level, "%s; trying until it is there, next in %.0f s", end.reason, end.retry_s)
             case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
                 level = logging.DEBUG if repeated else logging.ERROR
                 log.log(level, "the broker will not take what goes to %s: %s", topic, reason)
+            case mqtt.Drained():
+                self._downlink.drained()
             case Progress(figures=figures):
                 self._learning.show_progress(figures)
             case Finished() as finished:
                 if self._learning.finish(finished):
                     self._cast_is_due = True
                     self._announce_head()
-            case _:
-                pass
 
     def _announce(self) -> None:
         self._wire.tell_fleet("task", self._task.manifest_bytes)
@@ -326,10 +330,14 @@ class Aggregator:
                     "unknown_blob",
                     f"no blob {request.digest.hex()[:12]}: take what task, round and head name",
                 )
+            self._downlink.ask(device, request)
+
+    def _send_blob(self, device: str, request: BlobRequest) -> None:
         path = self._store.blobs.path(request.digest)
         with _reading():
             for frame in read_frames(path, request, chunk_bytes=self._wire.chunk_bytes):
                 self._wire.tell_device(device, "blk", frame)
+                self._downlink.sent()
 
 
 @contextlib.contextmanager
