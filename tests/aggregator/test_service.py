@@ -21,7 +21,7 @@ from protocol.session import Broker
 from protocol.topics import device_topic, fleet_topic
 from tests.aggregator.daemon import FLEET, MAX_BYTES, PATIENT, Daemon, Device, aggregator, spoil, write_task
 from tests.aggregator.made import evaluation, submission
-from tests.brokers import free_address
+from tests.brokers import free_address, mosquitto, mosquitto_program
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +241,20 @@ def test_a_part_of_a_blob(
             assert frame.size_bytes == backbone.size_bytes
             got.append((frame.offset, len(frame.data)))
         assert got == [(start, size if size > 0 else backbone.size_bytes - start) for start, size in expected]
+
+
+@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+def test_a_blob_goes_out_in_packets_that_the_broker_takes(address: Broker, tmp_path: Path) -> None:
+    """Over a broker that takes 1,000 bytes at a time a device gets a whole blob, in frames that are as small."""
+    options = "allow_anonymous true\nmax_packet_size 1000"
+    with (
+        mosquitto(address, tmp_path, options=options),
+        aggregator(write_task(tmp_path), address),
+        Device(address) as device,
+    ):
+        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        assert backbone.size_bytes > 1000
+        assert digest_of(device.fetch(backbone)) == backbone.digest
 
 
 def test_only_listed_devices_take_part(broker: Broker, tmp_path: Path) -> None:

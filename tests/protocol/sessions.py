@@ -20,12 +20,15 @@ class Ear:
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.put = self._events.put
+        self.heard: list[Event] = []
+        """What was waited for, and passed over for it."""
 
     def wait(self, kind: type[E]) -> E:
         """The next event of a kind; what comes before it is passed over."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
+            self.heard.append(event)
             if isinstance(event, kind):
                 return event
 

@@ -72,15 +72,12 @@ def test_the_version_that_the_broker_takes_is_found_and_kept(
 def test_another_broker_in_its_place_is_asked_in_its_own_version() -> None:
     """What worked before is no reason to stay away from a broker that was replaced."""
     heard: list[int] = []
-    known = 4
 
     def answer(peer: socket.socket) -> None:
-        _speaking(known, heard, refusal=b"")(peer)
+        _speaking(4 if len(heard) < 2 else 5, heard, refusal=b"")(peer)
 
     with listening(answer) as (broker, _), running(broker, "a") as (_, ear):
         ear.wait(Connected)
-        known = 5
-        ear.wait(Disconnected)
         ear.wait(Connected)
     assert heard[:4] == [5, 4, 4, 5]
 
@@ -94,7 +91,7 @@ def test_amqtt_is_not_waited_for(address: Broker, monkeypatch: pytest.MonkeyPatc
         made.send(says)
         assert ear.wait(Received) == Received("t", says.payload)
         assert made._version is V311
-        assert Disconnected not in map(type, ear.rest())
+        assert list(map(type, ear.heard)) == [Connected, Received]
 
 
 @needs_mosquitto
@@ -224,9 +221,10 @@ def test_a_broker_that_hangs_up_at_every_publication_is_called_less_and_less(
 
     def pause_s(failures: int, _: Callable[[float, float], float]) -> float:
         counts.append(failures)
-        return 1.0
+        return 3600.0
 
     monkeypatch.setattr(session, "pause_s", pause_s)
+    monkeypatch.setattr(session.Session, "_idle", lambda *_: False)
 
     def answer(peer: socket.socket) -> None:
         peer.recv(1024)
@@ -238,7 +236,7 @@ def test_a_broker_that_hangs_up_at_every_publication_is_called_less_and_less(
             ear.wait(Connected)
             says.send(Outgoing("denied", b"x"))
             ear.wait(Disconnected)
-    assert counts == [1, 2, 3]
+    assert counts[:3] == [1, 2, 3]
 
 
 def _numbers(ear: Ear, count: int) -> list[Received]:
