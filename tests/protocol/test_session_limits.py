@@ -93,7 +93,7 @@ def test_amqtt_is_not_waited_for(address: Broker, monkeypatch: pytest.MonkeyPatc
         made.send(says)
         assert ear.wait(Received) == Received("t", says.payload)
         assert made._version is V311
-        assert list(map(type, ear.heard)) == [Connected, Received]
+        assert Disconnected not in map(type, ear.heard)
 
 
 @needs_mosquitto
