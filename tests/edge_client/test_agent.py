@@ -118,6 +118,26 @@ def test_the_power_may_go_at_any_moment(
     _check_end(world)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lost_after=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    crashes=st.lists(st.integers(1, 40), max_size=4),
+)
+def test_an_aggregator_that_lost_everything_gets_it_again(
+    seed: int, lost_after: list[int], crashes: list[int]
+) -> None:
+    """Whenever it comes back with nothing, it has the submission in the end, and counts it once."""
+    world = _begin(Mode.SERVICE, loss=0.1, seed=seed, crashes=crashes)
+    for steps in lost_after:
+        world.run(steps=steps)
+        world.taken.clear()
+        world.restart_aggregator()
+    world.run(steps=4_000)
+    assert world.taken.count(digest_of(SUBMISSION)) == 1
+    assert world.state.uploads == ()
+
+
 @pytest.mark.parametrize("number", range(1, 30))
 def test_a_crash_after_each_single_action(number: int) -> None:
     """The life that nothing else happens in, cut off after each of its actions."""

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -113,7 +114,8 @@ class RoundsWorld(World):
             if self.state.connected:
                 self.announce()
         if not self.state.connected and self.now_s >= self.joins_s:
-            self.pending.append(events.Connected())
+            self.packet_bytes = self.random.choice(self.packets)
+            self.pending.append(events.Connected(self.packet_bytes))
             self.pending.append(events.TaskSeen(TASK, MANIFEST))
             self.announce(cast=False)
         if self.jobs and self.now_s >= self.jobs[0][0]:
@@ -288,12 +290,25 @@ def check_laws(world: RoundsWorld) -> None:
     joins_s=st.floats(0, 300),
     works_s=st.floats(0, 100),
     happens=mishaps,
+    more=st.fixed_dictionaries(
+        {
+            "crashes": st.lists(st.integers(1, 60), max_size=4),
+            "packets": st.lists(st.sampled_from([None, 20_000, 3_000]), min_size=1, max_size=2),
+            "full_until_s": st.sampled_from([0.0, 0.0, 150.0]),
+        }
+    ),
 )
 def test_every_run_ends(
-    seed: int, loss: float, lasts_s: tuple[float, ...], joins_s: float, works_s: float, happens: list[Mishap]
+    seed: int,
+    loss: float,
+    lasts_s: tuple[float, ...],
+    joins_s: float,
+    works_s: float,
+    happens: list[Mishap],
+    more: dict[str, Any],
 ) -> None:
-    """Whatever is lost, cut or restarted, a single run ends with the last round's head evaluated."""
-    world = begin(seed=seed, loss=loss, lasts_s=lasts_s, joins_s=joins_s, works_s=works_s)
+    """Whatever is lost, cut, full or restarted, a single run ends with the last round's head evaluated."""
+    world = begin(seed=seed, loss=loss, lasts_s=lasts_s, joins_s=joins_s, works_s=works_s, **more)
     live(world, happens)
     assert world.exit == events.Exit(0)
     assert world.state.evaluated == digest_of(TENSORS[ROUNDS])

@@ -1,5 +1,6 @@
 """The device's command line: whose options count for `predict` and `status`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,22 @@ def test_options_before_the_command_go_before_the_environment(monkeypatch: pytes
     monkeypatch.setenv("PROTOFLEET_STATE", "two")
     assert CliRunner().invoke(cli, ["status"]).output.startswith("device     two, ")
     assert CliRunner().invoke(cli, ["--state", "one", "status"]).output.startswith("device     one, ")
+
+
+def test_status_says_what_became_of_the_submission(here: Path) -> None:
+    """Whether it was received, and what keeps it from it."""
+    state = DeviceState(here / "one")
+    report = {"classes": [], "refused": [], "bytes": 10}
+    item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts={"report": report})
+    state.set(hindrance="the aggregator has no space")
+    status = ["status", "--state", "one"]
+    said = CliRunner().invoke(cli, status).output
+    assert "submission 10 bytes, not received yet" in said
+    assert "problem    the aggregator has no space" in said
+    state.outbox.receive(item.digest)
+    state.set(hindrance="")
+    said = json.loads(CliRunner().invoke(cli, [*status, "--json"]).output)
+    assert (said["submission"], said["received"], said["problem"]) == (item.digest.hex(), True, "")
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -122,8 +122,9 @@ class World:
     def cut(self) -> None:
         """Lose the connection, and what was on it, and get another."""
         own = (
-            events.OutboxSeen | events.DownloadStarts | events.DownloadEnded | events.Built | events.Installed
-        )
+            events.AggregatorStarted | events.OutboxSeen | events.DownloadStarts | events.DownloadEnded
+            | events.Built | events.Installed
+        )  # fmt: skip
         self.pending = [event for event in self.pending if isinstance(event, own)]
         self.pending += [events.Disconnected(), *self.connect()]
 
@@ -140,7 +141,8 @@ class World:
         recalled = [
             replace(event, recalled=True) for event in self.greets if isinstance(event, events.TaskSeen)
         ]
-        self.pending = [*recalled, *self.connect()]
+        # A program that has just started knows of no start of the aggregator.
+        self.pending = [*recalled, *self.connect(), events.AggregatorStarted()]
 
     def restart_aggregator(self) -> None:
         """Forget what was on its way."""
