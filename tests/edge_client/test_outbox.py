@@ -128,6 +128,17 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     assert outcomes == {"old", "new"}
 
 
+def test_what_cannot_be_remembered_is_not_kept(tmp_path: Path) -> None:
+    """A failure in the middle leaves the old item, and is no reason for the next one to fail."""
+    state = DeviceState(tmp_path)
+    there = keep(state, b"old", report=1)
+    with pytest.raises(TypeError):
+        keep(state, b"new", report=object())
+    assert state.outbox.items() == (there,)
+    newer = keep(state, b"newer", report=2)
+    assert (state.outbox.items(), state.get("report")) == ((newer,), 2)
+
+
 def test_what_the_disk_has_changed_is_made_once_more(tmp_path: Path) -> None:
     """It would be refused by the aggregator each time: it is deleted, and nothing else is."""
     state = DeviceState(tmp_path)
