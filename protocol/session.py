@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import paho.mqtt.client as mqtt
-from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 15.0
 LONGEST_PAUSE_S = 60.0
 FAREWELL_S = 2.0
+
+OF_USE_MESSAGES = 16
+"""More than what is said at the beginning of every connection."""
 
 VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
 """In the order in which they are tried on a broker that is not known yet."""
@@ -189,16 +192,19 @@ def pause_s(failures: int, uniform: Callable[[float, float], float]) -> float:
     return uniform(0.2, min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10)))
 
 
-def failures_after(failures: int, *, lived_s: float, paused_s: float) -> int:
+def failures_after(failures: int, *, lived_s: float, paused_s: float, carried: int) -> int:
     """Failures in a row after one more connection has ended, or could not be made.
+
+    Only a connection that was of use begins a new count: a broker that ends every connection at the first
+    publication is not called in a loop.
 
     Args:
         failures: so far.
-        lived_s: how long the connection was of use; 0 if there was none.
-        paused_s: the pause before it. Only a connection that has outlived it begins a new count: a broker that
-            ends every connection at the first publication is not called in a loop.
+        lived_s: how long the connection stood; 0 if there was none. It was of use if it has outlived its pause.
+        paused_s: the pause before it.
+        carried: messages that came in over it, or were acknowledged. It was of use if it brought things forward.
     """
-    return 1 if lived_s > paused_s else failures + 1
+    return 1 if lived_s > paused_s or carried >= OF_USE_MESSAGES else failures + 1
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,7 @@ class _End:
     reason: str
     unanswered: bool = False
     lived_s: float = 0.0
+    carried: int = 0
 
 
 @dataclass
@@ -221,6 +228,7 @@ class _Connection:
     is_answered: bool = False
     ready_s: float | None = None
     is_drained: bool = True
+    carried: int = 0
     in_flight: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Topic and packet size by message id."""
 
@@ -300,7 +308,7 @@ class Session:
             end = self._try()
             if end is None:
                 return
-            failures = failures_after(failures, lived_s=end.lived_s, paused_s=retry_s)
+            failures = failures_after(failures, lived_s=end.lived_s, paused_s=retry_s, carried=end.carried)
             retry_s = pause_s(failures, random.uniform)
             self._on_event(Disconnected(end.reason, retry_s, repeated=end.reason == told and not end.lived_s))
             told = end.reason
@@ -399,10 +407,12 @@ class Session:
             self._inbox.put(_Closed(c, f"connection lost: {code}", unanswered=not connection.is_answered))
 
         def on_publish(c: mqtt.Client, _d: Any, mid: int, code: ReasonCode, _p: Any) -> None:
+            connection.carried += not code.is_failure
             self._inbox.put(_Acknowledged(c, mid, str(code) if code.is_failure else ""))
 
         def on_message(c: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
             if self._is_subscribed(message.topic):
+                connection.carried += 1
                 self._hear(c, message)
             else:
                 c.ack(message.mid, message.qos)
@@ -457,7 +467,7 @@ class Session:
                     self._farewell(connection, stop.farewell)
                     return None
                 case _Closed() as closed:
-                    return _End(closed.reason, closed.unanswered, connection.lived_s())
+                    return _End(closed.reason, closed.unanswered, connection.lived_s(), connection.carried)
                 case _Ready():
                     self._version = connection.version
                     if connection.is_trial:
@@ -507,8 +517,7 @@ class Session:
                 info = connection.client.publish(
                     outgoing.topic, outgoing.payload, qos=1, retain=outgoing.retain
                 )
-                if info.rc not in (MQTTErrorCode.MQTT_ERR_SUCCESS, MQTTErrorCode.MQTT_ERR_CONN_LOST):
-                    return  # the connection is gone; its end comes through the inbox
+                # Also if paho calls the connection gone: it may be this very publication that has ended it.
                 connection.in_flight[info.mid] = (outgoing.topic, size_bytes)
             connection.waiting.popleft()
         if not connection.is_drained and not connection.waiting and not connection.in_flight:

@@ -296,12 +296,13 @@ def test_pauses_grow() -> None:
     assert longest == [2, 4, 8, 16, 32, 60, 60, 60]
 
 
-def test_only_a_connection_that_outlives_its_pause_begins_a_new_count() -> None:
-    """A broker that ends every connection soon is called less and less often, one that works at once again."""
-    assert failures_after(0, lived_s=0.1, paused_s=0) == 1
-    assert failures_after(4, lived_s=0, paused_s=7) == 5
-    assert failures_after(4, lived_s=6.9, paused_s=7) == 5
-    assert failures_after(4, lived_s=7.1, paused_s=7) == 1
+def test_only_a_connection_that_was_of_use_begins_a_new_count() -> None:
+    """A broker that ends every connection soon is called less and less often; one that works, at once again."""
+    assert failures_after(0, lived_s=0.1, paused_s=0, carried=0) == 1
+    assert failures_after(4, lived_s=0, paused_s=7, carried=0) == 5
+    assert failures_after(4, lived_s=6.9, paused_s=7, carried=8) == 5
+    assert failures_after(4, lived_s=7.1, paused_s=7, carried=0) == 1
+    assert failures_after(4, lived_s=0.1, paused_s=7, carried=50) == 1
 
 
 @pytest.mark.parametrize(
