@@ -14,6 +14,7 @@ from dataclasses import replace
 from edge_client import downloads, uploads
 from edge_client.events import (
     Action,
+    AggregatorBack,
     AggregatorStarted,
     Announce,
     Append,
@@ -83,6 +84,8 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
             return state, () if state.mode is Mode.DRY_RUN else (Announce(),)
         case Disconnected():
             return replace(state, connected=False), ()
+        case AggregatorBack():
+            return _due_at_once(state), ()
         case AggregatorStarted():
             # What it could not send or had wrong, it may have mended.
             return replace(_due_at_once(_hand_in_again(state)), refused=None), ()

@@ -63,6 +63,8 @@ class Device:
         self._bar = Progress("fetching")
         self._exit: events.Exit | None = None
         self._aggregator_epoch = 0
+        self._aggregator_heard = False
+        """Whether something was heard of it on this connection, if only what the broker has kept."""
         self._rescan_s = 0.0
         self._problem = ""
         self._epoch = state.next_number("epoch") if settings.mode is not Mode.DRY_RUN else 0
@@ -115,6 +117,7 @@ class Device:
                     log.warning("ignored a message on %s: %s", topic, error)
             case mqtt.Connected(max_packet_bytes=limit):
                 log.info("connected to %s as %s", self._settings.broker, self._id)
+                self._aggregator_heard = False
                 self._step(events.Connected(limit))
                 if self._state.task is None:
                     log.info("waiting for the fleet's task")
@@ -208,10 +211,14 @@ class Device:
     def _aggregator_seen(self, presence: Presence) -> Sequence[events.Event]:
         if presence.state != "online":
             log.info("the aggregator is %s; going on when it is back", presence.state)
+            self._aggregator_heard = True
             return []
-        is_new = presence.epoch != self._aggregator_epoch
+        is_new, is_back = presence.epoch != self._aggregator_epoch, self._aggregator_heard
         self._aggregator_epoch = presence.epoch
-        return [events.AggregatorStarted()] if is_new else []
+        self._aggregator_heard = True
+        if is_new:
+            return [events.AggregatorStarted()]
+        return [events.AggregatorBack()] if is_back else []
 
     def _own_presence_seen(self, presence: Presence) -> None:
         """Correct what an old Last Will says of us, and notice a second program of our name."""

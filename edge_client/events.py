@@ -37,6 +37,11 @@ class Ticked:
 
 
 @dataclass(frozen=True)
+class AggregatorBack:
+    """The aggregator has connected again: what it was asked before may have met nobody."""
+
+
+@dataclass(frozen=True)
 class AggregatorStarted:
     """The aggregator has come back and may have forgotten what was on its way."""
 
@@ -130,8 +135,8 @@ class PicturesChanged:
 
 
 Event = (
-    Connected | Disconnected | Drained | Unsendable | Ticked | AggregatorStarted | TaskSeen | OutboxSeen
-    | RoundSeen | HeadSeen | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed
+    Connected | Disconnected | Drained | Unsendable | Ticked | AggregatorBack | AggregatorStarted | TaskSeen
+    | OutboxSeen | RoundSeen | HeadSeen | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed
     | PicturesChanged
 )  # fmt: skip
 

@@ -393,6 +393,16 @@ def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
     assert actions == (events.Exit(0),)
 
 
+def test_what_met_no_aggregator_is_asked_again_once_it_is_back() -> None:
+    """After a broker's restart a device may be there first; it does not wait for its patience to end."""
+    state, actions = step(_handing_in(), events.Ticked(), now_s=1)
+    assert actions == ()
+    state, actions = step(state, events.AggregatorBack(), now_s=2)
+    assert actions == (QUESTION,)
+    _, actions = step(state, events.Ticked(), now_s=3)
+    assert actions == ()
+
+
 def test_an_aggregator_that_lost_its_state_gets_the_submission_again() -> None:
     """Whenever the aggregator starts, the device asks whether its submission stands, and sends it if not."""
     state, _ = step(
