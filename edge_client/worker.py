@@ -5,7 +5,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,9 @@ from protocol.messages import BlobRef, Evaluation, HeadRef, RoundManifest, TaskM
 from protocol.session import Broker
 
 log = logging.getLogger(__name__)
+
+MAX_ENDS = 3
+"""Times in a row that the program may end while it tries a head, which power loss may do as well."""
 
 
 @dataclass(frozen=True)
@@ -305,12 +308,30 @@ class Worker:
         if install.task != self.focus or key != self._newest:
             return  # an older head's blobs may have been deleted by now
         try:
-            outcome = events.Installed(key, self._evaluate(install))
+            with self._trying(key):
+                outcome = events.Installed(key, self._evaluate(install))
         except StateError:
             raise
         except ProtofleetError as error:
             outcome = self._refused(install.task, install.manifest, install.head, str(error))
         self._emit(outcome)
+
+    @contextlib.contextmanager
+    def _trying(self, key: bytes) -> Iterator[None]:
+        """Remember that a head is being tried, so that one that ends the program cannot do so at every start.
+
+        Raises:
+            GraphRefused: the program has ended each of the last times that it was tried.
+        """
+        of, times = self._kept.get("trying", ["", 0])
+        times = times + 1 if of == key.hex() else 1
+        self._kept.set(trying=[key.hex(), times])
+        try:
+            if times > MAX_ENDS:
+                raise GraphRefused(f"the program has ended {MAX_ENDS} times while it tried it out")
+            yield
+        finally:
+            self._kept.set(trying=["", 0])
 
     def _refused(self, task: bytes, manifest: TaskManifest, head: HeadRef, problem: str) -> events.Installed:
         """Keep a report of why a head is not used."""

@@ -1,5 +1,8 @@
 """Heads on a device that works: compared with the one before, refused with a report, gone back to."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +15,14 @@ from edge_client import events
 from edge_client.backbone import Backbone
 from edge_client.device import Device
 from edge_client.life import head_key
+from edge_client.rounds import pack, untaught
 from edge_client.state import DeviceState
 from edge_client.worker import Crashed, Worker
 from protocol.codec import decode, encode
 from protocol.messages import BlobRef, Evaluation, HeadRef, TaskManifest
 from tests.edge_client.made import CLASSES, linear_head, tiny, write_pictures
+from tests.edge_client.made_rounds import TASK as ROUNDS_TASK
+from tests.edge_client.made_rounds import make_task, open_round
 from tests.edge_client.test_device import make_settings
 from tests.graphs import tiny_backbone
 
@@ -191,3 +197,69 @@ def test_the_head_before_stays_on_the_disk(bench: Bench, tmp_path: Path) -> None
     device._tidy()
     assert [head.head.digest in bench.kept.blobs for head in heads] == [False, True, True]
     assert device._info().head_version == 3
+
+
+def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
+    """Bound to what the device had learnt when it was in use; a head of which that is gone, to what it knows now."""
+    kept = DeviceState(tmp_path / "state")
+    manifest = make_task(kept.blobs)
+    assert manifest.program is not None
+    said: list[events.Event | Crashed] = []
+    worker = Worker(make_settings(tmp_path), kept, emit=said.append, show=None)
+    worker.focus = ROUNDS_TASK
+    heads = [
+        HeadRef(
+            version=number + 1, head=manifest.program.head, devices=1, prototypes=1,
+            tensors=open_round(kept.blobs, tensors={"rate": np.array(number, np.float32)}).tensors,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    learnt = []
+    for number in range(2):
+        assert heads[0].tensors is not None
+        taught = untaught(manifest, heads[0].tensors, data=None, blobs=kept.blobs)
+        taught.state["steps"][...] = number
+        learnt.append(kept.blobs.put(pack(taught)).hex())
+    played = ((0, 0, None), (1, 1, None), (0, 0, None), (1, 1, None), (0, 1, 0))
+    for step, (number, bound, gone) in enumerate(played):
+        kept.set(learnt=[ROUNDS_TASK.hex(), learnt[min(step, 1)]])
+        if gone is not None:
+            kept.blobs.path(bytes.fromhex(learnt[gone])).unlink()
+        worker._newest = head_key(heads[number])
+        worker._install(events.Install(ROUNDS_TASK, manifest, heads[number]))
+        installed = kept.installed()
+        assert installed is not None
+        assert (installed.version, installed.learnt) == (number + 1, learnt[bound])
+
+
+DEADLY = """
+import os, signal, sys
+from pathlib import Path
+from edge_client import events, worker
+from tests.edge_client.test_heads import Bench
+
+bench = Bench(Path(sys.argv[1]))
+worker.open_installed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+installed, evaluation = bench.install(bench.head(2, b"deadly"))
+print(installed.reason, evaluation.problem, sep="\\n")
+"""
+"""A device whose libraries do not survive a head."""
+
+
+def test_a_head_that_ends_the_program_is_refused_in_the_end(tmp_path: Path) -> None:
+    """Three starts die of it; the next one refuses and reports it, and the old one is in use all the time."""
+    bench = Bench(tmp_path)
+    bench.install(bench.head(1, _head([bench.backbone], "cat")))
+    before = bench.kept.installed()
+    for code in (-signal.SIGKILL, -signal.SIGKILL, -signal.SIGKILL, 0):
+        done = subprocess.run(
+            [sys.executable, "-c", DEADLY, str(tmp_path)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code, done.stderr
+        assert bench.kept.installed() == before
+    assert done.stdout.splitlines() == [
+        "head 2 refused, the old one stays: the program has ended 3 times while it tried it out",
+        "the program has ended 3 times while it tried it out",
+    ]
+    installed, _ = bench.install(bench.head(2, _head([bench.backbone], "dog")))
+    assert not installed.reason
