@@ -1,14 +1,18 @@
-"""`aggregator run` and `aggregator status`."""
+"""`aggregator run`, `status`, `rollback` and `promote`."""
 
 import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
 from protocol.errors import RuntimeMissing
+
+if TYPE_CHECKING:
+    from aggregator.rollout import OrderKind
 
 state_option = click.option(
     "--state",
@@ -101,6 +105,36 @@ def status_command(*, state: Path, as_json: bool) -> None:
 
     # Where no terminal sets a width, lines are as long as they are.
     show(summary, Console(width=None if sys.stdout.isatty() else 200))
+
+
+@cli.command("rollback")
+@click.argument("version", type=click.IntRange(min=1), required=False)
+@state_option
+def rollback_command(*, version: int | None, state: Path) -> None:
+    """Make head VERSION current again, or without it the one that was current before.
+
+    All devices go back to it, and a candidate is given up. A head that is made later goes out as usual.
+    """
+    _order(state, "rollback", version)
+
+
+@cli.command("promote")
+@state_option
+def promote_command(*, state: Path) -> None:
+    """Give the candidate to all devices, without waiting for its canaries."""
+    _order(state, "promote")
+
+
+def _order(folder: Path, kind: "OrderKind", version: int | None = None) -> None:
+    from aggregator.orders import order
+    from aggregator.store import Store
+
+    Store(folder, read_only=True).close()  # a folder with no state must not become one
+    store = Store(folder)
+    try:
+        click.echo(order(store, kind, version))
+    finally:
+        store.close()
 
 
 def _require(*modules: str) -> None:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
+from aggregator.rollout import Settings as RolloutSettings
 from aggregator.rounds import Settings
 from protocol.errors import ConfigError
 from protocol.messages import MAX_CLASSES, ClassName, Name, Natural
@@ -51,6 +52,14 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     staleness: Annotated[int, Meta(ge=0, le=100_000)] = 1
 
 
+class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[rollout]`: which devices try a new head first, and when the others get it."""
+
+    canary: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    margin: Annotated[float, Meta(ge=0, le=1)] = 0.02
+    patience_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
+
+
 class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -69,6 +78,7 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     client: Client = Client()
     training: Training = Training()
     rounds: Rounds = Rounds()
+    rollout: Rollout = Rollout()
     fedpcl: FedPCL = FedPCL()
     fpl: FPL = FPL()
 
@@ -91,6 +101,13 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             staleness=self.rounds.staleness,
             rounds=self.learning.rounds,
             devices=None if self.devices is None else frozenset(self.devices),
+        )
+
+    @property
+    def rollout_settings(self) -> RolloutSettings:
+        """What the rollout of heads needs of it."""
+        return RolloutSettings(
+            canary=self.rollout.canary, margin=self.rollout.margin, patience_s=self.rollout.patience_s
         )
 
 
@@ -206,6 +223,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "client": Client,
     "training": Training,
     "rounds": Rounds,
+    "rollout": Rollout,
     "fedpcl": FedPCL,
     "fpl": FPL,
 }

@@ -3,6 +3,7 @@
 import logging
 from itertools import groupby
 
+from aggregator import rollout
 from aggregator.compilation import known_graphs
 from aggregator.rounds import still_counts
 from aggregator.store import HeadRow, Store
@@ -11,14 +12,16 @@ from aggregator.task import Task
 log = logging.getLogger(__name__)
 
 
-def served_blobs(task: Task, heads: list[HeadRow]) -> set[bytes]:
-    """What devices may ask for: the task's blobs, its heads, and what these are bound to, back to the previous round.
+def served_blobs(task: Task, heads: list[HeadRow], state: rollout.State) -> set[bytes]:
+    """What devices may ask for: the task's blobs, its heads, and what these are bound to, as far as they may be used.
 
     Args:
         task: what they work on.
         heads: its heads, oldest first.
+        state: which of them devices use.
     """
-    tensors = {head.tensors.digest for head in heads[-2:] if head.tensors is not None}
+    usable = rollout.kept(state, [head.version for head in heads])
+    tensors = {head.tensors.digest for head in heads if head.tensors and head.version in usable}
     return task.blobs | {head.digest for head in heads} | tensors
 
 
@@ -28,23 +31,25 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
     heads = store.heads()
     graphs = {graph.digest for graphs in known_graphs(store).values() for graph in graphs.values()}
     return (
-        served_blobs(task, [head for head in heads if head.task == task.digest])
+        served_blobs(task, [head for head in heads if head.task == task.digest], store.rollout(task.digest))
         | {task.digest}
         | graphs
         | {entry.digest for entry in state.submissions.values() if still_counts(entry, state, settings)}
         | {entry.digest for entry in (state.training or {}).values()}
         | store.submissions_to_others(task.digest)
-        | _needed_of_heads(heads)
+        | _needed_of_heads(store, heads)
     )
 
 
-def _needed_of_heads(heads: list[HeadRow]) -> set[bytes]:
-    """Of every task: all heads, and the last tensors, with which it goes on if it comes back."""
+def _needed_of_heads(store: Store, heads: list[HeadRow]) -> set[bytes]:
+    """Of every task: all heads, and what those are bound to with which it goes on if it comes back."""
     needed = {head.digest for head in heads}
-    for _, of_task in groupby(sorted(heads, key=lambda head: head.task), key=lambda head: head.task):
-        newest = max(of_task, key=lambda head: head.version)
-        if newest.tensors is not None:
-            needed.add(newest.tensors.digest)
+    for task, of_task in groupby(sorted(heads, key=lambda head: head.task), key=lambda head: head.task):
+        rows = list(of_task)
+        usable = rollout.kept(store.rollout(task), [head.version for head in rows])
+        for head in rows:
+            if head.version in usable:
+                needed |= {head.file} | ({head.tensors.digest} if head.tensors else set())
     return needed
 
 

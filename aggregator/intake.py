@@ -158,7 +158,7 @@ def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest
     """Check an evaluation against the task.
 
     Raises:
-        Refused: another task's, a head that was never made, or a wrong number of classes.
+        Refused: another task's, a head that was never made, or counts that cannot be.
     """
     if evaluation.task != expectation.task:
         raise Refused("unknown_task", "the evaluation is of another task")
@@ -167,6 +167,10 @@ def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest
     classes = len(expectation.manifest.classes)
     if len(evaluation.right) != classes or len(evaluation.wrong) != classes:
         raise Refused("shape", f"expected {classes} counts of right and of wrong")
+    if evaluation.before and len(evaluation.before) != classes:
+        raise Refused("shape", f"expected {classes} counts of right before, or none")
+    if sum(evaluation.before) > sum(evaluation.right) + sum(evaluation.wrong):
+        raise Refused("malformed", "the head before got more pictures right than there are")
 
 
 def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:

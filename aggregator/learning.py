@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from aggregator import rounds
-from aggregator.housekeeping import forget_lost, needed_blobs, served_blobs
+from aggregator.housekeeping import forget_lost
 from aggregator.jobs import CompileJob, HeadJob, Result, RoundJob
-from aggregator.manifests import head_manifest, round_manifest
+from aggregator.manifests import round_manifest
 from aggregator.store import Closing, HeadRow, Store, SubmissionRow
 from aggregator.task import Task
 from aggregator.trainer import Finished, Progress, Trainer
-from protocol.blobstore import state_errors, write_atomically
+from protocol.blobstore import state_errors
 from protocol.errors import StateError
-from protocol.messages import BlobRef, HeadManifest, RoundManifest
+from protocol.messages import BlobRef, RoundManifest
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ class Learning:
 
     Attributes:
         state: the round logic's.
-        served: digests of the blobs that devices may ask for.
     """
 
     def __init__(self, task: Task, store: Store, *, on_event: Callable[[Progress | Finished], None]) -> None:
@@ -44,7 +43,7 @@ class Learning:
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
         forget_lost(task, store)
         self.state = store.round_state(task.digest)
-        self._remember_heads()
+        self._head = self._newest()
         store.set_fact("training", "")
         for train in rounds.resumed(self.state):
             log.info("going on with head %d, which was cut off", train.version)
@@ -54,11 +53,6 @@ class Learning:
         """End a running training; the next start goes on with it."""
         self._trainer.stop()
         self._store.set_fact("training", "")
-
-    @property
-    def head(self) -> HeadManifest | None:
-        """What the fleet is told of the newest head."""
-        return head_manifest(self._task.digest, self._head) if self._head is not None else None
 
     @property
     def round(self) -> RoundManifest | None:
@@ -109,7 +103,7 @@ class Learning:
             self._fail(reason)
         else:
             self._advance(rounds.Trained(row.version))
-            self._remember_heads()
+            self._head = row
             self._tell(row)
         with contextlib.suppress(StateError):  # what is shown may be out of date; what is done is done
             self._store.set_fact("training", "")
@@ -216,46 +210,34 @@ class Learning:
             members={device: entry.digest.hex() for device, entry in members.items()},
             metrics=result.metrics,
             tensors=tensors,
+            file=self._store.blobs.put(file),
         )
-        write_atomically(self._store.folder / "head.onnx", file)
-        self._keep_model(folder / "model.onnx")
         self._store.keep_head(row)
         return row
 
     def _keep_blob(self, data: bytes, name: str) -> BlobRef:
         return BlobRef(digest=self._store.blobs.put(data), size_bytes=len(data), name=name)
 
-    def _keep_model(self, file: Path) -> None:
-        """Put the model where people look for it; where there is none, an older one must not be taken for it."""
-        newest = self._store.folder / "model.onnx"
-        if file.is_file():
-            write_atomically(newest, _read(file))
-        else:
-            with state_errors(newest):
-                newest.unlink(missing_ok=True)
-
     def _tell(self, row: HeadRow) -> None:
-        path, metrics = self._store.folder / "head.onnx", row.metrics
+        metrics = row.metrics
         if row.tensors is None:
             log.info(
-                "head %d: %d prototypes of %d devices, %.1f s of training, at most %.1e from torch; %s",
+                "head %d: %d prototypes of %d devices, %.1f s of training, at most %.1e from torch",
                 *(row.version, row.prototypes, len(row.members)),
-                *(metrics["seconds"], metrics["onnx_max_abs_diff"], path),
+                *(metrics["seconds"], metrics["onnx_max_abs_diff"]),
             )
             return
         log.info(
-            "round %d of %d: %d devices (%d from earlier rounds), %d classes, %.1f s; head %d: %s",
+            "round %d of %d: %d devices (%d from earlier rounds), %d classes, %.1f s; made head %d",
             *(row.version - 1, self._settings.rounds, len(row.members), metrics["carried"]),
-            *(metrics["classes"], metrics["seconds"], row.version, path),
+            *(metrics["classes"], metrics["seconds"], row.version),
         )
         if rounds.is_over(self.state, self._settings):
             log.info("all %d rounds are over; head %d is the last", self._settings.rounds, row.version)
 
-    def _remember_heads(self) -> None:
+    def _newest(self) -> HeadRow | None:
         heads = self._store.heads(self._task.digest)
-        self._head = heads[-1] if heads else None
-        self.served = served_blobs(self._task, heads)
-        self._store.blobs.keep_only(needed_blobs(self._task, self._store))
+        return heads[-1] if heads else None
 
 
 def _read(file: Path) -> bytes:

@@ -33,6 +33,16 @@ MIGRATIONS = (
     ALTER TABLE submissions ADD COLUMN round INTEGER NOT NULL DEFAULT 0;
     ALTER TABLE heads ADD COLUMN tensors TEXT NOT NULL DEFAULT 'null';
     """,
+    """
+    ALTER TABLE heads ADD COLUMN file BLOB NOT NULL DEFAULT x'';
+    UPDATE heads SET file = digest WHERE tensors = 'null';
+    ALTER TABLE evaluations ADD COLUMN before TEXT NOT NULL DEFAULT '[]';
+    ALTER TABLE evaluations ADD COLUMN problem TEXT NOT NULL DEFAULT '';
+    CREATE TABLE rollouts (task BLOB PRIMARY KEY, state TEXT NOT NULL) STRICT;
+    CREATE TABLE orders (
+        number INTEGER PRIMARY KEY, task BLOB NOT NULL, kind TEXT NOT NULL, version INTEGER, outcome TEXT
+    ) STRICT;
+    """,
 )
 """What leads from each version to the next."""
 

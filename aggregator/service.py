@@ -15,6 +15,7 @@ from aggregator.downlink import Downlink, read_frames
 from aggregator.intake import Refused, check_evaluation, check_submission, read_message
 from aggregator.learning import Learning
 from aggregator.reception import Reception, no_space
+from aggregator.releases import Releases
 from aggregator.store import Store, SubmissionRow
 from aggregator.task import Task
 from aggregator.trainer import Finished, Progress
@@ -30,6 +31,7 @@ from protocol.messages import (
     DeviceInfo,
     Evaluation,
     Frame,
+    HeadManifest,
     Presence,
     Reason,
     Receipt,
@@ -79,6 +81,8 @@ class Aggregator:
         self._downlink = Downlink()
         self._receipts: list[tuple[str, Receipt]] = []
         self._learning = Learning(task, store, on_event=self._events.put)
+        self._releases = Releases(task, store)
+        self._told: HeadManifest | None = None
         self._problems: dict[str, str] = {}
         self._connected = False
         self._cast_is_due = True
@@ -126,6 +130,10 @@ class Aggregator:
         if self._reception.tick():
             self._learning.retry()
         with self._storing():
+            self._releases.tick(self._learning.state.head_version)
+        if self._releases.manifest != self._told:
+            self._tell_head()
+        with self._storing():
             self._learning.tick()
 
     @contextlib.contextmanager
@@ -161,18 +169,21 @@ class Aggregator:
             case Finished() as finished:
                 if self._learning.finish(finished):
                     self._cast_is_due = True
-                    self._announce_head()
+                    self._announce_round()
 
     def _announce(self) -> None:
         self._wire.tell_fleet("task", self._task.manifest_bytes)
-        self._announce_head()
+        self._announce_round()
+        self._tell_head()
         self._wire.say_online()
 
-    def _announce_head(self) -> None:
-        """Tell the fleet of the open round, hand out what it needs once for all, and tell it of the head.
+    def _tell_head(self) -> None:
+        """Tell the fleet which head to use, or clear what an earlier task or a lost state has left on the broker."""
+        self._told = self._releases.manifest
+        self._wire.tell_fleet("head", self._told)
 
-        What an earlier task or a lost state has left on the broker is cleared where there is nothing to tell.
-        """
+    def _announce_round(self) -> None:
+        """Tell the fleet of the open round, and hand out what it needs once for all; where there is none, clear it."""
         open_round = self._learning.round
         self._wire.tell_fleet("round", open_round)
         if self._cast_is_due and self._connected:
@@ -180,7 +191,6 @@ class Aggregator:
                 with _reading():
                     self._wire.cast(self._store.blobs.read(open_round.tensors.digest))
             self._cast_is_due = False
-        self._wire.tell_fleet("head", self._learning.head)
 
     def _receive(self, topic: str, payload: bytes) -> None:
         if self._wire.is_own_state(topic):
@@ -234,7 +244,7 @@ class Aggregator:
         elif channel == "info":
             info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
             shown = {"software": info.software, "runtime": info.runtime, "pictures": info.pictures,
-                     "refused": info.refused, "problem": info.problem}  # fmt: skip
+                     "refused": info.refused, "problem": info.problem, "head_version": info.head_version}  # fmt: skip
             self._store.keep_info(device, info=json.dumps(shown), now_s=now_s)
             if info.problem and self._problems.get(device) != info.problem:
                 log.warning("%s cannot take part: %s", device, info.problem)
@@ -311,21 +321,28 @@ class Aggregator:
                 now = f"all {settings.rounds} rounds are over"
             reason: Reason = "late" if answer.verdict == "late" else "unknown_round"
             if reason == "unknown_round":
-                self._announce_head()  # somebody else has told the fleet of a round
+                self._announce_round()  # somebody else has told the fleet of a round
             raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:
         check_evaluation(evaluation, self._task.expectation, newest_head=self._learning.state.head_version)
+        self._tell_evaluation(device, evaluation)
+        # First what follows from it: what is held is not looked at again when it is sent again.
+        self._releases.take(device, evaluation)
         self._store.keep_evaluation(device, evaluation, digest=digest, now_s=time.time())
-        right, total = sum(evaluation.right), sum(evaluation.right) + sum(evaluation.wrong)
-        log.info(
-            "%s: head %d gets %d of %d held-out pictures right", device, evaluation.head_version, right, total
-        )
         return Receipt(digest=digest, status="received")
+
+    def _tell_evaluation(self, device: str, evaluation: Evaluation) -> None:
+        version, right = evaluation.head_version, sum(evaluation.right)
+        if evaluation.problem:
+            log.warning("%s does not use head %d: %s", device, version, evaluation.problem)
+            return
+        total = right + sum(evaluation.wrong)
+        log.info("%s: head %d gets %d of %d held-out pictures right", device, version, right, total)
 
     def _serve_blob(self, device: str, request: BlobRequest) -> None:
         with self._telling(device, request.digest):
-            if request.digest not in self._learning.served:
+            if request.digest not in self._releases.served:
                 raise Refused(
                     "unknown_blob",
                     f"no blob {request.digest.hex()[:12]}: take what task, round and head name",

@@ -3,15 +3,19 @@
 `--json` prints what `report` returns:
 `running, intake: {stopped_s, reason}, fleet, algorithm, task, classes, quorum, retrain_after, training,
 submissions, waiting, closes_s, round: {number, min_devices, rounds, over, devices, carried},
-devices: [device, state, seen_s, runtime, problem, pictures, round, classes, prototypes, bytes, right, wrong,
-accuracy], coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s,
-metrics, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path,
+rollout: {current, candidate: {version, canaries, awaited, since_s, figures}}, devices: [device, state, seen_s,
+runtime, problem, pictures, round, classes, prototypes, bytes, head, head_problem, right, wrong, accuracy],
+coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s, metrics,
+state, why, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path,
 model_path`.
 
 In `intake`, `stopped_s` is since when nothing can be stored, for the reason beside it; null if all is well. `round`
 is null for a task without rounds. In it, `devices` are those that have handed in for the open round, and
 `carried` those whose submission for an earlier one still counts. `closes_s` is when the round, or the collection,
-closes at the latest as things stand.
+closes at the latest as things stand. `current` is 0 if there is no head, and `candidate` null if none is tried; its
+`figures` are of the canaries that are not `awaited`. A device's `head` is the one it uses, or 0, and its accuracy is
+that head's; `head_problem` is why it does not use the one that it is told to. A head's `state` is `current`,
+`candidate`, `rejected`, for which `why` says why, or empty.
 """
 
 import json
@@ -21,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aggregator import notice, rounds
+from aggregator import notice, rollout, rounds
 from aggregator.store import HeadRow, Store, SubmissionRow
 from protocol.errors import StateError
+from protocol.messages import Evaluation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +45,8 @@ def report(store: Store) -> dict[str, Any]:
         raise StateError(f"no task in {store.folder} yet: start `aggregator run`")
     task = bytes.fromhex(task_hex)
     submissions = store.submissions(task)
-    heads = [_head(store, task, row) for row in store.heads(task)]
+    used = store.rollout(task)
+    heads = [_head(store, task, row, used) for row in store.heads(task)]
     state = store.round_state(task)
     settings = msgspec.json.decode(store.fact("settings"), type=rounds.Settings)
     model = store.folder / "model.onnx"
@@ -58,7 +64,8 @@ def report(store: Store) -> dict[str, Any]:
         "waiting": len(rounds.waiting(state, settings)),
         "closes_s": rounds.closes_at_s(state, settings),
         "round": _round(state, settings),
-        "devices": _devices(store, task, submissions, state.head_version),
+        "rollout": _rollout(used),
+        "devices": _devices(store, task, submissions, used),
         "coverage": _coverage(task_file["classes"], submissions.values()),
         "heads": heads,
         "refusals": [
@@ -95,6 +102,20 @@ def _round(state: rounds.State, settings: rounds.Settings) -> dict[str, Any] | N
     }
 
 
+def _rollout(state: rollout.State) -> dict[str, Any]:
+    trial = state.trial
+    if trial is None:
+        return {"current": state.current, "candidate": None}
+    candidate = {
+        "version": trial.version,
+        "canaries": list(trial.canaries),
+        "awaited": list(trial.awaited),
+        "since_s": trial.since_s,
+        "figures": rollout.figures_of(trial),
+    }
+    return {"current": state.current, "candidate": candidate}
+
+
 def _held_out(right: Iterable[int], wrong: Iterable[int]) -> dict[str, Any]:
     correct, missed = sum(right), sum(wrong)
     accuracy = correct / (correct + missed) if correct + missed else None
@@ -102,14 +123,17 @@ def _held_out(right: Iterable[int], wrong: Iterable[int]) -> dict[str, Any]:
 
 
 def _devices(
-    store: Store, task: bytes, submissions: dict[str, SubmissionRow], version: int
+    store: Store, task: bytes, submissions: dict[str, SubmissionRow], used: rollout.State
 ) -> list[dict[str, Any]]:
-    evaluations = store.evaluations(task, version)
     known = {device: (state, seen_s, info) for device, state, seen_s, info in store.devices()}
+    versions = {used.newest, used.current, *(info.get("head_version", 0) for _, _, info in known.values())}
+    said = {version: store.evaluations(task, version) for version in versions}
     rows = []
     for device in sorted(known.keys() | submissions.keys()):
         state, seen_s, info = known.get(device, ("unknown", None, {}))
         row = submissions.get(device)
+        head = info.get("head_version", 0)
+        of_head = said[head or used.current].get(device)
         rows.append(
             {
                 "device": device,
@@ -122,10 +146,18 @@ def _devices(
                 "classes": len(row.per_class) if row else 0,
                 "prototypes": row.prototypes if row else 0,
                 "bytes": row.size_bytes if row else 0,
-                **_held_out(*evaluations.get(device, ([], []))),
+                "head": head,
+                "head_problem": _head_problem(said, device, used),
+                **(_held_out(of_head.right, of_head.wrong) if of_head else _held_out([], [])),
             }
         )
     return rows
+
+
+def _head_problem(said: dict[int, dict[str, Evaluation]], device: str, used: rollout.State) -> str:
+    versions = [used.trial.version] if used.trial else []
+    evaluations = [said[version][device] for version in (*versions, used.current) if device in said[version]]
+    return next((one.problem for one in evaluations if one.problem), "")
 
 
 def _coverage(classes: list[str], submissions: Iterable[SubmissionRow]) -> dict[str, dict[str, int]]:
@@ -139,11 +171,12 @@ def _coverage(classes: list[str], submissions: Iterable[SubmissionRow]) -> dict[
     }
 
 
-def _head(store: Store, task: bytes, row: HeadRow) -> dict[str, Any]:
-    evaluations = store.evaluations(task, row.version)
-    held_out = _held_out(
-        (sum(right) for right, _ in evaluations.values()), (sum(wrong) for _, wrong in evaluations.values())
-    )
+def _head(store: Store, task: bytes, row: HeadRow, used: rollout.State) -> dict[str, Any]:
+    said = [one for one in store.evaluations(task, row.version).values() if not one.problem]
+    held_out = _held_out((sum(one.right) for one in said), (sum(one.wrong) for one in said))
+    states = {used.current: "current", **dict.fromkeys(used.rejected, "rejected")}
+    if used.trial is not None:
+        states[used.trial.version] = "candidate"
     return {
         "version": row.version,
         "sha256": row.digest.hex(),
@@ -151,7 +184,9 @@ def _head(store: Store, task: bytes, row: HeadRow) -> dict[str, Any]:
         "prototypes": row.prototypes,
         "trained_s": row.trained_s,
         "metrics": dict(row.metrics),
-        "held_out": {**held_out, "devices": len(evaluations)},
+        "state": states.get(row.version, ""),
+        "why": used.rejected.get(row.version, ""),
+        "held_out": {**held_out, "devices": len(said)},
     }
 
 
@@ -174,10 +209,14 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         accuracy = (
             "" if held_out["accuracy"] is None else f", {held_out['accuracy']:.1%} right on held-out pictures"
         )
+        state = f" ({head['state']})" if head["state"] else ""
         console.print(
-            f"head {head['version']}: {head['prototypes']} prototypes of {head['devices']} devices{accuracy}",
+            f"head {head['version']}{state}: {head['prototypes']} prototypes of {head['devices']} devices{accuracy}",
             highlight=False,
         )
+        if head["why"]:
+            console.print(f"  {head['why']}", markup=False, highlight=False, soft_wrap=True)
+    _show_candidate(summary["rollout"]["candidate"], console)
     for refusal in summary["refusals"]:
         console.print(
             f"[yellow]refused[/] {refusal['count']} x {refusal['reason']} from {refusal['device']}: ",
@@ -186,29 +225,46 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         )
         console.print(refusal["detail"], markup=False, highlight=False)
     if summary["head_path"]:
-        console.print(f"newest: {summary['head_path']}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"current: {summary['head_path']}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_candidate(candidate: dict[str, Any] | None, console: "Console") -> None:
+    """Print what a head waits for that some devices try."""
+    if candidate is None:
+        return
+    waits = f"it waits for {_some(candidate['awaited'])}" if candidate["canaries"] else "no device is there"
+    tried = f"head {candidate['version']} is tried by {len(candidate['canaries'])} canaries"
+    console.print(
+        f"{tried}: {candidate['figures']}; {waits}",
+        markup=False,
+        highlight=False,
+    )
 
 
 def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:
     from rich.table import Table
 
-    devices = Table(box=None, padding=(0, 2, 0, 0))
+    devices = Table(box=None, padding=(0, 1, 0, 0))
     devices.add_column("device", overflow="fold")
     devices.add_column("state", no_wrap=True)
     for name in ("pictures", "classes", "prototypes", "bytes"):
         devices.add_column(name, justify="right", no_wrap=True)
+    devices.add_column("head", justify="right", no_wrap=True)
     devices.add_column("held-out\naccuracy", no_wrap=True)
     for row in rows:
         accuracy = (
             "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['right'] + row['wrong']}"
         )
-        cells = (row["pictures"], row["classes"], row["prototypes"], row["bytes"])
+        cells = (row["pictures"], row["classes"], row["prototypes"], row["bytes"], row["head"] or "")
         devices.add_row(row["device"], row["state"], *map(str, cells), accuracy)
     console.print(devices)
     for row in rows:
         if row["problem"]:
             console.print(f"[yellow]problem[/] of {row['device']}: ", highlight=False, end="")
             console.print(row["problem"], markup=False, highlight=False)
+        if row["head_problem"]:
+            console.print(f"[yellow]head not used[/] by {row['device']}: ", highlight=False, end="")
+            console.print(row["head_problem"], markup=False, highlight=False)
 
 
 def _show_coverage(summary: dict[str, Any], console: "Console") -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from aggregator.rollout import OrderKind, begun
+from aggregator.rollout import State as Rollout
 from aggregator.rounds import Entry, State
 from aggregator.schema import SCHEMA_VERSION, migrate, version_of
 from protocol.blobstore import BlobStore, state_errors
@@ -47,6 +49,8 @@ class HeadRow:
     metrics: Mapping[str, float]
     tensors: BlobRef | None = None
     """With rounds: what the round that it closed has left to the next one."""
+    file: bytes = b""
+    """The file that needs nothing but features, as a blob; empty where an older protofleet has not kept it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,15 @@ class Closing:
     task: bytes
     version: int
     members: Mapping[str, Entry]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What an operator wants to be done about heads."""
+
+    number: int
+    kind: OrderKind
+    version: int | None
 
 
 class Store:
@@ -213,16 +226,16 @@ class Store:
     def keep_head(self, head: HeadRow) -> None:
         """Keep a head."""
         self._write(
-            "INSERT INTO heads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO heads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             head.version, head.task, head.digest, head.size_bytes, head.trained_s, head.prototypes,
             json.dumps(dict(head.members)), json.dumps(dict(head.metrics)),
-            msgspec.json.encode(head.tensors).decode(),
+            msgspec.json.encode(head.tensors).decode(), head.file,
         )  # fmt: skip
 
     def heads(self, task: bytes | None = None) -> list[HeadRow]:
         """Every head, of a task or of all, oldest first."""
         rows = self._read(
-            "SELECT version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors "
+            "SELECT version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors, file "
             "FROM heads WHERE task = ? OR ? IS NULL ORDER BY version",
             task,
             task,
@@ -233,8 +246,9 @@ class Store:
                 members=json.loads(members),
                 metrics=json.loads(metrics),
                 tensors=msgspec.json.decode(tensors, type=BlobRef | None),
+                file=file,
             )
-            for version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors in rows
+            for version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors, file in rows
         ]
 
     def set_closing(self, closing: Closing | None) -> None:
@@ -248,20 +262,76 @@ class Store:
     def keep_evaluation(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
         """Keep how a head did on a device's held-out pictures, in the place of what was said before."""
         self._write(
-            "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             evaluation.task, device, evaluation.head_version, digest, now_s,
-            json.dumps(evaluation.right), json.dumps(evaluation.wrong),
+            json.dumps(evaluation.right), json.dumps(evaluation.wrong), json.dumps(evaluation.before),
+            evaluation.problem,
         )  # fmt: skip
 
-    def evaluations(self, task: bytes, head_version: int) -> dict[str, tuple[list[int], list[int]]]:
-        """Per device, counts of right and wrong per class for one head."""
+    def evaluations(self, task: bytes, head_version: int) -> dict[str, Evaluation]:
+        """What each device said of one head."""
         return {
-            device: (json.loads(right), json.loads(wrong))
-            for device, right, wrong in self._read(
-                "SELECT device, right, wrong FROM evaluations WHERE task = ? AND head_version = ? ORDER BY device",
+            device: Evaluation(
+                task=task,
+                head_version=head_version,
+                right=tuple(json.loads(right)),
+                wrong=tuple(json.loads(wrong)),
+                before=tuple(json.loads(before)),
+                problem=problem,
+            )
+            for device, right, wrong, before, problem in self._read(
+                "SELECT device, right, wrong, before, problem FROM evaluations "
+                "WHERE task = ? AND head_version = ? ORDER BY device",
                 task, head_version,
             )
         }  # fmt: skip
+
+    def keep_rollout(self, task: bytes, state: Rollout) -> None:
+        """Keep which head of a task is used, tried and rejected."""
+        self._write(
+            "INSERT OR REPLACE INTO rollouts VALUES (?, ?)", task, msgspec.json.encode(state).decode()
+        )
+
+    def rollout(self, task: bytes) -> Rollout:
+        """Which head of a task is used, tried and rejected; at first, all there are were used in turn."""
+        rows = self._read("SELECT state FROM rollouts WHERE task = ?", task)
+        if rows:
+            return msgspec.json.decode(rows[0][0], type=Rollout)
+        return begun(head.version for head in self.heads(task))
+
+    def online(self) -> frozenset[str]:
+        """The devices that are there."""
+        return frozenset(
+            device for (device,) in self._read("SELECT device FROM devices WHERE state = 'online'")
+        )
+
+    def place_order(self, task: bytes, kind: OrderKind, version: int | None) -> int:
+        """Leave an order to the aggregator that works on a task; returns its number."""
+        return int(
+            self._read(
+                "INSERT INTO orders (task, kind, version) VALUES (?, ?, ?) RETURNING number",
+                task,
+                kind,
+                version,
+            )[0][0]
+        )
+
+    def orders(self, task: bytes) -> list[Order]:
+        """Those of a task that nobody has taken yet, the oldest first."""
+        rows = self._read(
+            "SELECT number, kind, version FROM orders WHERE task = ? AND outcome IS NULL ORDER BY number",
+            task,
+        )
+        return [Order(*row) for row in rows]
+
+    def take_order(self, number: int, outcome: str) -> None:
+        """Say what has become of an order: empty if it was carried out, else why not."""
+        self._write("UPDATE orders SET outcome = ? WHERE number = ?", outcome, number)
+
+    def outcome_of(self, number: int) -> str | None:
+        """What has become of an order; None if nobody has taken it yet."""
+        outcome: str | None = self._read("SELECT outcome FROM orders WHERE number = ?", number)[0][0]
+        return outcome
 
     def holds(self, device: str, digest: bytes) -> bool:
         """Whether this payload of a device was taken and still stands."""

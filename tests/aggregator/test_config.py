@@ -7,6 +7,7 @@ import pytest
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.config import Client, Rounds, Training, load_task, read_backbone
+from aggregator.rollout import Settings as RolloutSettings
 from aggregator.rounds import Settings
 from protocol.errors import BackboneMismatch, ConfigError
 from tests.graphs import tiny_backbone
@@ -29,6 +30,7 @@ def test_the_least_there_can_be(tmp_path: Path) -> None:
     assert task.classes == ("cat", "dog")
     assert (task.fleet, task.algorithm, task.devices) == ("default", "fedtc", None)
     assert task.settings == Settings(quorum=1, deadline_s=600.0, retrain_after=1)
+    assert task.rollout_settings == RolloutSettings(canary=0.0, margin=0.02, patience_s=600.0)
     assert task.client == Client(alpha=0.99, batch_size=5, min_images=2, seed=0)
     assert task.training == Training(recipe="default", restore=None, epochs=None, device="auto", seed=0)
     assert task.learning is None
@@ -61,6 +63,10 @@ restore = false
 epochs = 20
 device = "cuda:1"
 seed = 4
+[rollout]
+canary = 0.25
+margin = 0
+patience_s = 60
 """
     task, _ = load_task(_write(tmp_path, text))
     assert task.fleet == "barn-7"
@@ -70,6 +76,7 @@ seed = 4
     assert task.devices == ("a", "b")
     assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
     assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
+    assert task.rollout_settings == RolloutSettings(canary=0.25, margin=0.0, patience_s=60.0)
 
 
 def test_rounds_have_defaults(tmp_path: Path) -> None:
@@ -175,6 +182,17 @@ WRONG: dict[str, tuple[str, int, str]] = {
         'algorithm = "fpl"\n[fpl]\nround = 3',
         5,
         "unknown setting `round`; did you mean `rounds`?",
+    ),
+    "a canary share of more than all": (
+        "[rollout]\ncanary = 1.5",
+        4,
+        "`rollout.canary`: Expected `float` <= 1.0",
+    ),
+    "no patience": ("[rollout]\npatience_s = 0", 4, "`rollout.patience_s`: Expected `float` > 0.0"),
+    "unknown in the rollout": (
+        "[rollout]\ncanaries = 2",
+        4,
+        "unknown setting `canaries`; did you mean `canary`?",
     ),
     "no grace": ('algorithm = "fpl"\nrounds.grace_s = -1', 4, "`rounds.grace_s`: Expected `float` >= 0.0"),
     "unknown algorithm": (

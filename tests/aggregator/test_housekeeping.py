@@ -10,6 +10,7 @@ from aggregator.compilation import FACTS
 from aggregator.config import TaskFile
 from aggregator.housekeeping import forget_lost, needed_blobs, served_blobs
 from aggregator.intake import Expectation
+from aggregator.rollout import State, Trial
 from aggregator.rounds import Entry
 from aggregator.store import Closing, HeadRow, Store, SubmissionRow
 from aggregator.task import Task
@@ -43,7 +44,7 @@ def _row(device: str, *, number: int = 0) -> SubmissionRow:
 def _head(task: bytes, version: int, *, tensors: bool) -> HeadRow:
     blob = BlobRef(digest=bytes([version]) * 32, size_bytes=1, name="tensors") if tensors else None
     digest = b"graph" if tensors else f"head{version}".encode()
-    return HeadRow(version, task, digest, 1, 0.0, 1, {}, {}, blob)
+    return HeadRow(version, task, digest, 1, 0.0, 1, {}, {}, blob, b"file%d" % version if tensors else digest)
 
 
 @pytest.fixture
@@ -63,12 +64,24 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_rounds_need_what_may_yet_count(store: Store) -> None:
-    """Submissions within the staleness, the tensors of two rounds, the graphs; of other tasks, everything."""
+    """Submissions within the staleness, what usable heads are bound to, the graphs; of other tasks, everything."""
+    for version in range(4, 9):
+        store.keep_head(_head(ROUNDS_TASK, version, tensors=True))
+    store.keep_rollout(ROUNDS_TASK, State(newest=8, current=2, earlier=(1,), trial=Trial(3, 0.0)))
+    for number in (7, 8):
+        store.keep_submission(ROUNDS_TASK, _row(f"r{number}", number=number))
     needed = needed_blobs(ROUNDS, store)
-    assert {b"r22", b"r33"} <= needed
-    assert not {b"r00", b"r11"} & needed
-    assert {b"\x02" * 32, b"\x03" * 32, FIRST.digest, ROUNDS_TASK} <= needed
-    assert b"\x01" * 32 not in needed
+    assert {b"r77", b"r88"} <= needed
+    assert not {b"r00", b"r11", b"r22", b"r33"} & needed
+    assert {FIRST.digest, ROUNDS_TASK} <= needed
+    for version in range(1, 9):
+        assert bytes([version]) * 32 in needed
+        assert b"file%d" % version in needed
+    store.keep_rollout(ROUNDS_TASK, State(newest=8, current=3, trial=None))
+    needed = needed_blobs(ROUNDS, store)
+    for version in range(1, 9):
+        assert (bytes([version]) * 32 in needed) == (version >= 3)
+        assert (b"file%d" % version in needed) == (version >= 3)
     assert {b"a0", b"b0", b"head1", b"head2", b"head3", b"g" * 32} <= needed
 
 
@@ -76,7 +89,7 @@ def test_without_rounds_every_device_counts(store: Store) -> None:
     """Whatever the age of its submission; of a task of rounds, it keeps what that would go on with."""
     needed = needed_blobs(ONE_SHOT, store)
     assert {b"a0", b"b0", TASK, b"r00", b"r33", b"\x03" * 32, b"g" * 32} <= needed
-    assert not {b"\x01" * 32, b"\x02" * 32} & needed
+    assert {b"\x01" * 32, b"\x02" * 32} <= needed
 
 
 def test_what_is_being_pooled_is_needed(store: Store) -> None:
@@ -89,12 +102,12 @@ def test_what_is_being_pooled_is_needed(store: Store) -> None:
 
 
 def test_devices_may_ask_for_what_they_are_told_of() -> None:
-    """The task's blobs, all heads, and the tensors of the open round and the one before."""
-    heads = [_head(ROUNDS_TASK, version, tensors=True) for version in (1, 2, 3)]
-    served = served_blobs(ROUNDS, heads)
-    assert {FIRST.digest, b"graph", b"\x02" * 32, b"\x03" * 32, bytes(32)} <= served
-    assert b"\x01" * 32 not in served
-    assert served_blobs(ONE_SHOT, []) == {bytes(32)}
+    """The task's blobs, all heads, and what those are bound to that may be used."""
+    heads = [_head(ROUNDS_TASK, version, tensors=True) for version in range(1, 9)]
+    served = served_blobs(ROUNDS, heads, State(newest=8, current=2))
+    assert {FIRST.digest, b"graph", b"\x02" * 32, b"\x08" * 32, bytes(32)} <= served
+    assert not {b"\x01" * 32, b"\x03" * 32} & served
+    assert served_blobs(ONE_SHOT, [], State()) == {bytes(32)}
 
 
 def test_a_submission_without_its_blob_is_asked_for_again(store: Store) -> None:

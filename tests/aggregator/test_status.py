@@ -12,11 +12,12 @@ from rich.console import Console
 from aggregator import notice
 from aggregator.algorithms.fpl import FPL
 from aggregator.config import TaskFile
+from aggregator.rollout import Answer, State, Trial
 from aggregator.rounds import Entry
 from aggregator.status import report, show
 from aggregator.store import HeadRow, Store, SubmissionRow
 from protocol.errors import StateError
-from protocol.messages import BlobRef
+from protocol.messages import BlobRef, Evaluation
 from tests.aggregator.made import TASK, evaluation
 
 CLASSES = ("cat", "dog [/bold]", "fox")
@@ -131,9 +132,9 @@ def test_what_a_person_sees(tmp_path: Path) -> None:
         "90.0% of 10",
         "2 submissions, 1 not in a head yet; 2 of 3 classes covered, none of: dog [/bold]",
         "next head: once 1 submissions wait for it, or at ",
-        "head 1: 10 prototypes of 1 devices, 90.0% right on held-out pictures",
+        "head 1 (current): 10 prototypes of 1 devices, 90.0% right on held-out pictures",
         "refused 1 x shape from c: expected [16], got [17]",
-        f"newest: {folder}/head.onnx",
+        f"current: {folder}/head.onnx",
     ):
         assert piece in text
 
@@ -254,3 +255,44 @@ def test_a_stopped_intake_is_shown(tmp_path: Path) -> None:
     assert summary["intake"] == {"stopped_s": 100.0, "reason": "the disk is [full]"}
     assert "intake: stopped since 1970-01-01" in _shown(summary)
     assert ": the disk is [full]" in _shown(summary)
+
+
+def test_heads_in_the_fleet(tmp_path: Path) -> None:
+    """Which head is current, tried and rejected and why, which head each device uses, and who does not use it."""
+    store = _busy(tmp_path)
+    for version in (2, 3):
+        store.keep_head(HeadRow(version, TASK, bytes(32), 99, 50.0, 10, {"a": b"a".hex()}, {}))
+    trial = Trial(3, 70.0, ("a", "idle"), 2**32, {"a": Answer(8, 10, 9)})
+    store.keep_rollout(TASK, State(newest=3, current=1, trial=trial, rejected={2: "a [says] no"}))
+    for device, version in (("a", 3), ("idle", 1)):
+        store.keep_info(device, info=json.dumps({"head_version": version}), now_s=12.0)
+    broken = Evaluation(task=TASK, head_version=3, right=(0,) * 3, wrong=(0,) * 3, problem="it is [NaN]")
+    store.keep_evaluation("idle", broken, digest=b"x", now_s=61.0)
+    summary = report(store)
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    figures = "80.0% of 10 held-out pictures right on 1 canaries, 90.0% with the head before"
+    assert summary["rollout"] == {
+        "current": 1,
+        "candidate": {
+            "version": 3, "canaries": ["a", "idle"], "awaited": ["idle"], "since_s": 70.0, "figures": figures,
+        },
+    }  # fmt: skip
+    assert [(head["state"], head["why"]) for head in summary["heads"]] == [
+        ("current", ""),
+        ("rejected", "a [says] no"),
+        ("candidate", ""),
+    ]
+    assert {row["device"]: (row["head"], row["head_problem"]) for row in summary["devices"]} == {
+        "a": (3, ""),
+        "b": (0, ""),
+        "idle": (1, "it is [NaN]"),
+    }
+    assert summary["heads"][2]["held_out"]["devices"] == 0
+    text = _shown(summary)
+    for piece in (
+        "head 1 (current): 10 prototypes",
+        "a [says] no",
+        f"head 3 is tried by 2 canaries: {figures}; it waits for idle",
+        "head not used by idle: it is [NaN]",
+    ):
+        assert piece in text

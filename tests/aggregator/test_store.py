@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from aggregator.rollout import State
 from aggregator.rounds import Entry, Settings, Ticked, Train, Trained, resumed, step, waiting
 from aggregator.schema import MIGRATIONS, SCHEMA_VERSION
 from aggregator.store import Closing, HeadRow, Store, SubmissionRow, open_folder
@@ -59,7 +60,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert again.devices() == [("a", "online", 11.0, {"runtime": "x"})]
     assert again.submissions(TASK) == {"a": _row("a")}
     assert again.heads(TASK) == [_head(1, _row("a"))]
-    assert again.evaluations(TASK, 1) == {"a": ([4, 5, 0], [1, 0, 0])}
+    assert again.evaluations(TASK, 1) == {"a": evaluation()}
     assert again.refusals() == [("a", "shape", 1, "d")]
     assert again.blobs.read(digest) == b"blob"
 
@@ -85,7 +86,7 @@ def test_an_evaluation_is_held_and_replaced(tmp_path: Path) -> None:
     better = msgspec.structs.replace(evaluation(), right=(5, 5, 0), wrong=(0, 0, 0))
     store.keep_evaluation("a", better, digest=b"second", now_s=2.0)
     store.keep_evaluation("a", evaluation(head_version=2), digest=b"third", now_s=3.0)
-    assert store.evaluations(TASK, 1) == {"a": ([5, 5, 0], [0, 0, 0])}
+    assert store.evaluations(TASK, 1) == {"a": better}
     assert [store.holds("a", digest) for digest in (b"first", b"second", b"third")] == [False, True, True]
 
 
@@ -201,8 +202,10 @@ def test_an_older_state_is_brought_up_to_date(tmp_path: Path) -> None:
         Store(tmp_path, read_only=True)
     store = Store(tmp_path)
     assert store.submissions(TASK) == {"a": _row("a")}
-    assert store.heads(TASK) == [_head(1, _row("a"))]
-    assert Store(tmp_path, read_only=True).heads() == [_head(1, _row("a"))]
+    head = replace(_head(1, _row("a")), file=b"\x01" * 32)
+    assert store.heads(TASK) == [head]
+    assert Store(tmp_path, read_only=True).heads() == [head]
+    assert store.rollout(TASK) == State(newest=1, current=1)
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
@@ -212,7 +215,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(file) as database:
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     for read in (False, True):
-        with pytest.raises(StateError, match=r"schema 3, expected 2\): use that version, or another --state"):
+        with pytest.raises(StateError, match=r"schema 4, expected 3\): use that version, or another --state"):
             Store(tmp_path, read_only=read)
 
 

@@ -15,7 +15,7 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
-from aggregator.config import Client, Rounds, TaskFile, Training, load_task
+from aggregator.config import Client, Rollout, Rounds, TaskFile, Training, load_task
 from edge_client.cli import cli as edge_client
 from protocol.messages import MAX_MANIFEST_BYTES
 from protocol.session import Broker
@@ -145,6 +145,7 @@ def test_the_task_file_names_every_setting_and_its_default(tmp_path: Path) -> No
         (written, full, TaskFile(classes=("a",), backbones=("b",))),
         (written["client"], full.client, Client()),
         (written["training"], full.training, Training()),
+        (written["rollout"], full.rollout, Rollout()),
     ):
         assert set(default.__struct_fields__) - {"rounds", "fedpcl", "fpl"} == set(table)
         for name in set(optional) & set(table):
@@ -158,7 +159,11 @@ def test_the_file_for_rounds_names_their_settings_and_defaults(tmp_path: Path) -
     assert (task.rounds, task.fedpcl) == (Rounds(), FedPCL())
     full = task_in(tmp_path, uncommented(file))
     written = tomllib.loads(uncommented(file))
-    for table, given, default in (("rounds", full.rounds, Rounds()), ("fedpcl", full.fedpcl, FedPCL())):
+    for table, given, default in (
+        ("rounds", full.rounds, Rounds()),
+        ("rollout", full.rollout, Rollout()),
+        ("fedpcl", full.fedpcl, FedPCL()),
+    ):
         assert set(default.__struct_fields__) == set(written[table])
         for name in default.__struct_fields__:
             assert getattr(default, name) in (None, getattr(given, name)), name

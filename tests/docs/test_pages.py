@@ -12,7 +12,7 @@ import pytest
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.cli import cli as aggregator
-from aggregator.config import Client, Rounds, TaskFile, Training
+from aggregator.config import Client, Rollout, Rounds, TaskFile, Training
 from aggregator.manifests import task_manifest
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
@@ -29,6 +29,7 @@ DEFAULTS = {
     "client": Client(),
     "training": Training(),
     "rounds": Rounds(),
+    "rollout": Rollout(),
     "fedpcl": FedPCL(),
     "fpl": FPL(),
 }
@@ -46,6 +47,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "client": {"alpha": 0.5, "batch_size": 7, "min_images": 3, "seed": 1},
     "training": {"recipe": "paper", "restore": False, "epochs": 1, "device": "cpu", "seed": 1},
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
+    "rollout": {"canary": 0.5, "margin": 0.5, "patience_s": 1.0},
 }
 
 
@@ -85,6 +87,7 @@ def test_every_setting_of_the_task_file_is_explained() -> None:
         ("", "client"),
         ("", "training"),
         ("", "rounds"),
+        ("", "rollout"),
         ("", "fedpcl"),
         ("", "fpl"),
     }
