@@ -16,15 +16,21 @@ SCHEMA_VERSION = 2
 _FACTS = "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT"
 _OUTBOX = """
 CREATE TABLE outbox (
-    kind TEXT NOT NULL, received INTEGER NOT NULL, task BLOB NOT NULL, digest BLOB NOT NULL,
-    about TEXT NOT NULL, payload BLOB NOT NULL, UNIQUE (kind, received)
+    kind TEXT NOT NULL, received INTEGER NOT NULL, task BLOB NOT NULL, digest BLOB NOT NULL, about TEXT NOT NULL,
+    size_bytes INTEGER NOT NULL, payload INTEGER NOT NULL, UNIQUE (kind, received)
 ) STRICT
+"""
+# Apart from the rest, which changes: a row is written as a whole.
+_PAYLOADS = "CREATE TABLE payloads (id INTEGER PRIMARY KEY, bytes BLOB NOT NULL) STRICT"
+_TOGETHER = """
+CREATE TRIGGER payload_goes_with_item AFTER DELETE ON outbox
+BEGIN DELETE FROM payloads WHERE id = OLD.payload; END
 """
 _MIGRATIONS = (
     (_FACTS,),
     # What was to be sent stood in files, which these facts named: it is made once more.
     (
-        _OUTBOX,
+        *(_OUTBOX, _PAYLOADS, _TOGETHER),
         "DELETE FROM facts WHERE key IN ('submission', 'received', 'evaluation', 'fingerprint', 'joined')",
     ),
 )

@@ -68,9 +68,9 @@ class Outbox:
             database.execute("DELETE FROM outbox WHERE kind = ? AND received = 0", (kind,))
             if kind == "submission":
                 _make_room(database, limit - size)
-            database.execute(
-                "INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?)", (kind, task, digest, about, payload)
-            )
+            row = database.execute("INSERT INTO payloads (bytes) VALUES (?)", (payload,)).lastrowid
+            values = (kind, task, digest, about, size, row)
+            database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
             write_facts(database, facts or {})
         return Item(digest, size, kind, task, about)
 
@@ -99,7 +99,7 @@ class Outbox:
 
     def _items(self, which: str) -> tuple[Item, ...]:
         rows = self._database.read(
-            f"SELECT digest, length(payload), kind, task, about, received FROM outbox WHERE {which}"  # noqa: S608 - ours
+            f"SELECT digest, size_bytes, kind, task, about, received FROM outbox WHERE {which}"  # noqa: S608 - ours
         )
         return tuple(
             Item(digest, size, kind, task, about, bool(received))
@@ -109,10 +109,10 @@ class Outbox:
     def read(self, digest: bytes, ranges: Ranges) -> list[bytes] | None:
         """The bytes of some ranges of an item, and no others; None if something newer has taken its place."""
         with self._database.reading() as database:
-            row = database.execute("SELECT rowid FROM outbox WHERE digest = ?", (digest,)).fetchone()
+            row = database.execute("SELECT payload FROM outbox WHERE digest = ?", (digest,)).fetchone()
             if row is None:
                 return None
-            with database.blobopen("outbox", "payload", row[0], readonly=True) as blob:
+            with database.blobopen("payloads", "bytes", row[0], readonly=True) as blob:
                 return [bytes(blob[start:stop]) for start, stop in ranges]
 
     def receive(self, digest: bytes, *, facts: Mapping[str, Any] | None = None) -> bool:
@@ -140,7 +140,4 @@ class Outbox:
 
 def _make_room(database: sqlite3.Connection, left_bytes: int) -> None:
     """Let the submission that was received last go if there is no room for it beside the new one."""
-    database.execute(
-        "DELETE FROM outbox WHERE kind = 'submission' AND length(payload) > ?",
-        (left_bytes,),
-    )
+    database.execute("DELETE FROM outbox WHERE kind = 'submission' AND size_bytes > ?", (left_bytes,))
