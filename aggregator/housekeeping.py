@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def served_blobs(task: Task, heads: list[HeadRow], state: rollout.State) -> set[bytes]:
-    """What devices may ask for: the task's blobs, its heads, and what these are bound to, as far as they may be used.
+    """What devices may ask for: the task's blobs, the heads that may be used, and what these are bound to.
 
     Args:
         task: what they work on.
@@ -21,8 +21,10 @@ def served_blobs(task: Task, heads: list[HeadRow], state: rollout.State) -> set[
         state: which of them devices use.
     """
     usable = rollout.kept(state, [head.version for head in heads])
-    tensors = {head.tensors.digest for head in heads if head.tensors and head.version in usable}
-    return task.blobs | {head.digest for head in heads} | tensors
+    used = [head for head in heads if head.version in usable]
+    return (
+        task.blobs | {head.digest for head in used} | {head.tensors.digest for head in used if head.tensors}
+    )
 
 
 def needed_blobs(task: Task, store: Store) -> set[bytes]:
@@ -42,14 +44,14 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
 
 
 def _needed_of_heads(store: Store, heads: list[HeadRow]) -> set[bytes]:
-    """Of every task: all heads, and what those are bound to with which it goes on if it comes back."""
-    needed = {head.digest for head in heads}
+    """Of every task: the heads with which it goes on if it comes back, and what they are bound to."""
+    needed: set[bytes] = set()
     for task, of_task in groupby(sorted(heads, key=lambda head: head.task), key=lambda head: head.task):
         rows = list(of_task)
         usable = rollout.kept(store.rollout(task), [head.version for head in rows])
         for head in rows:
             if head.version in usable:
-                needed |= {head.file} | ({head.tensors.digest} if head.tensors else set())
+                needed |= {head.digest, head.file} | ({head.tensors.digest} if head.tensors else set())
     return needed
 
 

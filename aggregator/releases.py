@@ -124,7 +124,9 @@ class Releases:
         return {row.version: row for row in self._store.heads(self._task.digest)}
 
     def _tidy(self) -> None:
+        """Forget the heads that nobody can be told to use any more: their files, and what devices said of them."""
         self.served = served_blobs(self._task, list(self._heads.values()), self._state)
+        self._store.forget_evaluations(self._task.digest, but=rollout.kept(self._state, self._heads))
         self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
     def _show(self, row: HeadRow) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 from protocol.canary import canary_rank
 
 KEPT_HEADS = 5
-"""Of the newest heads, those that can be gone back to where a head is bound to what its round has left."""
+"""Of the newest heads, those that can be gone back to."""
 
 _ROUNDING = 1e-9
 

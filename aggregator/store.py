@@ -4,7 +4,7 @@ import contextlib
 import json
 import sqlite3
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,6 +267,15 @@ class Store:
             json.dumps(evaluation.right), json.dumps(evaluation.wrong), json.dumps(evaluation.before),
             evaluation.problem,
         )  # fmt: skip
+
+    def forget_evaluations(self, task: bytes, *, but: Collection[int]) -> None:
+        """Drop what devices said of heads, but of these."""
+        marks = ", ".join("?" * len(but))
+        self._write(
+            f"DELETE FROM evaluations WHERE task = ? AND head_version NOT IN ({marks})",  # noqa: S608 - marks
+            task,
+            *but,
+        )
 
     def evaluations(self, task: bytes, head_version: int) -> dict[str, Evaluation]:
         """What each device said of one head."""

@@ -92,6 +92,19 @@ def test_without_rounds_every_device_counts(store: Store) -> None:
     assert {b"\x01" * 32, b"\x02" * 32} <= needed
 
 
+def test_of_many_heads_the_last_few_are_kept(store: Store) -> None:
+    """Else the disk would fill: the last five, the current one and the one before it; likewise of other tasks."""
+    for version in range(4, 11):
+        store.keep_head(_head(TASK, version, tensors=False))
+    state = State(newest=10, current=2, earlier=(1, 4))
+    store.keep_rollout(TASK, state)
+    kept = {f"head{version}".encode() for version in (2, 4, 6, 7, 8, 9, 10)}
+    heads = {f"head{version}".encode() for version in range(1, 11)}
+    assert needed_blobs(ONE_SHOT, store) & heads == kept
+    assert needed_blobs(ROUNDS, store) & heads == kept
+    assert served_blobs(ONE_SHOT, store.heads(TASK), state) & heads == kept
+
+
 def test_what_is_being_pooled_is_needed(store: Store) -> None:
     """A submission that was superseded meanwhile is still read."""
     entry = Entry(1, b"superseded", 0.0, 2)
@@ -102,7 +115,7 @@ def test_what_is_being_pooled_is_needed(store: Store) -> None:
 
 
 def test_devices_may_ask_for_what_they_are_told_of() -> None:
-    """The task's blobs, all heads, and what those are bound to that may be used."""
+    """The task's blobs, the heads that may be used, and what these are bound to."""
     heads = [_head(ROUNDS_TASK, version, tensors=True) for version in range(1, 9)]
     served = served_blobs(ROUNDS, heads, State(newest=8, current=2))
     assert {FIRST.digest, b"graph", b"\x02" * 32, b"\x08" * 32, bytes(32)} <= served

@@ -79,6 +79,15 @@ def test_the_newest_submission_takes_the_place_of_the_older(tmp_path: Path) -> N
     assert not store.holds("c", b"a2")
 
 
+def test_evaluations_of_old_heads_are_forgotten(tmp_path: Path) -> None:
+    """Those of the heads that are named stay."""
+    store = Store(tmp_path)
+    for version in (1, 2, 3):
+        store.keep_evaluation("a", evaluation(head_version=version), digest=bytes([version]), now_s=1.0)
+    store.forget_evaluations(TASK, but={2, 3})
+    assert [bool(store.evaluations(TASK, version)) for version in (1, 2, 3)] == [False, True, True]
+
+
 def test_an_evaluation_is_held_and_replaced(tmp_path: Path) -> None:
     """A repeated evaluation of one head counts once, with its newest figures."""
     store = Store(tmp_path)
