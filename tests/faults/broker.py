@@ -16,7 +16,6 @@ user root
 persistence true
 persistence_location {folder}/
 autosave_interval 2
-max_queued_messages 20000
 """
 
 
@@ -26,13 +25,16 @@ class Mosquitto:
     Args:
         address: where it listens.
         folder: of its configuration, its log and its memory.
-        options: further lines of its configuration.
+        options: further lines of its configuration; `{folder}` in them is `folder`.
+        access: its access list, where the options name one as `{folder}/acl`.
     """
 
-    def __init__(self, address: Broker, folder: Path, *, options: str = "") -> None:
+    def __init__(self, address: Broker, folder: Path, *, options: str = "", access: str = "") -> None:
         self.address = address
         self.folder = folder
-        self._options = _OPTIONS.format(folder=folder) + options
+        self._options = (_OPTIONS + options).format(folder=folder)
+        self._access = folder / "acl"
+        self._access.write_text(access)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -49,8 +51,9 @@ class Mosquitto:
         """End it in order."""
         self._end(signal.SIGTERM)
 
-    def reload(self) -> None:
-        """Have it read its access list again."""
+    def allow(self, access: str) -> None:
+        """Give it another access list."""
+        self._access.write_text(access)
         if self._process is not None:
             self._process.send_signal(signal.SIGHUP)
 

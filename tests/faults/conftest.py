@@ -1,10 +1,12 @@
-"""A fleet for each test, what it has to come to, and the table at the end."""
+"""Fleets that endure the catalogue's faults, several at a time, and the table at the end."""
 
 import json
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,28 +14,32 @@ import pytest
 
 from tests.brokers import free_address, mosquitto_program
 from tests.faults.broker import Mosquitto
-from tests.faults.fleet import DEVICES, Fleet, Reference, write_world
-from tests.faults.table import Row, markdown
+from tests.faults.brokers import WITHOUT_UP
+from tests.faults.catalogue import Fault
+from tests.faults.fleet import DEVICES, Fleet, write_world
+from tests.faults.suite import FAULTS
+from tests.faults.table import Reference, Row, markdown
 
 OUT = "PROTOFLEET_FAULTS_OUT"
 """Environment variable that names a file: the table is written to it as JSON, and as Markdown beside it."""
 
 SEED = 20261121
 
-MakeFleet = Callable[..., AbstractContextManager[Fleet]]
-Keep = Callable[[Row], None]
+AT_ONCE = 3
+"""Fleets that run at the same time: most of the time they wait."""
 
-_ROWS = pytest.StashKey[list[Row]]()
+_ROWS = pytest.StashKey[dict[str, Row]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Begin with an empty table."""
-    config.stash[_ROWS] = []
+    config.stash[_ROWS] = {}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the table, and write it where the environment says."""
-    rows = config.stash[_ROWS]
+    found = config.stash[_ROWS]
+    rows = [found[name] for name in FAULTS if name in found]
     if not rows:
         return
     terminalreporter.section("faults")
@@ -41,19 +47,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if out := os.environ.get(OUT):
         Path(out).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         Path(out).with_suffix(".md").write_text(markdown(rows) + "\n")
-
-
-@pytest.fixture
-def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Print a line of progress, whatever pytest captures."""
-    manager = request.config.pluginmanager.getplugin("capturemanager")
-    started_s = time.monotonic()
-
-    def say(text: str) -> None:
-        with manager.global_and_fixture_disabled():
-            print(f"\n    {time.monotonic() - started_s:5.1f} s  {text}", end="", flush=True)  # noqa: T201
-
-    return say
 
 
 @pytest.fixture(scope="session")
@@ -70,37 +63,95 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reference(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """What the fleet comes to when nothing happens to it."""
     root = tmp_path_factory.mktemp("reference")
+    unknown = Reference((), dict.fromkeys(DEVICES, 0))
     broker = Mosquitto(free_address(), root)
-    with Fleet(root, world, broker, lambda _: None, SEED) as fleet:
+    with Fleet(root, world, broker, say=lambda _: None, seed=SEED, reference=unknown) as fleet:
         fleet.start()
         fleet.settle()
         summary = fleet.status()
         prototypes = {device["device"]: device["prototypes"] for device in summary["devices"]}
         assert list(prototypes) == list(DEVICES)
-        return Reference(summary["heads"][0]["sha256"], prototypes)
+        return Reference((summary["heads"][0]["sha256"],), prototypes)
 
 
-@pytest.fixture
-def fleet_of(world: Path, tmp_path: Path, say: Callable[[str], None]) -> MakeFleet:
-    """Make a fleet, taken down at the end; `options` are lines of the broker's configuration."""
+class Runs:
+    """The faults that were asked for, under way one after the other on several threads."""
 
-    @contextmanager
-    def make(*, options: str = "", without_mqtt5: bool = False) -> Iterator[Fleet]:
-        broker = Mosquitto(free_address(), tmp_path, options=options)
-        with Fleet(tmp_path, world, broker, say, SEED, without_mqtt5=without_mqtt5) as fleet:
-            yield fleet
+    def __init__(self, world: Path, reference: Reference, root: Path, config: pytest.Config) -> None:
+        self._world = world
+        self._reference = reference
+        self._root = root
+        self._rows = config.stash[_ROWS]
+        self._capture = config.pluginmanager.getplugin("capturemanager")
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._begun_s = time.monotonic()
+        self._abandoned = threading.Event()
+        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._futures: dict[str, Future[None]] = {}
 
-    return make
+    def begin(self, name: str) -> None:
+        """Have a fault provoked when its turn comes."""
+        self._futures[name] = self._pool.submit(self._endure, FAULTS[name])
+
+    def wait(self, name: str) -> None:
+        """Wait for the outcome, and print meanwhile what is going on in all fleets."""
+        future = self._futures[name]
+        while not future.done() or not self._said.empty():
+            try:
+                line = self._said.get(timeout=0.1)
+            except queue.Empty:
+                continue
+            with self._capture.global_and_fixture_disabled():
+                print(f"\n{line}", end=" ", flush=True)  # noqa: T201
+        future.result()
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        self._abandoned.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _endure(self, fault: Fault) -> None:
+        say = self._teller(fault.name)
+        folder = self._root / str(list(FAULTS).index(fault.name))
+        folder.mkdir()
+        broker = Mosquitto(free_address(), folder, options=fault.options, access=WITHOUT_UP)
+        with Fleet(
+            folder,
+            self._world,
+            broker,
+            say=say,
+            seed=SEED,
+            reference=self._reference,
+            without_mqtt5=fault.without_mqtt5,
+            abandoned=self._abandoned,
+        ) as fleet:
+            say("begins")
+            provoked = fault.provoke(fleet)
+            say(f"provoked {provoked:,} times")
+            fleet.settle()
+            row = self._rows[fault.name] = fleet.account(fault.name, provoked)
+            fleet.check(row)
+            assert provoked >= fault.least, f"provoked only {provoked} times"
+            say("nothing is lost")
+
+    def _teller(self, name: str) -> Callable[[str], None]:
+        def say(text: str) -> None:
+            self._said.put(f"  {time.monotonic() - self._begun_s:5.1f} s  {name}: {text}")
+
+        return say
 
 
-@pytest.fixture
-def fleet(fleet_of: MakeFleet) -> Iterator[Fleet]:
-    """A fleet behind a broker with nothing special to it; nothing but the broker runs yet."""
-    with fleet_of() as fleet:
-        yield fleet
-
-
-@pytest.fixture
-def keep(request: pytest.FixtureRequest) -> Keep:
-    """Put a row into the table."""
-    return request.config.stash[_ROWS].append
+@pytest.fixture(scope="session")
+def runs(
+    world: Path,
+    reference: Reference,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Runs]:
+    """Begin with all the faults that this run of pytest was asked for."""
+    runs = Runs(world, reference, tmp_path_factory.mktemp("faults"), request.config)
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and "runs" in item.fixturenames:
+            runs.begin(str(item.callspec.params["fault"]))
+    yield runs
+    runs.end()

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,15 +25,17 @@ from benchmarks.chaos import Proxy
 from protocol.errors import StateError
 from tests.brokers import free_address
 from tests.faults.broker import Mosquitto
-from tests.faults.table import Row
+from tests.faults.table import Reference, Row
 from tests.faults.watch import Transfer, Watch
 from tests.graphs import tiny_backbone
 
 DEVICES = ("device-0", "device-1", "device-2")
+LATECOMER = "latecomer"
+"""A device that is no part of a fleet at its start."""
 FEATURE_SIZE = 768
 LEAST_SUBMISSION_BYTES = 100_000
 """A device's submission is larger, its evaluation smaller."""
-PATIENCE_S = 200.0
+PATIENCE_S = 120.0
 
 _TASK = """
 classes = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]
@@ -50,25 +53,17 @@ device = "cpu"
 
 
 def write_world(folder: Path) -> None:
-    """Write the task with its backbone, and each device's pictures: a third of the handwritten digits."""
+    """Write the task with its backbone, and each device's pictures: a third of the handwritten digits, or a tenth."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "backbone.onnx").write_bytes(tiny_backbone(feature_size=FEATURE_SIZE))
     (folder / "task.toml").write_text(_TASK)
     digits = load_digits()
     for number, (pixels, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        place = folder / DEVICES[number % len(DEVICES)] / str(label)
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((pixels * 15.9).astype(np.uint8)).save(place / f"{number}.png")
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What a run without faults comes to."""
-
-    head: str
-    """Hex digest of the first head."""
-    prototypes: dict[str, int]
-    """Of each device's submission."""
+        owners = (DEVICES[number % len(DEVICES)], *((LATECOMER,) if number % 10 == 0 else ()))
+        for owner in owners:
+            place = folder / owner / str(label)
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((pixels * 15.9).astype(np.uint8)).save(place / f"{number}.png")
 
 
 @dataclass
@@ -81,6 +76,7 @@ class Fleet:
         broker: not started yet.
         say: prints a line of progress.
         seed: of every chance in the test.
+        reference: what it has to come to in the end.
     """
 
     root: Path
@@ -88,11 +84,15 @@ class Fleet:
     broker: Mosquitto
     say: Callable[[str], None]
     seed: int
+    reference: Reference
     without_mqtt5: bool = False
     watch: Watch = field(default_factory=Watch)
     delivered: Watch = field(default_factory=Watch)
     """What has crossed between broker and aggregator."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    starts: Counter[str] = field(default_factory=Counter)
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    """Nobody waits for the outcome any more."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -128,6 +128,7 @@ class Fleet:
         """Start devices by name, the aggregator, or without a name all of them."""
         for name in names or ("aggregator", *DEVICES):
             self.processes[name] = self._start(name)
+            self.starts[name] += 1
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         state = ("--state", self.root / name)
@@ -192,11 +193,30 @@ class Fleet:
         """The submissions that devices have begun to hand in, by device and digest."""
         return self.watch.submissions(least_bytes=LEAST_SUBMISSION_BYTES)
 
-    def handing_in(self, name: str = "") -> bool:
+    def hands_in(self, name: str = "") -> bool:
         """Whether a device, or any, is within the transfer of a submission."""
         return any(
             not transfer.received for (device, _), transfer in self.submissions().items() if name in device
         )
+
+    def until_frames(self, watch: Watch, name: str | None = None, *, head: str | None = None) -> None:
+        """Wait for further frames: of submissions, or of the head with that digest.
+
+        With the name of a process, it has to have come online since it was started, and with a device's, they are
+        its own.
+        """
+        if name is not None:
+            self.until(f"{name} online", lambda: self._times_online(name) >= self.starts[name])
+        device = name if name in DEVICES else None
+
+        def count() -> int:
+            return watch.frames_down(head) if head is not None else watch.frames_up(device)
+
+        before = count()
+        self.until(f"frames that cross for {name}", lambda: count() > before, pause_s=0.005)
+
+    def _times_online(self, name: str) -> int:
+        return self.log(name).count(" connected to ")
 
     def head(self) -> str | None:
         """Hex digest of the first head, if it was made."""
@@ -209,6 +229,7 @@ class Fleet:
         while not holds():
             for name, process in self.processes.items():
                 assert process.poll() is None, f"{name} has ended, {process.returncode}\n{self.last_words()}"
+            assert not self.abandoned.is_set(), "the run was ended"
             assert time.monotonic() < deadline, f"never came: {what}\n{self.last_words()}"
             time.sleep(pause_s)
 
@@ -221,9 +242,9 @@ class Fleet:
         ]
         return "\n".join([*ends, json.dumps(self.status(), indent=1)])
 
-    def moment(self, longest_s: float) -> None:
+    def moment(self, longest_s: float, chance: random.Random | None = None) -> None:
         """Wait for a random time."""
-        time.sleep(self.chance.uniform(0, longest_s))
+        time.sleep((chance or self.chance).uniform(0, longest_s))
 
     # How it ends.
 
@@ -231,31 +252,31 @@ class Fleet:
         """Without further faults, wait until every device has handed in, has the head and has said how it does."""
         self.net.calm()
         self.aggregator_net.calm()
-        self.until("a head that every device has evaluated", self._is_settled, pause_s=0.1)
+        self.until("a head that every device has evaluated", self.is_settled, pause_s=0.1)
 
-    def _is_settled(self) -> bool:
+    def is_settled(self) -> bool:
+        """Whether every device has evaluated the newest head."""
         summary = self.status()
         heads = summary.get("heads", [])
-        return bool(heads) and heads[-1]["held_out"]["devices"] == len(DEVICES)
+        return bool(heads) and heads[-1]["held_out"]["devices"] == len(self.reference.prototypes)
 
-    def check(self, fault: str, provoked: int, reference: Reference) -> Row:
-        """Wait for the end, compare it with that of the run without faults, and return the fault's row."""
-        self.settle()
-        row = self.account(fault, provoked, reference)
-        words = self.last_words()
+    def check(self, row: Row) -> None:
+        """Compare what has become of a settled fleet with a run without faults."""
+        words, reference = self.last_words(), self.reference
         assert (row.once, row.lost, row.twice) == (row.sent, 0, 0), f"{row}\n{words}"
-        assert row.sent == len(DEVICES), f"{row}\n{words}"
+        assert row.sent == len(reference.prototypes), f"{row}\n{words}"
         summary = self._say_status("aggregator", "aggregator.cli")
-        assert [head["sha256"] for head in summary["heads"]] == [reference.head], words
+        assert [head["sha256"] for head in summary["heads"]] == [*reference.heads], words
         assert {d["device"]: d["prototypes"] for d in summary["devices"]} == reference.prototypes, words
         with ThreadPoolExecutor() as pool:
-            for name, kept in zip(DEVICES, pool.map(self.device_status, DEVICES), strict=True):
+            names = list(reference.prototypes)
+            for name, kept in zip(names, pool.map(self.device_status, names), strict=True):
                 assert kept["received"], f"{name}\n{words}"
-                assert kept["head"]["head"] == reference.head, f"{name}\n{words}"
-        return row
+                assert kept["head"]["head"] == reference.heads[-1], f"{name}\n{words}"
 
-    def account(self, fault: str, provoked: int, reference: Reference) -> Row:
-        """Count what was handed in, and what became of it, by the aggregator's disk, its head and its log."""
+    def account(self, fault: str, provoked: int) -> Row:
+        """Count what was handed in, and what became of it, by the aggregator's disk, its newest head and its log."""
+        prototypes = self.reference.prototypes
         sent = set(self.submissions())
         store = Store(self.root / "aggregator", read_only=True)
         try:
@@ -272,11 +293,9 @@ class Fleet:
             for line in self.log("aggregator").splitlines()
             if " prototypes of " in line and " pictures, " in line
         )
-        whole = {
-            key for key in sent if standing.get(key) == reference.prototypes.get(key[0]) and key in members
-        }
+        whole = {key for key in sent if standing.get(key) == prototypes.get(key[0]) and key in members}
         twice = {key for key in whole if times[key[0]] > 1}
-        extra = head.prototypes - sum(reference.prototypes.values())
+        extra = head.prototypes - sum(prototypes.values())
         return Row(
             fault, provoked, len(sent), len(whole - twice), len(sent - whole), max(len(twice), extra > 0)
         )

@@ -1,6 +1,6 @@
 """What a run of the suite comes to: a row a fault."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 
 HEADINGS = ("fault", "provoked", "submissions sent", "counted once", "lost", "counted twice")
@@ -16,6 +16,21 @@ class Row:
     once: int
     lost: int
     twice: int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a run without faults comes to."""
+
+    heads: tuple[str, ...]
+    """Hex digests, the oldest first."""
+    prototypes: Mapping[str, int]
+    """Of each device's submission."""
+
+    @property
+    def head(self) -> str:
+        """The first head."""
+        return self.heads[0]
 
 
 def markdown(rows: Iterable[Row]) -> str:

@@ -1,6 +1,7 @@
 """What crosses a proxy, as this protocol's transfers: how far each is, and which one has its receipt."""
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 from benchmarks.chaos import Seen
@@ -32,6 +33,8 @@ class Watch:
     def __init__(self) -> None:
         self.up: dict[tuple[str, bytes], Transfer] = {}
         self.down: dict[tuple[str, bytes], Transfer] = {}
+        self.answers: Counter[str] = Counter()
+        """Receipts by what they say: the status, or the reason of a refusal."""
         self._lock = threading.Lock()
 
     def see(self, seen: Seen) -> None:
@@ -57,6 +60,7 @@ class Watch:
     def _receipt(self, device: str, receipt: Receipt) -> None:
         with self._lock:
             transfer = self.up.get((device, receipt.digest))
+            self.answers[receipt.reason or receipt.status] += 1
             if transfer is not None and receipt.status == "received":
                 transfer.received = True
 
@@ -65,12 +69,12 @@ class Watch:
         with self._lock:
             return {key: transfer for key, transfer in self.up.items() if transfer.size_bytes >= least_bytes}
 
-    def frames_up(self) -> int:
-        """Frames that have crossed on the way from devices."""
+    def frames_up(self, name: str | None = None) -> int:
+        """Frames that have crossed on the way from devices, or from one."""
         with self._lock:
-            return sum(transfer.frames for transfer in self.up.values())
+            return sum(one.frames for (device, _), one in self.up.items() if name in {None, device})
 
-    def frames_down(self, digest: bytes) -> int:
-        """Frames of a blob that have crossed on the way to devices."""
+    def frames_down(self, digest: str | None = None) -> int:
+        """Frames that have crossed on the way to devices, of all blobs or of the one with this hex digest."""
         with self._lock:
-            return sum(transfer.frames for (_, of), transfer in self.down.items() if of == digest)
+            return sum(one.frames for (_, blob), one in self.down.items() if digest in {None, blob.hex()})
