@@ -20,13 +20,13 @@ def small_packets(fleet: Fleet) -> int:
 
 
 @fault(
-    "the same over MQTT 3.1.1, where it only hangs up",
+    "packets too large for a broker of MQTT 3.1.1",
     least=5,
     options=f"max_packet_size {SMALL_BYTES}",
     without_mqtt5=True,
 )
 def small_packets_unsaid(fleet: Fleet) -> int:
-    """Everybody finds out what it takes."""
+    """It only hangs up, until everybody has found out what it takes."""
     fleet.start()
     fleet.settle()
     return fleet.broker.log.count("oversize packet")
@@ -57,6 +57,17 @@ def denied(fleet: Fleet) -> int:
     times = fleet.broker.log.count("Denied PUBLISH")
     fleet.broker.allow("topic readwrite pf/#\n")
     return times
+
+
+@fault(
+    "the same over MQTT 3.1.1",
+    least=3,
+    options="acl_file {folder}/acl\nlog_type all",
+    without_mqtt5=True,
+)
+def denied_unsaid(fleet: Fleet) -> int:
+    """The broker acknowledges what it denies."""
+    return denied.provoke(fleet)
 
 
 @fault("writes that a full disk of the aggregator refuses", least=3)

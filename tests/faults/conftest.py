@@ -25,7 +25,7 @@ OUT = "PROTOFLEET_FAULTS_OUT"
 
 SEED = 20261121
 
-AT_ONCE = 3
+AT_ONCE = 4
 """Fleets that run at the same time: most of the time they wait."""
 
 _ROWS = pytest.StashKey[dict[str, Row]]()

@@ -33,15 +33,19 @@ class Reference:
         return self.heads[0]
 
 
+def total_of(rows: Iterable[Row]) -> Row:
+    """The sum of each column."""
+    return Row("all", *(sum(column) for column in zip(*(astuple(row)[1:] for row in rows), strict=True)))
+
+
 def markdown(rows: Iterable[Row]) -> str:
     """The rows as a table, with their sum below."""
     rows = list(rows)
-    total = Row("all", *(sum(column) for column in zip(*(astuple(row)[1:] for row in rows), strict=True)))
     cells = [
         HEADINGS,
         *(
             tuple(f"{cell:,}" if isinstance(cell, int) else cell for cell in astuple(row))
-            for row in (*rows, total)
+            for row in (*rows, total_of(rows))
         ),
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
