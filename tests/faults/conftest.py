@@ -71,6 +71,7 @@ def reference(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Referenc
         summary = fleet.status()
         prototypes = {device["device"]: device["prototypes"] for device in summary["devices"]}
         assert list(prototypes) == list(DEVICES)
+        assert [fleet.times_taken(name) for name in DEVICES] == [1, 1, 1]
         return Reference((summary["heads"][0]["sha256"],), prototypes)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -288,16 +289,17 @@ class Fleet:
         finally:
             store.close()
         members = {(name, bytes.fromhex(digest)) for name, digest in head.members.items()}
-        times = Counter(
-            line.split(": ")[0].split()[-1]
-            for line in self.log("aggregator").splitlines()
-            if " prototypes of " in line and " pictures, " in line
-        )
         whole = {key for key in sent if standing.get(key) == prototypes.get(key[0]) and key in members}
-        twice = {key for key in whole if times[key[0]] > 1}
+        twice = {key for key in whole if self.times_taken(key[0]) > 1}
         extra = head.prototypes - sum(prototypes.values())
         return Row(
             fault, provoked, len(sent), len(whole - twice), len(sent - whole), max(len(twice), extra > 0)
+        )
+
+    def times_taken(self, name: str) -> int:
+        """How often the aggregator has said that it counts a submission of a device."""
+        return len(
+            re.findall(rf"^\S+ {name}: \d+ prototypes of \d+ pictures", self.log("aggregator"), re.MULTILINE)
         )
 
     def device_status(self, name: str) -> dict[str, Any]:
