@@ -266,7 +266,7 @@ class Fleet:
         words, reference = self.last_words(), self.reference
         assert (row.once, row.lost, row.twice) == (row.sent, 0, 0), f"{row}\n{words}"
         assert row.sent == len(reference.prototypes), f"{row}\n{words}"
-        summary = self._say_status("aggregator", "aggregator.cli")
+        summary = self.status()
         assert [head["sha256"] for head in summary["heads"]] == [*reference.heads], words
         assert {d["device"]: d["prototypes"] for d in summary["devices"]} == reference.prototypes, words
         with ThreadPoolExecutor() as pool:
@@ -304,10 +304,8 @@ class Fleet:
 
     def device_status(self, name: str) -> dict[str, Any]:
         """What `edge-client status --json` says of a device."""
-        return self._say_status(name, "edge_client.cli")
-
-    def _say_status(self, name: str, program: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", program, "status", "--json", "--state", str(self.root / name)]
+        state = str(self.root / name)
+        command = [sys.executable, "-m", "edge_client.cli", "status", "--json", "--state", state]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         summary: dict[str, Any] = json.loads(done.stdout)
