@@ -28,17 +28,16 @@ SEED = 20261121
 AT_ONCE = 4
 """Fleets that run at the same time: most of the time they wait."""
 
-_ROWS = pytest.StashKey[dict[str, Row]]()
+ROW = "row of the table"
+"""The property under which a test's report carries what it came to, also from a process of pytest-xdist."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Begin with an empty table."""
-    config.stash[_ROWS] = {}
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the table, and write it where the environment says."""
-    found = config.stash[_ROWS]
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    found = {
+        row["fault"]: Row(**row) for report in reports for key, row in report.user_properties if key == ROW
+    }
     rows = [found[name] for name in FAULTS if name in found]
     if not rows:
         return
@@ -76,13 +75,17 @@ def reference(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Referenc
 
 
 class Runs:
-    """The faults that were asked for, under way one after the other on several threads."""
+    """The faults that were asked for, under way one after the other on several threads.
+
+    Attributes:
+        rows: what each has come to, as soon as it has.
+    """
 
     def __init__(self, world: Path, reference: Reference, root: Path, config: pytest.Config) -> None:
         self._world = world
         self._reference = reference
         self._root = root
-        self._rows = config.stash[_ROWS]
+        self.rows: dict[str, Row] = {}
         self._capture = config.pluginmanager.getplugin("capturemanager")
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._begun_s = time.monotonic()
@@ -130,7 +133,7 @@ class Runs:
             provoked = fault.provoke(fleet)
             say(f"provoked {provoked:,} times")
             fleet.settle()
-            row = self._rows[fault.name] = fleet.account(fault.name, provoked)
+            row = self.rows[fault.name] = fleet.account(fault.name, provoked)
             fleet.check(row)
             assert provoked >= fault.least, f"provoked only {provoked} times"
             say("nothing is lost")
