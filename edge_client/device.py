@@ -63,8 +63,6 @@ class Device:
         self._bar = Progress("fetching")
         self._exit: events.Exit | None = None
         self._aggregator_epoch = 0
-        self._aggregator_heard = False
-        """Whether something was heard of it on this connection, if only what the broker has kept."""
         self._rescan_s = 0.0
         self._problem = ""
         self._epoch = state.next_number("epoch") if settings.mode is not Mode.DRY_RUN else 0
@@ -108,16 +106,15 @@ class Device:
         match event:
             case Crashed(error=error):
                 raise error
-            case mqtt.Received(topic=topic, payload=payload):
+            case mqtt.Received(topic=topic, payload=payload, retained=retained):
                 log.debug("received %d bytes on %s", len(payload), topic)
                 try:
-                    for translated in self._translate(topic, payload):
+                    for translated in self._translate(topic, payload, retained=retained):
                         self._step(translated)
                 except MalformedMessage as error:
                     log.warning("ignored a message on %s: %s", topic, error)
             case mqtt.Connected(max_packet_bytes=limit):
                 log.info("connected to %s as %s", self._settings.broker, self._id)
-                self._aggregator_heard = False
                 self._step(events.Connected(limit))
                 if self._state.task is None:
                     log.info("waiting for the fleet's task")
@@ -146,7 +143,7 @@ class Device:
                 self._step(event)
 
     def _translate(  # noqa: PLR0911 - a case a topic
-        self, topic: str, payload: bytes
+        self, topic: str, payload: bytes, *, retained: bool
     ) -> Sequence[events.Event]:
         fleet = self._settings.fleet
         if not payload:
@@ -162,7 +159,7 @@ class Device:
         if topic == self._topic("ack"):
             return [events.ReceiptSeen(decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES))]
         if topic == fleet_topic(fleet, "state"):
-            return self._aggregator_seen(decode(payload, Presence, max_bytes=1024))
+            return self._aggregator_seen(decode(payload, Presence, max_bytes=1024), retained=retained)
         if topic == self._topic("state"):
             self._own_presence_seen(decode(payload, Presence, max_bytes=1024))
         return []
@@ -208,17 +205,15 @@ class Device:
             self._blobs.put(path.read_bytes())
             self._state = replace(self._state, stored=self._state.stored | {got})
 
-    def _aggregator_seen(self, presence: Presence) -> Sequence[events.Event]:
+    def _aggregator_seen(self, presence: Presence, *, retained: bool) -> Sequence[events.Event]:
         if presence.state != "online":
             log.info("the aggregator is %s; going on when it is back", presence.state)
-            self._aggregator_heard = True
             return []
-        is_new, is_back = presence.epoch != self._aggregator_epoch, self._aggregator_heard
+        is_new = presence.epoch != self._aggregator_epoch
         self._aggregator_epoch = presence.epoch
-        self._aggregator_heard = True
         if is_new:
             return [events.AggregatorStarted()]
-        return [events.AggregatorBack()] if is_back else []
+        return [] if retained else [events.AggregatorBack()]
 
     def _own_presence_seen(self, presence: Presence) -> None:
         """Correct what an old Last Will says of us, and notice a second program of our name."""

@@ -94,10 +94,14 @@ class _Token:
 
 @dataclass(frozen=True)
 class Received:
-    """A message came in. `token` is for `Session.acknowledge`."""
+    """A message came in. `token` is for `Session.acknowledge`.
+
+    `retained` if the broker has kept it since somebody said it; else it is said at this moment.
+    """
 
     topic: str
     payload: bytes
+    retained: bool = field(default=False, compare=False)
     token: _Token | None = field(default=None, compare=False, repr=False)
 
 
@@ -431,7 +435,7 @@ class Session:
     def _hear(self, client: mqtt.Client, message: mqtt.MQTTMessage) -> None:
         payload = bytes(message.payload)
         token = _Token(client, message.mid) if self._manual_ack and message.qos else None
-        self._on_event(Received(message.topic, payload, token))
+        self._on_event(Received(message.topic, payload, message.retain, token))
         if (message.topic, payload) in self._last_words:
             self._inbox.put(_Echoed(client))
 

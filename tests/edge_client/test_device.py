@@ -17,7 +17,6 @@ from edge_client.worker import Crashed, Settings, Worker
 from protocol.codec import encode
 from protocol.errors import ConfigError, StateError
 from protocol.messages import HeadRef, Presence, PresenceState
-from protocol.session import Connected
 from protocol.topics import fleet_topic
 from tests.edge_client.made_rounds import TASK, look_at, make_task, open_round, take_pictures
 
@@ -134,20 +133,18 @@ def test_of_several_heads_the_newest_is_taken(tmp_path: Path, kept: DeviceState)
 
 
 def test_an_aggregator_that_connects_again_is_noticed(tmp_path: Path, kept: DeviceState) -> None:
-    """The first that is heard of it on a connection is what the broker has kept; what follows is its own word."""
+    """What the broker has kept of it says nothing new; what it says at this moment does."""
     device = make_device(tmp_path, kept)
 
-    def heard(state: PresenceState, epoch: int) -> list[events.Event]:
-        topic = fleet_topic("f", "state")
-        return list(device._translate(topic, encode(Presence(state=state, epoch=epoch))))
+    def heard(state: PresenceState, epoch: int, *, retained: bool) -> list[events.Event]:
+        payload = encode(Presence(state=state, epoch=epoch))
+        return list(device._translate(fleet_topic("f", "state"), payload, retained=retained))
 
-    assert heard("online", 7) == [events.AggregatorStarted()]
-    assert heard("offline", 7) == []
-    assert heard("online", 7) == [events.AggregatorBack()]
-    assert heard("online", 8) == [events.AggregatorStarted()]
-    device._handle(Connected())
-    assert heard("online", 8) == []
-    assert heard("online", 8) == [events.AggregatorBack()]
+    assert heard("online", 7, retained=True) == [events.AggregatorStarted()]
+    assert heard("online", 7, retained=True) == []
+    assert heard("offline", 7, retained=False) == []
+    assert heard("online", 7, retained=False) == [events.AggregatorBack()]
+    assert heard("online", 8, retained=False) == [events.AggregatorStarted()]
 
 
 def test_a_dry_run_without_a_broker_needs_all_of_a_task(tmp_path: Path, kept: DeviceState) -> None:

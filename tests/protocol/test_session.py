@@ -67,8 +67,12 @@ def test_a_retained_message_waits_for_who_comes_later(broker: Broker) -> None:
         says.send(Outgoing("t/kept", b"2", retain=True))
         ear.wait(Drained)
         with running(broker, "b", "t/+") as (_, hears):
-            assert hears.wait(Received) == Received("t/kept", b"2")
+            kept = hears.wait(Received)
+            assert (kept, kept.retained) == (Received("t/kept", b"2"), True)
             assert Received("t/lost", b"1") not in hears.rest()
+            says.send(Outgoing("t/kept", b"3", retain=True))
+            said = hears.wait(Received)
+            assert (said, said.retained) == (Received("t/kept", b"3"), False)
 
 
 def test_what_others_subscribed_to_does_not_arrive(broker: Broker) -> None:
