@@ -9,6 +9,8 @@ from typing import Any
 from protocol.errors import ConfigError, RuntimeMissing
 from protocol.session import Broker
 
+log = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 20.0
 SHUTDOWN_TRIES = 4
 
@@ -68,6 +70,8 @@ class EmbeddedBroker:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        # A client that hangs up while it is refused is nothing to show a stack trace for.
+        self._loop.set_exception_handler(lambda _loop, context: log.debug("%s", context.get("message")))
         try:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,25 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
             that average fewer pictures than the task allows, or with a program two of one class or not exactly
             the tensors that it uploads.
     """
+    _check_envelope(submission, expectation)
+    prototypes, labels, counts = _check_prototypes(submission, expectation)
+    return Prototypes(
+        prototypes.astype(np.float32),
+        labels.astype(np.int64),
+        counts.astype(np.int64),
+        tensors=_check_tensors(submission.tensors, expectation.tensors),
+    )
+
+
+def check_labels(submission: Submission, expectation: Expectation) -> NDArray[np.unsignedinteger[Any]]:
+    """Check a submission as `check_submission` does, and return only its labels (m,): that makes no room for copies."""
+    _check_envelope(submission, expectation)
+    _, labels, _ = _check_prototypes(submission, expectation)
+    _check_tensors(submission.tensors, expectation.tensors)
+    return labels
+
+
+def _check_envelope(submission: Submission, expectation: Expectation) -> None:
     if submission.task != expectation.task:
         raise Refused(
             "unknown_task",
@@ -103,11 +122,12 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
         )
     if submission.loss is not None and not math.isfinite(submission.loss):
         raise Refused("not_finite", f"the training's loss is {submission.loss}")
-    taken = _check_prototypes(submission, expectation)
-    return replace(taken, tensors=_check_tensors(submission.tensors, expectation.tensors))
 
 
-def _check_prototypes(submission: Submission, expectation: Expectation) -> Prototypes:
+def _check_prototypes(
+    submission: Submission, expectation: Expectation
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Prototypes, labels and counts as they came."""
     in_rounds = expectation.manifest.program is not None
     prototypes = _array(submission.prototypes, "prototypes", dtypes="f2" if in_rounds else "f", ndim=2)
     labels = _array(submission.labels, "labels", dtypes="u", ndim=1)
@@ -119,7 +139,7 @@ def _check_prototypes(submission: Submission, expectation: Expectation) -> Proto
             f"expected (m, {expectation.prototype_size}) prototypes with m labels and counts, "
             f"got {prototypes.shape}, {labels.shape}, {counts.shape}",
         )
-    if not np.isfinite(prototypes).all():
+    if not _all_finite(prototypes):
         raise Refused("not_finite", "a prototype holds NaN or infinity")
     classes = len(expectation.manifest.classes)
     if int(labels.max()) >= classes:
@@ -134,7 +154,21 @@ def _check_prototypes(submission: Submission, expectation: Expectation) -> Proto
             "malformed",
             f"expected at least {least} pictures in every prototype, got {int(counts.min())} to {int(counts.max())}",
         )
-    return Prototypes(prototypes.astype(np.float32), labels.astype(np.int64), counts.astype(np.int64))
+    return prototypes, labels, counts
+
+
+def _all_finite(values: NDArray[Any]) -> bool:
+    """Whether there is neither NaN nor infinity in float16 or float32 values, without making room for an answer each.
+
+    They are the bit patterns from infinity on, among the positive numbers as among the negative.
+    """
+    signed, unsigned = (np.int16, np.uint16) if values.dtype.itemsize == 2 else (np.int32, np.uint32)
+    infinity = values.dtype.type(np.inf)
+    bits = values.reshape(-1)
+    return bool(
+        bits.view(signed).max(initial=0) < infinity.view(signed)
+        and bits.view(unsigned).max(initial=0) < (-infinity).view(unsigned)
+    )
 
 
 def _check_tensors(
@@ -148,7 +182,7 @@ def _check_tensors(
         values = _array(tensors[name], name, dtypes="f2", ndim=len(shape))
         if values.shape != shape:
             raise Refused("shape", f"expected {name} of shape {shape}, got {values.shape}")
-        if not np.isfinite(values).all():
+        if not _all_finite(values):
             raise Refused("not_finite", f"{name} holds NaN or infinity")
         taken[name] = values.astype(np.float32)
     return taken

@@ -16,7 +16,7 @@ from aggregator.manifests import round_manifest
 from aggregator.store import Closing, HeadRow, Store, SubmissionRow
 from aggregator.task import Task
 from aggregator.trainer import Finished, Progress, Trainer
-from protocol.blobstore import state_errors
+from protocol.blobstore import WrittenTogether, state_errors
 from protocol.errors import StateError
 from protocol.messages import BlobRef, RoundManifest
 
@@ -40,6 +40,8 @@ class Learning:
         self._store = store
         self._on_event = on_event
         self._settings = task.file.settings
+        self._due: list[rounds.Train] = []
+        self._writing = WrittenTogether()
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
         forget_lost(task, store)
         self.state = store.round_state(task.digest)
@@ -67,23 +69,40 @@ class Learning:
         return self._head.tensors if self._head is not None else self._task.first_tensors
 
     def tick(self) -> None:
-        """Let time pass."""
+        """Let time pass, and begin what is due."""
         self._advance(rounds.Ticked(time.time()))
+        due, self._due = self._due, []
+        for train in due:
+            self._start(train)
 
     def take(self, row: SubmissionRow, payload: bytes) -> rounds.Answer:
-        """Take a checked submission; what stands is stored before this returns.
+        """Take a checked submission; what stands is stored once `settle` and a commit of the store have returned.
 
         Raises:
             StateError: it cannot be stored.
         """
 
         def keep(answer: rounds.Answer) -> None:
-            self._store.blobs.put(payload)
+            self._store.blobs.put_soon(payload, digest=row.entry.digest, together=self._writing)
             self._store.keep_submission(self._task.digest, replace(row, entry=answer.standing or row.entry))
             self._tell_submission(row)
 
         (answer,) = self._advance(rounds.Submitted(row.device, row.entry), keep=keep)
         return answer
+
+    def settle(self) -> None:
+        """Make durable what was taken.
+
+        Raises:
+            StateError: it cannot be stored.
+        """
+        self._writing.finish()
+
+    def go_back(self) -> None:
+        """Go back to what the store has: what was taken since could not be stored."""
+        self._writing.give_up()
+        self._due.clear()
+        self.state = self._store.round_state(self._task.digest)
 
     def show_progress(self, figures: Mapping[str, Any]) -> None:
         """Keep what a training says of itself, for who looks."""
@@ -123,9 +142,7 @@ class Learning:
             if answer.verdict == "new" and keep is not None:
                 keep(answer)
         self.state = state
-        for action in actions:
-            if isinstance(action, rounds.Train):
-                self._start(action)
+        self._due += [action for action in actions if isinstance(action, rounds.Train)]
         return answers
 
     def _start(self, train: rounds.Train) -> None:

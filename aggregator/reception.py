@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 TRIAL_S = 3.0
 LOOK_S = 60.0
-TRIAL_BYTES = 4 * 1024**2
+MAX_TRIAL_BYTES = 64 * 1024**2
 
 
 class Reception:
@@ -40,7 +40,7 @@ class Reception:
         self._incoming = Incoming(store.folder)
         self._stopped: notice.Stopped | None = None
         self._trial_s = self._look_s = 0.0
-        self._trial_bytes = TRIAL_BYTES
+        self._trial_bytes = min(max_bytes, MAX_TRIAL_BYTES)
         notice.begin(store.folder)
         self._uplink = self._begin()
 
@@ -72,7 +72,11 @@ class Reception:
         """
         if self._stopped is None:
             return self._uplink.take(device, frame, holds=self._store.holds, now_s=time.time())
-        return no_space(frame.digest) if frame.offset + len(frame.data) >= frame.size_bytes else None
+        if frame.offset + len(frame.data) < frame.size_bytes:
+            return None
+        if self._store.holds(device, frame.digest):
+            return Receipt(digest=frame.digest, status="received")
+        return no_space(frame.digest)
 
     def commit(self) -> None:
         """Make durable what was taken.
@@ -85,13 +89,12 @@ class Reception:
             self._incoming.commit(changes)
             self._uplink.settle()
 
-    def stop(self, error: StateError, *, size_bytes: int = 0) -> None:
-        """Take nothing for the time being, as `size_bytes`, or something small, could not be stored."""
+    def stop(self, error: StateError) -> None:
+        """Take nothing for the time being, as something could not be stored."""
         if self._stopped is not None:
             log.debug("%s", error)
             return
         self._stopped = notice.Stopped(time.time(), str(error))
-        self._trial_bytes = max(TRIAL_BYTES, size_bytes)
         self._trial_s = time.monotonic() + TRIAL_S
         log.error("intake is stopped: %s; free space or fix the permissions, devices will ask again", error)
         self._tell()

@@ -80,6 +80,11 @@ class Releases:
         """
         self._take(rollout.Evaluated(device, evaluation.head_version, answer_of(evaluation)))
 
+    def go_back(self) -> None:
+        """Go back to what the store has: what was taken since could not be stored."""
+        self._state = self._store.rollout(self._task.digest)
+        self._shown, self._is_due = 0, True
+
     def _take_orders(self) -> None:
         for order in self._store.orders(self._task.digest):
             heads = usable_heads(self._store, self._task.digest)

@@ -7,14 +7,15 @@ import queue
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 
 import msgspec
 
 from aggregator import rounds
 from aggregator.downlink import Downlink, read_frames
-from aggregator.intake import Refused, check_evaluation, check_submission, read_message
+from aggregator.intake import Refused, check_evaluation, check_labels, read_message
 from aggregator.learning import Learning
-from aggregator.reception import Reception, no_space
+from aggregator.reception import Reception
 from aggregator.releases import Releases
 from aggregator.store import Store, SubmissionRow
 from aggregator.task import Task
@@ -44,10 +45,10 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 
-BATCH_EVENTS = 64
+BATCH_EVENTS = 256
 """Events that are handled before what they brought is made durable at once."""
 
-BATCH_BYTES = 4 * 1024**2
+BATCH_BYTES = 16 * 1024**2
 
 Event = mqtt.Event | Progress | Finished
 
@@ -113,20 +114,15 @@ class Aggregator:
 
     def _take(self, batch: list[Event]) -> None:
         """Handle a batch of events; what they brought is durable before anybody is told so."""
-        for event in batch:
-            with self._storing():
-                self._handle(event)
-        with self._storing():
-            self._reception.commit()
-        for device, receipt in self._receipts:
-            is_lost = self._reception.is_stopped and receipt.status == "missing"
-            self._wire.tell_device(device, "ack", no_space(receipt.digest) if is_lost else receipt)
-        self._receipts.clear()
+        for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
+            if is_message:
+                self._take_messages(list(group))
+            else:
+                for event in group:
+                    with self._storing():
+                        self._handle(event)
         for device, request in self._downlink.burst():
             self._send_blob(device, request)
-        for event in batch:
-            if isinstance(event, mqtt.Received):
-                self._wire.acknowledge(event)
         if self._reception.tick():
             self._learning.retry()
         with self._storing():
@@ -135,6 +131,29 @@ class Aggregator:
             self._tell_head()
         with self._storing():
             self._learning.tick()
+
+    def _take_messages(self, messages: list[Event]) -> None:
+        """Store all that came in, or nothing; then answer, and let the broker forget it."""
+        try:
+            with self._store.together():
+                for message in messages:
+                    self._handle(message)
+                self._learning.settle()
+            self._reception.commit()
+        except StateError as error:
+            self._reception.stop(error)
+            self._learning.go_back()
+            self._releases.go_back()
+            self._receipts.clear()
+            for message in messages:  # once more, now that nothing is taken
+                with self._storing():
+                    self._handle(message)
+        for device, receipt in self._receipts:
+            self._wire.tell_device(device, "ack", receipt)
+        self._receipts.clear()
+        for message in messages:
+            if isinstance(message, mqtt.Received):
+                self._wire.acknowledge(message)
 
     @contextlib.contextmanager
     def _storing(self) -> Iterator[None]:
@@ -279,13 +298,9 @@ class Aggregator:
 
     def _take_frame(self, device: str, frame: Frame) -> None:
         with self._telling(device, frame.digest):
-            try:
-                outcome = self._reception.take(device, frame)
-                if isinstance(outcome, Complete):
-                    outcome = self._take_message(device, outcome)
-            except StateError as error:
-                self._reception.stop(error, size_bytes=frame.size_bytes)
-                outcome = no_space(frame.digest)
+            outcome = self._reception.take(device, frame)
+            if isinstance(outcome, Complete):
+                outcome = self._take_message(device, outcome)
         if outcome is not None:
             self._receipts.append((device, outcome))
 
@@ -296,14 +311,14 @@ class Aggregator:
         return self._take_evaluation(device, message, complete.digest)
 
     def _take_submission(self, device: str, submission: Submission, complete: Complete) -> Receipt:
-        prototypes = check_submission(submission, self._task.expectation)
+        labels = check_labels(submission, self._task.expectation)
         row = SubmissionRow(
             device=device,
             entry=rounds.Entry(submission.sequence, complete.digest, time.time(), submission.round),
             size_bytes=len(complete.payload),
             pictures=submission.pictures,
-            prototypes=len(prototypes.labels),
-            per_class=Counter(prototypes.labels.tolist()),
+            prototypes=len(labels),
+            per_class=Counter(labels.tolist()),
         )
         answer = self._learning.take(row, complete.payload)
         self._check_verdict(answer, row.entry.round)

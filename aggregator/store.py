@@ -143,6 +143,24 @@ class Store:
         """Whether an aggregator is at work in this folder."""
         return self._lock.is_taken()
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Write everything within at its end, durably, or nothing.
+
+        Raises:
+            StateError: it cannot be written.
+        """
+        with self._sqlite_errors():
+            self._db.execute("BEGIN")
+        try:
+            yield
+            with self._sqlite_errors():
+                self._db.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")  # some failures have done so themselves
+            raise
+
     def try_to_write(self) -> None:
         """See whether anything can be stored.
 

@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from protocol.codec import digest_of
@@ -38,24 +39,76 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         StateError: the disk is full, or the folder cannot be written.
     """
+    temporary = _write_beside(path, data)
     with state_errors(path):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)  # what mkstemp makes is for its owner alone
-            Path(temporary).replace(path)
-            _sync_folder(path.parent)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        temporary.replace(path)
+        _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a new name in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def _write_beside(path: Path, data: bytes) -> Path:
+    """Write what shall become `path` under another name, durably; nothing of it stays where that fails."""
+    with state_errors(path), contextlib.ExitStack() as unfinished:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}-")
+        temporary = Path(name)
+        unfinished.callback(temporary.unlink, missing_ok=True)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)  # what mkstemp makes is for its owner alone
+        unfinished.pop_all()
+    return temporary
+
+
+class WrittenTogether:
+    """Files that are written as `write_atomically` does, several at a time, while the program goes on.
+
+    A disk takes several files at once in hardly more time than one.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="writing")
+        self._written: dict[Path, Future[Path]] = {}
+
+    def add(self, path: Path, data: bytes) -> None:
+        """Begin to write a file; its name comes with `finish`."""
+        if path not in self._written:
+            self._written[path] = self._pool.submit(_write_beside, path, data)
+
+    def finish(self) -> None:
+        """Wait until all files are durable, and give them their names.
+
+        Raises:
+            StateError: one of them cannot be written; then none gets its name.
+        """
+        written, self._written = self._written, {}
+        wait(written.values())
+        failures = [failure for each in written.values() if (failure := each.exception())]
+        with state_errors(Path()):
+            for path, each in written.items():
+                if failures and not each.exception():
+                    each.result().unlink(missing_ok=True)
+                elif not failures:
+                    each.result().replace(path)
+            for folder in {path.parent for path in written}:
+                _sync(folder)
+        if failures:
+            raise failures[0]
+
+    def give_up(self) -> None:
+        """Leave nothing of the files that were added."""
+        with contextlib.suppress(StateError):
+            self._written = {path: each for path, each in self._written.items() if not each.cancel()}
+            wait(self._written.values())
+            for each in self._written.values():
+                if not each.exception():
+                    each.result().unlink(missing_ok=True)
+            self._written = {}
+
+
+def _sync(path: Path) -> None:
+    """Make what is in a file durable, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -104,9 +157,17 @@ class BlobStore:
     def put(self, data: bytes) -> bytes:
         """Store `data`; returns its digest. Storing it again changes nothing, but mends what the disk has changed."""
         digest = digest_of(data)
-        if digest not in self or file_digest(self.path(digest)) != digest:
+        if not self._is_whole(digest):
             write_atomically(self.path(digest), data)
         return digest
+
+    def put_soon(self, data: bytes, *, digest: bytes, together: WrittenTogether) -> None:
+        """Store `data`, whose digest was checked, with other files; it is there once these are."""
+        if not self._is_whole(digest):
+            together.add(self.path(digest), data)
+
+    def _is_whole(self, digest: bytes) -> bool:
+        return digest in self and file_digest(self.path(digest)) == digest
 
     def read(self, digest: bytes) -> bytes:
         """The blob's bytes, checked against their name.
@@ -148,7 +209,7 @@ class BlobStore:
         with state_errors(partial), partial.open("rb+") as file:
             os.fsync(file.fileno())
             partial.replace(self.path(digest))
-            _sync_folder(self.folder)
+            _sync(self.folder)
         return self.path(digest)
 
     def keep_only(self, digests: Collection[bytes]) -> None:

@@ -3,6 +3,7 @@
 import logging
 import queue
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from aggregator.store import Store, SubmissionRow
 from aggregator.task import Task, prepare_task
 from aggregator.trainer import Finished, Progress
 from protocol.codec import digest_of, encode
+from protocol.errors import StateError
 from tests.aggregator.made import round_submission
 
 PATIENCE_S = 60.0
@@ -39,8 +41,11 @@ def _take(learning: Learning, task: Task, device: str, *, number: int = 0) -> ro
         task=task.digest, number=number, shapes=task.expectation.tensors, seed=ord(device)
     )
     payload = encode(submission)
-    entry = rounds.Entry(1, digest_of(payload), 100.0, number)
-    return learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+    entry = rounds.Entry(1, digest_of(payload), time.time(), number)
+    answer = learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+    learning.settle()
+    learning.tick()
+    return answer
 
 
 def _end(events: Events) -> Finished:
@@ -103,3 +108,29 @@ def test_what_is_refused_leaves_nothing(task: Task, store: Store) -> None:
     assert _take(learning, task, "a", number=1).verdict == "unknown_round"
     assert set(store.blobs.digests()) == before
     assert store.submissions(task.digest) == {}
+
+
+def test_what_could_not_be_stored_was_never_taken(task: Task, store: Store) -> None:
+    """A batch that is taken back closes no round, and leaves neither blob nor row; it can come again."""
+    events: Events = queue.SimpleQueue()
+    learning = Learning(task, store, on_event=events.put)
+    before = set(store.blobs.digests())
+    with pytest.raises(StateError), store.together():
+        _take_both(learning, task)
+    learning.go_back()
+    learning.tick()
+    assert learning.state == store.round_state(task.digest) == rounds.State()
+    assert (set(store.blobs.digests()), events.empty()) == (before, True)
+    for device in "ab":
+        assert _take(learning, task, device).verdict == "new"
+    assert learning.finish(_end(events))
+
+
+def _take_both(learning: Learning, task: Task) -> None:
+    for device in "ab":
+        payload = encode(
+            round_submission(task=task.digest, shapes=task.expectation.tensors, seed=ord(device))
+        )
+        entry = rounds.Entry(1, digest_of(payload), time.time(), 0)
+        learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+    raise StateError("the disk is full")

@@ -286,3 +286,29 @@ def test_a_state_folder_that_cannot_be_written() -> None:
             open_folder(folder / "state")
         with pytest.raises(StateError, match="Permission denied"):
             Store(folder)
+
+
+def test_what_is_written_together_is_there_or_not(tmp_path: Path) -> None:
+    """Others see all of it at the end; nothing of it if something fails, also if that is not the disk."""
+    store = Store(tmp_path)
+    with store.together():
+        store.set_fact("one", "1")
+        assert Store(tmp_path, read_only=True).fact("one") == ""
+        store.set_fact("two", "2")
+    assert Store(tmp_path, read_only=True).facts("") == {"one": "1", "two": "2"}
+    with pytest.raises(KeyError):
+        _set_together(store, {"two": "3"}, then=KeyError())
+    assert store.fact("two") == "2"
+    with full_disk(after_bytes=100_000), pytest.raises(StateError):
+        _set_together(store, {"one": "11", "two": "x" * 3_000_000})
+    assert (store.fact("one"), store.fact("two")) == ("1", "2")
+    store.set_fact("one", "new")
+    assert store.fact("one") == "new"
+
+
+def _set_together(store: Store, facts: dict[str, str], *, then: Exception | None = None) -> None:
+    with store.together():
+        for key, value in facts.items():
+            store.set_fact(key, value)
+        if then is not None:
+            raise then

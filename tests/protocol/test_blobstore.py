@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.blobstore import BlobStore, file_digest, write_atomically
+from protocol.blobstore import BlobStore, WrittenTogether, file_digest, write_atomically
 from protocol.codec import digest_of
 from protocol.errors import StateError, TransferError
 from tests.machine import full_disk, open_folder, read_only
@@ -189,3 +189,42 @@ def test_storing_again_mends_a_damaged_blob(tmp_path: Path) -> None:
     store.path(digest).write_bytes(b"blot")
     assert store.put(b"blob") == digest
     assert store.read(digest) == b"blob"
+
+
+def test_blobs_that_are_written_together_get_their_names_together(tmp_path: Path) -> None:
+    """Before that they are not there; one that is there already is mended if the disk has changed it."""
+    store, together = BlobStore(tmp_path), WrittenTogether()
+    payloads = [bytes([number]) * 1000 for number in range(20)]
+    store.path(store.put(payloads[0])).write_bytes(b"changed")
+    for payload in payloads * 2:
+        store.put_soon(payload, digest=digest_of(payload), together=together)
+    assert set(store.digests()) == {digest_of(payloads[0])}
+    together.finish()
+    assert [store.read(digest_of(payload)) for payload in payloads] == payloads
+    assert len(_files(tmp_path)) == len(payloads)
+    together.finish()
+
+
+def test_of_files_that_are_written_together_none_is_there_if_one_fails(tmp_path: Path) -> None:
+    """Nothing is left of the others, and with room again they can be written."""
+    store, together = BlobStore(tmp_path), WrittenTogether()
+    with full_disk(after_bytes=10_000):
+        for payload in (b"small", DATA, b"also small"):
+            store.put_soon(payload, digest=digest_of(payload), together=together)
+        with pytest.raises(StateError, match="cannot use"):
+            together.finish()
+    assert _files(tmp_path) == []
+    store.put_soon(DATA, digest=DIGEST, together=together)
+    together.finish()
+    assert store.read(DIGEST) == DATA
+
+
+def test_files_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
+    """Whether they were written by then or not."""
+    store, together = BlobStore(tmp_path), WrittenTogether()
+    for number in range(50):
+        payload = bytes([number]) * 10_000
+        store.put_soon(payload, digest=digest_of(payload), together=together)
+    together.give_up()
+    together.finish()
+    assert _files(tmp_path) == []

@@ -1,6 +1,7 @@
 """The MQTT session against real brokers: it connects, comes back, keeps order and never runs hot."""
 
 import os
+import queue
 import random
 import socket
 import threading
@@ -15,12 +16,15 @@ from protocol import session
 from protocol.errors import ConfigError
 from protocol.session import (
     LONGEST_PAUSE_S,
+    UNACKNOWLEDGED,
     Broker,
     Connected,
     Disconnected,
     Drained,
+    Event,
     Outgoing,
     Received,
+    Session,
     failures_after,
     parse_broker,
     pause_s,
@@ -345,3 +349,31 @@ def test_what_is_no_broker_address(text: str) -> None:
     """Anything else is refused, with an example."""
     with pytest.raises(ConfigError, match="expected the broker as HOST or HOST:PORT"):
         parse_broker(text)
+
+
+def test_a_broker_waits_for_what_is_not_acknowledged(address: Broker, tmp_path: Path) -> None:
+    """So memory is bounded by what is acknowledged, however much is sent; the rest comes then."""
+    if mosquitto_program() is None:
+        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    sent: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    options = "allow_anonymous true\nmax_queued_messages 0"
+    slow = Session(address, client_id="slow", subscriptions=["a"], on_event=heard.put, manual_ack=True)
+    fast = Session(address, client_id="fast", subscriptions=[], on_event=sent.put)
+    with mosquitto(address, tmp_path, options=options):
+        slow.start()
+        assert isinstance(heard.get(timeout=20), Connected)
+        fast.start()
+        for number in range(2 * UNACKNOWLEDGED):
+            fast.send(Outgoing("a", str(number).encode()))
+        while not isinstance(sent.get(timeout=20), Drained):
+            pass
+        first = [heard.get(timeout=20) for _ in range(UNACKNOWLEDGED)]
+        with pytest.raises(queue.Empty):
+            heard.get(timeout=0.5)
+        for event in first:
+            assert isinstance(event, Received)
+            slow.acknowledge(event)
+        assert len([heard.get(timeout=20) for _ in range(UNACKNOWLEDGED)]) == UNACKNOWLEDGED
+        for session in (slow, fast):
+            session.stop()

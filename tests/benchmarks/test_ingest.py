@@ -1,0 +1,24 @@
+"""What ingest costs is measured with the real programs, and written down."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.ingest import ingest
+from tests.brokers import mosquitto_program
+
+
+@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+def test_the_benchmark_compares_and_writes_its_figures(tmp_path: Path) -> None:
+    """Every submission of the load is received by an aggregator, and every message by who discards it."""
+    file = tmp_path / "figures.json"
+    arguments = ["--devices", "2", "--submissions", "2", "--megabytes", "0.2", "--repetitions", "1"]
+    result = CliRunner().invoke(ingest, [*arguments, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(file.read_text())
+    assert all(value > 0 for value in figures.values())
+    assert figures["ratio_lowest"] <= figures["ratio"] <= figures["ratio_highest"]
+    assert figures["megabytes"] == pytest.approx(0.8, rel=0.05)
+    assert all(name in result.output for name in figures)
