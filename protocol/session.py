@@ -351,6 +351,7 @@ class Session:
         """One connection from its beginning to its end; None if we were told to stop."""
         failure = self._connect(connection.client)
         if failure is not None:
+            _close(connection.client)
             return _End(failure)
         end = self._serve(connection)
         self._client = None
@@ -589,5 +590,9 @@ def _wishes() -> Properties:
 
 
 def _close(client: mqtt.Client) -> None:
+    """End a client; what it has open is closed with its last reference, which our callbacks must not hold."""
     client.disconnect()
     client.loop_stop()
+    client.on_connect = client.on_disconnect = client.on_message = client.on_publish = client.on_subscribe = (
+        None
+    )

@@ -1,5 +1,6 @@
 """The MQTT session against real brokers: it connects, comes back, keeps order and never runs hot."""
 
+import gc
 import os
 import queue
 import random
@@ -223,6 +224,22 @@ def test_failed_tries_leave_nothing_open(address: Broker) -> None:
             ear.wait(Disconnected)
         assert len(list(Path("/proc/self/fd").iterdir())) <= files + 2
         assert threading.active_count() <= threads + 1
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_lost_connections_leave_nothing_open() -> None:
+    """What a client has open is closed with its connection, and does not wait for the garbage collector."""
+    gc.disable()
+    try:
+        with listening(lambda _: None) as (broker, _), running(broker, "a") as (_, ear):
+            for _ in range(2):
+                ear.wait(Disconnected)
+            files = len(list(Path("/proc/self/fd").iterdir()))
+            for _ in range(8):
+                ear.wait(Disconnected)
+            assert len(list(Path("/proc/self/fd").iterdir())) <= files + 6
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("short_pauses")
