@@ -22,7 +22,6 @@ from typing import Any
 
 import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
-from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
@@ -39,8 +38,6 @@ FAREWELL_S = 2.0
 OF_USE_MESSAGES = 16
 """More than what is said at the beginning of every connection."""
 
-UNACKNOWLEDGED = 512
-"""With `manual_ack` and MQTT 5, messages that a broker sends before it waits; in 3.1.1 it chooses by itself."""
 
 VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
 """In the order in which they are tried on a broker that is not known yet."""
@@ -446,14 +443,8 @@ class Session:
 
     def _connect(self, client: mqtt.Client) -> str | None:
         """Open the connection; returns why it failed."""
-        wishes = self._manual_ack and client.protocol is MQTTProtocolVersion.MQTTv5
         try:
-            client.connect(
-                self._broker.host,
-                self._broker.port,
-                keepalive=self._keepalive_s,
-                properties=_wishes() if wishes else None,
-            )
+            client.connect(self._broker.host, self._broker.port, keepalive=self._keepalive_s)
         except (OSError, ValueError) as error:
             return f"no broker at {self._broker}: {getattr(error, 'strerror', None) or error}"
         client.loop_start()
@@ -580,13 +571,6 @@ def _subscribe(client: mqtt.Client, topics: Sequence[str], *, is_v5: bool) -> No
         client.subscribe([(topic, SubscribeOptions(qos=1)) for topic in topics])
     else:
         client.subscribe([(topic, 1) for topic in topics])
-
-
-def _wishes() -> Properties:
-    """What a client that acknowledges by hand asks of a broker with MQTT 5."""
-    properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
-    properties.ReceiveMaximum = UNACKNOWLEDGED
-    return properties
 
 
 def _close(client: mqtt.Client) -> None:

@@ -17,7 +17,6 @@ from protocol import session
 from protocol.errors import ConfigError
 from protocol.session import (
     LONGEST_PAUSE_S,
-    UNACKNOWLEDGED,
     Broker,
     Connected,
     Disconnected,
@@ -374,23 +373,24 @@ def test_a_broker_waits_for_what_is_not_acknowledged(address: Broker, tmp_path: 
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")
     heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
     sent: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    options = "allow_anonymous true\nmax_queued_messages 0"
+    window = 7
+    options = f"allow_anonymous true\nmax_queued_messages 0\nmax_inflight_messages {window}"
     slow = Session(address, client_id="slow", subscriptions=["a"], on_event=heard.put, manual_ack=True)
     fast = Session(address, client_id="fast", subscriptions=[], on_event=sent.put)
     with mosquitto(address, tmp_path, options=options):
         slow.start()
         assert isinstance(heard.get(timeout=20), Connected)
         fast.start()
-        for number in range(2 * UNACKNOWLEDGED):
+        for number in range(2 * window):
             fast.send(Outgoing("a", str(number).encode()))
         while not isinstance(sent.get(timeout=20), Drained):
             pass
-        first = [heard.get(timeout=20) for _ in range(UNACKNOWLEDGED)]
+        first = [heard.get(timeout=20) for _ in range(window)]
         with pytest.raises(queue.Empty):
             heard.get(timeout=0.5)
         for event in first:
             assert isinstance(event, Received)
             slow.acknowledge(event)
-        assert len([heard.get(timeout=20) for _ in range(UNACKNOWLEDGED)]) == UNACKNOWLEDGED
+        assert len([heard.get(timeout=20) for _ in range(window)]) == window
         for session in (slow, fast):
             session.stop()
