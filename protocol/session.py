@@ -346,6 +346,8 @@ class Session:
 
     def _live(self, connection: _Connection) -> _End | None:
         """One connection from its beginning to its end; None if we were told to stop."""
+        # Before anything can come in: a broker may hand out messages ahead of what makes the session ready.
+        self._client = connection.client
         failure = self._connect(connection.client)
         if failure is not None:
             _close(connection.client)
@@ -490,7 +492,6 @@ class Session:
         connection.ready_s = time.monotonic()
         if connection.version is not MQTTProtocolVersion.MQTTv5:
             connection.max_packet_bytes = self._experience.limit_bytes
-        self._client = connection.client
         self._on_event(Connected(connection.max_packet_bytes))
 
     def _settle(self, connection: _Connection, answer: _Acknowledged) -> None:

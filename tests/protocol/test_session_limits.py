@@ -283,6 +283,28 @@ def test_what_is_not_acknowledged_holds_the_broker_back(
         assert [event.payload for event in got] == [bytes([number]) for number in range(40)]
 
 
+@pytest.mark.usefixtures("only_311")
+def test_what_comes_ahead_of_the_confirmed_subscription_is_acknowledged_too() -> None:
+    """A broker may hand out what is retained first; unacknowledged, it would fill its window for good."""
+    answers: list[bytes] = []
+
+    def answer(peer: socket.socket) -> None:
+        peer.recv(1024)
+        peer.sendall(b"\x20\x02\x00\x00")
+        subscribe = peer.recv(1024)
+        peer.sendall(b"\x32\x06\x00\x01t\x00\x07x")
+        peer.settimeout(PATIENCE_S)
+        with contextlib.suppress(TimeoutError):
+            answers.append(peer.recv(1024))
+        peer.sendall(b"\x90\x03" + subscribe[2:4] + b"\x01")
+        peer.recv(1024)
+
+    with listening(answer) as (broker, _), running(broker, "a", "t", manual_ack=True) as (made, ear):
+        made.acknowledge(ear.wait(Received))
+        ear.wait(Connected)
+    assert answers == [b"\x40\x02\x00\x07"]
+
+
 def test_nothing_is_lost_when_acknowledgements_come_late(broker: Broker) -> None:
     """Acknowledged after all the rest, in any order, each message came once, and more can follow."""
     with running(broker, "a", "t", manual_ack=True) as (made, ear):
