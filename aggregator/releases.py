@@ -47,8 +47,8 @@ class Releases:
         self._shown = 0
         self._is_due = True
         self.manifest: HeadManifest | None = None
-        self.served: set[bytes] = set()
         self._heads = self._read_heads()
+        self.served = self._served()
         store.keep_rollout(task.digest, self._state)
         self._tidy()
         self._release()
@@ -97,13 +97,18 @@ class Releases:
         if state != self._state:
             self._store.keep_rollout(self._task.digest, state)
             self._state, self._is_due = state, True
+            # Whatever cannot be written below: what devices are told to use sooner or later is there for them.
+            self.served = self._served()
             self._release()
         for action in actions:
             self._tell(action)
         return actions
 
     def _release(self) -> None:
-        """Say what holds; with a number that grows whenever it is something else, also where the state was lost."""
+        """Say what holds; with a number that grows whenever it is something else.
+
+        It also grows with every start, which may be one with an older state than what the fleet was told of.
+        """
         state, heads = self._state, self._heads
         if state.current and state.current != self._shown:
             self._show(heads[state.current])
@@ -119,7 +124,7 @@ class Releases:
         )
         digest = digest_of(encode(said)).hex()
         release, last = json.loads(self._store.fact("release", '[0, ""]'))
-        if digest != last:
+        if self.manifest is None or digest != last:
             release = max(release + 1, int(time.time()))
             self._store.set_fact("release", json.dumps([release, digest]))
         self.manifest = msgspec.structs.replace(said, release=release)
@@ -128,9 +133,11 @@ class Releases:
     def _read_heads(self) -> dict[int, HeadRow]:
         return {row.version: row for row in self._store.heads(self._task.digest)}
 
+    def _served(self) -> set[bytes]:
+        return served_blobs(self._task, list(self._heads.values()), self._state)
+
     def _tidy(self) -> None:
         """Forget the heads that nobody can be told to use any more: their files, and what devices said of them."""
-        self.served = served_blobs(self._task, list(self._heads.values()), self._state)
         self._store.forget_evaluations(self._task.digest, but=rollout.kept(self._state, self._heads))
         self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 

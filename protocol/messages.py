@@ -166,7 +166,7 @@ class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
 
     task: Digest
     release: Positive
-    """Grows with every manifest that says something else, also where it goes back to an older head."""
+    """Grows with every manifest that says something else, an older head too, and with every start of the aggregator."""
     current: HeadRef
     candidate: HeadRef | None = None
     """What the canaries use in the place of `current`, and report on."""
