@@ -340,17 +340,21 @@ class Device:
     def _tidy(self) -> None:
         """Delete the blobs of the past, once a head of the current task is in use.
 
-        The head before it stays, so that going back needs no network.
+        The head before it stays, so that going back needs no network. What is being taken into use stays as
+        well, even where a newer head was seen meanwhile: this comes again once that is over.
         """
         state, kept = self._state, self._kept
         if state.installed is None or state.task is None or state.manifest is None:
+            return
+        if state.installing is not None:
             return
         wanted = {state.task, *(blob.digest for blob in needs.needed(state))}
         with kept.keeping:
             _, learnt = kept.get("learnt", ["", ""])
             named = [learnt, *map(kept.get, ("round", "untaught"))]
             for head in filter(None, (kept.installed(), kept.previous())):
-                named += [head.head, head.tensors, head.learnt]
+                # With the backbones: another task's head stays in use until one of this task is.
+                named += [head.head, head.tensors, head.learnt, *head.backbones]
             self._blobs.keep_only(wanted | {bytes.fromhex(digest) for digest in named if digest})
         self._state = replace(state, stored=frozenset(self._blobs.digests()))
 

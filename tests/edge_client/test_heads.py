@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from edge_client.rounds import pack, untaught
 from edge_client.state import DeviceState
 from edge_client.worker import Crashed, Worker
 from protocol.codec import decode, encode
-from protocol.messages import BlobRef, Evaluation, HeadRef, TaskManifest
+from protocol.messages import BlobRef, Evaluation, HeadManifest, HeadRef, TaskManifest
 from tests.edge_client.made import CLASSES, linear_head, tiny, write_pictures
 from tests.edge_client.made_rounds import TASK as ROUNDS_TASK
 from tests.edge_client.made_rounds import make_task, open_round
@@ -197,6 +198,45 @@ def test_the_head_before_stays_on_the_disk(bench: Bench, tmp_path: Path) -> None
     device._tidy()
     assert [head.head.digest in bench.kept.blobs for head in heads] == [False, True, True]
     assert device._info().head_version == 3
+
+
+def test_what_is_being_taken_into_use_stays_on_the_disk(bench: Bench, tmp_path: Path) -> None:
+    """The outcome of an older head comes while one is tried, and a newer one is announced: both still work."""
+    heads = [bench.head(version, _head([bench.backbone], "cat", float(version))) for version in (1, 2)]
+    device = Device(make_settings(tmp_path), bench.kept)
+    device._step(events.TaskSeen(bench.task, bench.manifest))
+    device._state = replace(device._state, working=True)
+    for number, head in enumerate(heads, start=1):
+        device._step(events.HeadSeen(HeadManifest(task=bench.task, release=number, current=head)))
+        bench.worker.install(events.Install(bench.task, bench.manifest, head))
+        if number == 1:
+            outcome, _ = bench.outcome()
+    assert device._state.installing == head_key(heads[1])
+    device._state = replace(device._state, installed=head_key(heads[0]))
+    blob = BlobRef(digest=bytes(32), size_bytes=9, name="to be fetched")
+    newer = HeadRef(version=3, head=blob, devices=1, prototypes=1)
+    device._step(events.HeadSeen(HeadManifest(task=bench.task, release=3, current=newer)))
+    device._handle(outcome)
+    assert heads[1].head.digest in bench.kept.blobs
+    installed, _ = bench.outcome()
+    device._handle(installed)
+    assert heads[1].head.digest in bench.kept.blobs
+
+
+def test_the_backbone_of_the_head_in_use_stays_on_the_disk(bench: Bench, tmp_path: Path) -> None:
+    """Another task has another one, and its first head is refused: the old head works as before."""
+    old = bench.head(1, _head([bench.backbone], "cat"))
+    bench.install(old)
+    device = Device(make_settings(tmp_path), bench.kept)
+    other = bench.put(tiny_backbone(feature_size=8), "other")
+    manifest = msgspec.structs.replace(bench.manifest, backbones=(other,))
+    device._state = replace(device._state, installed=head_key(old), stored=frozenset(bench.kept.blobs.digests()))
+    device._step(events.TaskSeen(b"u" * 32, manifest))
+    device._state = replace(device._state, working=True)
+    device._tidy()
+    kept = bench.kept.installed()
+    assert kept is not None
+    assert all(bytes.fromhex(digest) in bench.kept.blobs for digest in (kept.head, *kept.backbones))
 
 
 def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
