@@ -231,7 +231,8 @@ def _hand_in(state: State, seen: OutboxSeen) -> State:
     wanted = [item for item in items if not item.received or item.digest in going]
     submitted = next((item for item in items if item.received), None)
     pending = tuple(going.get(item.digest) or Upload(item) for item in wanted)
-    return replace(state, submitted=submitted, uploads=pending)
+    # What was at its turn may have to wait for another one now, and begins again after that.
+    return replace(state, submitted=submitted, uploads=(*pending[:1], *map(uploads.afresh, pending[1:])))
 
 
 def _hand_in_again(state: State) -> State:

@@ -212,7 +212,9 @@ class Device:
         is_new = presence.epoch != self._aggregator_epoch
         self._aggregator_epoch = presence.epoch
         if is_new:
-            return [events.AggregatorStarted()]
+            # Also with what the one before has refused: its task file may say something else now.
+            seen = [events.OutboxSeen(self._kept.outbox.items())] if self._state.task is not None else []
+            return [*seen, events.AggregatorStarted()]
         return [] if retained else [events.AggregatorBack()]
 
     def _own_presence_seen(self, presence: Presence) -> None:

@@ -16,7 +16,8 @@ from edge_client.work import Found, Local
 from edge_client.worker import Crashed, Settings, Worker
 from protocol.codec import encode
 from protocol.errors import ConfigError, StateError
-from protocol.messages import HeadRef, Presence, PresenceState
+from protocol.messages import HeadRef, Presence, PresenceState, Receipt
+from protocol.session import Received
 from protocol.topics import fleet_topic
 from tests.edge_client.made_rounds import TASK, look_at, make_task, open_round, take_pictures
 
@@ -140,11 +141,24 @@ def test_an_aggregator_that_connects_again_is_noticed(tmp_path: Path, kept: Devi
         payload = encode(Presence(state=state, epoch=epoch))
         return list(device._translate(fleet_topic("f", "state"), payload, retained=retained))
 
-    assert heard("online", 7, retained=True) == [events.AggregatorStarted()]
+    assert heard("online", 7, retained=True) == [events.OutboxSeen(()), events.AggregatorStarted()]
     assert heard("online", 7, retained=True) == []
     assert heard("offline", 7, retained=False) == []
     assert heard("online", 7, retained=False) == [events.AggregatorBack()]
-    assert heard("online", 8, retained=False) == [events.AggregatorStarted()]
+    assert heard("online", 8, retained=False) == [events.OutboxSeen(()), events.AggregatorStarted()]
+
+
+def test_what_was_refused_is_handed_in_again_after_the_next_start(tmp_path: Path, kept: DeviceState) -> None:
+    """Of the aggregator: it may take larger submissions by now."""
+    device = make_device(tmp_path, kept)
+    device._state = replace(device._state, working=True)
+    item = kept.outbox.keep("submission", b"large", task=TASK, about="x")
+    device._step(events.OutboxSeen(kept.outbox.items()))
+    device._step(events.ReceiptSeen(Receipt(digest=item.digest, status="refused", reason="oversized")))
+    assert not device._state.uploads
+    payload = encode(Presence(state="online", epoch=7))
+    device._handle(Received(fleet_topic("f", "state"), payload))
+    assert [upload.item for upload in device._state.uploads] == [item]
 
 
 def test_a_dry_run_without_a_broker_needs_all_of_a_task(tmp_path: Path, kept: DeviceState) -> None:

@@ -230,7 +230,9 @@ def test_the_backbone_of_the_head_in_use_stays_on_the_disk(bench: Bench, tmp_pat
     device = Device(make_settings(tmp_path), bench.kept)
     other = bench.put(tiny_backbone(feature_size=8), "other")
     manifest = msgspec.structs.replace(bench.manifest, backbones=(other,))
-    device._state = replace(device._state, installed=head_key(old), stored=frozenset(bench.kept.blobs.digests()))
+    device._state = replace(
+        device._state, installed=head_key(old), stored=frozenset(bench.kept.blobs.digests())
+    )
     device._step(events.TaskSeen(b"u" * 32, manifest))
     device._state = replace(device._state, working=True)
     device._tidy()

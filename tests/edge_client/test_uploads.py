@@ -188,3 +188,17 @@ def test_what_has_left_the_outbox_is_not_sent() -> None:
     state, actions = step(state, events.OutboxSeen((newer, other)), now_s=1)
     assert sent(actions) == [((0, 5),)]
     assert [upload.item for upload in state.uploads] == [newer]
+
+
+def test_what_has_to_let_another_go_first_begins_again_after_it() -> None:
+    """What the broker acknowledges meanwhile belongs to the other one: nothing waits for a word that has passed."""
+    report = item_of(b"report", kind="evaluation", about="aa")
+    state = State(mode=Mode.SERVICE, task=ITEM.task, uploads=(Upload(report),))
+    state, actions = step(state, events.Connected(), now_s=0)
+    assert sent(actions) == [((0, 6),)]
+    state, actions = step(state, events.OutboxSeen((ITEM, report)), now_s=1)
+    assert sent(actions) == [(QUESTION,)]
+    state, _ = drain(state)
+    receipt = Receipt(digest=ITEM.digest, status="received")
+    _, actions = step(state, events.ReceiptSeen(receipt), now_s=2)
+    assert sent(actions) == [((0, 6),)]
