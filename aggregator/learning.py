@@ -101,8 +101,11 @@ class Learning:
     def go_back(self) -> None:
         """Go back to what the store has: what was taken since could not be stored."""
         self._writing.give_up()
+        # Whether a training runs is not the store's to say: that one has failed could perhaps not be stored.
+        running = None if self._due else self.state.training
         self._due.clear()
-        self.state = self._store.round_state(self._task.digest)
+        stored = self._store.round_state(self._task.digest)
+        self.state = replace(self.state, submissions=stored.submissions, training=running)
 
     def show_progress(self, figures: Mapping[str, Any]) -> None:
         """Keep what a training says of itself, for who looks."""

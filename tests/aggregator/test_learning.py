@@ -81,6 +81,30 @@ def test_a_round_that_fails_is_told_and_tried_again(
     assert [len(head.members) for head in store.heads()] == [3]
 
 
+def test_a_failure_that_cannot_be_stored_holds_nothing_up(task: Task, store: Store) -> None:
+    """The disk is full when a pooling fails and when the next batch comes; with room again, it is done."""
+    events: Events = queue.SimpleQueue()
+    learning = Learning(task, store, on_event=events.put)
+    assert task.first_tensors is not None
+    blob = store.blobs.path(task.first_tensors.digest)
+    whole = blob.read_bytes()
+    blob.write_bytes(b"damaged")
+    for device in "ab":
+        _take(learning, task, device)
+    learning.settle()
+    learning.tick()
+    failure = _end(events)
+    store._db.execute("PRAGMA query_only = 1")
+    assert not learning.finish(failure)
+    learning.go_back()
+    store._db.execute("PRAGMA query_only = 0")
+    blob.write_bytes(whole)
+    learning.retry()
+    learning.tick()
+    assert learning.finish(_end(events))
+    assert [len(head.members) for head in store.heads()] == [2]
+
+
 def test_a_pooling_that_was_cut_off_is_done_again(
     task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
