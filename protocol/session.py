@@ -234,12 +234,34 @@ class _Connection:
     ready_s: float | None = None
     is_drained: bool = True
     carried: int = 0
-    in_flight: dict[int, tuple[str, int]] = field(default_factory=dict)
-    """Topic and packet size by message id."""
+    in_flight: dict[int, tuple[Outgoing, int]] = field(default_factory=dict)
+    """With its packet size, by message id."""
+    denied: dict[str, Outgoing] = field(default_factory=dict)
+    """What the broker was to keep and will not take, by topic: nobody sends it again, as they do all else."""
+    again_s: float | None = None
+    """When that is tried again."""
 
     def lived_s(self) -> float:
         """Seconds for which it has been of use."""
         return 0.0 if self.ready_s is None else time.monotonic() - self.ready_s
+
+    def ask(self, outgoing: Outgoing) -> None:
+        """Let something wait for its turn; it takes the place of what was denied on its topic."""
+        self.denied.pop(outgoing.topic, None)
+        self.waiting.append(outgoing)
+
+    def put_off(self, outgoing: Outgoing) -> None:
+        """Keep what was denied for another try, unless it is said anew soon or was not for the broker to keep."""
+        underway = [*self.waiting, *(other for other, _ in self.in_flight.values())]
+        if outgoing.retain and all(other.topic != outgoing.topic for other in underway):
+            self.denied[outgoing.topic] = outgoing
+            self.again_s = self.again_s or time.monotonic() + LONGEST_PAUSE_S
+
+    def try_again(self) -> None:
+        """Let all wait for its turn that was denied: an access list may be mended while a connection stands."""
+        self.waiting.extend(self.denied.values())
+        self.denied.clear()
+        self.again_s = None
 
 
 class Session:
@@ -288,7 +310,11 @@ class Session:
         self._thread.start()
 
     def send(self, outgoing: Outgoing) -> None:
-        """Publish at QoS 1 in order; dropped if there is no connection, or it ends before its turn."""
+        """Publish at QoS 1 in order; dropped if there is no connection, or it ends before its turn.
+
+        What the broker is to retain and denies is sent again every minute, until it is taken or something else is
+        said on its topic.
+        """
         self._inbox.put(outgoing)
 
     def acknowledge(self, received: Received) -> None:
@@ -467,7 +493,9 @@ class Session:
         """Feed one connection until it ends; None if we were told to stop."""
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
-            match self._next(connection, None if connection.ready_s is not None else deadline):
+            match self._next(connection, deadline if connection.ready_s is None else connection.again_s):
+                case None if connection.ready_s is not None:
+                    connection.try_again()
                 case None:
                     unanswered = not connection.is_answered
                     return _End(f"the broker at {self._broker} does not answer", unanswered=unanswered)
@@ -484,7 +512,7 @@ class Session:
                 case _Acknowledged() as answer:
                     self._settle(connection, answer)
                 case Outgoing() as outgoing:
-                    connection.waiting.append(outgoing)
+                    connection.ask(outgoing)
             self._pump(connection)
 
     def _begin(self, connection: _Connection) -> None:
@@ -496,10 +524,11 @@ class Session:
 
     def _settle(self, connection: _Connection, answer: _Acknowledged) -> None:
         """Take note of what the broker says to a publication."""
-        topic, size_bytes = connection.in_flight.pop(answer.mid)
+        outgoing, size_bytes = connection.in_flight.pop(answer.mid)
         if answer.denial:
             way_out = "; look at the broker's access list" if answer.denial == "Not authorized" else ""
-            self._say_unsendable(topic, answer.denial, answer.denial + way_out)
+            self._say_unsendable(outgoing.topic, answer.denial, answer.denial + way_out)
+            connection.put_off(outgoing)
         else:
             self._experience = self._experience.acknowledged(size_bytes)
 
@@ -525,7 +554,7 @@ class Session:
                     outgoing.topic, outgoing.payload, qos=1, retain=outgoing.retain
                 )
                 # Also if paho calls the connection gone: it may be this very publication that has ended it.
-                connection.in_flight[info.mid] = (outgoing.topic, size_bytes)
+                connection.in_flight[info.mid] = (outgoing, size_bytes)
             connection.waiting.popleft()
         if not connection.is_drained and not connection.waiting and not connection.in_flight:
             connection.is_drained = True

@@ -2,6 +2,8 @@
 
 import contextlib
 import getpass
+import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -202,6 +204,32 @@ def test_a_publication_that_is_denied_is_named(address: Broker, tmp_path: Path) 
         assert "Not authorized" in denied[0].reason
         assert "access list" in denied[0].reason
         assert hears.wait(Received).topic == "ours/1"
+        assert Disconnected not in map(type, ear.rest())
+
+
+@needs_mosquitto
+@pytest.mark.usefixtures("short_pauses")
+def test_what_a_broker_is_to_keep_and_denies_is_said_again_until_it_is_allowed(
+    address: Broker, tmp_path: Path
+) -> None:
+    """On the same connection: an access list is mended and nobody reconnects. Of a topic only the newest is said."""
+    pid_file = tmp_path / "mosquitto.pid"
+    with (
+        mosquitto(address, tmp_path, options=f"{_denying(tmp_path)}\npid_file {pid_file}"),
+        running(address, "b", "theirs/+") as (_, hears),
+        running(address, "a") as (says, ear),
+    ):
+        hears.wait(Connected)
+        says.send(Outgoing("theirs/passing", b"x"))
+        says.send(Outgoing("theirs/kept", b"old", retain=True))
+        says.send(Outgoing("theirs/kept", b"new", retain=True))
+        denied = [ear.wait(Unsendable) for _ in range(6)]
+        assert [event.topic for event in denied] == ["theirs/passing", *["theirs/kept"] * 5]
+        (tmp_path / "acl").write_text("topic readwrite #\n", encoding="utf-8")
+        os.kill(int(pid_file.read_text()), signal.SIGHUP)
+        assert hears.wait(Received).payload == b"new"
+        says.send(Outgoing("theirs/end", b"x"))
+        assert hears.wait(Received).topic == "theirs/end"
         assert Disconnected not in map(type, ear.rest())
 
 
