@@ -50,18 +50,30 @@ def order(store: Store, kind: rollout.OrderKind, version: int | None = None) -> 
     return f"head {version} is current"
 
 
+def ordered(store: Store, task: bytes) -> int | None:
+    """The head that will be current by the orders that nobody has taken yet; None if there are none."""
+    heads = {head.version: True for head in store.heads(task)}  # as agreed when the orders were given
+    return _foreseen(store, task, heads).current if store.orders(task) else None
+
+
+def _foreseen(store: Store, task: bytes, heads: dict[int, bool]) -> rollout.State:
+    """What the orders that nobody has taken yet will make of the rollout."""
+    state = store.rollout(task)
+    for earlier in store.orders(task):
+        event = rollout.Ordered(earlier.kind, earlier.version, heads)
+        state, _ = rollout.step(state, event, settings=rollout.Settings())
+    return state
+
+
 def _agreed(store: Store, task: bytes, kind: rollout.OrderKind, version: int | None) -> int:
     """The head that an order is about, after those that nobody has taken yet.
 
     Raises:
         ConfigError: it cannot be carried out.
     """
-    state, heads, settings = store.rollout(task), usable_heads(store, task), rollout.Settings()
-    for earlier in store.orders(task):
-        state, _ = rollout.step(
-            state, rollout.Ordered(earlier.kind, earlier.version, heads), settings=settings
-        )
-    state, actions = rollout.step(state, rollout.Ordered(kind, version, heads), settings=settings)
+    heads = usable_heads(store, task)
+    event = rollout.Ordered(kind, version, heads)
+    state, actions = rollout.step(_foreseen(store, task, heads), event, settings=rollout.Settings())
     for action in actions:
         if isinstance(action, rollout.Decline):
             raise ConfigError(action.why)

@@ -272,11 +272,16 @@ def figures_of(trial: Trial) -> str:
     if not answers:
         return "no canary has answered"
     if not pooled.pictures:
-        return f"it runs on {len(answers)} canaries, without pictures to compare it on"
+        return f"it runs on {canaries(len(answers))}, without pictures to compare it on"
     return (
-        f"{pooled.right / pooled.pictures:.1%} of {pooled.pictures} held-out pictures right on {len(answers)} "
-        f"canaries, {(pooled.before or 0) / pooled.pictures:.1%} with the head before"
+        f"{pooled.right / pooled.pictures:.1%} of {pooled.pictures} held-out pictures right on "
+        f"{canaries(len(answers))}, {(pooled.before or 0) / pooled.pictures:.1%} with the head before"
     )
+
+
+def canaries(count: int) -> str:
+    """So many of them, in words."""
+    return "1 canary" if count == 1 else f"{count} canaries"
 
 
 def _answers(trial: Trial) -> list[Answer]:

@@ -3,8 +3,8 @@
 `--json` prints what `report` returns:
 `running, intake: {stopped_s, reason}, fleet, algorithm, task, classes, quorum, retrain_after, training,
 submissions, waiting, closes_s, round: {number, min_devices, rounds, over, devices, carried},
-rollout: {current, candidate: {version, canaries, awaited, since_s, figures}}, devices: [device, state, seen_s,
-runtime, problem, pictures, round, classes, prototypes, bytes, head, head_problem, right, wrong, accuracy],
+rollout: {current, candidate: {version, canaries, awaited, since_s, figures}, ordered}, devices: [device, state,
+seen_s, runtime, problem, pictures, round, classes, prototypes, bytes, head, head_problem, right, wrong, accuracy],
 coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s, metrics,
 state, why, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path,
 model_path`.
@@ -13,7 +13,8 @@ In `intake`, `stopped_s` is since when nothing can be stored, for the reason bes
 is null for a task without rounds. In it, `devices` are those that have handed in for the open round, and
 `carried` those whose submission for an earlier one still counts. `closes_s` is when the round, or the collection,
 closes at the latest as things stand. `current` is 0 if there is no head, and `candidate` null if none is tried; its
-`figures` are of the canaries that are not `awaited`. A device's `head` is the one it uses, or 0, and its accuracy is
+`figures` are of the canaries that are not `awaited`. `ordered` is the head that an operator's order will make current
+which the aggregator has not taken yet, or null. A device's `head` is the one it uses, or 0, and its accuracy is
 that head's; `head_problem` is why it does not use the one that it is told to. A head's `state` is `current`,
 `candidate`, `rejected`, for which `why` says why, or empty.
 """
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aggregator import notice, rollout, rounds
+from aggregator import notice, orders, rollout, rounds
 from aggregator.store import HeadRow, Store, SubmissionRow
 from protocol.errors import StateError
 from protocol.messages import Evaluation
@@ -64,7 +65,7 @@ def report(store: Store) -> dict[str, Any]:
         "waiting": len(rounds.waiting(state, settings)),
         "closes_s": rounds.closes_at_s(state, settings),
         "round": _round(state, settings),
-        "rollout": _rollout(used),
+        "rollout": {**_rollout(used), "ordered": orders.ordered(store, task)},
         "devices": _devices(store, task, submissions, used),
         "coverage": _coverage(task_file["classes"], submissions.values()),
         "heads": heads,
@@ -217,6 +218,9 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         if head["why"]:
             console.print(f"  {head['why']}", markup=False, highlight=False, soft_wrap=True)
     _show_candidate(summary["rollout"]["candidate"], console)
+    if (ordered := summary["rollout"]["ordered"]) is not None:
+        when = "soon" if summary["running"] else "when the aggregator is started"
+        console.print(f"head {ordered} will be current {when}: an operator's order waits", highlight=False)
     for refusal in summary["refusals"]:
         console.print(
             f"[yellow]refused[/] {refusal['count']} x {refusal['reason']} from {refusal['device']}: ",
@@ -232,13 +236,12 @@ def _show_candidate(candidate: dict[str, Any] | None, console: "Console") -> Non
     """Print what a head waits for that some devices try."""
     if candidate is None:
         return
-    waits = f"it waits for {_some(candidate['awaited'])}" if candidate["canaries"] else "no device is there"
-    tried = f"head {candidate['version']} is tried by {len(candidate['canaries'])} canaries"
-    console.print(
-        f"{tried}: {candidate['figures']}; {waits}",
-        markup=False,
-        highlight=False,
-    )
+    version, count = candidate["version"], len(candidate["canaries"])
+    line = f"head {version} waits for devices that are online, to try it"
+    if count:
+        tried = f"head {version} is tried by {rollout.canaries(count)}: {candidate['figures']}"
+        line = f"{tried}; it waits for {_some(candidate['awaited'])}"
+    console.print(line, markup=False, highlight=False)
 
 
 def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:

@@ -49,6 +49,7 @@ from edge_client.life import Download, Mode, State, Upload, head_key
 from edge_client.needs import (
     can_work,
     current_head,
+    is_canary,
     is_cast,
     is_over,
     is_refused,
@@ -62,6 +63,9 @@ from protocol.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, Ro
 from protocol.transfer import chunk_bytes
 
 Step = tuple[State, tuple[Action, ...]]
+
+NO_SPACE = "the aggregator has no space for what this device hands in"
+"""A hindrance that the aggregator need not be told of."""
 
 
 def step(state: State, event: Event, *, now_s: float) -> Step:
@@ -153,7 +157,7 @@ def _pursue_work(state: State, _now_s: float) -> Step:
         key = head_key(head)
         if key not in (state.installed, state.installing):
             state = replace(state, installing=key)
-            actions.append(Install(task, manifest, head))
+            actions.append(Install(task, manifest, head, is_canary(state)))
     if can_work(state):
         state, build = _due_build(state)
         actions.extend([] if build is None else [build])
@@ -373,7 +377,7 @@ def _take_receipt(state: State, receipt: Receipt, now_s: float) -> Step:
         return _take_missing(state, upload, receipt, now_s)
     if receipt.reason == "no_space":
         state = _with_upload(state, uploads.wait(upload, now_s=now_s))
-        return _hindered(state, "the aggregator has no space for what this device hands in")
+        return _hindered(state, NO_SPACE)
     state, actions = _unhindered(state)
     if receipt.status == "refused":
         state, more = _take_refusal(state, upload, receipt)

@@ -296,6 +296,7 @@ class Device:
     def _info(self) -> DeviceInfo:
         report, head, task = self._kept.get("report", {}), self._kept.installed(), self._state.task
         is_tasks = head is not None and task is not None and head.task == task.hex()
+        hindrance = self._state.hindrance
         return DeviceInfo(
             epoch=self._epoch,
             software=version("protofleet"),
@@ -303,7 +304,7 @@ class Device:
             backbones=tuple(sorted(self._state.stored))[:64],
             pictures={entry["name"]: entry["pictures"] for entry in report.get("classes", [])},
             refused=len(report.get("refused", [])),
-            problem=(self._problem or self._state.hindrance)[:256],
+            problem=(self._problem or ("" if hindrance == agent.NO_SPACE else hindrance))[:256],
             head_version=head.version if head is not None and is_tasks else 0,
         )
 

@@ -192,11 +192,12 @@ class Finish:
 
 @dataclass(frozen=True)
 class Install:
-    """Take a head into use and evaluate it."""
+    """Take a head into use and evaluate it; as a canary, if others do not get it yet."""
 
     task: bytes
     manifest: TaskManifest
     head: HeadRef
+    as_canary: bool = False
 
 
 @dataclass(frozen=True)

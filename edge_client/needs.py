@@ -15,6 +15,12 @@ def current_head(state: State) -> HeadRef | None:
     return seen.current
 
 
+def is_canary(state: State) -> bool:
+    """Whether the head that this device is to use is a candidate."""
+    head = current_head(state)
+    return head is not None and state.head is not None and head == state.head.candidate
+
+
 def is_refused(state: State, head: HeadRef) -> bool:
     """Whether this device has refused a head."""
     return state.refused is not None and state.refused[0] == head_key(head)

@@ -367,7 +367,10 @@ class Worker:
             about=installed.key,
             facts=msgspec.to_builtins({"installed": installed, "previous": previous}),
         )
-        log.info("head %d in use: %d of %d held-out pictures right", reference.version, right, total)
+        log.info(
+            "head %d in use: %d of %d held-out pictures right%s",
+            *(reference.version, right, total, "; this device tries it first" if install.as_canary else ""),
+        )
         return report
 
     def _head_before(self, install: events.Install) -> InstalledHead | None:

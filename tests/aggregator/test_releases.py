@@ -131,7 +131,7 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: Broker, tmp_path: Path) ->
             first.hand_in(_says(task, 2, 7, before=8))
             back = _manifest(first, release=trial.release)
             assert (back.current.version, back.candidate) == (1, None)
-            why = "70.0% of 10 held-out pictures right on 1 canaries, 80.0% with the head before"
+            why = "70.0% of 10 held-out pictures right on 1 canary, 80.0% with the head before"
             assert f"head 2 is rejected, head 1 stays: {why}" in daemon.log()
             heads = daemon.status()["heads"]
             assert [(head["state"], head["why"]) for head in heads] == [("current", ""), ("rejected", why)]
@@ -235,9 +235,11 @@ def test_orders_wait_for_the_next_start(alone: Broker, tmp_path: Path) -> None:
                 _command(daemon, "rollback").stdout
                 == "head 1 will be current when the aggregator is started\n"
             )
+            assert daemon.status()["rollout"]["ordered"] == 1
         with aggregator(task_file, alone) as daemon:
             daemon.until(lambda summary: _head_file(daemon) == _sha256(summary, 1))
-            assert daemon.status()["rollout"]["current"] == 1
+            rollout = daemon.status()["rollout"]
+            assert (rollout["current"], rollout["ordered"]) == (1, None)
             device.aggregator_is("online")
             device.hand_in(_submission(task, sequence=4))
             assert device.head(4).version == 4

@@ -270,12 +270,13 @@ def test_heads_in_the_fleet(tmp_path: Path) -> None:
     store.keep_evaluation("idle", broken, digest=b"x", now_s=61.0)
     summary = report(store)
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    figures = "80.0% of 10 held-out pictures right on 1 canaries, 90.0% with the head before"
+    figures = "80.0% of 10 held-out pictures right on 1 canary, 90.0% with the head before"
     assert summary["rollout"] == {
         "current": 1,
         "candidate": {
             "version": 3, "canaries": ["a", "idle"], "awaited": ["idle"], "since_s": 70.0, "figures": figures,
         },
+        "ordered": None,
     }  # fmt: skip
     assert [(head["state"], head["why"]) for head in summary["heads"]] == [
         ("current", ""),
@@ -296,3 +297,16 @@ def test_heads_in_the_fleet(tmp_path: Path) -> None:
         "head not used by idle: it is [NaN]",
     ):
         assert piece in text
+
+
+def test_what_waits_for_somebody(tmp_path: Path) -> None:
+    """A candidate that no device was asked to try yet; an order that the aggregator has not taken yet."""
+    store = _busy(tmp_path)
+    store.keep_head(HeadRow(2, TASK, store.blobs.put(b"head"), 99, 50.0, 10, {"a": b"a".hex()}, {}))
+    store.keep_rollout(TASK, State(newest=2, current=1, trial=Trial(2, 70.0)))
+    assert "head 2 waits for devices that are online, to try it" in _shown(report(store))
+    store.place_order(TASK, "promote", None)
+    summary = report(store)
+    assert "head 2 will be current soon: an operator's order waits" in _shown(summary)
+    waits = "head 2 will be current when the aggregator is started: an operator's order waits"
+    assert waits in _shown({**summary, "running": False})

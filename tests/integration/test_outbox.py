@@ -87,3 +87,4 @@ def test_an_aggregator_without_space_is_waited_for(fleet: Fleet) -> None:
     assert log.count("the aggregator has no space") == 1
     summary = fleet.wait_for("the submission", lambda s: s["submissions"] == 1)
     assert {refusal["reason"] for refusal in summary["refusals"]} <= {"no_space"}
+    assert "cannot take part" not in (fleet.root / "aggregator.log").read_text()

@@ -97,11 +97,12 @@ def test_bad_heads_do_not_reach_the_fleet(fleet: Fleet, tmp_path: Path) -> None:
     summary = fleet.wait_for(
         "the rejection", lambda s: len(s["heads"]) == 2 and s["heads"][1]["state"] == "rejected"
     )
-    assert "held-out pictures right on 1 canaries" in summary["heads"][1]["why"]
+    assert "held-out pictures right on 1 canary" in summary["heads"][1]["why"]
     fleet.wait_for("everybody on the first head", _all_use(1, 3))
     for name in names:
         said = (tmp_path / f"{name}.log").read_text()
         assert ("head 2 in use" in said) == (name == _canary(2, names))
+        assert ("this device tries it first" in said) == (name == _canary(2, names))
     aggregator.terminate()
     fleet.wait_exit(aggregator)
     _give_nan(tmp_path / "aggregator")
