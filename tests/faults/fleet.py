@@ -228,7 +228,7 @@ class Fleet:
         """Wait for something; fails with everybody's last words."""
         deadline = time.monotonic() + PATIENCE_S
         while not holds():
-            for name, process in self.processes.items():
+            for name, process in list(self.processes.items()):
                 assert process.poll() is None, f"{name} has ended, {process.returncode}\n{self.last_words()}"
             assert not self.abandoned.is_set(), "the run was ended"
             assert time.monotonic() < deadline, f"never came: {what}\n{self.last_words()}"
