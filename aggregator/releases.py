@@ -88,9 +88,14 @@ class Releases:
     def _take_orders(self) -> None:
         for order in self._store.orders(self._task.digest):
             heads = usable_heads(self._store, self._task.digest)
-            actions = self._take(rollout.Ordered(order.kind, order.version, heads))
-            why = next((action.why for action in actions if isinstance(action, rollout.Decline)), "")
-            self._store.take_order(order.number, why)
+            try:
+                with self._store.together():  # or else a kill in between would carry it out twice
+                    actions = self._take(rollout.Ordered(order.kind, order.version, heads))
+                    why = next((action.why for action in actions if isinstance(action, rollout.Decline)), "")
+                    self._store.take_order(order.number, why)
+            except StateError:
+                self.go_back()
+                raise
 
     def _take(self, event: rollout.Event) -> tuple[rollout.Action, ...]:
         state, actions = rollout.step(self._state, event, settings=self._settings)

@@ -1,5 +1,6 @@
 """Starts jobs as processes of their own and reports what they say, as events."""
 
+import contextlib
 import logging
 import os
 import shutil
@@ -60,14 +61,14 @@ class Trainer:
         """Begin a job.
 
         Raises:
-            StateError: its folder cannot be written.
+            StateError: its folder cannot be written, or the system starts no process.
         """
         folder = Path(job.folder)
         with state_errors(folder):
             shutil.rmtree(self._folder, ignore_errors=True)
             folder.mkdir(parents=True)
         write_atomically(folder / "job.json", msgspec.json.encode(job))
-        with (folder / "training.log").open("wb") as errors:
+        with state_errors(folder), (folder / "training.log").open("wb") as errors:
             # In a session of its own, so that Ctrl-C reaches the daemon alone, which then ends it.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAMS[type(job)], str(folder / "job.json")],
@@ -101,6 +102,8 @@ class Trainer:
             data = (Path(job.folder) / "result.json").read_bytes()
             self._on_event(Finished(job, msgspec.json.decode(data, type=Result)))
         except (OSError, msgspec.MsgspecError):
-            errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
+            errors = ""
+            with contextlib.suppress(OSError):
+                errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
             last = errors.splitlines()[-1] if errors else "it said nothing"
             self._on_event(Finished(job, None, f"exit status {code}: {last}"))

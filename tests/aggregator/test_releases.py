@@ -314,6 +314,33 @@ def test_a_head_whose_file_cannot_be_written_yet_can_be_fetched_once_it_is_told(
     assert row.digest in releases.served
 
 
+def test_an_order_is_carried_out_once(tmp_path: Path) -> None:
+    """What cannot be stored to its end has not begun: else the next look would go back twice."""
+    store = Store(open_folder(tmp_path / "state"))
+    task = prepare_task(*load_task(write_task(tmp_path)), store=store)
+    releases = Releases(task, store)
+    for version in (1, 2, 3):
+        _made(store, task.digest, version)
+        releases.tick(version)
+    store.place_order(task.digest, "rollback", None)
+    store._db.execute(
+        "CREATE TEMP TRIGGER full BEFORE UPDATE ON orders BEGIN SELECT RAISE(ABORT, 'full'); END"
+    )
+    with pytest.raises(StateError, match="full"):
+        _look(releases)
+    assert store.rollout(task.digest).current == 3
+    store._db.execute("DROP TRIGGER full")
+    _look(releases)
+    assert releases.manifest is not None
+    assert releases.manifest.current.version == store.rollout(task.digest).current == 2
+
+
+def _look(releases: Releases) -> None:
+    """Let it look for orders now."""
+    releases._look_s = 0.0
+    releases.tick(3)
+
+
 def test_which_head_a_device_uses_is_shown(alone: Broker, tmp_path: Path) -> None:
     """As it says itself."""
     with aggregator(write_task(tmp_path), alone) as daemon, Device(alone) as device:

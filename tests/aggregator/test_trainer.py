@@ -96,3 +96,22 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "training").write_text("a file")
     with pytest.raises(StateError, match="cannot use"):
         Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
+
+
+def test_a_process_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon lives on, and can say why."""
+    program = tmp_path / "program"
+    program.write_text("no program")
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(StateError, match="Permission denied"):
+        Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
+
+
+def test_a_training_whose_folder_vanishes_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is left to be read, its end is told."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\nrm -r {tmp_path}/training; exit 4\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    finished, _ = _end(_job(tmp_path), tmp_path)
+    assert finished.reason == "exit status 4: it said nothing"
