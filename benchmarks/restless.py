@@ -26,7 +26,7 @@ classes = {classes}
 backbones = ["{backbone}"]
 quorum = {devices}
 deadline_s = 60
-retrain_after = {devices}
+retrain_after = {retrain_after}
 [client]
 batch_size = 1
 min_images = 1
@@ -93,7 +93,11 @@ class Programs:
         task = self.folder / "task.toml"
         if not task.exists():
             text = TASK.format(
-                fleet=FLEET, classes=list(CLASSES), backbone=BACKBONE.resolve(), devices=self.devices
+                fleet=FLEET,
+                classes=list(CLASSES),
+                backbone=BACKBONE.resolve(),
+                devices=self.devices,
+                retrain_after=max(1, self.devices // 4),
             )
             task.write_text(text.replace("'", '"'))
         state = self.folder / "aggregator"
