@@ -11,7 +11,7 @@ from pathlib import Path
 from aggregator.broker import EmbeddedBroker
 from protocol.session import Broker
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 90.0
 
 
 def free_address() -> Broker:
@@ -51,7 +51,7 @@ def mosquitto(address: Broker, folder: Path, *, options: str = "allow_anonymous 
         yield
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
 
 def start_mosquitto(address: Broker, folder: Path, *, options: str) -> subprocess.Popen[bytes]:

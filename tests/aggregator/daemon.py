@@ -35,7 +35,7 @@ from protocol.topics import DeviceChannel, device_topic, fleet_topic
 from protocol.transfer import Assembly, frames_of
 from tests.graphs import tiny_backbone
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 MAX_BYTES = 2**20
 FLEET = "barn"
 PATIENT = "quorum = 100\ndeadline_s = 1000"

@@ -19,7 +19,7 @@ from protocol.codec import digest_of, encode
 from protocol.errors import StateError
 from tests.aggregator.made import round_submission
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 Events = queue.SimpleQueue[Progress | Finished]
 
 

@@ -15,7 +15,7 @@ from protocol.codec import encode
 from protocol.errors import StateError
 from tests.aggregator.made import FEATURE_SIZE, MANIFEST, submission
 
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 def _job(folder: Path, *payloads: bytes) -> HeadJob:

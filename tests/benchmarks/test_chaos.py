@@ -11,7 +11,7 @@ from benchmarks.chaos import Faults, Proxy, Seen
 from protocol.session import Broker, Connected, Disconnected, Event, Outgoing, Received, Session
 from tests.brokers import free_address, mosquitto, mosquitto_program
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 COUNT = 40
 TOPIC = "pf/1/fleet/d/device/{channel}"
 

@@ -53,7 +53,7 @@ def publish(
     sender = client(broker, "sender")
     sender.loop_start()
     for message in [sender.publish(topic, payload, qos=1, retain=retain) for _ in range(times)]:
-        message.wait_for_publish(timeout=20)
+        message.wait_for_publish(timeout=120)
     sender.disconnect()
     sender.loop_stop()
 

@@ -65,5 +65,5 @@ class Mosquitto:
     def _end(self, how: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(how)
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=60)
             self._process = None

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from protocol.session import Broker
 
-PATIENCE_S = 120.0
+PATIENCE_S = 400.0
 
 
 def write_digits(folder: Path, *, classes: list[int], start: int = 0, each: int = 20) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from protocol.session import Broker, Event, Session
 
 E = TypeVar("E", bound=Event)
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Ear:

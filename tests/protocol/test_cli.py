@@ -172,7 +172,7 @@ def test_signals(number: signal.Signals, code: int) -> None:
         while "waiting" not in program.stdout.readline():
             assert program.poll() is None
         program.send_signal(number)
-        _, errors = program.communicate(timeout=20)
+        _, errors = program.communicate(timeout=120)
     assert program.returncode == code
     assert re.fullmatch(r"\d\d:\d\d:\d\d ready\n" + ("\n?interrupted\n" if code else ""), errors)
 

@@ -379,18 +379,18 @@ def test_a_broker_waits_for_what_is_not_acknowledged(address: Broker, tmp_path: 
     fast = Session(address, client_id="fast", subscriptions=[], on_event=sent.put)
     with mosquitto(address, tmp_path, options=options):
         slow.start()
-        assert isinstance(heard.get(timeout=20), Connected)
+        assert isinstance(heard.get(timeout=120), Connected)
         fast.start()
         for number in range(2 * window):
             fast.send(Outgoing("a", str(number).encode()))
-        while not isinstance(sent.get(timeout=20), Drained):
+        while not isinstance(sent.get(timeout=120), Drained):
             pass
-        first = [heard.get(timeout=20) for _ in range(window)]
+        first = [heard.get(timeout=120) for _ in range(window)]
         with pytest.raises(queue.Empty):
             heard.get(timeout=0.5)
         for event in first:
             assert isinstance(event, Received)
             slow.acknowledge(event)
-        assert len([heard.get(timeout=20) for _ in range(window)]) == window
+        assert len([heard.get(timeout=120) for _ in range(window)]) == window
         for session in (slow, fast):
             session.stop()
