@@ -14,7 +14,7 @@ from PIL import Image
 
 from protocol.session import Broker
 from tests.graphs import tiny_backbone
-from tests.integration.fleet import Fleet, write_digits
+from tests.integration.fleet import PATIENCE_S, Fleet, write_digits
 
 CLASSES = [str(digit) for digit in range(10)]
 
@@ -264,7 +264,10 @@ def test_without_a_broker_a_line_says_so(tmp_path: Path, address: Broker) -> Non
     """A device whose broker is away says so once, keeps trying, and ends cleanly when it is told to."""
     fleet = Fleet(tmp_path, address)
     device = fleet.device("device", write_digits(tmp_path / "data", classes=[0, 1]), "--once")
-    time.sleep(6)
+    deadline = time.monotonic() + PATIENCE_S
+    while "no broker" not in (tmp_path / "device.log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(5)  # for a second line that should not come
     device.terminate()
     fleet.wait_exit(device, code=0)
     (line,) = (tmp_path / "device.log").read_text().splitlines()
