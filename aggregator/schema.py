@@ -43,6 +43,16 @@ MIGRATIONS = (
         number INTEGER PRIMARY KEY, task BLOB NOT NULL, kind TEXT NOT NULL, version INTEGER, outcome TEXT
     ) STRICT;
     """,
+    """
+    CREATE TABLE keys (
+        device TEXT PRIMARY KEY, public BLOB NOT NULL, enrolled INTEGER NOT NULL, since_s REAL NOT NULL,
+        serial TEXT NOT NULL DEFAULT '', revoked_s REAL
+    ) STRICT;
+    CREATE TABLE set_aside (
+        task BLOB NOT NULL, device TEXT NOT NULL, since_s REAL NOT NULL, why TEXT NOT NULL, readmitted_s REAL,
+        PRIMARY KEY (task, device)
+    ) STRICT;
+    """,
 )
 """What leads from each version to the next."""
 

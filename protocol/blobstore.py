@@ -33,19 +33,21 @@ def state_errors(path: Path) -> Iterator[None]:
         raise StateError(f"cannot use {error.filename or path}: {reason}") from error
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Put `data` at `path`, durable and whole: a reader sees the old file or the new one, nothing between.
+
+    Nobody can read more of it than `mode` lets them, at any moment.
 
     Raises:
         StateError: the disk is full, or the folder cannot be written.
     """
-    temporary = _write_beside(path, data)
+    temporary = _write_beside(path, data, mode)
     with state_errors(path):
         temporary.replace(path)
         _sync(path.parent)
 
 
-def _write_beside(path: Path, data: bytes) -> Path:
+def _write_beside(path: Path, data: bytes, mode: int = 0o644) -> Path:
     """Write what shall become `path` under another name, durably; nothing of it stays where that fails."""
     with state_errors(path), contextlib.ExitStack() as unfinished:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}-")
@@ -55,7 +57,7 @@ def _write_beside(path: Path, data: bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)  # what mkstemp makes is for its owner alone
+        temporary.chmod(mode)  # what mkstemp makes is for its owner alone
         unfinished.pop_all()
     return temporary
 

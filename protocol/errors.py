@@ -17,6 +17,10 @@ class VersionMismatch(MalformedMessage):
     """A message of another protocol version."""
 
 
+class BadSignature(ProtofleetError):
+    """Bytes that are not signed by whom they have to be from."""
+
+
 class TransferError(ProtofleetError):
     """A transfer whose bytes contradict themselves, their bounds or their digest."""
 

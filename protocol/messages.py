@@ -19,7 +19,10 @@ MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
 """Bytes of one frame with its envelope."""
 
 MAX_MANIFEST_BYTES = 120 * 1024
-"""Bytes of one message that is not a frame."""
+"""Bytes of one message that is not a frame, and of what a signed one says."""
+
+MAX_SIGNED_BYTES = MAX_MANIFEST_BYTES + 512
+"""Bytes of one signed message."""
 
 MAX_BLOB_BYTES = 2 * 1024**3
 """Bytes of the largest thing that is ever transferred."""
@@ -30,6 +33,8 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
 ClassName = Annotated[str, Meta(min_length=1, max_length=128)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32, title="Ed25519")]
+Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 ByteCount = Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
@@ -53,6 +58,10 @@ Reason = Literal[
     "late",
     "unknown_round",
     "no_space",
+    "signature",
+    "revoked",
+    "replayed",
+    "implausible",
 ]
 """Why something was refused, for a program; the detail beside it is for a person."""
 
@@ -111,6 +120,42 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """Pictures in one step."""
 
 
+class Signed(Message, frozen=True, kw_only=True, tag="signed"):
+    """A manifest as it is retained: its exact bytes, and the aggregator's word that they are its own."""
+
+    key: PublicKey
+    """Ed25519, the aggregator's: a device believes the one that it knows."""
+    release: Positive
+    """Grows with everything else that is said on a topic, an older head too, and with every start of the aggregator."""
+    signature: Signature
+    """Ed25519 over the fleet, the channel, `release` and `body` (`protocol.signing`)."""
+    body: Annotated[bytes, Meta(max_length=MAX_MANIFEST_BYTES)]
+
+
+class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
+    """Noise as in FedTC, appendix C.2, eq. 6: `t <- t (1 - p) + e`. It is no differential privacy."""
+
+    on: Literal["prototypes", "pictures"]
+    noise: Literal["gaussian", "laplace"]
+    """What e is drawn from."""
+    scale: Annotated[float, Meta(gt=0, le=1e6)]
+    """Standard deviation of a Gaussian e, or the scale of a Laplacian; for pictures, of values from 0 to 1."""
+    shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """p."""
+
+
+class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
+    """The Gaussian mechanism on clipped sums; one picture more or less is what it hides."""
+
+    clip_norm: Annotated[float, Meta(gt=0, le=1e6)]
+    """S: a longer feature is shortened to this L2 norm."""
+    noise_multiplier: Annotated[float, Meta(gt=0, le=1e6)]
+    """Standard deviation of the noise over the sensitivity of what is released."""
+    delta: Annotated[float, Meta(gt=0, lt=1)]
+    max_epsilon: Annotated[float, Meta(gt=0, le=1e6)]
+    """A device sends nothing that would bring all that it ever sent of its pictures beyond this."""
+
+
 class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     """What the fleet works on. The sha256 of its bytes as retained is the task's identity."""
 
@@ -131,6 +176,8 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     """Seed of every shuffle, mixed with the device's id."""
     program: Program | None = None
     """How to take part in rounds, with one prototype a class; without it there is one submission, and no training."""
+    perturbation: Perturbation | None = None
+    differential_privacy: DifferentialPrivacy | None = None
 
 
 class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):
@@ -202,6 +249,21 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     """What keeps the device from taking part; empty if nothing does."""
     head_version: Natural = 0
     """The head of its task in use; 0 if there is none."""
+    refusals: Annotated[dict[Text, Natural], Meta(max_length=32)] = {}
+    """What came over the wire and was not believed, and how often, since the program was started."""
+
+
+class Privacy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a device has spent on its pictures, by the accountant that it runs itself."""
+
+    epsilon: Annotated[float, Meta(ge=0)]
+    """Of this submission alone."""
+    total_epsilon: Annotated[float, Meta(ge=0)]
+    """Of all that the device has released so far, this one included, of whatever task."""
+    delta: Annotated[float, Meta(gt=0, lt=1)]
+    """At which both hold."""
+    releases: Positive
+    """How many there were, this one included."""
 
 
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
@@ -225,6 +287,8 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """What the program has uploaded."""
     loss: float | None = None
     """Mean over the last epoch of training."""
+    privacy: Privacy | None = None
+    """With differential privacy: what it cost. Then `pictures` and `counts` are noisy as well."""
 
 
 class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
@@ -250,6 +314,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     """Bytes of the whole."""
     offset: ByteCount
     data: Annotated[bytes, Meta(max_length=MAX_CHUNK_BYTES)]
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+    """On `up`: Ed25519 over the fleet, the device, `digest` and `size_bytes`; the same in all frames of a transfer."""
 
 
 class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):
@@ -274,6 +340,7 @@ class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):
 
 
 WIRE_TYPES: tuple[type[msgspec.Struct], ...] = (
+    Signed,
     TaskManifest,
     RoundManifest,
     HeadManifest,
@@ -286,6 +353,9 @@ WIRE_TYPES: tuple[type[msgspec.Struct], ...] = (
     BlobRequest,
     Tensors,
     Program,
+    Perturbation,
+    DifferentialPrivacy,
+    Privacy,
     HeadRef,
     BlobRef,
     Tensor,

@@ -224,7 +224,10 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(file) as database:
         database.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     for read in (False, True):
-        with pytest.raises(StateError, match=r"schema 4, expected 3\): use that version, or another --state"):
+        with pytest.raises(
+            StateError,
+            match=rf"schema {SCHEMA_VERSION + 1}, expected {SCHEMA_VERSION}\): use that version, or another --state",
+        ):
             Store(tmp_path, read_only=read)
 
 

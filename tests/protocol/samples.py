@@ -12,15 +12,19 @@ from protocol.messages import (
     BlobRef,
     BlobRequest,
     DeviceInfo,
+    DifferentialPrivacy,
     Evaluation,
     Frame,
     HeadManifest,
     HeadRef,
     Message,
+    Perturbation,
     Presence,
+    Privacy,
     Program,
     Receipt,
     RoundManifest,
+    Signed,
     Submission,
     TaskManifest,
     Tensor,
@@ -30,6 +34,7 @@ from protocol.messages import (
 _DIGEST = bytes(range(32))
 
 SAMPLES: tuple[Message | Frame, ...] = (
+    Signed(key=_DIGEST, release=1_700_000_000, signature=bytes(range(64)), body=b"bytes of a manifest"),
     TaskManifest(
         fleet="default",
         algorithm="fedtc",
@@ -47,6 +52,10 @@ SAMPLES: tuple[Message | Frame, ...] = (
             kept=("weight", "bias"),
             uploaded=("weight",),
             batch_size=32,
+        ),
+        perturbation=Perturbation(on="prototypes", noise="laplace", scale=0.05, shrink=0.1),
+        differential_privacy=DifferentialPrivacy(
+            clip_norm=8.0, noise_multiplier=2.5, delta=1e-5, max_epsilon=8.0
         ),
     ),
     RoundManifest(
@@ -86,6 +95,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         refused=1,
         problem="the step of round 2 diverged",
         head_version=3,
+        refusals={"signature": 2},
     ),
     Submission(
         task=_DIGEST,
@@ -98,11 +108,19 @@ SAMPLES: tuple[Message | Frame, ...] = (
         round=2,
         tensors={"weight": to_tensor(np.array([0.5], dtype=np.float16))},
         loss=1.5,
+        privacy=Privacy(epsilon=1.5, total_epsilon=2.25, delta=1e-5, releases=2),
     ),
     Evaluation(
         task=_DIGEST, head_version=3, right=(8, 0), wrong=(1, 2), before=(7, 1), problem="it does not run"
     ),
-    Frame(v=1, digest=_DIGEST, size_bytes=70_000, offset=61_440, data=b"bytes of a blob"),
+    Frame(
+        v=1,
+        digest=_DIGEST,
+        size_bytes=70_000,
+        offset=61_440,
+        data=b"bytes of a blob",
+        signature=bytes(range(64)),
+    ),
     Receipt(
         digest=_DIGEST,
         status="refused",
@@ -152,6 +170,21 @@ _program = st.builds(
     uploaded=st.lists(_tensor_names, max_size=4).map(tuple),
     batch_size=st.integers(1, 65535),
 )
+_large = st.floats(0, 1e6, exclude_min=True)
+_share = st.floats(0, 1, exclude_min=True, exclude_max=True)
+_perturbation = st.builds(
+    Perturbation,
+    on=st.sampled_from(["prototypes", "pictures"]),
+    noise=st.sampled_from(["gaussian", "laplace"]),
+    scale=_large,
+    shrink=_share,
+)
+_differential_privacy = st.builds(
+    DifferentialPrivacy, clip_norm=_large, noise_multiplier=_large, delta=_share, max_epsilon=_large
+)
+_privacy = st.builds(
+    Privacy, epsilon=st.floats(0, 1e9), total_epsilon=st.floats(0, 1e9), delta=_share, releases=_positive
+)
 
 
 def _version_one(message_type: type[Any], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -159,6 +192,13 @@ def _version_one(message_type: type[Any], **fields: st.SearchStrategy[Any]) -> s
 
 
 MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
+    _version_one(
+        Signed,
+        key=_digest,
+        release=_positive,
+        signature=st.binary(min_size=64, max_size=64),
+        body=st.binary(max_size=300),
+    ),
     _version_one(
         TaskManifest,
         fleet=_name,
@@ -170,6 +210,8 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         min_images=st.integers(1, 65535),
         seed=_natural,
         program=st.none() | _program,
+        perturbation=st.none() | _perturbation,
+        differential_privacy=st.none() | _differential_privacy,
     ),
     _version_one(
         RoundManifest,
@@ -198,6 +240,7 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         refused=_natural,
         problem=_text,
         head_version=_natural,
+        refusals=st.dictionaries(_text, _natural, max_size=5),
     ),
     _version_one(
         Submission,
@@ -211,6 +254,7 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         round=_natural,
         tensors=_tensor_map,
         loss=st.none() | st.floats(allow_nan=False),
+        privacy=st.none() | _privacy,
     ),
     _version_one(
         Evaluation,
@@ -222,7 +266,12 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         problem=_text,
     ),
     _version_one(
-        Frame, digest=_digest, size_bytes=_byte_count, offset=_byte_count, data=st.binary(max_size=300)
+        Frame,
+        digest=_digest,
+        size_bytes=_byte_count,
+        offset=_byte_count,
+        data=st.binary(max_size=300),
+        signature=st.binary(max_size=64),
     ),
     _version_one(
         Receipt,

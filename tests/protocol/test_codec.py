@@ -20,12 +20,15 @@ from protocol.messages import (
     WIRE_TYPES,
     BlobRef,
     BlobRequest,
+    DifferentialPrivacy,
     Evaluation,
     Frame,
     HeadManifest,
     HeadRef,
     Message,
+    Perturbation,
     Presence,
+    Privacy,
     Program,
     Receipt,
     Submission,
@@ -59,7 +62,8 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 def test_every_type_of_the_wire_has_a_sample() -> None:
     """The samples, on which other tests stand, leave out no type."""
-    assert {type(sample) for sample in SAMPLES} | {BlobRef, HeadRef, Program, Tensor} == set(WIRE_TYPES)
+    inner = {BlobRef, HeadRef, Program, Perturbation, DifferentialPrivacy, Privacy, Tensor}
+    assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 
 @given(MESSAGES)

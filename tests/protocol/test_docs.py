@@ -20,6 +20,8 @@ ALIASES = {
     "name": messages.Name,
     "text": messages.Text,
     "class name": messages.ClassName,
+    "public key": messages.PublicKey,
+    "signature": messages.Signature,
     "digest": messages.Digest,
     "natural": messages.Natural,
     "positive": messages.Positive,
@@ -57,7 +59,9 @@ def _bounds(meta: msgspec.Meta, unit: str) -> str:
     low, high = meta.ge if meta.min_length is None else meta.min_length, meta.le
     high = high if meta.max_length is None else meta.max_length
     if meta.gt is not None:
-        return f", above {meta.gt}, at most {high}"
+        return f", above {meta.gt}, " + (f"at most {high}" if meta.lt is None else f"below {meta.lt}")
+    if meta.lt is not None:
+        return f", {low} to below {meta.lt}"
     if low is None:
         return f", at most {high}{unit}"
     return f", {low} to {high}{unit}" if high is not None else f", at least {low}{unit}"
