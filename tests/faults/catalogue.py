@@ -15,7 +15,8 @@ class Fault:
 
     Attributes:
         name: as in the table.
-        least: how often it has to be provoked.
+        least: how often it has to be provoked. Where the moment has to be met, that is less often than it is
+            tried: on a slow machine what was to be disturbed may be over by then.
         options: lines of the broker's configuration; `{folder}` is its folder.
         without_mqtt5: as with a broker that does not speak it.
     """

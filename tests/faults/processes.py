@@ -37,7 +37,7 @@ def _torment(fleet: Fleet, name: str) -> int:
     return killed
 
 
-@fault("SIGKILL of the aggregator while it takes submissions", least=10)
+@fault("SIGKILL of the aggregator while it takes submissions", least=8)
 def aggregator_killed_while_it_takes(fleet: Fleet) -> int:
     """What it has said to have is there when it is back; the rest is handed in again."""
     fleet.net.up = SLOWER
@@ -62,7 +62,7 @@ def _trains(fleet: Fleet) -> bool:
         return False  # a child that ends this very moment
 
 
-@fault("SIGKILL of the aggregator during a training", least=5)
+@fault("SIGKILL of the aggregator during a training", least=3)
 def aggregator_killed_while_it_trains(fleet: Fleet) -> int:
     """With the training, as by a power cut, and without it."""
     fleet.start()
@@ -77,7 +77,7 @@ def aggregator_killed_while_it_trains(fleet: Fleet) -> int:
     return killed
 
 
-@fault("SIGKILL of the aggregator while the head is fetched", least=5)
+@fault("SIGKILL of the aggregator while the head is fetched", least=3)
 def aggregator_killed_while_it_publishes(fleet: Fleet) -> int:
     """Devices fetch the rest of the head when it is back."""
     fleet.net.down = Faults(bytes_per_s=1_000_000)
@@ -93,13 +93,13 @@ def aggregator_killed_while_it_publishes(fleet: Fleet) -> int:
     return killed
 
 
-@fault("SIGKILL of the broker, its memory kept", least=5)
+@fault("SIGKILL of the broker, its memory kept", least=3)
 def broker_killed(fleet: Fleet) -> int:
     """Everybody comes back to it."""
     return _kill_broker(fleet, forgetting=False)
 
 
-@fault("SIGKILL of the broker, its memory lost", least=5)
+@fault("SIGKILL of the broker, its memory lost", least=3)
 def broker_killed_and_wiped(fleet: Fleet) -> int:
     """Everybody comes back to it, and says again what it has forgotten."""
     return _kill_broker(fleet, forgetting=True)
@@ -119,7 +119,7 @@ def _kill_broker(fleet: Fleet, *, forgetting: bool) -> int:
     return killed
 
 
-@fault("a subscriber that stands still for seconds", least=6)
+@fault("a subscriber that stands still for seconds", least=4)
 def slow_subscribers(fleet: Fleet) -> int:
     """The aggregator while devices send, then each device while it fetches the head."""
     fleet.net.up = fleet.net.down = Faults(bytes_per_s=1_000_000)

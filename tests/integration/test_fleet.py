@@ -18,6 +18,9 @@ from tests.integration.fleet import PATIENCE_S, Fleet, write_digits
 
 CLASSES = [str(digit) for digit in range(10)]
 
+on_mosquitto = pytest.mark.parametrize("serve", ["mosquitto"], indirect=True)
+"""Once is enough where it is not the broker that matters."""
+
 
 @pytest.fixture
 def fleet(tmp_path: Path, broker: Broker) -> Iterator[Fleet]:
@@ -96,6 +99,7 @@ def _check_fused_model(folder: Path) -> None:
     assert probabilities.sum() == pytest.approx(1.0, abs=1e-4)
 
 
+@on_mosquitto
 def test_late_device_is_in_the_next_head(fleet: Fleet, tmp_path: Path) -> None:
     """The deadline closes the collection without the missing device; who comes late makes the next head."""
     fleet.aggregator(write_task(tmp_path, quorum=3, deadline_s=2, retrain_after=1))
@@ -128,6 +132,7 @@ def test_restarts_change_nothing(fleet: Fleet, tmp_path: Path) -> None:
     assert [head["sha256"] for head in after["heads"]] == [head["sha256"] for head in before["heads"]]
 
 
+@on_mosquitto
 def test_new_pictures_make_a_new_head(fleet: Fleet, tmp_path: Path) -> None:
     """A device that runs as a service notices new pictures, and its newer submission replaces the older."""
     fleet.aggregator(write_task(tmp_path, quorum=1, retrain_after=1))
@@ -188,6 +193,7 @@ def test_a_name_is_one_devices(fleet: Fleet, tmp_path: Path) -> None:
     fleet.wait_for("the second device", lambda s: s["devices"][0]["state"] == "online")
 
 
+@on_mosquitto
 def test_dry_run_sends_nothing(fleet: Fleet, tmp_path: Path) -> None:
     """A dry run says what would leave the device, and the aggregator hears of no device."""
     fleet.aggregator(write_task(tmp_path, quorum=1))
@@ -201,6 +207,7 @@ def test_dry_run_sends_nothing(fleet: Fleet, tmp_path: Path) -> None:
     assert summary["submissions"] == 0
 
 
+@on_mosquitto
 @pytest.mark.parametrize("folder", ["cat", None])
 def test_wrong_folder_is_one_line(fleet: Fleet, tmp_path: Path, folder: str | None) -> None:
     """A folder that is no class of the task, or no picture at all: one line, exit status 1, nothing handed in."""
@@ -216,6 +223,7 @@ def test_wrong_folder_is_one_line(fleet: Fleet, tmp_path: Path, folder: str | No
     assert fleet.wait_for("the aggregator", lambda s: s["running"])["submissions"] == 0
 
 
+@on_mosquitto
 def test_other_backbone_is_refused_with_both_digests(fleet: Fleet, tmp_path: Path) -> None:
     """A local backbone that is not the task's is refused, and the line names both digests."""
     fleet.aggregator(write_task(tmp_path, quorum=1))
@@ -228,6 +236,7 @@ def test_other_backbone_is_refused_with_both_digests(fleet: Fleet, tmp_path: Pat
     assert "Traceback" not in said
 
 
+@on_mosquitto
 def test_a_device_that_is_not_listed_is_told_so(fleet: Fleet, tmp_path: Path) -> None:
     """Where the task file lists the devices, another one ends with a line that says why."""
     fleet.aggregator(write_task(tmp_path, devices=["camera-1", "camera-2"]))
@@ -238,6 +247,7 @@ def test_a_device_that_is_not_listed_is_told_so(fleet: Fleet, tmp_path: Path) ->
     assert {refusal["reason"] for refusal in summary["refusals"]} == {"unknown_device"}
 
 
+@on_mosquitto
 def test_a_full_disk_is_one_line_and_harms_nothing(fleet: Fleet, tmp_path: Path) -> None:
     """A device that cannot store the backbone says so and ends; with room again it goes on where it was."""
     fleet.aggregator(write_task(tmp_path, quorum=1, feature_size=2048))
@@ -250,6 +260,7 @@ def test_a_full_disk_is_one_line_and_harms_nothing(fleet: Fleet, tmp_path: Path)
     assert "(going on)" in (tmp_path / "device.log").read_text()
 
 
+@on_mosquitto
 def test_a_state_that_cannot_be_written_is_one_line(fleet: Fleet, tmp_path: Path) -> None:
     """A state folder that cannot be made is told with its path before anything is done."""
     (tmp_path / "devices").write_text("a file, not a folder")
