@@ -70,6 +70,7 @@ class Learning:
 
     def tick(self) -> None:
         """Let time pass, and begin what is due."""
+        self._advance(self._store.standing(self._task.digest))
         self._advance(rounds.Ticked(time.time()))
         due, self._due = self._due, []
         for train in due:

@@ -63,6 +63,19 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What was decided about devices, as it stands now.
+
+    Args:
+        barred: their submissions do not count.
+        readmitted: theirs count, also where the newest head was made without them.
+    """
+
+    barred: frozenset[str] = frozenset()
+    readmitted: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class State:
     """Everything a decision depends on; it can be rebuilt from what the store holds.
 
@@ -73,6 +86,8 @@ class State:
         failed: those that the last training failed on; without rounds it is not tried again on just the same.
         retry_s: with rounds, when it is tried again on just the same (unix seconds).
         head_version: of the newest head; 0 if there is none. It is the number of the open round as well.
+        left_out: devices that `covered` has, whose submissions were judged and not taken into the head.
+        standing: what was decided about devices.
     """
 
     submissions: Mapping[str, Entry] = field(default_factory=lambda: _NOTHING)
@@ -81,6 +96,8 @@ class State:
     failed: Mapping[str, Entry] | None = None
     retry_s: float = 0.0
     head_version: int = 0
+    left_out: frozenset[str] = frozenset()
+    standing: Standing = Standing()
 
 
 @dataclass(frozen=True)
@@ -100,9 +117,10 @@ class Ticked:
 
 @dataclass(frozen=True)
 class Trained:
-    """The training that was started has made a head."""
+    """The training that was started has made a head, without the submissions of the devices in `left_out`."""
 
     version: int
+    left_out: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -112,7 +130,7 @@ class TrainingFailed:
     now_s: float = 0.0
 
 
-Event = Submitted | Ticked | Trained | TrainingFailed
+Event = Submitted | Ticked | Trained | TrainingFailed | Standing
 
 
 @dataclass(frozen=True)
@@ -143,11 +161,20 @@ def step(state: State, event: Event, *, settings: Settings) -> tuple[State, tupl
             state, answer = _submitted(state, device, entry, settings=settings)
             state, actions = _close(state, entry.received_s, settings)
             return state, (answer, *actions)
-        case Trained(version=version) if state.training is not None:
-            state = replace(state, covered=state.training, training=None, failed=None, head_version=version)
+        case Trained(version=version, left_out=left_out) if state.training is not None:
+            state = replace(
+                state,
+                covered=state.training,
+                left_out=left_out,
+                training=None,
+                failed=None,
+                head_version=version,
+            )
         case TrainingFailed(now_s=now_s) if state.training is not None:
             retry_s = 0.0 if settings.rounds is None else now_s + settings.deadline_s
             state = replace(state, failed=state.training, training=None, retry_s=retry_s)
+        case Standing():
+            state = replace(state, standing=event)
         case Ticked(now_s=now_s):
             return _close(state, now_s, settings)
     return state, ()
@@ -165,17 +192,16 @@ def is_over(state: State, settings: Settings) -> bool:
 
 def waiting(state: State, settings: Settings) -> dict[str, Entry]:
     """The submissions that no head was made of; with rounds, those for the open round."""
+    here = counting(state, settings)
     if settings.rounds is not None:
-        over = is_over(state, settings)
-        return {
-            device: entry
-            for device, entry in state.submissions.items()
-            if entry.round == state.head_version and not over
-        }
+        return {device: entry for device, entry in here.items() if entry.round == state.head_version}
+    readmitted = state.left_out & state.standing.readmitted
     return {
         device: entry
-        for device, entry in state.submissions.items()
-        if (covered := state.covered.get(device)) is None or covered.digest != entry.digest
+        for device, entry in here.items()
+        if (covered := state.covered.get(device)) is None
+        or covered.digest != entry.digest
+        or device in readmitted
     }
 
 
@@ -196,6 +222,15 @@ def still_counts(entry: Entry, state: State, settings: Settings) -> bool:
     return settings.rounds is None or (
         entry.round >= state.head_version - settings.staleness and not is_over(state, settings)
     )
+
+
+def counting(state: State, settings: Settings) -> dict[str, Entry]:
+    """The submissions that the open collection would close with."""
+    return {
+        device: entry
+        for device, entry in state.submissions.items()
+        if still_counts(entry, state, settings) and device not in state.standing.barred
+    }
 
 
 def _wanted(state: State, settings: Settings) -> int:
@@ -223,9 +258,9 @@ def _submitted(state: State, device: str, entry: Entry, *, settings: Settings) -
 def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple[Action, ...]]:
     if state.training is not None or not _is_due(state, now_s, settings):
         return state, ()
-    members = {
-        device: entry for device, entry in state.submissions.items() if still_counts(entry, state, settings)
-    }
+    members = counting(state, settings)
+    if not members:
+        return state, ()
     if state.failed == members and (settings.rounds is None or now_s < state.retry_s):
         return state, ()
     state = replace(state, training=MappingProxyType(members))
@@ -238,7 +273,7 @@ def _train(version: int, members: Mapping[str, Entry]) -> Train:
 
 def _is_due(state: State, now_s: float, settings: Settings) -> bool:
     here = waiting(state, settings)
-    if _are_all_here(here, state, settings):
+    if _are_all_here(here, state, settings) or _must_go(state, settings):
         return True
     if len(here) >= _wanted(state, settings) and not settings.grace_s:
         return True  # whatever a clock says that was set back
@@ -246,10 +281,18 @@ def _is_due(state: State, now_s: float, settings: Settings) -> bool:
     return closes_s is not None and now_s >= closes_s
 
 
+def _must_go(state: State, settings: Settings) -> bool:
+    """Whether the newest head was made of what does not count any more; a round goes on to the next one anyway."""
+    barred = state.standing.barred - state.left_out
+    return settings.rounds is None and not barred.isdisjoint(state.covered)
+
+
 def _are_all_here(here: Mapping[str, Entry], state: State, settings: Settings) -> bool:
     """Whether nobody else can be expected: no device that is listed, or else that was in the previous round."""
     if settings.rounds is None:
         return False
+    barred = state.standing.barred
     if settings.devices is not None:
-        return settings.devices <= here.keys()
-    return len(here) >= settings.quorum and len(state.covered) > 0 and state.covered.keys() <= here.keys()
+        return settings.devices - barred <= here.keys()
+    awaited = state.covered.keys() - barred
+    return len(here) >= settings.quorum and len(state.covered) > 0 and awaited <= here.keys()

@@ -53,6 +53,9 @@ MIGRATIONS = (
         PRIMARY KEY (task, device)
     ) STRICT;
     """,
+    """
+    ALTER TABLE heads ADD COLUMN aside TEXT NOT NULL DEFAULT '{}';
+    """,
 )
 """What leads from each version to the next."""
 

@@ -90,16 +90,14 @@ def _round(state: rounds.State, settings: rounds.Settings) -> dict[str, Any] | N
     if settings.rounds is None:
         return None
     here = rounds.waiting(state, settings)
-    counting = {
-        device for device, entry in state.submissions.items() if rounds.still_counts(entry, state, settings)
-    }
+    carried = rounds.counting(state, settings).keys() - here.keys()
     return {
         "number": state.head_version,
         "min_devices": settings.min_devices,
         "rounds": settings.rounds,
         "over": rounds.is_over(state, settings),
         "devices": sorted(here),
-        "carried": sorted(counting - here.keys()),
+        "carried": sorted(carried),
     }
 
 

@@ -5,7 +5,7 @@ import json
 import sqlite3
 import urllib.parse
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 
 from aggregator.rollout import OrderKind, begun
 from aggregator.rollout import State as Rollout
-from aggregator.rounds import Entry, State
+from aggregator.rounds import Entry, Standing, State
 from aggregator.schema import SCHEMA_VERSION, migrate, version_of
 from protocol.blobstore import BlobStore, state_errors
 from protocol.errors import StateError
@@ -51,6 +51,21 @@ class HeadRow:
     """With rounds: what the round that it closed has left to the next one."""
     file: bytes = b""
     """The file that needs nothing but features, as a blob; empty where an older protofleet has not kept it."""
+    aside: Mapping[str, str] = field(default_factory=dict)
+    """As `members`, of the devices whose submissions were judged and left out."""
+
+
+REVOKED = "its key was revoked"
+"""Why a device is set aside whose submissions do not even come to be judged."""
+
+
+@dataclass(frozen=True)
+class Aside:
+    """A device whose prototypes are not trained on: why, since when, and since when all the same (unix seconds)."""
+
+    why: str
+    since_s: float
+    readmitted_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -244,16 +259,16 @@ class Store:
     def keep_head(self, head: HeadRow) -> None:
         """Keep a head."""
         self._write(
-            "INSERT INTO heads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO heads VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             head.version, head.task, head.digest, head.size_bytes, head.trained_s, head.prototypes,
             json.dumps(dict(head.members)), json.dumps(dict(head.metrics)),
-            msgspec.json.encode(head.tensors).decode(), head.file,
+            msgspec.json.encode(head.tensors).decode(), head.file, json.dumps(dict(head.aside)),
         )  # fmt: skip
 
     def heads(self, task: bytes | None = None) -> list[HeadRow]:
         """Every head, of a task or of all, oldest first."""
         rows = self._read(
-            "SELECT version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors, file "
+            "SELECT version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors, file, aside "
             "FROM heads WHERE task = ? OR ? IS NULL ORDER BY version",
             task,
             task,
@@ -265,8 +280,16 @@ class Store:
                 metrics=json.loads(metrics),
                 tensors=msgspec.json.decode(tensors, type=BlobRef | None),
                 file=file,
+                aside=json.loads(aside),
             )
-            for version, task, digest, size_bytes, trained_s, prototypes, members, metrics, tensors, file in rows
+            for *(
+                version,
+                task,
+                digest,
+                size_bytes,
+                trained_s,
+                prototypes,
+            ), members, metrics, tensors, file, aside in rows
         ]
 
     def set_closing(self, closing: Closing | None) -> None:
@@ -276,6 +299,33 @@ class Store:
     def _closing(self, task: bytes, version: int) -> Closing | None:
         closing = msgspec.json.decode(self.fact("closing", "null"), type=Closing | None)
         return closing if closing and (closing.task, closing.version) == (task, version) else None
+
+    def set_aside(self, task: bytes, device: str, *, why: str, now_s: float) -> None:
+        """Train on nothing of a device from now on; one that was readmitted no longer is."""
+        self._write(
+            "INSERT INTO set_aside (task, device, since_s, why) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
+            "DO UPDATE SET why = excluded.why, readmitted_s = NULL, "
+            "since_s = CASE WHEN readmitted_s IS NULL THEN since_s ELSE excluded.since_s END",
+            task, device, now_s, why,
+        )  # fmt: skip
+
+    def readmit(self, task: bytes, device: str, *, now_s: float) -> None:
+        """Train on what a device hands in, whatever is found in it, until it is set aside again."""
+        self._write(
+            "UPDATE set_aside SET readmitted_s = ? WHERE task = ? AND device = ? AND readmitted_s IS NULL",
+            *(now_s, task, device),
+        )
+
+    def forget_aside(self, task: bytes, device: str) -> None:
+        """Take back that a device was set aside, as if it had never been."""
+        self._write("DELETE FROM set_aside WHERE task = ? AND device = ?", task, device)
+
+    def asides(self, task: bytes) -> dict[str, Aside]:
+        """The devices that were set aside, those that were readmitted since among them."""
+        rows = self._read(
+            "SELECT device, why, since_s, readmitted_s FROM set_aside WHERE task = ? ORDER BY device", task
+        )
+        return {device: Aside(why, since_s, readmitted_s) for device, why, since_s, readmitted_s in rows}
 
     def keep_evaluation(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
         """Keep how a head did on a device's held-out pictures, in the place of what was said before."""
@@ -402,16 +452,30 @@ class Store:
         """The round logic's state, as of what is stored for a task."""
         submissions = {device: row.entry for device, row in self.submissions(task).items()}
         heads = self.heads(task)
-        version, members = (heads[-1].version, heads[-1].members) if heads else (0, {})
+        version, members, aside = (
+            (heads[-1].version, heads[-1].members, heads[-1].aside) if heads else (0, {}, {})
+        )
         closing = self._closing(task, version + 1)
         return State(
             submissions=submissions,
             covered={
                 device: Entry(sequence=0, digest=bytes.fromhex(digest), received_s=0.0)
-                for device, digest in members.items()
+                for device, digest in {**members, **aside}.items()
             },
             training=closing.members if closing else None,
             head_version=version,
+            left_out=frozenset(aside),
+            standing=self.standing(task),
+        )
+
+    def standing(self, task: bytes) -> Standing:
+        """Who does not count at all, and who counts whatever is found in what they hand in."""
+        asides = self.asides(task)
+        return Standing(
+            barred=frozenset(
+                device for device, one in asides.items() if one.why == REVOKED and one.readmitted_s is None
+            ),
+            readmitted=frozenset(device for device, one in asides.items() if one.readmitted_s is not None),
         )
 
 
