@@ -60,6 +60,15 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     patience_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
 
 
+class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[privacy]`: what devices do to their pictures or prototypes before anything leaves them."""
+
+    perturb: Literal["prototypes", "pictures"] | None = None
+    noise: Literal["gaussian", "laplace"] = "gaussian"
+    scale: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+
+
 class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -79,6 +88,7 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     training: Training = Training()
     rounds: Rounds = Rounds()
     rollout: Rollout = Rollout()
+    privacy: PrivacySettings = PrivacySettings()
     fedpcl: FedPCL = FedPCL()
     fpl: FPL = FPL()
 
@@ -134,6 +144,7 @@ def load_task(path: Path) -> tuple[TaskFile, list[Path]]:
         _wrong_names(task.classes),
         _out_of_place(task, given),
         _contradictions(task),
+        _wrong_privacy(task, given),
         _wrong_backbones(backbones),
     )
     if (found := next(problems, None)) is not None:
@@ -169,6 +180,19 @@ def _contradictions(task: TaskFile) -> Problems:
     if task.devices is not None and rounds.min_devices > len(task.devices):
         problem = f"min_devices ({rounds.min_devices}) is more than there are devices ({len(task.devices)})"
         yield ("rounds", "min_devices"), f"{problem}: no round would ever close"
+
+
+def _wrong_privacy(task: TaskFile, given: Mapping[str, Any]) -> Problems:
+    """Settings of `[privacy]` that say nothing, or promise what cannot be kept."""
+    privacy, written = task.privacy, given.get("privacy", {})
+    if privacy.perturb is None:
+        for name in sorted({"noise", "scale", "shrink"} & written.keys()):
+            yield ("privacy", name), f"`privacy.{name}` says nothing without `perturb`: leave it out"
+    elif privacy.scale is None:
+        yield ("privacy", "perturb"), "`perturb` wants to know how much noise: set `scale`"
+    if privacy.perturb == "prototypes" and task.learning is not None and task.learning.uploaded:
+        problem = f'algorithm = "{task.algorithm}" hands in parameters beside prototypes, which would be as they are'
+        yield ("privacy", "perturb"), f'{problem}: set perturb = "pictures", of which both are made'
 
 
 def _wrong_backbones(paths: Sequence[Path]) -> Problems:
@@ -224,6 +248,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "training": Training,
     "rounds": Rounds,
     "rollout": Rollout,
+    "privacy": PrivacySettings,
     "fedpcl": FedPCL,
     "fpl": FPL,
 }
@@ -243,8 +268,9 @@ def _explain(path: Path, text: str, error: str) -> str:
         return f"{path}:{_line_of(text, tables, None)}: `{field[1]}` is missing"
     line, key = _line_of(text, tables[:-1], tables[-1] if tables else None), ".".join(tables)
     if "Invalid enum value" in problem:
-        hints = get_type_hints(_TABLES.get(".".join(tables[:-1]), TaskFile))
-        problem += f"; expected {' or '.join(map(repr, get_args(hints[tables[-1]])))}"
+        hints = get_args(get_type_hints(_TABLES.get(".".join(tables[:-1]), TaskFile))[tables[-1]])
+        values = [value for hint in hints for value in get_args(hint) or [hint] if isinstance(value, str)]
+        problem += f"; expected {' or '.join(map(repr, values))}"
     return f"{path}:{line}: `{key}`: {problem}"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from aggregator.algorithms.program import Algorithm
-from aggregator.config import TaskFile
+from aggregator.config import PrivacySettings, TaskFile
 from aggregator.store import HeadRow
 from protocol.codec import encode
 from protocol.errors import ConfigError
@@ -12,6 +12,7 @@ from protocol.messages import (
     BlobRef,
     HeadManifest,
     HeadRef,
+    Perturbation,
     Program,
     RoundManifest,
     TaskManifest,
@@ -41,11 +42,19 @@ def task_manifest(
         min_images=task.client.min_images,
         seed=task.client.seed,
         program=program,
+        perturbation=perturbation_of(task.privacy),
     )
     size = len(encode(manifest))
     if size > MAX_MANIFEST_BYTES:
         raise ConfigError(f"the class names make a manifest of {size} bytes, more than {MAX_MANIFEST_BYTES}")
     return manifest
+
+
+def perturbation_of(privacy: PrivacySettings) -> Perturbation | None:
+    """What devices are told to perturb."""
+    if privacy.perturb is None or privacy.scale is None:
+        return None
+    return Perturbation(on=privacy.perturb, noise=privacy.noise, scale=privacy.scale, shrink=privacy.shrink)
 
 
 def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: BlobRef) -> RoundManifest:

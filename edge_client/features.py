@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edge_client.backbone import Backbone, release_memory
 from edge_client.feature_cache import FeatureCache
 from edge_client.images import Picture, decode
-from protocol.errors import ProtofleetError, UnreadablePicture
+from protocol.errors import PrivacyRefused, ProtofleetError, UnreadablePicture
 from protocol.preprocessing import Preprocessing, preprocess
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,9 @@ class Refusal:
 Outcome = tuple[Picture, NDArray[np.float32] | Refusal]
 """A picture and its feature, float32 (L1 + ... + LK,) and finite, or why it has none."""
 
+Alter = Callable[[Picture, Preprocessing, NDArray[np.uint8]], NDArray[np.uint8]]
+"""What is done to a picture's pixels before a backbone sees them."""
+
 _Pixels = dict[Preprocessing, NDArray[np.uint8]]
 """A picture, uint8 (H, W, 3), in each of the ways in which a backbone wants it."""
 
@@ -70,7 +73,11 @@ def extract(
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
 ) -> Extraction:
-    """Compute the features that the cache has not got, where one backbone is all there is: `extract_all`."""
+    """Compute the features that the cache has not got, where one backbone is all there is: `extract_all`.
+
+    The cache forgets all other pictures.
+    """
+    cache.prune((picture.identity for picture in pictures), backbone.sha256)
     return extract_all(
         pictures,
         [backbone.sha256],
@@ -83,7 +90,7 @@ def extract(
     )
 
 
-def extract_all(
+def extract_all(  # noqa: PLR0913 - what is done to pictures is the ninth thing that features hang on
     pictures: Sequence[Picture],
     backbones: Sequence[str],
     cache: FeatureCache,
@@ -93,6 +100,7 @@ def extract_all(
     workers: int,
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
+    alter: tuple[str, Alter] | None = None,
 ) -> Extraction:
     """Compute the features that the cache has not got, one backbone after the other.
 
@@ -100,7 +108,7 @@ def extract_all(
     One that is refused for one backbone is left out for those after it.
 
     Args:
-        pictures: all of the device's pictures; the cache forgets every other one.
+        pictures: those that features are wanted of; the cache forgets no other one.
         backbones: digests of those in use.
         cache: where the features go, batch by batch.
         open_backbone: opens the backbone of a digest; asked only for one that has something to compute.
@@ -108,19 +116,20 @@ def extract_all(
         workers: threads that decode and preprocess.
         on_progress: called with the number of pictures done and of all, each counted once a backbone.
         should_stop: asked before every run.
+        alter: what is done to the pictures first, and the tag that tells their features in the cache.
 
     Raises:
         Interrupted: `should_stop` said so.
         StateError: the features cannot be kept.
         ProtofleetError: the backbone fails.
     """
-    cache.prune((picture.identity for picture in pictures), *backbones)
+    tag, change = alter or ("", None)
     refused: dict[Path, str] = {}
     computed = cached = 0
     total = len(backbones) * len(pictures)
     for number, sha256 in enumerate(backbones):
         rest = [picture for picture in pictures if picture.path not in refused]
-        todo, useless = _sort_out(rest, sha256, cache)
+        todo, useless = _sort_out(rest, sha256 + tag, cache)
         refused |= useless
         cached += len(rest) - len(todo) - len(useless)
         done = (number + 1) * len(pictures) - len(todo)
@@ -129,10 +138,15 @@ def extract_all(
             continue
         log.info("computing features of %d pictures, those of %d are known", len(todo), len(rest) - len(todo))
         batches = feature_batches(
-            todo, [open_backbone(sha256)], batch_size=batch_size, workers=workers, should_stop=should_stop
+            todo,
+            [open_backbone(sha256)],
+            batch_size=batch_size,
+            workers=workers,
+            should_stop=should_stop,
+            alter=change,
         )
         for batch in batches:
-            useless = _keep(batch, sha256, cache)
+            useless = _keep(batch, sha256 + tag, cache)
             refused |= useless
             computed += len(batch) - len(useless)
             done += len(batch)
@@ -173,6 +187,7 @@ def feature_batches(
     batch_size: int,
     workers: int,
     should_stop: Callable[[], bool] = lambda: False,
+    alter: Alter | None = None,
 ) -> Iterator[list[Outcome]]:
     """Compute features batch by batch, in the order of the pictures, decoding at most two batches ahead.
 
@@ -191,7 +206,7 @@ def feature_batches(
         try:
             while True:
                 for picture in itertools.islice(ahead, 2 * batch_size - len(waiting)):
-                    waiting.append((picture, pool.submit(_load, picture.path, specs)))
+                    waiting.append((picture, pool.submit(_load, picture, specs, alter)))
                 if not waiting:
                     return
                 if should_stop():
@@ -201,11 +216,17 @@ def feature_batches(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _load(path: Path, specs: Iterable[Preprocessing]) -> _Pixels | Refusal:
-    """Decode one picture and preprocess it in every way that is wanted, or say why not."""
+def _load(picture: Picture, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:
+    """Decode one picture, preprocess it in every way that is wanted and alter it, or say why not."""
+    path = picture.path
     try:
-        picture = decode(path)
-        return {spec: preprocess(picture, spec) for spec in specs}
+        image = decode(path)
+        pixels = {spec: preprocess(image, spec) for spec in specs}
+        return (
+            pixels if alter is None else {spec: alter(picture, spec, made) for spec, made in pixels.items()}
+        )
+    except PrivacyRefused:
+        raise
     except UnreadablePicture as error:
         return Refusal(str(error).removeprefix(f"{path}: "), may_pass=_may_pass(error.__cause__))
     except Exception as error:  # Pillow converts and resizes here, and a picture must not end the work

@@ -25,7 +25,7 @@ from edge_client.rounds import (
 )
 from edge_client.state import DeviceState
 from edge_client.trainer import Checkpoint, Watch
-from edge_client.work import Found, Local, Prepared, digests, prepare_round
+from edge_client.work import Found, Local, Prepared, learning_keys, prepare_round
 from protocol.blobstore import state_errors, write_atomically
 from protocol.codec import decode, digest_of, encode
 from protocol.errors import StateError
@@ -105,7 +105,13 @@ class RoundWork:
                 watch=Watch(on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress),
             )
 
-        prepared, made = prepare_round(task=manifest, local=self._local, found=found, take_part=contribution)
+        prepared, made = prepare_round(
+            task=manifest,
+            local=self._local,
+            found=found,
+            take_part=contribution,
+            secret=self._kept.secret(keep=not self._dry),
+        )
         return prepared, made.learnt
 
     def keep(
@@ -161,7 +167,7 @@ class RoundWork:
     def _data(self, manifest: TaskManifest, pictures: Sequence[Picture]) -> TrainingSet:
         identities = [picture.identity for picture in pictures]
         size = feature_size(manifest, self._kept.blobs)
-        feature = self._cache.matrix(identities, *digests(manifest), size=size)
+        feature = self._cache.matrix(identities, *learning_keys(manifest), size=size)
         return TrainingSet(feature, np.array([picture.label for picture in pictures], np.int64))
 
 

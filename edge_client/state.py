@@ -19,6 +19,8 @@ from protocol.errors import StateError
 from protocol.lock import FolderLock
 from protocol.topics import is_name
 
+SECRET_BYTES = 32
+
 
 def default_device_id(folder: Path) -> str:
     """A name for this machine and this state directory that stays the same: host name and a short digest."""
@@ -127,6 +129,16 @@ class DeviceState:
             raise StateError(
                 f"another edge-client wrote {self._file} ({error}): use another --state"
             ) from error
+
+    def secret(self, *, keep: bool = True) -> bytes:
+        """32 random bytes that noise hangs on: those of this state, made where there are none; `keep` keeps them."""
+        kept = bytes.fromhex(self.get("secret", ""))
+        if len(kept) == SECRET_BYTES:
+            return kept
+        made = os.urandom(SECRET_BYTES)
+        if keep:
+            self.set(secret=made.hex())
+        return made
 
     def next_number(self, key: str, *, above: int = 0) -> int:
         """A number greater than every one given before under this key, and than `above`.

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 from edge_client.backbone import Backbone
 from edge_client.feature_cache import FeatureCache
-from edge_client.features import Extraction, extract_all
+from edge_client.features import Alter, Extraction, extract_all
 from edge_client.images import Picture, find_pictures, held_out
+from edge_client.perturbation import MAX_FLOAT16, cache_tag, perturb_picture, perturb_prototypes
 from edge_client.predictor import Head, evaluate
 from edge_client.prototypes import batch_prototypes
 from edge_client.rounds import Contribution
 from protocol.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.errors import ConfigError, GraphRefused, ProtofleetError
 from protocol.messages import Evaluation, Submission, TaskManifest, Tensor
+from protocol.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
-
-MAX_FLOAT16 = 65504.0
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,13 @@ def prepare(
     local: Local,
     found: Found,
     cache: FeatureCache,
+    secret: bytes = b"",
 ) -> Prepared:
-    """Filter and average all of a device's pictures (FedTC eq. 1-4).
+    """Filter and average all of a device's pictures (FedTC eq. 1-4), and perturb what comes of it if so wanted.
 
     Raises:
         ProtofleetError: no class has enough pictures, or the features do not fit float16.
+        PrivacyRefused: the task wants prototypes perturbed, and `secret` has not 32 bytes.
     """
     prototypes, labels, counts, reports = [], [], [], []
     for label, name in enumerate(task.classes):
@@ -124,7 +126,7 @@ def prepare(
             raise ProtofleetError(
                 f"features of class {name!r} do not fit float16: the backbone cannot be used"
             )
-        prototypes.append(values.astype(np.float16))
+        prototypes.append(_leaving(values, np.full(len(sizes), label, np.uint32), task=task, secret=secret))
         labels.append(np.full(len(sizes), label, dtype=np.uint32))
         counts.append(sizes)
         reports.append(ClassReport(name, len(members), len(members) - len(kept), tuple(map(int, sizes))))
@@ -145,6 +147,7 @@ def prepare_round(
     local: Local,
     found: Found,
     take_part: Callable[[Sequence[Picture]], Contribution],
+    secret: bytes = b"",
 ) -> tuple[Prepared, Contribution]:
     """Take part in a round with all of a device's pictures but those held out.
 
@@ -153,6 +156,7 @@ def prepare_round(
         local: the device's own.
         found: its pictures.
         take_part: makes a contribution of the pictures to learn from.
+        secret: the device's, where prototypes are to be perturbed.
 
     Raises:
         ProtofleetError: no class has enough pictures, or taking part fails.
@@ -170,7 +174,7 @@ def prepare_round(
     made = take_part(kept)
     return (
         Prepared(
-            prototypes=made.prototypes,
+            prototypes=_leaving(made.prototypes.astype(np.float32), made.labels, task=task, secret=secret),
             labels=made.labels,
             counts=made.counts,
             classes=tuple(reports),
@@ -190,30 +194,78 @@ def find(
     open_backbone: Callable[[str], Backbone],
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
+    secret: bytes = b"",
 ) -> Found:
     """Find a device's pictures, and have the features of all of them in the cache.
+
+    Where the task wants pictures perturbed, those to learn from are, and those held out are not.
 
     Raises:
         ConfigError: there are no pictures, or folders that are no classes of the task.
         Interrupted: `should_stop` said so.
+        PrivacyRefused: the task wants pictures perturbed, and `secret` has not 32 bytes.
     """
     pictures = find_pictures(local.data, task.classes)
-    extraction = extract_all(
-        pictures,
-        digests(task),
-        cache,
-        open_backbone=open_backbone,
-        batch_size=local.batch_size,
-        workers=local.workers,
-        on_progress=on_progress,
-        should_stop=should_stop,
-    )
-    return Found(tuple(_usable(pictures, extraction)), extraction.refused)
+    cache.prune((picture.identity for picture in pictures), *{*digests(task), *learning_keys(task)})
+
+    def extraction_of(part: Sequence[Picture], done: int, alter: tuple[str, Alter] | None) -> Extraction:
+        return extract_all(
+            part,
+            digests(task),
+            cache,
+            open_backbone=open_backbone,
+            batch_size=local.batch_size,
+            workers=local.workers,
+            on_progress=lambda now, _: on_progress(done + now, len(pictures) * len(task.backbones)),
+            should_stop=should_stop,
+            alter=alter,
+        )
+
+    if (alter := _alteration(task, secret)) is None:
+        refused = extraction_of(pictures, 0, None).refused
+    else:
+        kept_out = [picture for picture in pictures if held_out(picture, local.holdout)]
+        learnt_from = [picture for picture in pictures if not held_out(picture, local.holdout)]
+        parts = (
+            extraction_of(kept_out, 0, None),
+            extraction_of(learnt_from, len(kept_out) * len(task.backbones), alter),
+        )
+        refused = tuple(sorted(entry for part in parts for entry in part.refused))
+    useless = {path for path, _ in refused}
+    return Found(tuple(picture for picture in pictures if picture.path not in useless), refused)
 
 
 def digests(task: TaskManifest) -> list[str]:
-    """Hex digests of a task's backbones, under which the cache has their features."""
+    """Hex digests of a task's backbones, under which the cache has the features of pictures as they are."""
     return [blob.digest.hex() for blob in task.backbones]
+
+
+def learning_keys(task: TaskManifest) -> list[str]:
+    """Under what the cache has the features of the pictures to learn from, which may be perturbed."""
+    how = task.perturbation
+    return [digest + (cache_tag(how) if how and how.on == "pictures" else "") for digest in digests(task)]
+
+
+def _alteration(task: TaskManifest, secret: bytes) -> tuple[str, Alter] | None:
+    """What happens to the pictures to learn from, and the tag of their features; None if nothing does."""
+    how = task.perturbation
+    if how is None or how.on != "pictures":
+        return None
+
+    def alter(picture: Picture, wanted: Preprocessing, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return perturb_picture(pixels, how, identity=picture.identity, wanted=wanted, secret=secret)
+
+    return cache_tag(how), alter
+
+
+def _leaving(
+    values: NDArray[np.float32], labels: NDArray[np.uint32], *, task: TaskManifest, secret: bytes
+) -> NDArray[np.float16]:
+    """Prototypes as they leave the device."""
+    how = task.perturbation
+    if how is not None and how.on == "prototypes":
+        return perturb_prototypes(values, labels, how, secret=secret)
+    return values.astype(np.float16)
 
 
 def submission_of(
@@ -296,11 +348,6 @@ def known_pictures(manifest: TaskManifest, local: Local, cache: FeatureCache) ->
     return [picture for picture in pictures if picture.identity in known]
 
 
-def _usable(pictures: Sequence[Picture], extraction: Extraction) -> list[Picture]:
-    refused = {path for path, _ in extraction.refused}
-    return [picture for picture in pictures if picture.path not in refused]
-
-
 def _class_prototypes(
     kept: Sequence[Picture],
     *,
@@ -313,7 +360,7 @@ def _class_prototypes(
     # The shuffle is the same at every start, so that the same pictures make the same submission.
     key = f"{task.seed}/{local.device_id}/{label}".encode()
     values, counts = batch_prototypes(
-        lambda: cache.chunks(identities, *digests(task)),
+        lambda: cache.chunks(identities, *learning_keys(task)),
         alpha=task.alpha,
         batch_size=task.batch_size,
         min_images=task.min_images,

@@ -20,6 +20,7 @@ from edge_client.installed import open_installed
 from edge_client.item import Item
 from edge_client.life import Mode, head_key
 from edge_client.predictor import Head
+from edge_client.privacy import check_task
 from edge_client.progress import Progress
 from edge_client.round_work import RoundWork
 from edge_client.rounds import (
@@ -201,10 +202,17 @@ class Worker:
             self._emit(built)
 
     def _prepare(self, build: events.Build) -> events.Built:
+        check_task(build.manifest)
         if build.round is not None:
             return self._prepare_round(build, build.round)
         found = self._find(build.manifest, lambda: not self._is_due(build))
-        prepared = prepare(task=build.manifest, local=self._settings.local, found=found, cache=self._cache)
+        prepared = prepare(
+            task=build.manifest,
+            local=self._settings.local,
+            found=found,
+            cache=self._cache,
+            secret=self._secret(),
+        )
         self._warn(build.manifest, prepared)
         if self._show is None:
             return self._keep(build, prepared)
@@ -226,7 +234,11 @@ class Worker:
                 open_backbone=open_one,
                 on_progress=progress.update,
                 should_stop=should_stop,
+                secret=self._secret(),
             )
+
+    def _secret(self) -> bytes:
+        return self._kept.secret(keep=self._show is None)
 
     def _show_only(self, build: events.Build, prepared: Prepared) -> events.Built:
         """Show what would be sent; a sequence number of today has as many bytes as the one that would be."""

@@ -37,6 +37,10 @@ class UnreadablePicture(ProtofleetError):
     """A picture that cannot be decoded."""
 
 
+class PrivacyRefused(ProtofleetError):
+    """Something that would have left a device with less protection than its task or its owner wants."""
+
+
 class RuntimeMissing(ProtofleetError):
     """A program was started without the packages it runs on."""
 

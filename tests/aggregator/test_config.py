@@ -7,9 +7,11 @@ import pytest
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.config import Client, Rounds, Training, load_task, read_backbone
+from aggregator.manifests import perturbation_of
 from aggregator.rollout import Settings as RolloutSettings
 from aggregator.rounds import Settings
 from protocol.errors import BackboneMismatch, ConfigError
+from protocol.messages import Perturbation
 from tests.graphs import tiny_backbone
 
 LEAST = 'classes = ["cat", "dog"]\nbackbones = ["tiny.onnx"]\n'
@@ -67,6 +69,11 @@ seed = 4
 canary = 0.25
 margin = 0
 patience_s = 60
+[privacy]
+perturb = "pictures"
+noise = "laplace"
+scale = 0.05
+shrink = 0.1
 """
     task, _ = load_task(_write(tmp_path, text))
     assert task.fleet == "barn-7"
@@ -77,6 +84,9 @@ patience_s = 60
     assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
     assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
     assert task.rollout_settings == RolloutSettings(canary=0.25, margin=0.0, patience_s=60.0)
+    assert perturbation_of(task.privacy) == Perturbation(
+        on="pictures", noise="laplace", scale=0.05, shrink=0.1
+    )
 
 
 def test_rounds_have_defaults(tmp_path: Path) -> None:
@@ -142,6 +152,24 @@ WRONG: dict[str, tuple[str, int, str]] = {
     "fleet with a line break": ('fleet = "a\\n"', 3, "`fleet`: Expected `str` matching"),
     "device with a space": ('devices = ["a", "b c"]', 3, "`devices`: Expected `str` matching"),
     "no devices": ("devices = []", 3, "`devices`: Expected `array` of length >= 1"),
+    "unknown noise": (
+        '[privacy]\nperturb = "features"',
+        4,
+        "`privacy.perturb`: Invalid enum value 'features'; expected 'prototypes' or 'pictures'",
+    ),
+    "noise of no size": ('[privacy]\nperturb = "pictures"', 4, "`perturb` wants to know how much noise: set"),
+    "a size of no noise": ("[privacy]\nscale = 0.1", 4, "`privacy.scale` says nothing without `perturb`"),
+    "no deviation": (
+        '[privacy]\nperturb = "pictures"\nscale = 0',
+        5,
+        "`privacy.scale`: Expected `float` > 0",
+    ),
+    "nothing is left": ('[privacy]\nperturb = "pictures"\nscale = 1\nshrink = 1', 6, "`privacy.shrink`"),
+    "half of what leaves perturbed": (
+        'algorithm = "fpl"\n[privacy]\nscale = 0.1\nperturb = "prototypes"',
+        6,
+        'algorithm = "fpl" hands in parameters beside prototypes, which would be as they are',
+    ),
     "a table of another algorithm": (
         'algorithm = "fpl"\n[fedpcl]\nrounds = 3',
         4,

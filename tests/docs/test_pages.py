@@ -12,7 +12,7 @@ import pytest
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.cli import cli as aggregator
-from aggregator.config import Client, Rollout, Rounds, TaskFile, Training
+from aggregator.config import Client, PrivacySettings, Rollout, Rounds, TaskFile, Training
 from aggregator.manifests import task_manifest
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
@@ -30,6 +30,7 @@ DEFAULTS = {
     "training": Training(),
     "rounds": Rounds(),
     "rollout": Rollout(),
+    "privacy": PrivacySettings(),
     "fedpcl": FedPCL(),
     "fpl": FPL(),
 }
@@ -48,7 +49,11 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "training": {"recipe": "paper", "restore": False, "epochs": 1, "device": "cpu", "seed": 1},
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
     "rollout": {"canary": 0.5, "margin": 0.5, "patience_s": 1.0},
+    "privacy": {"perturb": "pictures", "noise": "laplace", "scale": 0.5, "shrink": 0.5},
 }
+PERTURBED = PrivacySettings(perturb="prototypes", scale=0.1)
+BASES = dict.fromkeys(["perturb", "noise", "scale", "shrink"], PERTURBED)
+"""Settings of `[privacy]` among which a change of one says something."""
 
 
 def section(title: str) -> str:
@@ -88,6 +93,7 @@ def test_every_setting_of_the_task_file_is_explained() -> None:
         ("", "training"),
         ("", "rounds"),
         ("", "rollout"),
+        ("", "privacy"),
         ("", "fedpcl"),
         ("", "fpl"),
     }
@@ -116,7 +122,10 @@ def test_what_makes_a_new_task_is_marked(table: str, name: str) -> None:
     """A change of a setting changes the task's identity where the table says so, and nowhere else."""
     task = DEFAULTS[""]
     assert isinstance(task, TaskFile)
-    part = msgspec.structs.replace(DEFAULTS[table], **{name: OTHER_VALUES[table][name]})
+    base = BASES[name] if table == "privacy" else DEFAULTS[table]
+    if table == "privacy":
+        task = msgspec.structs.replace(task, privacy=base)
+    part = msgspec.structs.replace(base, **{name: OTHER_VALUES[table][name]})
     changed = msgspec.structs.replace(task, **{table: part}) if table else part
     assert isinstance(changed, TaskFile)
     assert (task_bytes(changed) != task_bytes(task)) == (settings()[table, name][3] == "yes")
