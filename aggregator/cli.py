@@ -2,17 +2,28 @@
 
 import importlib.util
 import json
+import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
+from protocol.cli import (
+    access_options,
+    config_option,
+    read_access,
+    run,
+    start_logging,
+    stop_on_terminate,
+    verbose_option,
+)
 from protocol.errors import RuntimeMissing
 
 if TYPE_CHECKING:
     from aggregator.rollout import OrderKind
+
+log = logging.getLogger(__name__)
 
 state_option = click.option(
     "--state",
@@ -44,13 +55,14 @@ def cli() -> None:
 @state_option
 @click.option(
     "--broker",
-    default="127.0.0.1:1883",
+    default="127.0.0.1",
     show_default=True,
     metavar="HOST[:PORT]",
     envvar="PROTOFLEET_BROKER",
     show_envvar=True,
     help="The MQTT broker to connect to, or the address the embedded one listens on.",
 )
+@access_options
 @click.option(
     "--embedded-broker",
     is_flag=True,
@@ -59,18 +71,28 @@ def cli() -> None:
     help="Run a broker in this process; without --broker, for this machine only.",
 )
 @verbose_option
-def run_command(*, task: Path, state: Path, broker: str, embedded_broker: bool, verbose: bool) -> None:
+def run_command(
+    *, task: Path, state: Path, broker: str, embedded_broker: bool, verbose: bool, **access_given: Any
+) -> None:
     """Serve a fleet until interrupted."""
     from aggregator.broker import EmbeddedBroker
     from aggregator.config import load_task
     from aggregator.service import Aggregator
     from aggregator.store import Store, open_folder
     from aggregator.task import prepare_task
+    from protocol.access import OPEN, warnings
     from protocol.session import parse_broker
 
     start_logging(verbose=verbose)
     _require("onnx", "onnxscript", "onnxruntime", "scipy", "torch")
-    address = parse_broker(broker)
+    access = read_access(**access_given)
+    if embedded_broker and access != OPEN:
+        raise click.UsageError(
+            "the embedded broker has neither encryption nor passwords: run mosquitto for them"
+        )
+    address = parse_broker(broker, tls=access.tls)
+    for warning in warnings(access, address):
+        log.warning("%s", warning)
     task_file, backbones = load_task(task)
     store = Store(open_folder(state))
     store.lock()
@@ -80,7 +102,7 @@ def run_command(*, task: Path, state: Path, broker: str, embedded_broker: bool, 
     if embedded is not None:
         embedded.start()
     try:
-        Aggregator(prepared, store, broker=address).run()
+        Aggregator(prepared, store, broker=address, access=access).run()
     finally:
         store.close()
         if embedded is not None:

@@ -23,6 +23,7 @@ from aggregator.trainer import Finished, Progress
 from aggregator.uplink import Complete
 from aggregator.wire import Wire
 from protocol import session as mqtt
+from protocol.access import OPEN, Access
 from protocol.codec import decode
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
 from protocol.messages import (
@@ -60,12 +61,14 @@ class Aggregator:
         task: what to work on.
         store: the state directory.
         broker: where to connect.
+        access: how to be let in there.
 
     Raises:
         StateError: the state directory cannot be written.
+        ConfigError: a certificate or key cannot be used.
     """
 
-    def __init__(self, task: Task, store: Store, *, broker: mqtt.Broker) -> None:
+    def __init__(self, task: Task, store: Store, *, broker: mqtt.Broker, access: Access = OPEN) -> None:
         self._task = task
         self._store = store
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -88,7 +91,7 @@ class Aggregator:
         self._connected = False
         self._cast_is_due = True
         fleet = task.manifest.fleet
-        self._wire = Wire(broker, fleet=fleet, epoch=self._epoch, on_event=self._events.put)
+        self._wire = Wire(broker, access=access, fleet=fleet, epoch=self._epoch, on_event=self._events.put)
 
     def run(self) -> None:
         """Serve the fleet until interrupted."""

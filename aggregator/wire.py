@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from protocol import session as mqtt
+from protocol.access import OPEN, Access
 from protocol.codec import digest_of, encode
 from protocol.messages import MAX_CHUNK_BYTES, Frame, Message, Presence, PresenceState
 from protocol.topics import RETAINED, DeviceChannel, FleetChannel, device_filters, device_topic, fleet_topic
@@ -14,13 +15,20 @@ class Wire:
 
     Args:
         broker: where the fleet meets.
+        access: how it lets us in.
         fleet: its name.
         epoch: of this start of the aggregator.
         on_event: called from a thread with what comes in; it must only put it somewhere.
     """
 
     def __init__(
-        self, broker: mqtt.Broker, *, fleet: str, epoch: int, on_event: Callable[[mqtt.Event], None]
+        self,
+        broker: mqtt.Broker,
+        *,
+        access: Access = OPEN,
+        fleet: str,
+        epoch: int,
+        on_event: Callable[[mqtt.Event], None],
     ) -> None:
         self.chunk_bytes = MAX_CHUNK_BYTES
         """Bytes of payload in a frame, by what the broker takes."""
@@ -31,6 +39,7 @@ class Wire:
             client_id=f"pf-{fleet}-aggregator-{epoch}",
             subscriptions=[*device_filters(fleet), fleet_topic(fleet, "state")],
             on_event=on_event,
+            access=access,
             will=self._presence("offline"),
             manual_ack=True,
         )

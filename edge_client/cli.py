@@ -1,6 +1,7 @@
 """`edge-client`, `edge-client predict` and `edge-client status`."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,19 @@ import msgspec
 from click.core import ParameterSource
 
 from edge_client.outbox import DEFAULT_MB, LARGEST_MB, MIB
-from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
+from protocol.cli import (
+    access_options,
+    config_option,
+    read_access,
+    run,
+    start_logging,
+    stop_on_terminate,
+    verbose_option,
+)
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.topics import is_name
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from edge_client.backbone import Provider
@@ -63,6 +74,7 @@ threads_option = _setting(
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option
 @_setting("--broker", metavar="HOST[:PORT]", help="The fleet's MQTT broker.")
+@access_options
 @_setting(
     "--data",
     type=click.Path(path_type=Path),
@@ -127,13 +139,14 @@ def cli(context: click.Context, /, **options: Any) -> None:
 def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
     state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
-    batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int,
+    batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.backbone import require_runtime
     from edge_client.device import Device
     from edge_client.life import Mode
     from edge_client.work import Local, check_data
     from edge_client.worker import Settings
+    from protocol.access import warnings
     from protocol.session import parse_broker
 
     start_logging(verbose=verbose)
@@ -153,8 +166,13 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     )
     if broker is None and not (dry_run and kept.get("task")):
         raise click.UsageError("say where the fleet's broker is: --broker HOST[:PORT]")
+    access = read_access(**access_given)
+    address = parse_broker(broker, tls=access.tls) if broker else None
+    for warning in warnings(access, address) if address else ():
+        log.warning("%s", warning)
     settings = Settings(
-        broker=parse_broker(broker) if broker else None,
+        broker=address,
+        access=access,
         fleet=fleet,
         local=local,
         mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,

@@ -411,5 +411,6 @@ class Device:
             client_id=f"pf-{settings.fleet}-{self._id}-{self._epoch or 'dry-run'}",
             subscriptions=[*shared, *own],
             on_event=self._inbox.put,
+            access=settings.access,
             will=None if dry else self._presence("offline"),
         )

@@ -38,6 +38,7 @@ from edge_client.work import (
     prepare,
     submission_of,
 )
+from protocol.access import OPEN, Access
 from protocol.codec import digest_of, encode
 from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
 from protocol.messages import BlobRef, Evaluation, HeadRef, RoundManifest, TaskManifest
@@ -61,6 +62,7 @@ class Settings:
     threads: int | None
     backbones: tuple[Path, ...]
     rescan_s: float
+    access: Access = OPEN
 
 
 @dataclass(frozen=True)

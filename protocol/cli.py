@@ -1,16 +1,25 @@
 """How all three programs behave on a command line: settings, errors, exit codes, log lines."""
 
 import logging
+import os
 import signal
 import sys
 import tomllib
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from protocol.errors import ProtofleetError
+from protocol.errors import ConfigError, ProtofleetError
+
+if TYPE_CHECKING:
+    from protocol.access import Access
+
+log = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _load_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
@@ -42,6 +51,68 @@ config_option = click.option(
     callback=_load_config,
     help="TOML file with any of these options, named as here without the dashes in front.",
 )
+
+_file = click.Path(dir_okay=False, path_type=Path)
+
+_ACCESS_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--tls", {"is_flag": True, "help": "Encrypt, and believe a broker that this system's authorities vouch for."}),
+    ("--ca", {"type": _file, "help": "Encrypt, and believe a broker that the authorities in this file vouch for."}),
+    ("--cert", {"type": _file, "help": "Our certificate, for brokers that want one."}),
+    ("--key", {"type": _file, "help": "The private key of --cert."}),
+    ("--username", {"help": "For brokers that want a password."}),
+    ("--password-file", {"type": _file, "help": "The password, in the first line; or set PROTOFLEET_PASSWORD."}),
+)  # fmt: skip
+
+
+def access_options(command: F) -> F:
+    """Give a command the options of `read_access`, each from the environment as well."""
+    for name, details in reversed(_ACCESS_OPTIONS):
+        variable = "PROTOFLEET_" + name.lstrip("-").replace("-", "_").upper()
+        command = click.option(name, envvar=variable, show_envvar=True, **details)(command)
+    return command
+
+
+def read_access(
+    *, tls: bool, ca: Path | None, cert: Path | None, key: Path | None, username: str | None,
+    password_file: Path | None,
+) -> "Access":  # fmt: skip
+    """How a person wants to be let in by the broker.
+
+    Raises:
+        UsageError: options that do not go together.
+        ConfigError: the file with the password cannot be read.
+    """
+    from protocol.access import Access, readable_by_others
+
+    if (cert is None) != (key is None):
+        raise click.UsageError("--cert and --key go together: give both, or neither")
+    password = os.environ.get("PROTOFLEET_PASSWORD")
+    if password_file is not None:
+        password = _read_password(password_file)
+        if warning := readable_by_others(password_file):
+            log.warning("%s", warning)
+    if password is not None and username is None:
+        raise click.UsageError("a password goes with a name: give --username")
+    return Access(
+        tls=tls or ca is not None or cert is not None,
+        ca=ca,
+        certificate=cert,
+        key=key,
+        username=username,
+        password=password,
+    )
+
+
+def _read_password(file: Path) -> str:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"cannot read the password in {file}: {reason}") from error
+    if not lines or not lines[0]:
+        raise ConfigError(f"expected a password in the first line of {file}, which is empty")
+    return lines[0]
+
 
 verbose_option = click.option("-v", "--verbose", is_flag=True, help="Log more.")
 

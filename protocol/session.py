@@ -1,4 +1,4 @@
-"""One MQTT connection that comes back by itself, with events on a queue. The only import of paho.
+"""A connection to a broker that comes back by itself, with events on a queue.
 
 paho is kept on a short lead, for reasons measured: at most `window` messages are inside it at any time, its
 callbacks only put something on a queue, and every connection gets a fresh client, so that nothing that was
@@ -8,8 +8,6 @@ whoever sends looks at `Connected` and at the receiver's own receipts.
 It speaks MQTT 5 where the broker does, for what that says of its limits and of what it denies, and 3.1.1 elsewhere.
 """
 
-import contextlib
-import ipaddress
 import logging
 import queue
 import random
@@ -18,16 +16,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import paho.mqtt.client as mqtt
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
-from paho.mqtt.properties import Properties
-from paho.mqtt.reasoncodes import ReasonCode
-from paho.mqtt.subscribeoptions import SubscribeOptions
-
-from protocol.errors import ConfigError
+from protocol.access import OPEN, Access, Broker, open_tls, parse_broker
+from protocol.connection import VERSIONS, Acknowledged, Closed, Connection, Ready, Terms, Version
 from protocol.packets import Experience, packet_bytes
+from protocol.traffic import (
+    Connected,
+    Disconnected,
+    Drained,
+    Event,
+    Outgoing,
+    Received,
+    Token,
+    Unsendable,
+)
+
+__all__ = [
+    "Access",
+    "Broker",
+    "Connected",
+    "Disconnected",
+    "Drained",
+    "Event",
+    "Outgoing",
+    "Received",
+    "Session",
+    "Token",
+    "Unsendable",
+    "parse_broker",
+]
 
 log = logging.getLogger(__name__)
 
@@ -39,123 +56,11 @@ OF_USE_MESSAGES = 16
 """More than what is said at the beginning of every connection."""
 
 
-VERSIONS = (MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311)
-"""In the order in which they are tried on a broker that is not known yet."""
-
-
-@dataclass(frozen=True)
-class Broker:
-    """Where the broker listens."""
-
-    host: str
-    port: int = 1883
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """One publication."""
-
-    topic: str
-    payload: bytes
-    retain: bool = False
-
-
-@dataclass(frozen=True)
-class Connected:
-    """The broker accepted us and every subscription.
-
-    `max_packet_bytes` is the largest packet that it takes; None where it does not say, and takes all we know of.
-    """
-
-    max_packet_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Disconnected:
-    """The connection is gone, or could not be made; the next try comes after `retry_s` seconds.
-
-    `repeated` is set where the try before has ended for the same reason: a person knows it by now.
-    """
-
-    reason: str
-    retry_s: float
-    repeated: bool = False
-
-
-@dataclass(frozen=True)
-class _Token:
-    """Which message of which connection is acknowledged."""
-
-    client: mqtt.Client
-    mid: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """A message came in. `token` is for `Session.acknowledge`.
-
-    `retained` if the broker has kept it since somebody said it; else it is said at this moment.
-    """
-
-    topic: str
-    payload: bytes
-    retained: bool = field(default=False, compare=False)
-    token: _Token | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True)
-class Unsendable:
-    """The broker will not take a publication, now or later, and why; what was sent after it goes on.
-
-    `repeated` is set where the same was said of the topic before.
-    """
-
-    topic: str
-    reason: str
-    repeated: bool = False
-
-
-@dataclass(frozen=True)
-class Drained:
-    """Everything that was sent so far has reached the broker, or was called `Unsendable`."""
-
-
-Event = Connected | Disconnected | Received | Unsendable | Drained
-
-
-@dataclass(frozen=True)
-class _Closed:
-    """A connection ended, or was refused; `unanswered` if that may be for the version of MQTT."""
-
-    client: mqtt.Client
-    reason: str
-    unanswered: bool = False
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """A connection is up and subscribed."""
-
-    client: mqtt.Client
-
-
-@dataclass(frozen=True)
-class _Acknowledged:
-    """The broker took one of ours, or says why not."""
-
-    client: mqtt.Client
-    mid: int
-    denial: str = ""
-
-
 @dataclass(frozen=True)
 class _Echoed:
     """The broker has passed on one of our last words, to ourselves among others."""
 
-    client: mqtt.Client
+    connection: object
 
 
 @dataclass(frozen=True)
@@ -165,31 +70,7 @@ class _Stop:
     farewell: tuple[Outgoing, ...]
 
 
-_Command = Outgoing | _Closed | _Ready | _Acknowledged | _Echoed | _Stop
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
-
-
-def parse_broker(text: str) -> Broker:
-    """`HOST`, `HOST:PORT` or `[IPv6]:PORT` as a broker's address.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    host, colon, port = text.strip().rpartition(":")
-    if not colon or (text.count(":") > 1 and not text.startswith("[")):
-        host, port = text.strip(), "1883"
-    host = host.removeprefix("[").removesuffix("]")
-    is_host = _is_ipv6(host) if ":" in host else bool(host) and "/" not in host
-    if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"expected the broker as HOST or HOST:PORT, got {text!r}")
-    return Broker(host, int(port))
+_Command = Outgoing | Closed | Ready | Acknowledged | _Echoed | _Stop
 
 
 def pause_s(failures: int, uniform: Callable[[float, float], float]) -> float:
@@ -223,17 +104,14 @@ class _End:
 
 
 @dataclass
-class _Connection:
-    client: mqtt.Client
-    version: MQTTProtocolVersion
+class _Traffic:
+    """What is on its way over one connection."""
+
+    connection: Connection
     waiting: deque[Outgoing]
-    is_trial: bool
-    window: int
     max_packet_bytes: int | None = None
-    is_answered: bool = False
     ready_s: float | None = None
     is_drained: bool = True
-    carried: int = 0
     in_flight: dict[int, tuple[Outgoing, int]] = field(default_factory=dict)
     """With its packet size, by message id."""
     denied: dict[str, Outgoing] = field(default_factory=dict)
@@ -269,12 +147,16 @@ class Session:
 
     Args:
         broker: where to connect.
-        client_id: unique on the broker.
+        client_id: unique on the broker; a broker may put the name in our certificate in its place.
         subscriptions: topic filters, subscribed at QoS 1 on every connect.
         on_event: called from the session's threads; it must only put the event somewhere.
+        access: how to be let in.
         will: what the broker says of us when we vanish.
         window: publications inside paho at any time, unless the broker wants fewer.
         manual_ack: a message counts as unacknowledged to the broker until `acknowledge` is called with it.
+
+    Raises:
+        ConfigError: a certificate or key cannot be used.
     """
 
     def __init__(
@@ -284,23 +166,26 @@ class Session:
         client_id: str,
         subscriptions: Sequence[str],
         on_event: Callable[[Event], None],
+        access: Access = OPEN,
         will: Outgoing | None = None,
         window: int = 8,
-        keepalive_s: int = 30,
         manual_ack: bool = False,
     ) -> None:
-        self._broker = broker
-        self._client_id = client_id
-        self._subscriptions = tuple(subscriptions)
+        self._terms = Terms(
+            broker=broker,
+            access=access,
+            tls=open_tls(access),
+            client_id=client_id,
+            subscriptions=tuple(subscriptions),
+            will=will,
+            window=window,
+            manual_ack=manual_ack,
+        )
         self._on_event = on_event
-        self._will = will
-        self._window = window
-        self._keepalive_s = keepalive_s
-        self._manual_ack = manual_ack
-        self._version: MQTTProtocolVersion | None = None
+        self._version: Version | None = None
         self._experience = Experience()
         self._unsendable: set[tuple[str, str]] = set()
-        self._client: mqtt.Client | None = None
+        self._connection: Connection | None = None
         self._last_words: set[tuple[str, bytes]] = set()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="mqtt-session", daemon=True)
@@ -323,9 +208,9 @@ class Session:
         Does nothing if the connection that it came in on is gone: a broker forgets what it has sent there.
         """
         token = received.token
-        if token is not None and token.client is self._client:
-            with contextlib.suppress(OSError):  # the connection ends this very moment
-                token.client.ack(token.mid, 1)
+        connection = self._connection
+        if token is not None and connection is not None and token.connection is connection:
+            connection.acknowledge(token.mid)
 
     def stop(self, farewell: Sequence[Outgoing] = (), *, timeout_s: float = 5.0) -> None:
         """Say the last words, disconnect and end the thread."""
@@ -360,125 +245,52 @@ class Session:
                 break
         return end
 
-    def _try_in(self, version: MQTTProtocolVersion, waiting: deque[Outgoing]) -> _End | None:
-        is_new = version is MQTTProtocolVersion.MQTTv5 and version is not self._version
-        if is_new and self._will is not None:
+    def _try_in(self, version: Version, waiting: deque[Outgoing]) -> _End | None:
+        is_new = version is Version.MQTTv5 and version is not self._version
+        if is_new and self._terms.will is not None:
             # amqtt reads an MQTT 5 will as one of 3.1.1, waits for the rest of it, and answers nothing: so a
             # broker that is not known to speak MQTT 5 is first asked without one.
-            end = self._live(self._connection(version, waiting, is_trial=True))
+            end = self._live(self._made(version, bare=True), waiting)
             if self._version is not version:
                 return end
-        return self._live(self._connection(version, waiting))
+        return self._live(self._made(version, bare=False), waiting)
 
-    def _live(self, connection: _Connection) -> _End | None:
+    def _made(self, version: Version, *, bare: bool) -> Connection:
+        """A fresh connection that puts what happens to it in our inbox."""
+        return Connection(self._terms, version, bare=bare, signal=self._inbox.put, hear=self._hear)
+
+    def _live(self, connection: Connection, waiting: deque[Outgoing]) -> _End | None:
         """One connection from its beginning to its end; None if we were told to stop."""
         # Before anything can come in: a broker may hand out messages ahead of what makes the session ready.
-        self._client = connection.client
-        failure = self._connect(connection.client)
+        self._connection = connection
+        failure = connection.open(timeout_s=CONNECT_TIMEOUT_S)
         if failure is not None:
-            _close(connection.client)
+            connection.close()
             return _End(failure)
-        end = self._serve(connection)
-        self._client = None
-        if connection.version is not MQTTProtocolVersion.MQTTv5 and connection.ready_s is not None:
-            self._learn(connection)
-        _close(connection.client)
+        traffic = _Traffic(connection, waiting)
+        end = self._serve(traffic)
+        self._connection = None
+        if connection.version is not Version.MQTTv5 and traffic.ready_s is not None:
+            self._learn(traffic)
+        connection.close()
         return end
 
-    def _learn(self, connection: _Connection) -> None:
+    def _learn(self, traffic: _Traffic) -> None:
         """See in the end of a connection whether a publication was too large for the broker."""
         known = self._experience.limit_bytes
-        self._experience = self._experience.ended(size for _, size in connection.in_flight.values())
+        self._experience = self._experience.ended(size for _, size in traffic.in_flight.values())
         if self._experience.limit_bytes != known:
             log.warning(
                 "the broker has hung up over a large message again: it gets at most %d bytes at once from now on",
                 self._experience.limit_bytes,
             )
 
-    def _connection(
-        self, version: MQTTProtocolVersion, waiting: deque[Outgoing], *, is_trial: bool = False
-    ) -> _Connection:
-        """A fresh client that puts what happens to it in our inbox."""
-        is_v5 = version is MQTTProtocolVersion.MQTTv5
-        client = mqtt.Client(
-            CallbackAPIVersion.VERSION2,
-            client_id=self._client_id,
-            clean_session=None if is_v5 else True,
-            protocol=version,
-            reconnect_on_failure=False,
-            manual_ack=self._manual_ack,
-        )
-        client.connect_timeout = CONNECT_TIMEOUT_S
-        client.max_inflight_messages_set(self._window)
-        if self._will is not None and not is_trial:
-            client.will_set(self._will.topic, self._will.payload, qos=1, retain=self._will.retain)
-        connection = _Connection(client, version, waiting, is_trial, self._window)
+    def _hear(self, received: Received) -> None:
+        self._on_event(received)
+        if (received.topic, received.payload) in self._last_words:
+            self._inbox.put(_Echoed(self._connection))
 
-        def on_connect(
-            c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, properties: Properties | None
-        ) -> None:
-            connection.is_answered = True
-            if code.is_failure:
-                wrong_version = code == "Unsupported protocol version"
-                self._inbox.put(_Closed(c, f"refused by the broker: {code}", unanswered=wrong_version))
-                return
-            connection.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
-            connection.window = min(self._window, getattr(properties, "ReceiveMaximum", self._window))
-            if self._subscriptions and not is_trial:
-                _subscribe(c, self._subscriptions, is_v5=is_v5)
-            else:
-                self._inbox.put(_Ready(c))
-
-        def on_subscribe(c: mqtt.Client, _d: Any, _m: int, codes: list[ReasonCode], _p: Any) -> None:
-            denied = [
-                topic for topic, code in zip(self._subscriptions, codes, strict=False) if code.is_failure
-            ]
-            self._inbox.put(
-                _Closed(c, f"the broker denies subscribing to {', '.join(denied)}") if denied else _Ready(c)
-            )
-
-        def on_disconnect(c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
-            self._inbox.put(_Closed(c, f"connection lost: {code}", unanswered=not connection.is_answered))
-
-        def on_publish(c: mqtt.Client, _d: Any, mid: int, code: ReasonCode, _p: Any) -> None:
-            connection.carried += not code.is_failure
-            self._inbox.put(_Acknowledged(c, mid, str(code) if code.is_failure else ""))
-
-        def on_message(c: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
-            if self._is_subscribed(message.topic):
-                connection.carried += 1
-                self._hear(c, message)
-            else:
-                c.ack(message.mid, message.qos)
-
-        client.on_connect = on_connect
-        client.on_subscribe = on_subscribe
-        client.on_disconnect = on_disconnect
-        client.on_publish = on_publish
-        client.on_message = on_message
-        return connection
-
-    def _is_subscribed(self, topic: str) -> bool:
-        """Whether a message is for us: amqtt hands whoever connects all that is retained for anybody."""
-        return any(mqtt.topic_matches_sub(wanted, topic) for wanted in self._subscriptions)
-
-    def _hear(self, client: mqtt.Client, message: mqtt.MQTTMessage) -> None:
-        payload = bytes(message.payload)
-        token = _Token(client, message.mid) if self._manual_ack and message.qos else None
-        self._on_event(Received(message.topic, payload, message.retain, token))
-        if (message.topic, payload) in self._last_words:
-            self._inbox.put(_Echoed(client))
-
-    def _connect(self, client: mqtt.Client) -> str | None:
-        """Open the connection; returns why it failed."""
-        try:
-            client.connect(self._broker.host, self._broker.port, keepalive=self._keepalive_s)
-        except (OSError, ValueError) as error:
-            return f"no broker at {self._broker}: {getattr(error, 'strerror', None) or error}"
-        client.loop_start()
-        return None
-
-    def _next(self, connection: _Connection, deadline: float | None) -> _Command | None:
+    def _next(self, traffic: _Traffic, deadline: float | None) -> _Command | None:
         """The next command that concerns this connection; None once the deadline has passed."""
         while True:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -486,49 +298,52 @@ class Session:
                 command = self._inbox.get(timeout=timeout)
             except queue.Empty:
                 return None
-            if getattr(command, "client", connection.client) is connection.client:
+            if getattr(command, "connection", traffic.connection) is traffic.connection:
                 return command
 
-    def _serve(self, connection: _Connection) -> _End | None:
+    def _serve(self, traffic: _Traffic) -> _End | None:
         """Feed one connection until it ends; None if we were told to stop."""
+        connection = traffic.connection
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
-            match self._next(connection, deadline if connection.ready_s is None else connection.again_s):
-                case None if connection.ready_s is not None:
-                    connection.try_again()
+            match self._next(traffic, deadline if traffic.ready_s is None else traffic.again_s):
+                case None if traffic.ready_s is not None:
+                    traffic.try_again()
                 case None:
                     unanswered = not connection.is_answered
-                    return _End(f"the broker at {self._broker} does not answer", unanswered=unanswered)
+                    return _End(f"the broker at {self._terms.broker} does not answer", unanswered=unanswered)
                 case _Stop() as stop:
-                    self._farewell(connection, stop.farewell)
+                    self._farewell(traffic, stop.farewell)
                     return None
-                case _Closed() as closed:
-                    return _End(closed.reason, closed.unanswered, connection.lived_s(), connection.carried)
-                case _Ready():
+                case Closed() as closed:
+                    return _End(closed.reason, closed.unanswered, traffic.lived_s(), connection.carried)
+                case Ready():
                     self._version = connection.version
-                    if connection.is_trial:
+                    if connection.bare:
                         return _End("it speaks MQTT 5")
-                    self._begin(connection)
-                case _Acknowledged() as answer:
-                    self._settle(connection, answer)
+                    self._begin(traffic)
+                case Acknowledged() as answer:
+                    self._settle(traffic, answer)
                 case Outgoing() as outgoing:
-                    connection.ask(outgoing)
-            self._pump(connection)
+                    traffic.ask(outgoing)
+            self._pump(traffic)
 
-    def _begin(self, connection: _Connection) -> None:
+    def _begin(self, traffic: _Traffic) -> None:
         """Take up a connection that stands."""
-        connection.ready_s = time.monotonic()
-        if connection.version is not MQTTProtocolVersion.MQTTv5:
-            connection.max_packet_bytes = self._experience.limit_bytes
-        self._on_event(Connected(connection.max_packet_bytes))
+        is_v5 = traffic.connection.version is Version.MQTTv5
+        traffic.ready_s = time.monotonic()
+        traffic.max_packet_bytes = (
+            traffic.connection.max_packet_bytes if is_v5 else self._experience.limit_bytes
+        )
+        self._on_event(Connected(traffic.max_packet_bytes))
 
-    def _settle(self, connection: _Connection, answer: _Acknowledged) -> None:
+    def _settle(self, traffic: _Traffic, answer: Acknowledged) -> None:
         """Take note of what the broker says to a publication."""
-        outgoing, size_bytes = connection.in_flight.pop(answer.mid)
+        outgoing, size_bytes = traffic.in_flight.pop(answer.mid)
         if answer.denial:
             way_out = "; look at the broker's access list" if answer.denial == "Not authorized" else ""
             self._say_unsendable(outgoing.topic, answer.denial, answer.denial + way_out)
-            connection.put_off(outgoing)
+            traffic.put_off(outgoing)
         else:
             self._experience = self._experience.acknowledged(size_bytes)
 
@@ -537,50 +352,46 @@ class Session:
         self._unsendable.add((topic, cause))
         self._on_event(Unsendable(topic, reason, repeated))
 
-    def _pump(self, connection: _Connection) -> None:
+    def _pump(self, traffic: _Traffic) -> None:
         """Give paho what there is room for, and say so when all is through."""
-        if connection.ready_s is None:
+        if traffic.ready_s is None:
             return
-        connection.is_drained = connection.is_drained and not connection.waiting
-        while connection.waiting and len(connection.in_flight) < connection.window:
-            outgoing = connection.waiting[0]
+        traffic.is_drained = traffic.is_drained and not traffic.waiting
+        while traffic.waiting and len(traffic.in_flight) < traffic.connection.window:
+            outgoing = traffic.waiting[0]
             size_bytes = packet_bytes(outgoing.topic, len(outgoing.payload))
-            limit = connection.max_packet_bytes
+            limit = traffic.max_packet_bytes
             if limit is not None and size_bytes > limit:
                 reason = f"it has {size_bytes} bytes, and the broker takes {limit}; raise its max_packet_size"
                 self._say_unsendable(outgoing.topic, "size", reason)
             else:
-                info = connection.client.publish(
-                    outgoing.topic, outgoing.payload, qos=1, retain=outgoing.retain
-                )
-                # Also if paho calls the connection gone: it may be this very publication that has ended it.
-                connection.in_flight[info.mid] = (outgoing, size_bytes)
-            connection.waiting.popleft()
-        if not connection.is_drained and not connection.waiting and not connection.in_flight:
-            connection.is_drained = True
+                traffic.in_flight[traffic.connection.publish(outgoing)] = (outgoing, size_bytes)
+            traffic.waiting.popleft()
+        if not traffic.is_drained and not traffic.waiting and not traffic.in_flight:
+            traffic.is_drained = True
             self._on_event(Drained())
 
-    def _farewell(self, connection: _Connection, farewell: Sequence[Outgoing]) -> None:
+    def _farewell(self, traffic: _Traffic, farewell: Sequence[Outgoing]) -> None:
         """Say the last words, and wait until they are through.
 
         A broker may acknowledge them and forget them when the connection ends right after: amqtt does. So where
         we listen to them ourselves, we wait to hear them.
         """
-        if connection.ready_s is None:
+        if traffic.ready_s is None:
             return
-        heard = set(self._subscriptions)
+        heard = set(self._terms.subscriptions)
         self._last_words = {(word.topic, word.payload) for word in farewell if word.topic in heard}
         echoes = len(self._last_words)
-        connection.waiting.extend(farewell)
+        traffic.waiting.extend(farewell)
         deadline = time.monotonic() + FAREWELL_S
-        self._pump(connection)
-        while connection.in_flight or connection.waiting or echoes:
-            match self._next(connection, deadline):
-                case None | _Closed():
+        self._pump(traffic)
+        while traffic.in_flight or traffic.waiting or echoes:
+            match self._next(traffic, deadline):
+                case None | Closed():
                     return
-                case _Acknowledged() as answer:
-                    self._settle(connection, answer)
-                    self._pump(connection)
+                case Acknowledged() as answer:
+                    self._settle(traffic, answer)
+                    self._pump(traffic)
                 case _Echoed():
                     echoes -= 1
 
@@ -594,19 +405,3 @@ class Session:
             except queue.Empty:
                 return False
         return False
-
-
-def _subscribe(client: mqtt.Client, topics: Sequence[str], *, is_v5: bool) -> None:
-    if is_v5:
-        client.subscribe([(topic, SubscribeOptions(qos=1)) for topic in topics])
-    else:
-        client.subscribe([(topic, 1) for topic in topics])
-
-
-def _close(client: mqtt.Client) -> None:
-    """End a client; what it has open is closed with its last reference, which our callbacks must not hold."""
-    client.disconnect()
-    client.loop_stop()
-    client.on_connect = client.on_disconnect = client.on_message = client.on_publish = client.on_subscribe = (
-        None
-    )

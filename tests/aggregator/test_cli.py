@@ -74,6 +74,7 @@ def test_status_needs_nothing_heavy(tmp_path: Path) -> None:
         (["status", "--state", "{folder}/none"], 1, "error: no aggregator state in {folder}/none"),
         (["run"], 2, "Missing option '--task'"),
         (["run", "--task", "{folder}/none.toml"], 1, "error: cannot read the task file {folder}/none.toml"),
+        (["run", "--task", "{folder}/task.toml", "--embedded-broker", "--tls"], 2, "run mosquitto for them"),
         (
             ["run", "--task", "{folder}/task.toml", "--broker", "a:b:c"],
             1,

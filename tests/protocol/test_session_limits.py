@@ -106,8 +106,8 @@ def test_mosquitto_is_met_in_mqtt_5(address: Broker, tmp_path: Path) -> None:
         with running(address, "a", "t", will=Outgoing("state", b"offline")) as (made, ear):
             ear.wait(Connected)
             assert made._version is V5
-            assert made._client is not None
-            sock = made._client.socket()
+            assert made._connection is not None
+            sock = made._connection._client.socket()
             assert isinstance(sock, socket.socket)
             sock.shutdown(socket.SHUT_RDWR)
             assert hears.wait(Received).payload == b"offline"
