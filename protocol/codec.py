@@ -101,7 +101,10 @@ def to_array(tensor: Tensor) -> NDArray[Any]:
         raise MalformedMessage(
             f"expected {expected} bytes for {tensor.dtype} {tensor.shape}, got {len(tensor.data)}"
         )
-    return np.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
+    try:
+        return np.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
+    except ValueError as error:  # without values, but with edges that together are beyond what can be counted
+        raise MalformedMessage(f"there is no array of shape {tensor.shape}: {error}") from error
 
 
 def to_unsigned(values: NDArray[Any]) -> Tensor:

@@ -312,6 +312,13 @@ def test_a_shape_that_contradicts_the_bytes_is_refused(shape: tuple[int, ...]) -
         to_array(Tensor("f2", shape, bytes(10)))
 
 
+@pytest.mark.parametrize("shape", [(0, *(2**31 - 1,) * 3), (2**31 - 1, 0, 2**31 - 1, 2**31 - 1)])
+def test_a_shape_without_values_beyond_counting_is_refused(shape: tuple[int, ...]) -> None:
+    """An edge of 0 makes the bytes right, and still there is no such array."""
+    with pytest.raises(MalformedMessage, match="no array of shape"):
+        to_array(Tensor("f4", shape, b""))
+
+
 def test_a_received_array_cannot_be_changed() -> None:
     """It is a view of the message's bytes, and a message is a value."""
     with pytest.raises(ValueError, match="read-only"):
