@@ -2,11 +2,14 @@
 
 import io
 import json
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from edge_client.graph import Graph, Tensors, check_graph, open_graph
@@ -22,6 +25,9 @@ from protocol.metadata import GraphMetadata, graph_metadata
 _DIGEST_BYTES = 32
 
 _ABOUT, _PROTOTYPES, _COUNTS, _STATE = "about", "prototypes", "counts", "state."
+
+_Note = tuple[list[str | int], Annotated[int, Meta(ge=0)], float]
+"""What a training on its way is of, its steps, and the sum of its losses."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +225,12 @@ def unpack_checkpoint(data: bytes, about: Sequence[str | int]) -> Checkpoint | N
             "expected a training on its way, got a file that was changed on disk, or another one"
         )
     arrays = _from_npz(data)
-    of, steps, loss_sum = json.loads(str(arrays[_ABOUT]))
+    try:
+        of, steps, loss_sum = msgspec.json.decode(str(arrays[_ABOUT]), type=_Note)
+    except (KeyError, msgspec.MsgspecError, UnicodeError) as error:
+        raise StateError(
+            f"expected a training on its way, got a file without a note of it ({error})"
+        ) from error
     return Checkpoint(_state(arrays), steps, loss_sum) if of == list(about) else None
 
 
@@ -288,8 +299,23 @@ def _to_npz(arrays: Tensors) -> bytes:
 
 
 def _from_npz(data: bytes) -> dict[str, NDArray[Any]]:
+    """The arrays of a file, read-only; what they take is in the file, whatever it says of itself.
+
+    Raises:
+        StateError: it is none of `_to_npz`.
+    """
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return dict(arrays)
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+                raise StateError("its arrays are compressed")
+            return {name.removesuffix(".npy"): _from_npy(file.read(name)) for name in file.namelist()}
     except Exception as error:  # over bytes that are no such file, zipfile and numpy raise what they like
         raise StateError(f"expected arrays, got another file ({error})") from error
+
+
+def _from_npy(data: bytes) -> NDArray[Any]:
+    file = io.BytesIO(data)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise StateError("an array has another version of numpy's format")
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    return np.frombuffer(file.read(), dtype).reshape(shape, order="F" if is_fortran else "C")

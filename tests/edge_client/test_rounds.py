@@ -1,6 +1,9 @@
 """A device's part in a round, with a program that is no algorithm, in real ONNX Runtime."""
 
 import io
+import json
+import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ from edge_client.rounds import (
 from edge_client.trainer import Checkpoint, Diverged, Watch
 from edge_client.work import Prepared, submission_of
 from protocol.blobstore import BlobStore
-from protocol.codec import encode, to_array
+from protocol.codec import digest_of, encode, to_array
 from protocol.errors import GraphRefused, StateError
 from protocol.messages import Receipt, RoundManifest, TaskManifest
 from tests.edge_client.made_graphs import FEATURES, PROJECTION, data, file, round_tensors
@@ -304,6 +307,51 @@ def test_another_file_is_refused(other: bytes) -> None:
         unpack(other)
     with pytest.raises(StateError):
         unpack_checkpoint(other, ABOUT)
+
+
+def _npz(note: object) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, about=np.array(json.dumps(note)))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [pack(_learnt()), _npz(7), _npz([list(ABOUT), "7", 0.5]), _npz([list(ABOUT), -1, 0.5]), _npz("\ud800")],
+    ids=["no note", "a number", "steps in words", "steps below zero", "half a character"],
+)
+def test_a_checkpoint_whose_note_is_none_is_refused(data: bytes) -> None:
+    """Also where its digest is right: it may be another program's."""
+    with pytest.raises(StateError, match="expected a training on its way"):
+        unpack_checkpoint(digest_of(data) + data, ABOUT)
+
+
+def _claiming(shape: tuple[int, ...]) -> bytes:
+    """A file of an array that claims another shape than it has."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("prototypes.npy", header.getvalue() + bytes(12))
+    return file.getvalue()
+
+
+def _squeezed() -> bytes:
+    file = io.BytesIO()
+    np.savez_compressed(file, prototypes=np.zeros(10**7), counts=np.zeros(1))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("data", [_claiming((2**28,)), _squeezed()], ids=["claimed", "compressed"])
+def test_a_file_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
+    """Neither a shape that it only claims nor what it would unfold to is made room for."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(StateError, match="expected arrays"):
+            unpack(data)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(data) + 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_checkpoint_is_nothing_learnt() -> None:
