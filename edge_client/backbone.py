@@ -234,10 +234,14 @@ def _create(
         options.profile_file_prefix = str(profile)
     source = str(file) if isinstance(file, Path) else file
     try:
-        return runtime.InferenceSession(source, options, providers=list(providers), enable_fallback=0)
+        session = runtime.InferenceSession(source, options, providers=list(providers), enable_fallback=0)
+        for end in (*session.get_inputs(), *session.get_outputs()):
+            _ = end.name, end.shape  # what is no text is found out only by asking
+        _ = session.get_modelmeta().custom_metadata_map
     except Exception as error:  # ONNX Runtime has no error of its own to catch
         name = file.name if isinstance(file, Path) else "the file"
         raise BackboneMismatch(f"ONNX Runtime cannot load {name}: {first_line(error)}") from error
+    return session
 
 
 def _coverage(profile: Path) -> float:

@@ -1,5 +1,6 @@
 """The aggregator's graphs on the device: looked through, opened in ONNX Runtime, their inputs bound by name."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -9,9 +10,18 @@ from numpy.typing import NDArray
 
 from edge_client.backbone import first_line, open_session, require_runtime
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.metadata import GraphMetadata, graph_metadata
+from protocol.metadata import PROPERTY, GraphMetadata, graph_metadata
 
 MAX_GRAPH_BYTES = 64 * 1024**2
+
+MAX_FIELDS = 2**18
+"""Fields of a graph's file: a tensor's values are one. So looking through it ends soon, whatever it is full of."""
+
+MAX_ENTRY_FIELDS = 16
+"""Of a property: it has two."""
+
+MAX_DEPTH = 100
+"""Messages in one another: protobuf's own limit, and so ONNX Runtime's."""
 
 Role: TypeAlias = Literal["init", "step", "project", "head"]
 
@@ -131,7 +141,7 @@ def open_checked(file: bytes, *, threads: int = 1) -> Any:
 
 
 def check_graph(file: bytes) -> dict[str, str]:
-    """Look through an ONNX file before ONNX Runtime sees it; returns its properties.
+    """Look through an ONNX file before ONNX Runtime sees it; returns what it says of itself, if it does.
 
     It is taken apart here, for there is no `onnx` on a device. Every occurrence of a field counts, also of one
     that a reader would overwrite with a later one, and what a reader could understand in two ways is refused.
@@ -141,11 +151,13 @@ def check_graph(file: bytes) -> dict[str, str]:
     """
     if len(file) > MAX_GRAPH_BYTES:
         raise GraphRefused(f"expected a graph of at most {MAX_GRAPH_BYTES} bytes, got {len(file)}")
-    properties = {}
-    todo = [("model", memoryview(file))]
-    while todo:
-        message, data = todo.pop()
-        for number, value in _fields(data):
+    properties: dict[str, str] = {}
+    seen = 0
+    open_messages = [("model", _fields(memoryview(file)))]
+    while open_messages:
+        message, fields = open_messages[-1]
+        for number, value in fields:
+            seen += 1
             kind = _NESTED[message].get(number)
             if kind == _EXTERNAL and value:
                 raise GraphRefused("expected a graph in one file, got one that keeps tensors in other files")
@@ -154,10 +166,14 @@ def check_graph(file: bytes) -> dict[str, str]:
             if kind == _DOMAIN:
                 _check_domain(value)
             elif kind == _ENTRY:
-                entry = dict(_fields(value))
-                properties[_text(entry.get(1))] = _text(entry.get(2))
+                properties.update(_own_property(value))
             else:
-                todo.append((kind, value))
+                open_messages.append((kind, _fields(value)))
+                break
+        else:
+            open_messages.pop()
+        if seen > MAX_FIELDS or len(open_messages) > MAX_DEPTH:
+            raise GraphRefused(f"expected a graph of at most {MAX_FIELDS} fields, {MAX_DEPTH} in one another")
     return properties
 
 
@@ -264,6 +280,15 @@ def _check_domain(value: memoryview) -> None:
     domain = _text(value)
     if domain not in {"", "ai.onnx"}:
         raise GraphRefused(f"expected ONNX's own operators alone, got some of {domain[:100]!r}")
+
+
+def _own_property(value: memoryview) -> dict[str, str]:
+    """The property in an entry, if it is ours."""
+    fields = list(itertools.islice(_fields(value), MAX_ENTRY_FIELDS + 1))
+    if len(fields) > MAX_ENTRY_FIELDS:
+        raise GraphRefused(f"expected properties of at most {MAX_ENTRY_FIELDS} fields, got one of more")
+    entry = dict(fields)
+    return {PROPERTY: _text(entry.get(2))} if _text(entry.get(1)) == PROPERTY else {}
 
 
 def _text(value: int | memoryview | None) -> str:

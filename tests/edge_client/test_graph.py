@@ -1,6 +1,7 @@
 """Graphs from outside: which are run, which are refused before ONNX Runtime sees them, and what is bound."""
 
 import contextlib
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.graph import MAX_GRAPH_BYTES, Role, Slot, bind, check_graph, fit, open_graph
+from edge_client.graph import (
+    MAX_DEPTH,
+    MAX_FIELDS,
+    MAX_GRAPH_BYTES,
+    Role,
+    Slot,
+    bind,
+    check_graph,
+    fit,
+    open_graph,
+)
 from protocol.errors import GraphRefused
 from tests.edge_client.made_graphs import file, model, opened, round_tensors
 
@@ -162,6 +173,14 @@ def test_a_damaged_graph_is_opened_or_refused(place: int, byte: int) -> None:
         open_graph(bytes(damaged), role="step")
 
 
+def test_a_name_that_is_no_text_is_refused() -> None:
+    """ONNX Runtime loads such a graph, and fails only when it is asked for its names."""
+    made = WHOLE.replace(b"\x12\x01n", b"\x12\x01\x80", 1)
+    assert made != WHOLE
+    with pytest.raises(GraphRefused, match="cannot load"):
+        open_graph(made, role="step")
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -186,6 +205,49 @@ def test_a_nested_graph_without_end_is_refused() -> None:
             inner = bytes([tag]) + _length(inner) + inner
     with pytest.raises(GraphRefused):
         open_graph(WHOLE + b"\x3a" + _length(inner) + inner, role="step")
+
+
+def test_looking_through_takes_no_room() -> None:
+    """Thousands of empty messages beside one another, or in one another, take less room than the file."""
+    inner = b""
+    while len(inner) < 2**15:
+        for tag in (0x32, 0x2A, 0x0A):
+            inner = bytes([tag]) + _length(inner) + inner
+        if len(inner) > 2**10:
+            inner = b"\x3a" + _length(inner * 2) + inner * 2
+    for data in (b"\x3a\x00" * 2**15, b"\x72\x00" * 2**15, inner):
+        tracemalloc.start()
+        try:
+            with contextlib.suppress(GraphRefused):
+                check_graph(data)
+            assert tracemalloc.get_traced_memory()[1] < len(data)
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\x08\x00" * (MAX_FIELDS + 1), "at most 262144 fields"),
+        (b"\x72\x22" + b"\x08\x00" * 17, "at most 16 fields"),
+    ],
+)
+def test_a_graph_of_nothing_but_fields_is_refused(data: bytes, reason: str) -> None:
+    """Looking through a file ends soon: there is no graph in it that needs so many."""
+    with pytest.raises(GraphRefused, match=reason):
+        check_graph(data)
+
+
+def test_a_graph_nested_as_deep_as_protobuf_goes_is_the_last() -> None:
+    """One level more is refused; one level less is not."""
+    inner = b""
+    for depth in range(1, MAX_DEPTH + 1):
+        tag = (0x0A, 0x32, 0x2A)[depth % 3] if depth < MAX_DEPTH else 0x3A
+        if depth == MAX_DEPTH - 1:
+            check_graph(b"\x3a" + _length(inner) + inner)
+        inner = bytes([tag]) + _length(inner) + inner
+    with pytest.raises(GraphRefused, match="100 in one another"):
+        check_graph(inner)
 
 
 def _length(data: bytes) -> bytes:
