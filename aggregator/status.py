@@ -28,6 +28,7 @@ import msgspec
 
 from aggregator import notice, orders, rollout, rounds
 from aggregator.store import HeadRow, Store, SubmissionRow
+from protocol.cli import plain
 from protocol.errors import StateError
 from protocol.messages import Evaluation
 
@@ -191,6 +192,7 @@ def _head(store: Store, task: bytes, row: HeadRow, used: rollout.State) -> dict[
 
 def show(summary: dict[str, Any], console: "Console") -> None:
     """Print a report for a person."""
+    summary = _plain(summary)
     running = "running" if summary["running"] else "not running"
     console.print(
         f"fleet [bold]{summary['fleet']}[/], {summary['algorithm']}, task {summary['task'][:12]}, {running}",
@@ -228,6 +230,18 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         console.print(refusal["detail"], markup=False, highlight=False)
     if summary["head_path"]:
         console.print(f"current: {summary['head_path']}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _plain(value: Any) -> Any:
+    """JSON values with every text in them made `plain`: much of it is what devices say."""
+    match value:
+        case str():
+            return plain(value)
+        case list():
+            return [_plain(each) for each in value]
+        case dict():
+            return {plain(key): _plain(each) for key, each in value.items()}
+    return value
 
 
 def _show_candidate(candidate: dict[str, Any] | None, console: "Console") -> None:

@@ -17,6 +17,7 @@ from protocol.cli import (
     config_option,
     read_access,
     run,
+    say,
     start_logging,
     stop_on_terminate,
     verbose_option,
@@ -212,20 +213,20 @@ def predict_command(
     files = [kept.blobs.path(bytes.fromhex(digest)) for digest in installed.backbones]
     backbones = [open_backbone(file, provider=provider, threads=threads) for file in files]
     for note in {backbone.note: None for backbone in backbones if backbone.note}:
-        click.echo(note, err=True)
+        say(note, err=True)
     head = open_installed(kept.blobs, installed, backbones)
     failed = 0
     for prediction in predict(pictures, backbones, head, top=top):
         if prediction.error:
             failed += 1
-            click.echo(f"error: {prediction.error}", err=True)
+            say(f"error: {prediction.error}", err=True)
         elif as_json:
             scores = dict(prediction.top)
             line = {"picture": str(prediction.path), "label": prediction.label, "scores": scores}
             click.echo(json.dumps({**line, "head_version": installed.version, "round": installed.round}))
         else:
             scores_text = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
-            click.echo(f"{prediction.path}: {scores_text}")
+            say(f"{prediction.path}: {scores_text}")
     if failed:
         raise ProtofleetError(f"{failed} of {len(pictures)} pictures could not be read")
 
@@ -242,19 +243,19 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(summary, indent=2))
         return
     head, report = summary["head"], summary["report"] or {}
-    click.echo(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
-    click.echo(f"task       {(summary['task'] or 'none yet')[:12]}")
-    click.echo(f"backbone   {summary['runtime'] or 'not run yet'}")
+    say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
+    say(f"task       {(summary['task'] or 'none yet')[:12]}")
+    say(f"backbone   {summary['runtime'] or 'not run yet'}")
     for entry in report.get("classes", []):
-        click.echo(
+        say(
             f"class      {entry['name']}: {entry['pictures']} pictures, {entry['held_out']} held out, "
             f"{len(entry['counts'])} prototypes"
         )
     if summary["problem"]:
-        click.echo(f"problem    {summary['problem']}")
+        say(f"problem    {summary['problem']}")
     sent = "received by the aggregator" if summary["received"] else "not received yet"
-    click.echo(f"submission {report['bytes']} bytes, {sent}" if report else "submission none yet")
-    click.echo(
+    say(f"submission {report['bytes']} bytes, {sent}" if report else "submission none yet")
+    say(
         f"head       version {head['version']}"
         + (f" of round {head['round']}" if head["round"] is not None else "")
         + f", {head['right']} of {head['total']} held-out pictures right"
@@ -280,17 +281,17 @@ def _status(kept: "DeviceState") -> dict[str, Any]:
 
 def _show_dry_run(prepared: "Prepared", size_bytes: int) -> None:
     for entry in prepared.classes:
-        click.echo(
+        say(
             f"{entry.name}: {entry.pictures} pictures, {entry.held_out} held out; {len(entry.counts)} prototypes"
             + (f" of {_spans(entry.counts)} pictures" if entry.counts else ", too few pictures")
         )
     rows, size = prepared.prototypes.shape
     for name, change in prepared.changes.items():
         shape = " x ".join(map(str, change.shape))
-        click.echo(f"the change of {name} in training: {shape} float16 values, in every round")
+        say(f"the change of {name} in training: {shape} float16 values, in every round")
     for path, reason in prepared.refused:
-        click.echo(f"left out: {path}: {reason}")
-    click.echo(
+        say(f"left out: {path}: {reason}")
+    say(
         f"{rows} prototypes of {size} float16 values each, {size_bytes} bytes would be sent; nothing was sent"
     )
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import click
 
+from protocol.cli import plain
+
 
 class Progress:
     """One bar, from its first update until it is closed; it may be closed more than once."""
 
     def __init__(self, label: str) -> None:
-        self._label = label
+        self._label = plain(label)
         self._bar: Any = None
 
     def update(self, done: int, total: int) -> None:

@@ -117,15 +117,35 @@ def _read_password(file: Path) -> str:
 verbose_option = click.option("-v", "--verbose", is_flag=True, help="Log more.")
 
 
+def plain(text: str) -> str:
+    r"""A text on one line, without anything that a terminal would act on: what came from elsewhere may be meant to.
+
+    What cannot be seen stands there as Python would write it: `\x1b`, `\n`, `\u202e`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
+    )
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line for a person."""
+    click.echo(plain(text), err=err)
+
+
+class _Lines(logging.Formatter):
+    """Log lines that stay what they are, whatever is told in them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        return plain(super().formatMessage(record))
+
+
 def start_logging(*, verbose: bool) -> None:
     """Log to stderr: one line an event, with the time."""
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(message)s",
-        datefmt="%H:%M:%S",
-        stream=sys.stderr,
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines("%(asctime)s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
 
 
 def stop_on_terminate() -> None:
@@ -148,7 +168,7 @@ def run(command: click.Command, *, program: str) -> NoReturn:
         click.echo("interrupted", err=True)
         sys.exit(130)
     except ProtofleetError as error:
-        click.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         sys.exit(1)
     except BrokenPipeError:
         # Whoever read our output has gone; Python would complain once more when it flushes at exit.

@@ -185,6 +185,19 @@ def test_an_open_round(tmp_path: Path) -> None:
     assert "problem of b: no room for [graphs]" in text
 
 
+def test_what_devices_say_does_nothing_to_a_terminal(tmp_path: Path) -> None:
+    """Escapes, line ends and text that runs backwards are shown, and not obeyed; a program gets them as they are."""
+    store, words = _busy(tmp_path), "\x1b[2J\x1b]0;mine\x07\nhead 9 (current)\u202e"
+    store.keep_info("a", info=json.dumps({"problem": words}), now_s=11.0)
+    store.count_refusal("c", reason="malformed", detail=f"Invalid enum value '{words}'", now_s=2.0)
+    summary = report(store)
+    assert next(row for row in summary["devices"] if row["device"] == "a")["problem"] == words
+    text = _shown(summary)
+    assert r"problem of a: \x1b[2J\x1b]0;mine\x07\nhead 9 (current)\u202e" in text
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert "head 9 (current)" not in {line.strip() for line in text.split("\n")}
+
+
 def test_rounds_that_are_over(tmp_path: Path) -> None:
     """Nothing is open any more, and nothing closes."""
     store = _in_rounds(tmp_path)

@@ -27,7 +27,7 @@ if __name__ == "__main__":
 @config_option
 @click.option("--broker", default="localhost", envvar="PROTOFLEET_BROKER")
 @click.option("--batch-size", type=int, default=5)
-@click.option("--fail", type=click.Choice(["expected", "usage", "exit", "interrupt", "bug"]))
+@click.option("--fail", type=click.Choice(["expected", "hostile", "usage", "exit", "interrupt", "bug"]))
 @click.option("--wait", is_flag=True)
 @verbose_option
 def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verbose: bool) -> int | None:
@@ -35,6 +35,8 @@ def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verb
     match fail:
         case "expected":
             raise ConfigError("the folder is empty: put pictures in it")
+        case "hostile":
+            raise ConfigError("\x1b[31mred\nand more")
         case "usage":
             raise click.UsageError("one of the two, please")
         case "interrupt":
@@ -73,6 +75,7 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ([], 0, ""),
         (["--help"], 0, ""),
         (["--fail", "expected"], 1, "error: the folder is empty: put pictures in it\n"),
+        (["--fail", "hostile"], 1, "error: \\x1b[31mred\\nand more\n"),
         (["--fail", "usage"], 2, "Error: one of the two, please\n"),
         (
             ["--batch-size", "many"],
@@ -175,6 +178,22 @@ def test_signals(number: signal.Signals, code: int) -> None:
         _, errors = program.communicate(timeout=120)
     assert program.returncode == code
     assert re.fullmatch(r"\d\d:\d\d:\d\d ready\n" + ("\n?interrupted\n" if code else ""), errors)
+
+
+def test_a_log_line_stays_one_line_and_paints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """What somebody else has said cannot clear the screen, hide what follows, or pass for a line of ours."""
+    start_logging(verbose=False)
+    log = logging.getLogger("test")
+    log.warning("%s says: %s", "shed-1", "\x1b[2J\r\n12:00:00 all is well\x9b8m \u202e Käfer \U0001f98a")
+    try:
+        raise ConfigError("below")
+    except ConfigError:
+        log.exception("then")
+    first, second, *trace = capsys.readouterr().err.splitlines()
+    said = r"\x1b[2J\r\n12:00:00 all is well\x9b8m \u202e Käfer 🦊"
+    assert first[9:] == f"shed-1 says: {said}"
+    assert second[9:] == "then"
+    assert trace[0].startswith("Traceback")
 
 
 def test_a_reader_that_goes_away_gets_no_stack_trace() -> None:
