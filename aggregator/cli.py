@@ -70,9 +70,17 @@ def cli() -> None:
     show_envvar=True,
     help="Run a broker in this process; without --broker, for this machine only.",
 )
+@click.option(
+    "--broker-log",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    envvar="PROTOFLEET_BROKER_LOG",
+    show_envvar=True,
+    help="Log file of a mosquitto on this machine: whom it turns away is counted in `status`.",
+)
 @verbose_option
 def run_command(
-    *, task: Path, state: Path, broker: str, embedded_broker: bool, verbose: bool, **access_given: Any
+    *, task: Path, state: Path, broker: str, embedded_broker: bool, broker_log: Path | None, verbose: bool,
+    **access_given: Any,
 ) -> None:
     """Serve a fleet until interrupted."""
     from aggregator.broker import EmbeddedBroker
@@ -102,7 +110,7 @@ def run_command(
     if embedded is not None:
         embedded.start()
     try:
-        Aggregator(prepared, store, broker=address, access=access).run()
+        Aggregator(prepared, store, broker=address, access=access, broker_log=broker_log).run()
     finally:
         store.close()
         if embedded is not None:

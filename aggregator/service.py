@@ -8,10 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 
 import msgspec
 
 from aggregator import rounds
+from aggregator.broker_log import BrokerLog, Position, count
 from aggregator.downlink import Downlink, read_frames
 from aggregator.intake import Refused, check_evaluation, check_labels, read_message
 from aggregator.learning import Learning
@@ -62,13 +64,22 @@ class Aggregator:
         store: the state directory.
         broker: where to connect.
         access: how to be let in there.
+        broker_log: the broker's log file, where it may be read: whom it turns away is counted.
 
     Raises:
         StateError: the state directory cannot be written.
-        ConfigError: a certificate or key cannot be used.
+        ConfigError: a certificate or key, or the log, cannot be used.
     """
 
-    def __init__(self, task: Task, store: Store, *, broker: mqtt.Broker, access: Access = OPEN) -> None:
+    def __init__(
+        self,
+        task: Task,
+        store: Store,
+        *,
+        broker: mqtt.Broker,
+        access: Access = OPEN,
+        broker_log: Path | None = None,
+    ) -> None:
         self._task = task
         self._store = store
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -91,6 +102,7 @@ class Aggregator:
         self._connected = False
         self._cast_is_due = True
         fleet = task.manifest.fleet
+        self._broker_log = None if broker_log is None else _broker_log(broker_log, store)
         self._wire = Wire(broker, access=access, fleet=fleet, epoch=self._epoch, on_event=self._events.put)
 
     def run(self) -> None:
@@ -134,6 +146,8 @@ class Aggregator:
             self._tell_head()
         with self._storing():
             self._learning.tick()
+        with self._storing():
+            self._read_broker_log()
 
     def _take_messages(self, messages: list[Event]) -> None:
         """Store all that came in, or nothing; then answer, and let the broker forget it."""
@@ -282,6 +296,15 @@ class Aggregator:
         if first:
             log.warning("refused from %s (%s): %s", device, refused.reason, refused.detail)
 
+    def _read_broker_log(self) -> None:
+        """Count whom the broker has turned away since the last look."""
+        if self._broker_log is None or not (lines := self._broker_log.read()):
+            return
+        with self._store.together():
+            for (who, what, why), times in count(lines).items():
+                self._store.count_refusal(who, reason=what, detail=why, now_s=time.time(), times=times)
+            self._store.set_fact("broker_log", msgspec.json.encode(self._broker_log.position).decode())
+
     @contextlib.contextmanager
     def _telling(self, device: str, digest: bytes) -> Iterator[None]:
         """Tell a device of what is refused, so that it need not ask again."""
@@ -382,3 +405,9 @@ def _reading() -> Iterator[None]:
         yield
     except StateError as error:
         log.error("%s; start again: what can be made again will be", error)
+
+
+def _broker_log(path: Path, store: Store) -> BrokerLog:
+    """The broker's log, from where the start before has left it."""
+    known = store.fact("broker_log", "null")
+    return BrokerLog(path, position=msgspec.json.decode(known, type=Position | None))

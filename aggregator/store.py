@@ -420,13 +420,13 @@ class Store:
             )
         )  # fmt: skip
 
-    def count_refusal(self, device: str, *, reason: str, detail: str, now_s: float) -> bool:
+    def count_refusal(self, device: str, *, reason: str, detail: str, now_s: float, times: int = 1) -> bool:
         """Count something refused; returns whether it is the first of its device and reason."""
         known = self._read("SELECT 1 FROM refusals WHERE device = ? AND reason = ?", device, reason)
         self._write(
-            "INSERT INTO refusals VALUES (?, ?, 1, ?, ?) ON CONFLICT (device, reason) "
-            "DO UPDATE SET count = count + 1, last_s = excluded.last_s, detail = excluded.detail",
-            device, reason, now_s, detail,
+            "INSERT INTO refusals VALUES (?, ?, ?, ?, ?) ON CONFLICT (device, reason) "
+            "DO UPDATE SET count = count + excluded.count, last_s = excluded.last_s, detail = excluded.detail",
+            device, reason, times, now_s, detail,
         )  # fmt: skip
         return not known
 
