@@ -79,7 +79,13 @@ def cli() -> None:
 )
 @verbose_option
 def run_command(
-    *, task: Path, state: Path, broker: str, embedded_broker: bool, broker_log: Path | None, verbose: bool,
+    *,
+    task: Path,
+    state: Path,
+    broker: str,
+    embedded_broker: bool,
+    broker_log: Path | None,
+    verbose: bool,
     **access_given: Any,
 ) -> None:
     """Serve a fleet until interrupted."""
