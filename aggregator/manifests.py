@@ -69,12 +69,11 @@ def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: Bl
 
 
 def head_manifest(
-    task: bytes, current: HeadRow, *, release: int, candidate: HeadRow | None = None, canaries_below: int = 0
+    task: bytes, current: HeadRow, *, candidate: HeadRow | None = None, canaries_below: int = 0
 ) -> HeadManifest:
     """What the fleet is told to use, and the canaries to try."""
     return HeadManifest(
         task=task,
-        release=release,
         current=head_ref(current),
         candidate=None if candidate is None else head_ref(candidate),
         canaries_below=canaries_below,

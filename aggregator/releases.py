@@ -1,11 +1,9 @@
 """Heads for the fleet: what the rollout logic decides is stored, told to devices, and put where people look."""
 
-import json
 import logging
 import time
 from pathlib import Path
 
-import msgspec
 import onnx
 
 from aggregator import rollout
@@ -16,7 +14,6 @@ from aggregator.orders import usable_heads
 from aggregator.store import HeadRow, Store
 from aggregator.task import Task
 from protocol.blobstore import file_digest, state_errors, write_atomically
-from protocol.codec import digest_of, encode
 from protocol.errors import BackboneMismatch, StateError
 from protocol.messages import Evaluation, HeadManifest
 
@@ -110,29 +107,19 @@ class Releases:
         return actions
 
     def _release(self) -> None:
-        """Say what holds; with a number that grows whenever it is something else.
-
-        It also grows with every start, which may be one with an older state than what the fleet was told of.
-        """
+        """Say what holds."""
         state, heads = self._state, self._heads
         if state.current and state.current != self._shown:
             self._show(heads[state.current])
         if not state.current or not self._is_due:
             return
         trial = state.trial
-        said = head_manifest(
+        self.manifest = head_manifest(
             self._task.digest,
             heads[state.current],
-            release=1,
             candidate=heads[trial.version] if trial else None,
             canaries_below=trial.below if trial else 0,
         )
-        digest = digest_of(encode(said)).hex()
-        release, last = json.loads(self._store.fact("release", '[0, ""]'))
-        if self.manifest is None or digest != last:
-            release = max(release + 1, int(time.time()))
-            self._store.set_fact("release", json.dumps([release, digest]))
-        self.manifest = msgspec.structs.replace(said, release=release)
         self._is_due = False
 
     def _read_heads(self) -> dict[int, HeadRow]:

@@ -6,15 +6,18 @@ import logging
 import queue
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
 
 from aggregator import rounds
 from aggregator.broker_log import BrokerLog, Position, count
 from aggregator.downlink import Downlink, read_frames
+from aggregator.gate import Gate
+from aggregator.herald import Herald, identity_of
 from aggregator.intake import Refused, check_evaluation, check_labels, read_message
 from aggregator.learning import Learning
 from aggregator.reception import Reception
@@ -26,7 +29,7 @@ from aggregator.uplink import Complete
 from aggregator.wire import Wire
 from protocol import session as mqtt
 from protocol.access import OPEN, Access
-from protocol.codec import decode
+from protocol.codec import decode, encode
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
 from protocol.messages import (
     MAX_FRAME_BYTES,
@@ -36,12 +39,13 @@ from protocol.messages import (
     Evaluation,
     Frame,
     HeadManifest,
+    Message,
     Presence,
     Reason,
     Receipt,
     Submission,
 )
-from protocol.topics import parse_device_topic
+from protocol.topics import FleetChannel, parse_device_topic
 from protocol.transfer import chunk_bytes
 
 log = logging.getLogger(__name__)
@@ -103,6 +107,8 @@ class Aggregator:
         self._cast_is_due = True
         fleet = task.manifest.fleet
         self._broker_log = None if broker_log is None else _broker_log(broker_log, store)
+        self._gate = Gate(store, fleet=fleet)
+        self._herald = Herald(store, key=identity_of(store.folder), fleet=fleet)
         self._wire = Wire(broker, access=access, fleet=fleet, epoch=self._epoch, on_event=self._events.put)
 
     def run(self) -> None:
@@ -207,8 +213,16 @@ class Aggregator:
                     self._cast_is_due = True
                     self._announce_round()
 
+    def _tell_fleet(self, channel: FleetChannel, message: Message | bytes | None) -> None:
+        """Tell the fleet, signed, or clear what was said before; also while nothing can be stored."""
+        body = message if isinstance(message, bytes) or message is None else encode(message)
+        payload = b"" if body is None else self._herald.sign(channel, body)
+        with self._storing():
+            self._herald.keep()
+        self._wire.tell_fleet(channel, payload)
+
     def _announce(self) -> None:
-        self._wire.tell_fleet("task", self._task.manifest_bytes)
+        self._tell_fleet("task", self._task.manifest_bytes)
         self._announce_round()
         self._tell_head()
         self._wire.say_online()
@@ -216,12 +230,12 @@ class Aggregator:
     def _tell_head(self) -> None:
         """Tell the fleet which head to use, or clear what an earlier task or a lost state has left on the broker."""
         self._told = self._releases.manifest
-        self._wire.tell_fleet("head", self._told)
+        self._tell_fleet("head", self._told)
 
     def _announce_round(self) -> None:
         """Tell the fleet of the open round, and hand out what it needs once for all; where there is none, clear it."""
         open_round = self._learning.round
-        self._wire.tell_fleet("round", open_round)
+        self._tell_fleet("round", open_round)
         if self._cast_is_due and self._connected:
             if open_round is not None:
                 with _reading():
@@ -241,6 +255,7 @@ class Aggregator:
         try:
             if where.channel in {"state", "info"}:
                 self._check_known(where.device)
+                self._check_room(where.device)
             self._dispatch(where.device, where.channel, payload)
         except VersionMismatch as error:
             self._count_refusal(where.device, Refused("version", str(error)))
@@ -253,6 +268,13 @@ class Aggregator:
         allowed = self._task.file.devices
         if allowed is not None and device not in allowed:
             raise Refused("unknown_device", f"{device} is not among the task file's devices")
+        self._gate.admit(device)
+
+    def _check_room(self, device: str) -> None:
+        if not self._store.has_room_for(device):
+            raise Refused(
+                "unknown_device", f"{device} is one name too many in a fleet that is open to everybody"
+            )
 
     def _own_presence_seen(self, payload: bytes) -> None:
         """Correct what an old Last Will says of us, and give way to an aggregator that started later."""
@@ -279,8 +301,7 @@ class Aggregator:
             self._serve_blob(device, decode(payload, BlobRequest, max_bytes=1024))
         elif channel == "info":
             info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
-            shown = {"software": info.software, "runtime": info.runtime, "pictures": info.pictures,
-                     "refused": info.refused, "problem": info.problem, "head_version": info.head_version}  # fmt: skip
+            shown = shown_info(info, self._task.manifest.classes)
             self._store.keep_info(device, info=json.dumps(shown), now_s=now_s)
             if info.problem and self._problems.get(device) != info.problem:
                 log.warning("%s cannot take part: %s", device, info.problem)
@@ -324,6 +345,7 @@ class Aggregator:
 
     def _take_frame(self, device: str, frame: Frame) -> None:
         with self._telling(device, frame.digest):
+            self._gate.check(device, frame, may_pin=not self._reception.is_stopped)
             outcome = self._reception.take(device, frame)
             if isinstance(outcome, Complete):
                 outcome = self._take_message(device, outcome)
@@ -396,6 +418,16 @@ class Aggregator:
             for frame in read_frames(path, request, chunk_bytes=self._wire.chunk_bytes):
                 self._wire.tell_device(device, "blk", frame)
                 self._downlink.sent()
+
+
+def shown_info(info: DeviceInfo, classes: Collection[str]) -> dict[str, Any]:
+    """What is kept of a device's word, for people: no more than the task has classes, and there are reasons."""
+    return {
+        "software": info.software, "runtime": info.runtime, "refused": info.refused, "problem": info.problem,
+        "head_version": info.head_version,
+        "pictures": {name: count for name, count in info.pictures.items() if name in classes},
+        "refusals": {name: count for name, count in info.refusals.items() if name in get_args(Reason)},
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

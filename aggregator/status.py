@@ -1,22 +1,25 @@
 """What `aggregator status` shows, read from the state directory of a running or stopped aggregator.
 
 `--json` prints what `report` returns:
-`running, intake: {stopped_s, reason}, fleet, algorithm, task, classes, quorum, retrain_after, training,
-submissions, waiting, closes_s, round: {number, min_devices, rounds, over, devices, carried},
-rollout: {current, candidate: {version, canaries, awaited, since_s, figures}, ordered}, devices: [device, state,
-seen_s, runtime, problem, pictures, round, classes, prototypes, bytes, head, head_problem, right, wrong, accuracy],
-coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes, trained_s, metrics,
-state, why, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count, detail], head_path,
-model_path`.
+`running, intake: {stopped_s, reason}, key, keys: {closed, enrolled, first_use, revoked}, fleet, algorithm, task,
+classes, quorum, retrain_after, training, submissions, waiting, closes_s, round: {number, min_devices, rounds, over,
+devices, carried}, rollout: {current, candidate: {version, canaries, awaited, since_s, figures}, ordered}, devices:
+[device, state, seen_s, runtime, problem, refusals, pictures, round, classes, prototypes, bytes, head, head_problem,
+right, wrong, accuracy], coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes,
+trained_s, metrics, state, why, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count,
+detail], head_path, model_path`.
 
-In `intake`, `stopped_s` is since when nothing can be stored, for the reason beside it; null if all is well. `round`
-is null for a task without rounds. In it, `devices` are those that have handed in for the open round, and
+In `intake`, `stopped_s` is since when nothing can be stored, for the reason beside it; null if all is well. `key` is
+the aggregator's public key, in hex: what devices are given as `--aggregator-key`. In `keys`, `closed` says whether
+only enrolled devices are heard; beside it, how many were enrolled, are known by the first key that came, and revoked.
+`round` is null for a task without rounds. In it, `devices` are those that have handed in for the open round, and
 `carried` those whose submission for an earlier one still counts. `closes_s` is when the round, or the collection,
 closes at the latest as things stand. `current` is 0 if there is no head, and `candidate` null if none is tried; its
 `figures` are of the canaries that are not `awaited`. `ordered` is the head that an operator's order will make current
-which the aggregator has not taken yet, or null. A device's `head` is the one it uses, or 0, and its accuracy is
-that head's; `head_problem` is why it does not use the one that it is told to. A head's `state` is `current`,
-`candidate`, `rejected`, for which `why` says why, or empty.
+which the aggregator has not taken yet, or null. A device's `refusals` are what it was told and did not believe, by
+reason. Its `head` is the one it uses, or 0, and its accuracy is that head's; `head_problem` is why it does not use
+the one that it is told to. A head's `state` is `current`, `candidate`, `rejected`, for which `why` says why, or
+empty.
 """
 
 import json
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from aggregator import notice, orders, rollout, rounds
+from aggregator.keys import counts
 from aggregator.store import HeadRow, Store, SubmissionRow
 from protocol.cli import plain
 from protocol.errors import StateError
@@ -55,6 +59,8 @@ def report(store: Store) -> dict[str, Any]:
     return {
         "running": store.is_locked(),
         "intake": _intake(store),
+        "key": store.fact("key"),
+        "keys": {"closed": store.keys.is_closed(), **counts(store.keys.all().values())},
         "fleet": task_file["fleet"],
         "algorithm": task_file["algorithm"],
         "task": task_hex,
@@ -141,6 +147,7 @@ def _devices(
                 "seen_s": seen_s,
                 "runtime": info.get("runtime"),
                 "problem": info.get("problem", ""),
+                "refusals": info.get("refusals", {}),
                 "pictures": sum(info.get("pictures", {}).values()),
                 "round": row.entry.round if row else None,
                 "classes": len(row.per_class) if row else 0,
@@ -198,6 +205,7 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         f"fleet [bold]{summary['fleet']}[/], {summary['algorithm']}, task {summary['task'][:12]}, {running}",
         highlight=False,
     )
+    _show_keys(summary, console)
     if summary["intake"]["stopped_s"] is not None:
         since = _clock(summary["intake"]["stopped_s"])
         console.print(f"[red]intake: stopped[/] since {since}: ", highlight=False, end="")
@@ -244,6 +252,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _show_keys(summary: dict[str, Any], console: "Console") -> None:
+    keys = summary["keys"]
+    known = f"{keys['enrolled']} devices enrolled"
+    if not keys["closed"]:
+        known = f"open to every device, {keys['first_use']} known by the first key that came"
+    revoked = f", {keys['revoked']} revoked" if keys["revoked"] else ""
+    console.print(f"key {summary['key']}; {known}{revoked}", highlight=False, soft_wrap=True)
+
+
 def _show_candidate(candidate: dict[str, Any] | None, console: "Console") -> None:
     """Print what a head waits for that some devices try."""
     if candidate is None:
@@ -277,6 +294,9 @@ def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:
         if row["problem"]:
             console.print(f"[yellow]problem[/] of {row['device']}: ", highlight=False, end="")
             console.print(row["problem"], markup=False, highlight=False)
+        if row["refusals"]:
+            told = ", ".join(f"{count} x {reason}" for reason, count in sorted(row["refusals"].items()))
+            console.print(f"[yellow]not believed[/] by {row['device']}: {told}", highlight=False)
         if row["head_problem"]:
             console.print(f"[yellow]head not used[/] by {row['device']}: ", highlight=False, end="")
             console.print(row["head_problem"], markup=False, highlight=False)

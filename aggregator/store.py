@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from aggregator.keys import MAX_STRANGERS, Keys
 from aggregator.rollout import OrderKind, begun
 from aggregator.rollout import State as Rollout
 from aggregator.rounds import Entry, Standing, State
@@ -19,6 +20,9 @@ from protocol.blobstore import BlobStore, state_errors
 from protocol.errors import StateError
 from protocol.lock import FolderLock
 from protocol.messages import BlobRef, Evaluation
+
+MAX_REFUSALS = 1000
+"""Devices and reasons that are told apart in the counts of what was refused."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ class Store:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
             self._check_schema(read_only=read_only)
+        self.keys = Keys(self._read, self._write)
 
     def _check_schema(self, *, read_only: bool) -> None:
         version = version_of(self._db)
@@ -166,7 +171,8 @@ class Store:
             StateError: it cannot be written.
         """
         with self._sqlite_errors():
-            self._db.execute("BEGIN")
+            # At once: what is read within would else be too old to be written upon, once another process writes.
+            self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
             with self._sqlite_errors():
@@ -203,6 +209,16 @@ class Store:
         return dict(
             self._read("SELECT key, value FROM facts WHERE substr(key, 1, ?) = ?", len(prefix), prefix)
         )
+
+    def has_room_for(self, device: str) -> bool:
+        """Whether a device is known, or is not one name too many: anybody can make up any number of them."""
+        return bool(
+            self._read(
+                "SELECT 1 FROM devices WHERE device = ? UNION ALL SELECT 1 FROM keys WHERE device = ? AND enrolled "
+                "UNION ALL SELECT 1 WHERE (SELECT count(*) FROM devices) < ?",
+                device, device, MAX_STRANGERS,
+            )
+        )  # fmt: skip
 
     def see_device(self, device: str, *, state: str, epoch: int, now_s: float) -> None:
         """Keep a device's presence, unless it is of an older start of the device than what is known."""
@@ -421,8 +437,13 @@ class Store:
         )  # fmt: skip
 
     def count_refusal(self, device: str, *, reason: str, detail: str, now_s: float, times: int = 1) -> bool:
-        """Count something refused; returns whether it is the first of its device and reason."""
+        """Count something refused; returns whether it is the first of its device and reason.
+
+        What is one name too many is counted under `?`: anybody can make up any number of them.
+        """
         known = self._read("SELECT 1 FROM refusals WHERE device = ? AND reason = ?", device, reason)
+        if not known and device != "?" and self._read("SELECT count(*) FROM refusals")[0][0] >= MAX_REFUSALS:
+            return self.count_refusal("?", reason=reason, detail=detail, now_s=now_s, times=times)
         self._write(
             "INSERT INTO refusals VALUES (?, ?, ?, ?, ?) ON CONFLICT (device, reason) "
             "DO UPDATE SET count = count + excluded.count, last_s = excluded.last_s, detail = excluded.detail",

@@ -64,9 +64,8 @@ class Wire:
         """Tell the fleet that we are there."""
         self._session.send(self._presence("online"))
 
-    def tell_fleet(self, channel: FleetChannel, message: Message | bytes | None) -> None:
-        """Publish to everybody; None clears what was said there before."""
-        payload = message if isinstance(message, bytes) else encode(message) if message is not None else b""
+    def tell_fleet(self, channel: FleetChannel, payload: bytes) -> None:
+        """Publish to everybody, signed before; nothing clears what was said there before."""
         self._session.send(self._outgoing(channel, payload))
 
     def cast(self, payload: bytes) -> None:

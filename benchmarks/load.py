@@ -11,6 +11,7 @@ from aggregator.store import Store, open_folder
 from aggregator.task import Task, prepare_task
 from protocol.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.messages import Submission
+from protocol.signing import sign_frame
 from protocol.topics import device_topic
 from protocol.transfer import frames_of
 
@@ -81,7 +82,8 @@ def _mixed(fleet: str, payloads: dict[str, bytes], sent: int) -> Iterator[bytes]
     for turn in zip(*frames, strict=True):
         for name, frame in zip(payloads, turn, strict=True):
             sent += 1
-            yield _publish(device_topic(fleet, name, "up"), encode(frame), identifier=sent % 65535 + 1)
+            signed = sign_frame(frame, key=digest_of(name.encode()), fleet=fleet, device=name)
+            yield _publish(device_topic(fleet, name, "up"), encode(signed), identifier=sent % 65535 + 1)
 
 
 def _publish(topic: str, payload: bytes, *, identifier: int) -> bytes:

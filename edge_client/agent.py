@@ -59,7 +59,7 @@ from edge_client.needs import (
     open_round,
 )
 from edge_client.patience import CAST_PATIENCE_S, MAX_BROKEN, patience_s
-from protocol.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest
+from protocol.messages import BlobRef, Frame, HeadRef, Receipt, RoundManifest
 from protocol.transfer import chunk_bytes
 
 Step = tuple[State, tuple[Action, ...]]
@@ -104,7 +104,7 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
         case RoundSeen(manifest=manifest):
             return _new_round(state, manifest), ()
         case HeadSeen(manifest=manifest):
-            return _new_head(state, manifest), ()
+            return replace(state, head=manifest), ()
         case DownloadStarts(digest=digest, offset=offset) if _downloads(state, digest):
             return _start_download(state, offset, now_s), ()
         case BlockSeen(frame=frame):
@@ -300,13 +300,6 @@ def _new_round(state: State, seen: RoundManifest) -> State:
     return replace(state, round=seen, working=state.working and not dropped)
 
 
-def _new_head(state: State, seen: HeadManifest) -> State:
-    """What comes later than what took its place, or was said by somebody else, is passed over."""
-    if seen.release < state.releases.get(seen.task, 0):
-        return state
-    return replace(state, head=seen, releases={**state.releases, seen.task: seen.release})
-
-
 def _start_download(state: State, offset: int, now_s: float) -> State:
     """Go on from what is on the disk; with what is on its way to the whole fleet, as if it had been asked for."""
     download = state.download
@@ -407,7 +400,7 @@ def _take_refused_download(state: State, receipt: Receipt, now_s: float) -> Step
     until, due_s = download.blob.size_bytes, now_s + patience_s(attempts)
     state = replace(state, download=replace(download, until=until, attempts=attempts, due_s=due_s))
     text = f"the aggregator refused to send {download.blob.name} ({receipt.reason}): {receipt.detail}"
-    if receipt.reason == "unknown_device":
+    if receipt.reason in {"unknown_device", "revoked"}:
         return state, (Exit(1, text),)
     return state, (Tell(text, error=True),) if attempts == 1 else ()
 
@@ -430,7 +423,7 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
     if receipt.reason == "unknown_task":
         return state, (Tell("the aggregator works on another task now; waiting to hear of it"),)
     text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
-    ends = state.mode is Mode.ONCE or receipt.reason == "unknown_device"
+    ends = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}
     return state, (Exit(1, text),) if ends else (Tell(text, error=True),)
 
 

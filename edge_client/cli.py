@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,15 @@ def _inherit(context: click.Context, option: click.Parameter, value: Any) -> Any
     if context.parent is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
         return value
     return context.parent.params.get(name, value)
+
+
+def _public_key(_context: click.Context, _option: click.Parameter, value: str | None) -> bytes | None:
+    """The 32 bytes that 64 hex digits stand for."""
+    if value is None:
+        return None
+    if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
+        raise click.BadParameter(f"expected 64 hex digits, as `aggregator status` shows them, got {value!r}")
+    return bytes.fromhex(value)
 
 
 fleet_option = _setting(
@@ -125,6 +135,12 @@ threads_option = _setting(
     show_default=True,
     help="MiB on the disk for what was not received yet; a larger submission is not handed in.",
 )
+@_setting(
+    "--aggregator-key",
+    metavar="HEX",
+    callback=_public_key,
+    help="The aggregator's key, as `aggregator status` shows it  [default: the first one that is heard]",
+)
 @verbose_option
 @click.version_option(package_name="protofleet")
 @click.pass_context
@@ -140,7 +156,8 @@ def cli(context: click.Context, /, **options: Any) -> None:
 def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
     state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
-    batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int, **access_given: Any,
+    batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int, aggregator_key: bytes | None,
+    **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.backbone import require_runtime
     from edge_client.device import Device
@@ -181,6 +198,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         threads=threads,
         backbones=backbone,
         rescan_s=rescan_s,
+        aggregator_key=aggregator_key,
     )
     stop_on_terminate()
     return Device(settings, kept, show=_show_dry_run if dry_run else None).run()

@@ -3,11 +3,12 @@
 import logging
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
-from edge_client import agent, events, needs
+from edge_client import agent, events, needs, trust
 from edge_client.item import Item
 from edge_client.life import Mode, State
 from edge_client.progress import Progress
@@ -17,7 +18,15 @@ from edge_client.worker import Crashed, Settings, Worker
 from protocol import session as mqtt
 from protocol.blobstore import file_digest
 from protocol.codec import decode, digest_of, encode
-from protocol.errors import BackboneMismatch, ConfigError, MalformedMessage, ProtofleetError, TransferError
+from protocol.errors import (
+    BackboneMismatch,
+    BadSignature,
+    ConfigError,
+    MalformedMessage,
+    ProtofleetError,
+    TransferError,
+)
+from protocol.keyfile import read_or_make_key
 from protocol.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
@@ -30,11 +39,13 @@ from protocol.messages import (
     Message,
     Presence,
     PresenceState,
+    Reason,
     Receipt,
     RoundManifest,
     TaskManifest,
 )
-from protocol.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
+from protocol.signing import open_manifest, sign_frame
+from protocol.topics import RETAINED, DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.transfer import Ranges
 
 log = logging.getLogger(__name__)
@@ -65,6 +76,9 @@ class Device:
         self._aggregator_epoch = 0
         self._rescan_s = 0.0
         self._problem = ""
+        self._refusals: Counter[str] = Counter()
+        self._trust = self._known_aggregator()
+        self._key = self._own_key()
         self._epoch = state.next_number("epoch") if settings.mode is not Mode.DRY_RUN else 0
         self._state = self._remembered()
         self._session = self._open_session()
@@ -111,8 +125,12 @@ class Device:
                 try:
                     for translated in self._translate(topic, payload, retained=retained):
                         self._step(translated)
+                except trust.Disbelieved as error:
+                    self._refused(error.reason, topic, error)
+                except BadSignature as error:
+                    self._refused("signature", topic, error)
                 except MalformedMessage as error:
-                    log.warning("ignored a message on %s: %s", topic, error)
+                    self._refused("malformed", topic, error)
             case mqtt.Connected(max_packet_bytes=limit):
                 log.info("connected to %s as %s", self._settings.broker, self._id)
                 self._step(events.Connected(limit))
@@ -149,11 +167,12 @@ class Device:
         if not payload:
             return []  # how a retained message is cleared
         if topic == fleet_topic(fleet, "task"):
-            return self._task_seen(payload)
+            return self._task_seen(self._opened("task", payload))
         if topic == fleet_topic(fleet, "round"):
-            return [self._round_seen(payload)]
+            return [self._round_seen(self._opened("round", payload))]
         if topic == fleet_topic(fleet, "head"):
-            return [events.HeadSeen(decode(payload, HeadManifest, max_bytes=MAX_MANIFEST_BYTES))]
+            body = self._opened("head", payload)
+            return [events.HeadSeen(decode(body, HeadManifest, max_bytes=MAX_MANIFEST_BYTES))]
         if topic in {self._topic("blk"), fleet_topic(fleet, "cast")}:
             return [events.BlockSeen(decode(payload, Frame, max_bytes=MAX_FRAME_BYTES))]
         if topic == self._topic("ack"):
@@ -163,6 +182,36 @@ class Device:
         if topic == self._topic("state"):
             self._own_presence_seen(decode(payload, Presence, max_bytes=1024))
         return []
+
+    def _opened(self, channel: FleetChannel, payload: bytes) -> bytes:
+        """What the aggregator has said on a topic, and nobody else; that it was said is kept before it is acted upon.
+
+        Raises:
+            BadSignature: it is not signed by whose key it names.
+            Disbelieved: it is another aggregator's, or older than what was seen.
+            MalformedMessage: it is no signed message.
+        """
+        signed = open_manifest(payload, fleet=self._settings.fleet, channel=channel)
+        known = trust.believe(self._trust, channel, signed)
+        if known != self._trust:
+            if self._settings.mode is not Mode.DRY_RUN:
+                self._kept.set(trust=trust.to_fact(known))
+            if self._trust.key is None:
+                log.warning(
+                    "taking the first aggregator that was heard for this fleet's, with the key %s; "
+                    "a device that is started with --aggregator-key and its key takes no other",
+                    signed.key.hex(),
+                )
+            self._trust = known
+        return signed.body
+
+    def _refused(self, reason: Reason, topic: str, error: ProtofleetError) -> None:
+        """Count what was not believed; say each kind once, and the operator at every power of two."""
+        self._refusals[reason] += 1
+        count = self._refusals[reason]
+        log.log(logging.WARNING if count == 1 else logging.DEBUG, "ignored a message on %s: %s", topic, error)
+        if count & (count - 1) == 0 and self._settings.mode is not Mode.DRY_RUN:
+            self._send("info", self._info())
 
     def _task_seen(self, payload: bytes, *, recalled: bool = False) -> Sequence[events.Event]:
         manifest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
@@ -287,7 +336,8 @@ class Device:
             frame = Frame(
                 v=PROTOCOL_VERSION, digest=item.digest, size_bytes=item.size_bytes, offset=start, data=data
             )
-            self._send("up", frame)
+            signed = sign_frame(frame, key=self._key, fleet=self._settings.fleet, device=self._id)
+            self._send("up", signed)
 
     def _presence(self, state: PresenceState) -> mqtt.Outgoing:
         message = Presence(state=state, epoch=self._epoch)
@@ -306,6 +356,7 @@ class Device:
             refused=len(report.get("refused", [])),
             problem=(self._problem or ("" if hindrance == agent.NO_SPACE else hindrance))[:256],
             head_version=head.version if head is not None and is_tasks else 0,
+            refusals=dict(self._refusals),
         )
 
     def _open_download(self, blob: BlobRef) -> None:
@@ -362,6 +413,22 @@ class Device:
         self._state = replace(state, stored=frozenset(self._blobs.digests()))
 
     # How it starts.
+
+    def _known_aggregator(self) -> trust.Trust:
+        """The aggregator that is believed: the one that the person has given, else the one that was."""
+        remembered = trust.from_fact(self._kept.get("trust"))
+        known = trust.given(remembered, self._settings.aggregator_key)
+        if known != remembered and self._settings.mode is not Mode.DRY_RUN:
+            self._kept.set(trust=trust.to_fact(known))
+        return known
+
+    def _own_key(self) -> bytes:
+        """The device's private key; in a dry run it has nothing to sign."""
+        if self._settings.signing_key is not None:
+            return self._settings.signing_key
+        if self._settings.mode is Mode.DRY_RUN:
+            return b""
+        return read_or_make_key(self._kept.folder / "signing.key")
 
     def _remembered(self) -> State:
         kept = self._kept

@@ -1,7 +1,6 @@
 """What a device knows of itself: the state that `agent.step` takes from one event to the next."""
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from edge_client.item import Item
@@ -89,7 +88,6 @@ class State:
         round: the newest round seen, of whatever task.
         joined: number of the round that a submission was made for or is being made for.
         head: the newest head manifest seen, of whatever task.
-        releases: the newest release seen of each task.
         installed: key of the head in use (`head_key`).
         evaluated: key of the last head whose evaluation has its receipt.
         refused: key of the last head that was not taken into use, and why.
@@ -110,7 +108,6 @@ class State:
     round: RoundManifest | None = None
     joined: int | None = None
     head: HeadManifest | None = None
-    releases: Mapping[bytes, int] = field(default_factory=dict)
     installing: bytes | None = None
     installed: bytes | None = None
     evaluated: bytes | None = None

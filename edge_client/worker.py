@@ -63,6 +63,10 @@ class Settings:
     backbones: tuple[Path, ...]
     rescan_s: float
     access: Access = OPEN
+    aggregator_key: bytes | None = None
+    """The public key of the aggregator that is believed, 32 bytes; without it, the first one that is heard."""
+    signing_key: bytes | None = None
+    """The device's private key, 32 bytes; without it, one that is made in the state directory."""
 
 
 @dataclass(frozen=True)

@@ -212,8 +212,6 @@ class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
     """Which head the fleet uses, and which newer one some devices try first."""
 
     task: Digest
-    release: Positive
-    """Grows with every manifest that says something else, an older head too, and with every start of the aggregator."""
     current: HeadRef
     candidate: HeadRef | None = None
     """What the canaries use in the place of `current`, and report on."""
@@ -314,8 +312,10 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     """Bytes of the whole."""
     offset: ByteCount
     data: Annotated[bytes, Meta(max_length=MAX_CHUNK_BYTES)]
+    key: Annotated[bytes, Meta(max_length=32)] = b""
+    """On `up`: Ed25519, the device's."""
     signature: Annotated[bytes, Meta(max_length=64)] = b""
-    """On `up`: Ed25519 over the fleet, the device, `digest` and `size_bytes`; the same in all frames of a transfer."""
+    """On `up`: over the fleet, the device, `digest` and `size_bytes`; the same in all frames of a transfer."""
 
 
 class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):

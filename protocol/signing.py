@@ -5,18 +5,19 @@ What is signed begins with what it is for, so that no signature can stand for an
 
 import functools
 
+import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from protocol.codec import decode, encode
 from protocol.errors import BadSignature
-from protocol.messages import MAX_SIGNED_BYTES, Signed
+from protocol.messages import MAX_SIGNED_BYTES, Frame, Signed
 from protocol.topics import FleetChannel
 
 
 def public_key(key: bytes) -> bytes:
     """The 32 bytes by which others know a private key of 32 bytes."""
-    return _private(key).public_key().public_bytes_raw()
+    return _public(key)
 
 
 def sign_manifest(body: bytes, *, key: bytes, fleet: str, channel: FleetChannel, release: int) -> bytes:
@@ -58,7 +59,15 @@ def sign_transfer(key: bytes, *, fleet: str, device: str, digest: bytes, size_by
         digest: sha256 of the whole.
         size_bytes: of the whole.
     """
-    return _private(key).sign(_transfer(fleet, device, digest, size_bytes))
+    return _word_on(key, _transfer(fleet, device, digest, size_bytes))
+
+
+def sign_frame(frame: Frame, *, key: bytes, fleet: str, device: str) -> Frame:
+    """A frame of a device's transfer as it travels: with the device's public key and its word on the transfer."""
+    signature = sign_transfer(
+        key, fleet=fleet, device=device, digest=frame.digest, size_bytes=frame.size_bytes
+    )
+    return msgspec.structs.replace(frame, key=public_key(key), signature=signature)
 
 
 def is_own_transfer(
@@ -79,6 +88,17 @@ def _transfer(fleet: str, device: str, digest: bytes, size_bytes: int) -> bytes:
 @functools.lru_cache(maxsize=16)
 def _private(key: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(key)
+
+
+@functools.lru_cache(maxsize=16)
+def _public(key: bytes) -> bytes:
+    return _private(key).public_key().public_bytes_raw()
+
+
+@functools.lru_cache(maxsize=16)
+def _word_on(key: bytes, transfer: bytes) -> bytes:
+    """A signature, made once for all frames of a transfer."""
+    return _private(key).sign(transfer)
 
 
 def _verify(public: bytes, signature: bytes, said: bytes) -> bool:

@@ -13,7 +13,7 @@ MAX_PIECES = 2**17
 Ranges = tuple[tuple[int, int], ...]
 """Disjoint byte ranges [start, stop) in ascending order."""
 
-ENVELOPE_BYTES = 256
+ENVELOPE_BYTES = 384
 """More than a frame's envelope, its topic and MQTT's own header take together."""
 
 SMALLEST_CHUNK_BYTES = 256

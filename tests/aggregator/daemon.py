@@ -28,10 +28,12 @@ from protocol.messages import (
     Presence,
     Receipt,
     RoundManifest,
+    Signed,
     Submission,
 )
 from protocol.session import Broker, Connected, Drained, Event, Outgoing, Received, Session
-from protocol.topics import DeviceChannel, device_topic, fleet_topic
+from protocol.signing import open_manifest, sign_frame
+from protocol.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.transfer import Assembly, frames_of
 from tests.graphs import tiny_backbone
 
@@ -119,6 +121,16 @@ def aggregator(task: Path, broker: Broker, *options: str) -> Iterator[Daemon]:
             daemon.stop()
 
 
+def key_of(device: str) -> bytes:
+    """A device's private key, the same in each of its lives."""
+    return digest_of(f"the key of {device}".encode())
+
+
+def signed(frame: Frame, device: str = "dev") -> bytes:
+    """A frame of a device's own, as it travels."""
+    return encode(sign_frame(frame, key=key_of(device), fleet=FLEET, device=device))
+
+
 class Device:
     """A device's side of the wire, one call at a time.
 
@@ -166,17 +178,25 @@ class Device:
                 self._unread.remove(event)
                 if not event.payload:
                     continue  # a retained message that was cleared
-                message = decode(event.payload, message_type, max_bytes=MAX_BYTES)
+                message = decode(_said(event), message_type, max_bytes=MAX_BYTES)
                 if when(message):
                     return message
             self._unread.append(self._event(Received))
 
+    def signed(self, channel: FleetChannel) -> Signed:
+        """The next thing that is said on a topic of the fleet."""
+        topic = fleet_topic(FLEET, channel)
+        while not (found := [event for event in self._unread if event.topic == topic and event.payload]):
+            self._unread.append(self._event(Received))
+        self._unread.remove(found[0])
+        return open_manifest(found[0].payload, fleet=FLEET, channel=channel)
+
     def task(self) -> bytes:
         """The retained task's bytes."""
         topic = fleet_topic(FLEET, "task")
-        while not (found := [event.payload for event in self._unread if event.topic == topic]):
+        while not (found := [event for event in self._unread if event.topic == topic]):
             self._unread.append(self._event(Received))
-        return found[-1]
+        return _said(found[-1])
 
     def aggregator_is(self, state: str) -> Presence:
         """Wait until the aggregator's presence is this."""
@@ -223,7 +243,7 @@ class Device:
         """Send frames of a payload; returns its digest."""
         digest = digest_of(payload)
         for frame in frames_of(payload, digest=digest, ranges=ranges):
-            self.send("up", encode(frame))
+            self.send("up", signed(frame, self.name))
         return digest
 
     def receipt(self, digest: bytes) -> Receipt:
@@ -245,6 +265,15 @@ class Device:
             while assembly.missing() and assembly.missing()[0][0] < wanted:
                 assembly.add(self.wait(device_topic(FLEET, self.name, "blk"), Frame))
         return assembly.payload()
+
+
+def _said(event: Received) -> bytes:
+    """What has come, without the envelope of what is signed."""
+    channels: tuple[FleetChannel, ...] = ("task", "round", "head")
+    for channel in channels:
+        if event.topic == fleet_topic(FLEET, channel):
+            return open_manifest(event.payload, fleet=FLEET, channel=channel).body
+    return event.payload
 
 
 def spoil(message: msgspec.Struct, **fields: Any) -> bytes:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from aggregator.config import load_task
+from aggregator.herald import Herald, identity_of
 from aggregator.orders import order
 from aggregator.releases import Releases
 from aggregator.store import HeadRow, Store, open_folder
@@ -22,6 +23,7 @@ from protocol.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.errors import ConfigError, StateError
 from protocol.messages import DeviceInfo, Evaluation, HeadManifest, Presence, Submission
 from protocol.session import Broker
+from protocol.signing import open_manifest
 from protocol.topics import device_topic, fleet_topic
 from tests.aggregator.daemon import FLEET, Daemon, Device, aggregator, write_task
 from tests.aggregator.made import evaluation
@@ -67,15 +69,10 @@ def _online(device: Device, *, head: int = 0) -> None:
     device.say(device_topic(FLEET, device.name, "info"), encode(info), retain=True)
 
 
-def _manifest(device: Device, *, release: int = 0) -> HeadManifest:
-    """The next manifest with a greater release."""
+def _manifest(device: Device, *, after: HeadManifest | None = None) -> HeadManifest:
+    """The next manifest, or the next one that says something else."""
     topic = fleet_topic(FLEET, "head")
-    return device.wait(topic, HeadManifest, when=lambda manifest: manifest.release > release)
-
-
-def _same(one: HeadManifest, other: HeadManifest) -> bool:
-    """Whether they say the same, if perhaps by different starts of the aggregator."""
-    return msgspec.structs.replace(one, release=other.release) == other
+    return device.wait(topic, HeadManifest, when=lambda manifest: manifest != after)
 
 
 def _two_heads(first: Device, second: Device, daemon: Daemon) -> tuple[bytes, HeadManifest]:
@@ -94,7 +91,7 @@ def _two_heads(first: Device, second: Device, daemon: Daemon) -> tuple[bytes, He
     two = first.wait(
         fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canaries_below > 0
     )
-    assert two.release > one.release
+    assert two != one
     return task, two
 
 
@@ -129,7 +126,7 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: Broker, tmp_path: Path) ->
             assert summary["rollout"]["candidate"]["awaited"] == [FIRST]
             assert _head_file(daemon) == _sha256(summary, 1)
             first.hand_in(_says(task, 2, 7, before=8))
-            back = _manifest(first, release=trial.release)
+            back = _manifest(first, after=trial)
             assert (back.current.version, back.candidate) == (1, None)
             why = "70.0% of 10 held-out pictures right on 1 canary, 80.0% with the head before"
             assert f"head 2 is rejected, head 1 stays: {why}" in daemon.log()
@@ -138,7 +135,7 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: Broker, tmp_path: Path) ->
             daemon.stop()
         with aggregator(task_file, alone) as daemon, Device(alone, "late") as late:
             late.aggregator_is("online")
-            assert _same(_manifest(late), back)
+            assert _manifest(late) == back
             assert _head_file(daemon) == _sha256(daemon.status(), 1)
 
 
@@ -153,7 +150,7 @@ def test_a_good_head_goes_to_all_over_a_restart(alone: Broker, tmp_path: Path) -
         with aggregator(task_file, alone) as daemon:
             first.aggregator_is("online")
             with Device(alone, "late") as late:
-                assert _same(_manifest(late), trial)
+                assert _manifest(late) == trial
             second.hand_in(_says(task, 2, 0, before=None, problem="it is no canary"))
             first.hand_in(_says(task, 2, 8, before=8))
             after = second.wait(
@@ -175,7 +172,7 @@ def test_a_head_that_a_canary_cannot_use(alone: Broker, tmp_path: Path) -> None:
     ):
         task, trial = _two_heads(first, second, daemon)
         first.hand_in(_says(task, 2, 0, before=None, problem="the head gives NaN"))
-        assert _manifest(first, release=trial.release).candidate is None
+        assert _manifest(first, after=trial).candidate is None
         assert f"{FIRST} does not use head 2: the head gives NaN" in daemon.log()
         assert daemon.status()["heads"][1]["why"] == f"{FIRST} does not use it: the head gives NaN"
 
@@ -191,13 +188,15 @@ def test_orders_are_taken_while_it_runs(alone: Broker, tmp_path: Path) -> None:
         _, trial = _two_heads(first, second, daemon)
         done = _command(daemon, "promote")
         assert (done.stdout, done.returncode) == ("head 2 is current\n", 0)
-        second_manifest = _manifest(second, release=trial.release)
-        assert second_manifest.current.version == 2
+        second_manifest = second.wait(
+            fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.current.version == 2
+        )
+        assert second_manifest != trial
         (daemon.state / "training" / "head-2" / "model.onnx").unlink()
         model = (daemon.state / "model.onnx").read_bytes()
         done = _command(daemon, "rollback")
         assert (done.stdout, done.returncode) == ("head 1 is current\n", 0)
-        back = _manifest(second, release=second_manifest.release)
+        back = _manifest(second, after=second_manifest)
         assert (back.current, back.candidate) == (trial.current, None)
         summary = daemon.status()
         assert _head_file(daemon) == _sha256(summary, 1)
@@ -255,7 +254,7 @@ def test_a_state_that_was_lost_is_no_older_release(alone: Broker, tmp_path: Path
                 device.aggregator_is("online")
                 task = digest_of(device.task())
                 device.hand_in(_submission(task))
-                released.append(_manifest(device, release=released[-1] if released else 0).release)
+                released.append(device.signed("head").release)
                 daemon.stop()
             daemon.state.rename(tmp_path / f"lost-{len(released)}")
         assert released[0] < released[1]
@@ -275,7 +274,7 @@ def test_a_state_that_was_restored_is_no_older_release(
     """What is told of the backup's head has a greater release than what was told since the backup was made."""
     state, backup = tmp_path / "state", tmp_path / "backup"
 
-    def told(version: int, *, at_s: int) -> HeadManifest:
+    def told(version: int, *, at_s: int) -> tuple[int, HeadManifest]:
         """What a start of the aggregator tells the fleet; at that time, and with a new head of that version."""
         monkeypatch.setattr(time, "time", lambda: float(at_s))
         store = Store(open_folder(state))
@@ -284,18 +283,21 @@ def test_a_state_that_was_restored_is_no_older_release(
             _made(store, task.digest, version)
         releases = Releases(task, store)
         releases.tick(version)
-        store.close()
         assert releases.manifest is not None
-        return releases.manifest
+        herald = Herald(store, key=identity_of(state), fleet=FLEET)
+        payload = herald.sign("head", encode(releases.manifest))
+        herald.keep()
+        store.close()
+        return open_manifest(payload, fleet=FLEET, channel="head").release, releases.manifest
 
     told(1, at_s=1000)
     shutil.copytree(state, backup)
-    later = told(2, at_s=2000)
+    release, later = told(2, at_s=2000)
     shutil.rmtree(state)
     backup.rename(state)
-    restored = told(0, at_s=3000)
+    greater, restored = told(0, at_s=3000)
     assert (later.current.version, restored.current.version) == (2, 1)
-    assert restored.release > later.release
+    assert greater > release
 
 
 def test_a_head_whose_file_cannot_be_written_yet_can_be_fetched_once_it_is_told(tmp_path: Path) -> None:

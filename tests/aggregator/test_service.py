@@ -19,7 +19,17 @@ from protocol.messages import (
 )
 from protocol.session import Broker
 from protocol.topics import device_topic, fleet_topic
-from tests.aggregator.daemon import FLEET, MAX_BYTES, PATIENT, Daemon, Device, aggregator, spoil, write_task
+from tests.aggregator.daemon import (
+    FLEET,
+    MAX_BYTES,
+    PATIENT,
+    Daemon,
+    Device,
+    aggregator,
+    signed,
+    spoil,
+    write_task,
+)
 from tests.aggregator.made import evaluation, submission
 from tests.brokers import free_address, mosquitto, mosquitto_program
 
@@ -79,7 +89,11 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
     big = 200_000
 
     def frame(payload: bytes) -> bytes:
-        return encode(Frame(v=1, digest=digest_of(payload), size_bytes=len(payload), offset=0, data=payload))
+        whole = Frame(v=1, digest=digest_of(payload), size_bytes=len(payload), offset=0, data=payload)
+        return signed(whole, "mallory")
+
+    def piece(*, size_bytes: int, offset: int = 0, data: bytes = b"x", v: int = 1) -> bytes:
+        return signed(Frame(v=v, digest=unseen, size_bytes=size_bytes, offset=offset, data=data), "mallory")
 
     def spoilt(**fields: object) -> bytes:
         return frame(encode(msgspec.structs.replace(good, **fields)))
@@ -98,12 +112,13 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
         ("get", encode(Presence(state="online", epoch=1)), "malformed"),
         ("get", spoil(BlobRequest(digest=unseen, offset=0, length=1), length=2**40), "malformed"),
         ("get", encode(BlobRequest(digest=unseen, offset=0, length=1)), "unknown_blob"),
-        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=2**31, offset=0, data=b"x")), "oversized"),
-        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=big, offset=0, data=b"x")), "oversized"),
-        ("up/0", encode(Frame(v=2, digest=unseen, size_bytes=1, offset=0, data=b"x")), "version"),
-        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=1, offset=0, data=b"x")), "digest"),
-        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=2, offset=1, data=b"xy")), "digest"),
-        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=2, offset=0, data=b"")), "digest"),
+        ("up/0", piece(size_bytes=2**31), "oversized"),
+        ("up/0", piece(size_bytes=big), "oversized"),
+        ("up/0", piece(size_bytes=1, v=2), "version"),
+        ("up/0", piece(size_bytes=1), "digest"),
+        ("up/0", piece(size_bytes=2, offset=1, data=b"xy"), "digest"),
+        ("up/0", piece(size_bytes=2, data=b""), "digest"),
+        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=1, offset=0, data=b"x")), "signature"),
         ("up/0", frame(b"noise"), "malformed"),
         ("up/0", frame(encode(Presence(state="online", epoch=1))), "malformed"),
         ("up/0", frame(encode(good)[:-1]), "malformed"),

@@ -55,7 +55,6 @@ def head_manifest(number: int) -> HeadManifest:
     """What the fleet is told of the head that the round of a number has led to."""
     return HeadManifest(
         task=TASK,
-        release=number + 1,
         current=HeadRef(
             version=number + 1,
             head=reference(GRAPHS["head"], "head"),

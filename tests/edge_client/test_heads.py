@@ -207,7 +207,7 @@ def test_what_is_being_taken_into_use_stays_on_the_disk(bench: Bench, tmp_path: 
     device._step(events.TaskSeen(bench.task, bench.manifest))
     device._state = replace(device._state, working=True)
     for number, head in enumerate(heads, start=1):
-        device._step(events.HeadSeen(HeadManifest(task=bench.task, release=number, current=head)))
+        device._step(events.HeadSeen(HeadManifest(task=bench.task, current=head)))
         bench.worker.install(events.Install(bench.task, bench.manifest, head))
         if number == 1:
             outcome, _ = bench.outcome()
@@ -215,7 +215,7 @@ def test_what_is_being_taken_into_use_stays_on_the_disk(bench: Bench, tmp_path: 
     device._state = replace(device._state, installed=head_key(heads[0]))
     blob = BlobRef(digest=bytes(32), size_bytes=9, name="to be fetched")
     newer = HeadRef(version=3, head=blob, devices=1, prototypes=1)
-    device._step(events.HeadSeen(HeadManifest(task=bench.task, release=3, current=newer)))
+    device._step(events.HeadSeen(HeadManifest(task=bench.task, current=newer)))
     device._handle(outcome)
     assert heads[1].head.digest in bench.kept.blobs
     installed, _ = bench.outcome()

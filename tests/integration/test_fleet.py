@@ -1,6 +1,7 @@
 """Real devices, a real aggregator and a real broker, as processes: from pictures to a head that predicts."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -147,7 +148,7 @@ def test_new_pictures_make_a_new_head(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def test_a_lost_aggregator_state_is_made_up_for(fleet: Fleet, tmp_path: Path) -> None:
-    """An aggregator that starts with nothing gets every submission again, and makes the head anew."""
+    """An aggregator that starts with nothing but its key gets every submission again, and makes the head anew."""
     task = write_task(tmp_path, quorum=1)
     aggregator = fleet.aggregator(task)
     fleet.device("device", write_digits(tmp_path / "data", classes=[0, 1]))
@@ -155,9 +156,33 @@ def test_a_lost_aggregator_state_is_made_up_for(fleet: Fleet, tmp_path: Path) ->
     aggregator.kill()
     aggregator.wait()
     (tmp_path / "aggregator").rename(tmp_path / "lost")
+    shutil.copytree(tmp_path / "lost" / "identity", tmp_path / "aggregator" / "identity")
     fleet.aggregator(task)
     summary = fleet.wait_for("the head made anew", lambda s: s["heads"])
     assert summary["submissions"] == 1
+
+
+def test_an_aggregator_that_has_lost_its_key_is_another_one(fleet: Fleet, tmp_path: Path) -> None:
+    """Devices do not believe it, and say what to do; once they are given its key, they do."""
+    task = write_task(tmp_path, quorum=1)
+    aggregator = fleet.aggregator(task)
+    data = write_digits(tmp_path / "data", classes=[0, 1])
+    device = fleet.device("device", data)
+    fleet.wait_for("the first head", lambda s: s["heads"] and s["heads"][0]["held_out"]["devices"])
+    aggregator.kill()
+    aggregator.wait()
+    (tmp_path / "aggregator").rename(tmp_path / "lost")
+    fleet.aggregator(task)
+    summary = fleet.wait_for(
+        "the device's word", lambda s: any(row["refusals"].get("signature") for row in s["devices"])
+    )
+    said = (tmp_path / "device.log").read_text()
+    assert said.count("is signed by another aggregator") == 1
+    assert "--aggregator-key" in said
+    device.terminate()
+    fleet.wait_exit(device)
+    fleet.wait_exit(fleet.device("device", data, "--once", "--aggregator-key", summary["key"]))
+    assert fleet.wait_for("the head made anew", lambda s: s["heads"])["submissions"] == 1
 
 
 def test_a_fleet_has_one_aggregator(fleet: Fleet, tmp_path: Path) -> None:

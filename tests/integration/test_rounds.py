@@ -18,6 +18,7 @@ from protocol import session
 from protocol.codec import decode
 from protocol.messages import MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, BlobRef, Frame, RoundManifest
 from protocol.session import Broker
+from protocol.signing import open_manifest
 from protocol.topics import fleet_topic
 from tests.brokers import mosquitto, mosquitto_program
 from tests.graphs import tiny_backbone
@@ -166,7 +167,8 @@ class Listener:
         if not isinstance(event, session.Received) or not event.payload:
             return
         if event.topic == fleet_topic("default", "round"):
-            opened = decode(event.payload, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
+            body = open_manifest(event.payload, fleet="default", channel="round").body
+            opened = decode(body, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
             self.rounds[opened.number] = opened.tensors
             return
         frame = decode(event.payload, Frame, max_bytes=MAX_FRAME_BYTES)

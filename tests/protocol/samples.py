@@ -67,7 +67,6 @@ SAMPLES: tuple[Message | Frame, ...] = (
     ),
     HeadManifest(
         task=_DIGEST,
-        release=7,
         current=HeadRef(
             version=3,
             head=BlobRef(digest=_DIGEST[::-1], size_bytes=678, name="head-3.onnx"),
@@ -119,6 +118,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         size_bytes=70_000,
         offset=61_440,
         data=b"bytes of a blob",
+        key=_DIGEST,
         signature=bytes(range(64)),
     ),
     Receipt(
@@ -224,7 +224,6 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
     _version_one(
         HeadManifest,
         task=_digest,
-        release=_positive,
         current=_head_ref,
         candidate=st.none() | _head_ref,
         canaries_below=st.integers(0, 2**32),
@@ -271,6 +270,7 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         size_bytes=_byte_count,
         offset=_byte_count,
         data=st.binary(max_size=300),
+        key=st.binary(max_size=32),
         signature=st.binary(max_size=64),
     ),
     _version_one(
