@@ -1,4 +1,4 @@
-"""`aggregator run`, `status`, `rollback` and `promote`."""
+"""`aggregator run`, `status`, `rollback`, `promote` and `forget`."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from protocol.cli import (
     stop_on_terminate,
     verbose_option,
 )
-from protocol.errors import RuntimeMissing
+from protocol.errors import ConfigError, RuntimeMissing
 
 if TYPE_CHECKING:
     from aggregator.rollout import OrderKind
@@ -159,6 +159,25 @@ def rollback_command(*, version: int | None, state: Path) -> None:
 def promote_command(*, state: Path) -> None:
     """Give the candidate to all devices, without waiting for its canaries."""
     _order(state, "promote")
+
+
+@cli.command("forget")
+@click.argument("device")
+@state_option
+def forget_command(*, device: str, state: Path) -> None:
+    """Take the next key that comes under the name DEVICE for its own, because it has lost the one it had."""
+    from aggregator.store import Store
+
+    Store(state, read_only=True).close()  # a folder with no state must not become one
+    store = Store(state)
+    try:
+        if not store.keys.forget_key(device):
+            raise ConfigError(
+                f"{device} has no key that was taken at first use: `aggregator enroll` gives a device another one"
+            )
+    finally:
+        store.close()
+    click.echo(f"the next key that comes under the name {device} is its own")
 
 
 def _order(folder: Path, kind: "OrderKind", version: int | None = None) -> None:
