@@ -53,16 +53,37 @@ class Keys:
 
     def __init__(self, read: Callable[..., list[tuple[Any, ...]]], write: Callable[..., None]) -> None:
         self._read = read
-        self._write = write
+        self._write_now = write
+        self._seen: dict[str, Key] = {}
+        self._is_closed: bool | None = None
+        self._version = -1
 
     def key_of(self, device: str) -> Key | None:
         """What is known of a device's key; another process may have changed it a moment ago."""
-        rows = self._read(
-            "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?", device
-        )
-        for public, enrolled, since_s, serial, revoked_s in rows:
-            return Key(public, bool(enrolled), since_s, serial, revoked_s)
-        return None
+        self._look_for_changes()
+        if device not in self._seen:
+            rows = self._read(
+                "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?", device
+            )
+            for public, enrolled, since_s, serial, revoked_s in rows:
+                self._seen[device] = Key(public, bool(enrolled), since_s, serial, revoked_s)
+        return self._seen.get(device)
+
+    def look_again(self) -> None:
+        """Read everything anew: what was written last may have been undone."""
+        self._seen.clear()
+        self._is_closed = None
+
+    def _look_for_changes(self) -> None:
+        """Read everything anew if another process has written, as this is asked for with every frame."""
+        ((version,),) = self._read("PRAGMA data_version")
+        if version != self._version:
+            self._version = version
+            self.look_again()
+
+    def _write(self, sql: str, *values: Any) -> None:
+        self._write_now(sql, *values)
+        self.look_again()
 
     def all(self) -> dict[str, Key]:
         """What is known of every device's key."""
@@ -109,7 +130,10 @@ class Keys:
 
     def is_closed(self) -> bool:
         """Whether only enrolled keys count."""
-        return bool(self._read("SELECT 1 FROM facts WHERE key = 'closed' AND value = '1'"))
+        self._look_for_changes()
+        if self._is_closed is None:
+            self._is_closed = bool(self._read("SELECT 1 FROM facts WHERE key = 'closed' AND value = '1'"))
+        return self._is_closed
 
 
 def counts(keys: Collection[Key]) -> dict[str, int]:

@@ -167,6 +167,7 @@ class Aggregator:
             self._reception.stop(error)
             self._learning.go_back()
             self._releases.go_back()
+            self._store.keys.look_again()
             self._receipts.clear()
             for message in messages:  # once more, now that nothing is taken
                 with self._storing():

@@ -11,6 +11,9 @@ from protocol.transfer import Assembly, Ranges
 MAX_RANGES = 64
 """Missing ranges in one receipt."""
 
+PIECE_BYTES = 256
+"""What a piece takes beside its bytes, however few they are; a transfer that has begun counts as one more."""
+
 Key = tuple[str, bytes]
 """A transfer: its device, and the digest of the whole."""
 
@@ -95,7 +98,7 @@ class Uplink:
     ) -> None:
         self._max_bytes = max_bytes
         self._per_device = per_device
-        self._max_held_bytes = max(max_held_bytes, max_bytes)
+        self._max_held_bytes = max_held_bytes
         self._read = read
         self._held_bytes = 0
         self._transfers: dict[Key, _Transfer] = {}
@@ -104,7 +107,7 @@ class Uplink:
         for each in sorted(stored, key=lambda each: each.seen_s):
             assembly = Assembly(each.key[1], each.size_bytes, stored=each.ranges)
             self._transfers[each.key] = _Transfer(assembly, each.seen_s, is_stored=True)
-            self._held_bytes += assembly.held_bytes
+            self._held_bytes += _weight(assembly)
 
     def take(
         self, device: str, frame: Frame, *, holds: Callable[[str, bytes], bool], now_s: float = 0.0
@@ -183,22 +186,28 @@ class Uplink:
             for other in own[: len(own) - self._per_device + 1]:
                 self._drop(other)
             transfer = _Transfer(Assembly(frame.digest, frame.size_bytes), now_s, is_stored=False)
+            self._held_bytes += _weight(transfer.assembly)
         transfer.seen_s = now_s
         self._transfers[key] = transfer
         return transfer.assembly
 
     def _add(self, assembly: Assembly, frame: Frame) -> None:
-        before = assembly.held_bytes
+        before = _weight(assembly)
         assembly.add(frame)
-        self._held_bytes += assembly.held_bytes - before
+        self._held_bytes += _weight(assembly) - before
 
     def _drop(self, key: Key) -> None:
         transfer = self._transfers.pop(key)
-        self._held_bytes -= transfer.assembly.held_bytes
+        self._held_bytes -= _weight(transfer.assembly)
         if transfer.is_stored:
             self._ended.append(key)
 
     def _make_room(self) -> None:
-        """Push out what waits longest while all together hold too much; those devices begin again."""
-        while self._held_bytes > self._max_held_bytes:
+        """Push out what waits longest while all together hold too much, but not what is coming in just now."""
+        while self._held_bytes > self._max_held_bytes and len(self._transfers) > 1:
             self._drop(next(iter(self._transfers)))
+
+
+def _weight(assembly: Assembly) -> int:
+    """What a transfer takes: its bytes, and what has to be known of each piece, or tiny ones would be for nothing."""
+    return assembly.held_bytes + (1 + assembly.pieces) * PIECE_BYTES

@@ -112,6 +112,11 @@ class Assembly:
         """Bytes that have come, wherever they are kept."""
         return self._coverage.held_bytes
 
+    @property
+    def pieces(self) -> int:
+        """In how many pieces they have come."""
+        return self._pieces
+
     def add(self, frame: Frame) -> None:
         """Take what is new in a frame of this transfer.
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregator.intake import Refused
-from aggregator.uplink import MAX_RANGES, Complete, Key, Stored, Uplink
+from aggregator.uplink import MAX_RANGES, PIECE_BYTES, Complete, Key, Stored, Uplink, _weight
 from protocol.codec import decode, digest_of, encode
 from protocol.messages import MAX_CHUNK_BYTES, Frame, Receipt
 from protocol.transfer import frames_of
@@ -203,21 +203,38 @@ def test_memory_is_bounded_whatever_comes(frames: list[tuple[str, Frame]]) -> No
         assert all(Counter(device for device, _ in uplink._transfers)[name] <= 2 for name in "ab")
         assemblies = [transfer.assembly for transfer in uplink._transfers.values()]
         assert all(assembly.held_bytes <= assembly.size_bytes <= 50 for assembly in assemblies)
-        assert uplink._held_bytes == sum(assembly.held_bytes for assembly in assemblies)
+        assert uplink._held_bytes == sum(map(_weight, assemblies))
 
 
 def test_all_transfers_together_are_bounded() -> None:
     """Many devices that never finish push out the oldest, never the one that is coming in."""
-    uplink = Uplink(max_bytes=100, max_held_bytes=250)
+    uplink = Uplink(max_bytes=100, max_held_bytes=2 * (90 + 4 * PIECE_BYTES) + 50)
     for number in range(20):
         for frame in FRAMES[:3]:
             uplink.take(f"device-{number}", frame, holds=_new)
-        held = sum(transfer.assembly.held_bytes for transfer in uplink._transfers.values())
-        assert uplink._held_bytes == held <= 250
+        held = sum(_weight(transfer.assembly) for transfer in uplink._transfers.values())
+        assert uplink._held_bytes == held <= 2 * (90 + 4 * PIECE_BYTES) + 50
     assert uplink.take("device-19", FRAMES[3], holds=_new) == Complete(DIGEST, PAYLOAD)
     outcome = uplink.take("device-0", FRAMES[3], holds=_new)
     assert isinstance(outcome, Receipt)
     assert outcome.missing == ((0, 90),)
+
+
+def test_tiny_transfers_are_not_for_nothing() -> None:
+    """Of ever more transfers that have a byte each, only so many are known as fit the quota with what each takes."""
+    uplink = Uplink(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + 1))
+    for number in range(1000):
+        frame = Frame(v=1, digest=digest_of(b"%d" % number), size_bytes=10**6, offset=0, data=b"x")
+        uplink.take(f"device-{number}", frame, holds=_new)
+    assert len(uplink._transfers) == 100
+
+
+def test_a_transfer_in_tiny_pieces_is_taken_where_there_is_no_other() -> None:
+    """Also where its pieces take more than the quota: what is coming in is never pushed out."""
+    uplink = Uplink(max_bytes=1000, max_held_bytes=1000)
+    frames = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=1))
+    assert [uplink.take("a", frame, holds=_new) for frame in frames][-1] == Complete(DIGEST, PAYLOAD)
+    assert uplink._held_bytes == 0
 
 
 def test_the_transfer_that_waits_longest_goes_first() -> None:

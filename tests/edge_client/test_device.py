@@ -14,10 +14,11 @@ from edge_client.rounds import pack, untaught
 from edge_client.state import DeviceState
 from edge_client.work import Found, Local
 from edge_client.worker import Crashed, Settings, Worker
-from protocol.codec import encode
+from protocol.codec import decode, encode
 from protocol.errors import ConfigError, StateError
-from protocol.messages import HeadRef, Presence, PresenceState, Receipt
+from protocol.messages import DeviceInfo, HeadRef, Presence, PresenceState, Receipt
 from protocol.session import Received
+from protocol.signing import public_key, sign_manifest
 from protocol.topics import fleet_topic
 from tests.edge_client.made_rounds import TASK, look_at, make_task, open_round, take_pictures
 
@@ -159,6 +160,60 @@ def test_what_was_refused_is_handed_in_again_after_the_next_start(tmp_path: Path
     payload = encode(Presence(state="online", epoch=7))
     device._handle(Received(fleet_topic("f", "state"), payload))
     assert [upload.item for upload in device._state.uploads] == [item]
+
+
+def _said(body: bytes, *, key: bytes = b"k" * 32, release: int = 1) -> Received:
+    """What an aggregator has said of a round."""
+    payload = sign_manifest(body, key=key, fleet="f", channel="round", release=release)
+    return Received(fleet_topic("f", "round"), payload)
+
+
+@pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.DRY_RUN])
+def test_what_is_believed_is_kept_before_it_is_acted_upon(
+    tmp_path: Path, kept: DeviceState, caplog: pytest.LogCaptureFixture, *, mode: Mode
+) -> None:
+    """And is not forgotten at the next start; a dry run keeps nothing, and makes no key."""
+    opened = encode(open_round(kept.blobs))
+    device = Device(replace(make_settings(tmp_path), mode=mode), kept)
+    device._handle(_said(opened, release=5))
+    assert device._state.round is not None
+    assert caplog.text.count("taking the first aggregator that was heard") == 1
+    assert (kept.folder / "signing.key").exists() == (mode is Mode.SERVICE)
+    again = Device(make_settings(tmp_path), kept)
+    again._handle(_said(opened, release=4))
+    assert (again._state.round is None) == (mode is Mode.SERVICE)
+    assert again._info().refusals == ({"replayed": 1} if mode is Mode.SERVICE else {})
+
+
+def test_a_device_that_is_given_another_key_believes_that_one(tmp_path: Path, kept: DeviceState) -> None:
+    """From the next start on, whatever was heard before; also a device that is not given it again."""
+    opened = encode(open_round(kept.blobs))
+    Device(make_settings(tmp_path), kept)._handle(_said(opened, release=5))
+    given = replace(make_settings(tmp_path), aggregator_key=public_key(b"n" * 32))
+    for settings in (given, make_settings(tmp_path)):
+        device, believed = Device(settings, kept), []
+        for key, release in ((b"k", 6), (b"n", 1)):
+            device._handle(_said(opened, key=key * 32, release=release))
+            believed.append(device._state.round is not None)
+        assert believed == [False, True]
+        assert device._info().refusals == {"signature": 1}
+
+
+def test_a_kind_of_what_is_not_believed_is_told_once(
+    tmp_path: Path, kept: DeviceState, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often it comes, it is counted, and one line is logged; the operator hears of it ever more rarely."""
+    device = make_device(tmp_path, kept)
+    device._handle(_said(encode(open_round(kept.blobs)), release=9))
+    sent: list[int] = []
+    device._send_outgoing = lambda outgoing: sent.append(  # type: ignore[method-assign]
+        decode(outgoing.payload, DeviceInfo, max_bytes=10**6).refusals["signature"]
+    )
+    for number in range(20):
+        device._handle(_said(b"anything", key=b"m" * 32, release=10 + number))
+    assert device._info().refusals == {"signature": 20}
+    assert caplog.text.count("is signed by another aggregator") == 1
+    assert sent == [1, 2, 4, 8, 16]
 
 
 def test_a_dry_run_without_a_broker_needs_all_of_a_task(tmp_path: Path, kept: DeviceState) -> None:

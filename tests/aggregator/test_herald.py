@@ -1,0 +1,73 @@
+"""What is said to the fleet: signed, and numbered so that devices believe it after whatever was said before."""
+
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from aggregator.herald import Herald, identity_of, next_release
+from aggregator.store import Store
+from edge_client.trust import Trust, believe
+from protocol.messages import Signed
+from protocol.signing import open_manifest, public_key
+from protocol.topics import FleetChannel
+
+KEY = b"k" * 32
+
+
+def said(by: Herald, body: bytes, *, channel: FleetChannel = "head") -> Signed:
+    """What devices hear."""
+    payload = by.sign(channel, body)
+    by.keep()
+    return open_manifest(payload, fleet="barn", channel=channel)
+
+
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, *, at_s: float) -> Herald:
+    """A start of the aggregator at that time."""
+    monkeypatch.setattr(time, "time", lambda: at_s)
+    return Herald(Store(folder), key=KEY, fleet="barn")
+
+
+def test_what_is_new_has_a_greater_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is repeated has the same one, byte by byte; each topic counts for itself."""
+    by = start(tmp_path, monkeypatch, at_s=1000.0)
+    first, second = said(by, b"one"), said(by, b"two")
+    assert (first.release, second.release) == (1000, 1001)
+    assert (first.key, second.body) == (public_key(KEY), b"two")
+    assert by.sign("head", b"two") == by.sign("head", b"two")
+    assert said(by, b"two") == second
+    assert said(by, b"one").release == 1002
+    assert said(by, b"one", channel="task").release == 1000
+
+
+@pytest.mark.parametrize("at_s", [500.0, 1000.0, 5000.0])
+def test_every_start_says_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_s: float) -> None:
+    """Also where nothing has changed, and where the clock was set back."""
+    before = said(start(tmp_path, monkeypatch, at_s=1000.0), b"one")
+    after = said(start(tmp_path, monkeypatch, at_s=at_s), b"one")
+    assert after.release == max(1001, int(at_s)) == next_release(before.release, now_s=at_s)
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["lost", "restored from a backup"])
+def test_a_state_of_earlier_is_believed_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lost: bool
+) -> None:
+    """With the same key: its numbers follow the clock, past all that was said since the backup was made."""
+    if not lost:
+        said(start(tmp_path / "backup", monkeypatch, at_s=1000.0), b"one")
+    device, by = Trust(), start(tmp_path / "state", monkeypatch, at_s=1000.0)
+    for number in range(50):
+        device = believe(device, "head", said(by, b"%d" % number))
+    restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
+    assert believe(device, "head", said(restored, b"0")).heard["head"][0] == 2000
+
+
+def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
+    """The next start has the same one; `status` reads the public half of it."""
+    key = identity_of(tmp_path)
+    assert identity_of(tmp_path) == key
+    assert stat.S_IMODE((tmp_path / "identity" / "signing.key").stat().st_mode) == 0o600
+    store = Store(tmp_path)
+    Herald(store, key=key, fleet="barn")
+    assert store.fact("key") == public_key(key).hex()
