@@ -32,6 +32,9 @@ from protocol.session import Broker
 Direction = Literal["up", "down"]
 """From a client to the broker, or from the broker to a client."""
 
+_LAST_OF_BLOB = 5
+"""Bytes from the end of a frame to the last one of its blob: an empty key and an empty signature follow."""
+
 LOST_BY_BROKERS = frozenset({"up", "ack", "get", "blk", "cast"})
 """Channels whose messages a broker may lose; the others are retained, and a broker keeps them."""
 
@@ -50,7 +53,7 @@ class Faults:
         duplicate: chance of a publication to arrive twice.
         reorder: chance of a publication to change places with the next one.
         drop: chance of a publication to vanish, although its sender gets an acknowledgement.
-        damage: chance of a frame of a blob to arrive with another last byte.
+        damage: chance of a frame of a blob to arrive with another last byte of data.
     """
 
     cut: float = 0.0
@@ -275,7 +278,8 @@ class _Way:
             return
         if channel == "blk" and chance.random() < faults.damage:
             self._count("damaged")
-            packet = packet[:-1] + bytes((packet[-1] ^ 0xFF,))
+            at = len(packet) - min(_LAST_OF_BLOB, len(message.payload))
+            packet = packet[:at] + bytes((packet[at] ^ 0xFF,)) + packet[at + 1 :]
         if chance.random() < faults.reorder:
             await self._behind_the_next(packet, message)
             return

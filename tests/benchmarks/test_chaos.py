@@ -5,9 +5,12 @@ import queue
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.chaos import Faults, Proxy, Seen
+from protocol.codec import decode, encode
+from protocol.messages import Frame
 from protocol.session import Broker, Connected, Disconnected, Event, Outgoing, Received, Session
 from tests.brokers import free_address, mosquitto, mosquitto_program
 
@@ -117,6 +120,22 @@ def test_only_blobs_are_damaged(target: Broker) -> None:
         _, proxy, seen = pass_through(target, Faults(damage=1.0), channel=channel)
         assert proxy.counts["damaged"] == damaged
         assert len(seen) == COUNT
+
+
+def test_a_damaged_frame_is_still_a_frame(target: Broker) -> None:
+    """It is of the same transfer, and has other bytes: only the digest of the whole shows it."""
+    frame = Frame(v=1, digest=bytes(32), size_bytes=9, offset=6, data=b"abc")
+    topic = TOPIC.format(channel="blk")
+    with Proxy(free_address(), target, seed=1) as proxy:
+        sender, device = Client(target, "sender"), Client(proxy.address, "device", topic)
+        proxy.down = Faults(damage=1.0)
+        sender.session.send(Outgoing(topic, encode(frame)))
+        received = device.until(Received)
+        for client in (sender, device):
+            client.session.stop()
+    assert isinstance(received, Received)
+    arrived = decode(received.payload, Frame, max_bytes=1000)
+    assert arrived == msgspec.structs.replace(frame, data=b"ab" + bytes((ord("c") ^ 0xFF,)))
 
 
 def test_a_cut_ends_the_connection(target: Broker) -> None:
