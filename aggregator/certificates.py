@@ -132,7 +132,7 @@ def _issue(
             x509.KeyUsage(digital_signature=True, key_cert_sign=False, crl_sign=False, **_NO_USE),
             critical=True,
         )
-        .add_extension(x509.ExtendedKeyUsage([use]), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([use]), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), critical=False
         )

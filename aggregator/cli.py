@@ -1,5 +1,6 @@
-"""`aggregator run`, `status`, `rollback`, `promote` and `forget`."""
+"""`aggregator run`, `status`, `rollback`, `promote`, `forget`, `enroll`, `enroll-broker` and `revoke`."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -21,7 +22,13 @@ from protocol.cli import (
 from protocol.errors import ConfigError, RuntimeMissing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from aggregator.rollout import OrderKind
+    from aggregator.store import Store
+
+LONGEST_DAYS = 7300
+"""As long as the authority counts."""
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +98,7 @@ def run_command(
     """Serve a fleet until interrupted."""
     from aggregator.broker import EmbeddedBroker
     from aggregator.config import load_task
+    from aggregator.identity import own_access
     from aggregator.service import Aggregator
     from aggregator.store import Store, open_folder
     from aggregator.task import prepare_task
@@ -108,6 +116,7 @@ def run_command(
     for warning in warnings(access, address):
         log.warning("%s", warning)
     task_file, backbones = load_task(task)
+    access = own_access(state, access, fleet=task_file.fleet)
     store = Store(open_folder(state))
     store.lock()
     stop_on_terminate()
@@ -178,6 +187,112 @@ def forget_command(*, device: str, state: Path) -> None:
     finally:
         store.close()
     click.echo(f"the next key that comes under the name {device} is its own")
+
+
+_fleet_option = click.option(
+    "--task",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The task file, for the fleet's name; needed until the aggregator was started or somebody enrolled.",
+)
+_out_option = click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Folder to make; it must not be there yet."
+)
+_days_option = click.option(
+    "--days",
+    type=click.IntRange(1, LONGEST_DAYS),
+    default=1825,
+    show_default=True,
+    help="For which the certificate counts.",
+)
+
+
+@cli.command("enroll")
+@click.argument("device")
+@_out_option
+@click.option("--broker", default="", metavar="HOST[:PORT]", help="The broker, as the device reaches it.")
+@_fleet_option
+@state_option
+@_days_option
+@click.option("--renew", is_flag=True, help="Also if DEVICE is known; what it had counts no more then.")
+def enroll_command(
+    *, device: str, out: Path, broker: str, task: Path | None, state: Path, days: int, renew: bool
+) -> None:
+    """Let DEVICE into the fleet, and nobody any more who was not enrolled.
+
+    All that it needs is in the folder then: give it to the device, and to nobody else.
+    """
+    from aggregator.enrolment import Wanted, enrol
+    from protocol.session import parse_broker
+
+    if broker:
+        parse_broker(broker)
+    with _open_fleet(state, task) as (store, fleet):
+        was_closed = store.keys.is_closed()
+        enrol(store, Wanted(device, broker, days=days, renew=renew), fleet=fleet, out=out)
+    click.echo(f"{device} is enrolled; start it with: edge-client --enrolment {out} --data PICTURES")
+    if not was_closed:
+        click.echo("the fleet is closed from now on: devices that are not enrolled are refused")
+
+
+@cli.command("enroll-broker")
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@_out_option
+@_fleet_option
+@state_option
+@_days_option
+def enroll_broker_command(
+    *, hosts: tuple[str, ...], out: Path, task: Path | None, state: Path, days: int
+) -> None:
+    """Make what mosquitto needs to let the fleet in and nobody else, reached as HOST, names or IP addresses."""
+    from aggregator.enrolment import enrol_broker
+    from aggregator.mosquitto import FOLDER
+
+    with _open_fleet(state, task) as (store, fleet):
+        enrol_broker(store, hosts, fleet=fleet, out=out, days=days)
+    click.echo(
+        f"put what is in {out} into {FOLDER}, and its mosquitto.conf into the place of mosquitto's own"
+    )
+
+
+@cli.command("revoke")
+@click.argument("device")
+@state_option
+def revoke_command(*, device: str, state: Path) -> None:
+    """Let DEVICE into the fleet no more, and train on nothing that it has handed in."""
+    from aggregator.enrolment import revoke
+    from aggregator.mosquitto import FOLDER
+    from aggregator.store import Store
+
+    Store(state, read_only=True).close()  # a folder with no state must not become one
+    store = Store(state)
+    try:
+        listed = revoke(store, device)
+    finally:
+        store.close()
+    click.echo(f"{device} is revoked, and the aggregator refuses it from now on")
+    if listed is not None:
+        click.echo(f"that the broker does too, copy {listed} into {FOLDER} there, and restart it")
+
+
+@contextlib.contextmanager
+def _open_fleet(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]":
+    """The aggregator's state, made if it is not there, and the fleet's name, from wherever it is known."""
+    from aggregator.config import load_task
+    from aggregator.identity import fleet_of_authority, has_authority
+    from aggregator.store import Store, open_folder
+
+    named = load_task(task)[0].fleet if task is not None else None
+    store = Store(open_folder(state))
+    try:
+        known = json.loads(store.fact("task_file", "{}")).get("fleet")
+        if has_authority(state):
+            known = fleet_of_authority(state)
+        fleet = named or known
+        if fleet is None:
+            raise click.UsageError("give --task, the fleet's task file: nobody was enrolled here yet")
+        yield store, fleet
+    finally:
+        store.close()
 
 
 def _order(folder: Path, kind: "OrderKind", version: int | None = None) -> None:

@@ -84,6 +84,12 @@ threads_option = _setting(
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option
+@_setting(
+    "--enrolment",
+    type=click.Path(file_okay=False, path_type=Path),
+    is_eager=True,
+    help="Folder that `aggregator enroll` has made for this device: its name, fleet, broker and keys.",
+)
 @_setting("--broker", metavar="HOST[:PORT]", help="The fleet's MQTT broker.")
 @access_options
 @_setting(
@@ -149,6 +155,11 @@ def cli(context: click.Context, /, **options: Any) -> None:
 
     Pictures never leave the device. Runs as a service until interrupted, unless told otherwise.
     """
+    if options["enrolment"] and context.get_parameter_source("fleet") is ParameterSource.DEFAULT:
+        from protocol.enrolment import read_card
+
+        # For a command after it as well, which inherits what stands here.
+        context.params["fleet"] = options["fleet"] = read_card(options["enrolment"]).fleet
     if context.invoked_subcommand is None:
         context.exit(_serve(**options))
 
@@ -157,20 +168,31 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
     state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
     batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int, aggregator_key: bytes | None,
-    **access_given: Any,
+    enrolment: Path | None, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.backbone import require_runtime
     from edge_client.device import Device
+    from edge_client.enrolled import joined, one_name
     from edge_client.life import Mode
     from edge_client.work import Local, check_data
     from edge_client.worker import Settings
     from protocol.access import warnings
+    from protocol.enrolment import read_enrolment
     from protocol.session import parse_broker
 
     start_logging(verbose=verbose)
     if once and dry_run:
         raise click.UsageError("--once and --dry-run exclude each other")
     _check_fleet(fleet)
+    access, signing_key = read_access(**access_given), None
+    if enrolment is not None:
+        enrolled = read_enrolment(enrolment)
+        device_id = one_name("device-id", said=device_id, enrolled=enrolled.device)
+        fleet = one_name("fleet", said=fleet, enrolled=enrolled.fleet)
+        broker = broker or enrolled.broker or None
+        access = joined(access, enrolled)
+        aggregator_key = aggregator_key or enrolled.aggregator_key
+        signing_key = enrolled.signing_key
     require_runtime()
     check_data(data)
     kept = _open_state(state, fleet, outbox_bytes=outbox_mb * MIB)
@@ -184,7 +206,6 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     )
     if broker is None and not (dry_run and kept.get("task")):
         raise click.UsageError("say where the fleet's broker is: --broker HOST[:PORT]")
-    access = read_access(**access_given)
     address = parse_broker(broker, tls=access.tls) if broker else None
     for warning in warnings(access, address) if address else ():
         log.warning("%s", warning)
@@ -199,6 +220,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         backbones=backbone,
         rescan_s=rescan_s,
         aggregator_key=aggregator_key,
+        signing_key=signing_key,
     )
     stop_on_terminate()
     return Device(settings, kept, show=_show_dry_run if dry_run else None).run()

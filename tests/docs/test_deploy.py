@@ -16,6 +16,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.config import Client, Rollout, Rounds, TaskFile, Training, load_task
+from aggregator.mosquitto import CONFIGURATION, access_list
 from edge_client.cli import cli as edge_client
 from protocol.messages import MAX_MANIFEST_BYTES
 from protocol.session import Broker
@@ -108,6 +109,31 @@ def test_the_largest_message_passes(tmp_path: Path, address: Broker) -> None:
         subscriber = client(address, "receiver")
         subscriber.subscribe("pf/1/orchard/task", qos=1)
         assert receive(subscriber, messages=1) == 1
+
+
+def test_the_files_of_a_closed_fleet_are_what_a_command_writes() -> None:
+    """deploy/ shows what `aggregator enroll-broker` makes for the fleet "orchard"."""
+    for name, text in (("mosquitto-tls.conf", CONFIGURATION), ("mosquitto.acl", access_list("orchard"))):
+        assert (DEPLOY / name).read_text(encoding="utf-8") == text, name
+
+
+def test_a_closed_broker_takes_as_much_as_an_open_one() -> None:
+    """What is said of queues, packets, persistence and the log is the same."""
+    settings = {
+        name: dict(
+            line.split(maxsplit=1)
+            for line in (DEPLOY / name).read_text(encoding="utf-8").splitlines()
+            if line and not line.startswith("#")
+        )
+        for name in ("mosquitto.conf", "mosquitto-tls.conf")
+    }
+    opened, closed = settings["mosquitto.conf"], settings["mosquitto-tls.conf"]
+    assert opened["allow_anonymous"] == "true"
+    assert closed["allow_anonymous"] == "false"
+    differ = {"listener", "allow_anonymous"}
+    assert {key: value for key, value in opened.items() if key not in differ} == {
+        key: closed[key] for key in opened if key not in differ
+    }
 
 
 def uncommented(file: Path) -> str:

@@ -1,0 +1,133 @@
+"""What the aggregator is known by, in `STATE/identity`: the fleet's authority, and its own certificate."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.x509.oid import NameOID
+
+from aggregator.certificates import (
+    AUTHORITY_DAYS,
+    LONGEST_CN,
+    Issued,
+    issue_client,
+    make_authority,
+    revoked_list,
+    utc_now,
+)
+from aggregator.mosquitto import aggregator_name
+from aggregator.store import Store
+from protocol.access import Access
+from protocol.blobstore import write_atomically
+from protocol.errors import ConfigError
+from protocol.keyfile import write_private
+
+REVOKED = "revoked certificate:"
+"""Begins the names of the facts that say since when (unix seconds) a serial number (hex) counts no more."""
+
+
+def folder_of(state: Path) -> Path:
+    """Where all of it is."""
+    return state / "identity"
+
+
+def has_authority(state: Path) -> bool:
+    """Whether anybody was enrolled yet."""
+    return (folder_of(state) / "ca.crt").is_file()
+
+
+def fleet_of_authority(state: Path) -> str:
+    """The fleet whose authority it is.
+
+    Raises:
+        ConfigError: the certificate cannot be read.
+    """
+    file = folder_of(state) / "ca.crt"
+    try:
+        certificate = x509.load_pem_x509_certificate(file.read_bytes())
+        (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is no authority's certificate: restore it from a backup") from error
+    return str(name.value)
+
+
+def open_authority(state: Path, fleet: str) -> Issued:
+    """The fleet's authority, which is made where there is none, with a certificate for the aggregator.
+
+    Raises:
+        ConfigError: it is another fleet's, or not whole, or the fleet's name is too long.
+        StateError: it cannot be written.
+    """
+    folder = folder_of(state)
+    longest = LONGEST_CN - len(aggregator_name(""))
+    if len(fleet) > longest:
+        raise ConfigError(
+            f"the fleet's name has {len(fleet)} characters, and a certificate takes {longest}: choose a shorter one"
+        )
+    if not has_authority(state):
+        # The certificate last: as long as there is none, nothing was signed with the key.
+        _keep(folder, "ca", make_authority(fleet, now=utc_now()))
+    known = fleet_of_authority(state)
+    if known != fleet:
+        raise ConfigError(
+            f"{folder} is the authority of the fleet {known!r}, not of {fleet!r}: give {fleet!r} its own --state"
+        )
+    authority = _kept(folder, "ca")
+    if not (folder / "aggregator.crt").is_file():
+        name = aggregator_name(fleet)
+        _keep(folder, "aggregator", issue_client(authority, name, now=utc_now(), days=AUTHORITY_DAYS))
+    return authority
+
+
+def write_revoked(store: Store, authority: Issued) -> bytes:
+    """Write the list of certificates that count no more, of all that the store knows; returns it.
+
+    Raises:
+        StateError: it cannot be written.
+    """
+    revoked = {
+        int(name.removeprefix(REVOKED), 16): datetime.fromtimestamp(int(since_s), UTC)
+        for name, since_s in store.facts(REVOKED).items()
+    }
+    listed = revoked_list(authority, revoked, now=utc_now())
+    write_atomically(folder_of(store.folder) / "revoked.crl", listed)
+    return listed
+
+
+def own_access(state: Path, access: Access, *, fleet: str) -> Access:
+    """How the aggregator is let in by its broker: with its own certificate and authority, unless told otherwise.
+
+    Raises:
+        ConfigError: they are another fleet's.
+    """
+    if not access.tls or not has_authority(state):
+        return access
+    folder = folder_of(state)
+    if access.ca is None:
+        access = replace(access, ca=folder / "ca.crt")
+    if access.certificate is None and access.username is None:
+        if (known := fleet_of_authority(state)) != fleet:
+            raise ConfigError(
+                f"{folder} is of the fleet {known!r}, not of the task's, {fleet!r}: give each fleet its own --state"
+            )
+        access = replace(access, certificate=folder / "aggregator.crt", key=folder / "aggregator.key")
+    return access
+
+
+def _keep(folder: Path, name: str, issued: Issued) -> None:
+    write_private(folder / f"{name}.key", issued.key)
+    write_atomically(folder / f"{name}.crt", issued.certificate)
+
+
+def _kept(folder: Path, name: str) -> Issued:
+    try:
+        certificate, key = ((folder / f"{name}.{kind}").read_bytes() for kind in ("crt", "key"))
+        serial = x509.load_pem_x509_certificate(certificate).serial_number
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {error.filename}: {error.strerror}; restore it from a backup"
+        ) from error
+    return Issued(certificate=certificate, key=key, serial=serial)
