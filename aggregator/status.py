@@ -17,9 +17,9 @@ only enrolled devices are heard; beside it, how many were enrolled, are known by
 closes at the latest as things stand. `current` is 0 if there is no head, and `candidate` null if none is tried; its
 `figures` are of the canaries that are not `awaited`. `ordered` is the head that an operator's order will make current
 which the aggregator has not taken yet, or null. A device's `refusals` are what it was told and did not believe, by
-reason. Its `head` is the one it uses, or 0, and its accuracy is that head's; `head_problem` is why it does not use
-the one that it is told to. A head's `state` is `current`, `candidate`, `rejected`, for which `why` says why, or
-empty.
+reason. Its `state` is what it last said of itself, or `revoked` or `not enrolled`. Its `head` is the one it uses, or 0,
+and its accuracy is that head's; `head_problem` is why it does not use the one that it is told to. A head's `state` is
+`current`, `candidate`, `rejected`, for which `why` says why, or empty.
 """
 
 import json
@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from aggregator import notice, orders, rollout, rounds
-from aggregator.keys import counts
+from aggregator.keys import counts, why_not
 from aggregator.store import HeadRow, Store, SubmissionRow
 from protocol.cli import plain
 from protocol.errors import StateError
-from protocol.messages import Evaluation
+from protocol.messages import Evaluation, Reason
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -128,12 +128,17 @@ def _held_out(right: Iterable[int], wrong: Iterable[int]) -> dict[str, Any]:
     return {"right": correct, "wrong": missed, "accuracy": accuracy}
 
 
+_UNHEARD: dict[Reason | None, str] = {"revoked": "revoked", "unknown_device": "not enrolled"}
+"""What is shown of a device whose presence is not heard any more."""
+
+
 def _devices(
     store: Store, task: bytes, submissions: dict[str, SubmissionRow], used: rollout.State
 ) -> list[dict[str, Any]]:
     known = {device: (state, seen_s, info) for device, state, seen_s, info in store.devices()}
     versions = {used.newest, used.current, *(info.get("head_version", 0) for _, _, info in known.values())}
     said = {version: store.evaluations(task, version) for version in versions}
+    keys, is_closed = store.keys.all(), store.keys.is_closed()
     rows = []
     for device in sorted(known.keys() | submissions.keys()):
         state, seen_s, info = known.get(device, ("unknown", None, {}))
@@ -143,7 +148,7 @@ def _devices(
         rows.append(
             {
                 "device": device,
-                "state": state,
+                "state": _UNHEARD.get(why_not(keys.get(device), is_closed=is_closed), state),
                 "seen_s": seen_s,
                 "runtime": info.get("runtime"),
                 "problem": info.get("problem", ""),

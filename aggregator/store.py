@@ -393,9 +393,15 @@ class Store:
         return begun(head.version for head in self.heads(task))
 
     def online(self) -> frozenset[str]:
-        """The devices that are there."""
+        """The devices that are there, and are heard: who was revoked or not enrolled cannot say that it goes."""
+        rows = self._read(
+            "SELECT device, enrolled, revoked_s FROM devices LEFT JOIN keys USING (device) WHERE state = 'online'"
+        )
+        is_closed = self.keys.is_closed()
         return frozenset(
-            device for (device,) in self._read("SELECT device FROM devices WHERE state = 'online'")
+            device
+            for device, enrolled, revoked_s in rows
+            if revoked_s is None and (enrolled or not is_closed)
         )
 
     def place_order(self, task: bytes, kind: OrderKind, version: int | None) -> int:

@@ -315,3 +315,17 @@ def _set_together(store: Store, facts: dict[str, str], *, then: Exception | None
             store.set_fact(key, value)
         if then is not None:
             raise then
+
+
+def test_who_is_not_heard_is_not_there(tmp_path: Path) -> None:
+    """A device that was revoked, or not enrolled in a closed fleet, cannot say that it goes, and does not count."""
+    store = Store(tmp_path)
+    for device in ("enrolled", "pinned", "revoked", "new"):
+        store.see_device(device, state="online", epoch=1, now_s=1.0)
+    store.keys.enrol_key("enrolled", b"1" * 32, now_s=1.0)
+    store.keys.enrol_key("revoked", b"2" * 32, now_s=1.0)
+    store.keys.pin_key("pinned", b"3" * 32, now_s=1.0)
+    store.keys.revoke_key("revoked", now_s=2.0)
+    assert store.online() == {"enrolled", "pinned", "new"}
+    store.keys.close_fleet()
+    assert store.online() == {"enrolled"}

@@ -94,7 +94,7 @@ def test_a_closed_fleet_gets_its_head_and_a_revoked_device_nothing(
         start_device(fleet, "shed-1", "--data", data)
         wait_for(tmp_path / "shed-1.log", "refused by the broker: the certificate")
         (device,) = fleet.status()["devices"]
-        assert device["state"] == "stopped"
+        assert device["state"] == "revoked"
 
 
 def test_a_program_that_takes_over_anothers_name_ends_it(
