@@ -5,8 +5,9 @@ from pathlib import Path
 
 from aggregator.store import Store
 from protocol.codec import digest_of
+from protocol.errors import BadSignature, MalformedMessage
 from protocol.keyfile import read_or_make_key
-from protocol.signing import public_key, sign_manifest
+from protocol.signing import open_manifest, public_key, sign_manifest
 from protocol.topics import FleetChannel
 
 _FACT = "release:"
@@ -60,6 +61,13 @@ class Herald:
         self._said[channel] = digest_of(body), payload
         self._unkept.add(_FACT + channel)
         return payload
+
+    def has_said(self, channel: FleetChannel, payload: bytes) -> bool:
+        """Whether a manifest is of ours, be it an older one."""
+        try:
+            return open_manifest(payload, fleet=self._fleet, channel=channel).key == public_key(self._key)
+        except (BadSignature, MalformedMessage):
+            return False
 
     def keep(self) -> None:
         """Keep the numbers that were given.

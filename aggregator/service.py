@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 
@@ -102,6 +102,7 @@ class Aggregator:
         self._learning = Learning(task, store, on_event=self._events.put)
         self._releases = Releases(task, store)
         self._told: HeadManifest | None = None
+        self._contested: dict[str, bytes] = {}
         self._problems: dict[str, str] = {}
         self._connected = False
         self._cast_is_due = True
@@ -172,6 +173,7 @@ class Aggregator:
             for message in messages:  # once more, now that nothing is taken
                 with self._storing():
                     self._handle(message)
+        self._contest()
         for device, receipt in self._receipts:
             self._wire.tell_device(device, "ack", receipt)
         self._receipts.clear()
@@ -248,6 +250,10 @@ class Aggregator:
             if payload:
                 self._own_presence_seen(payload)
             return
+        if self._wire.is_own_manifest(topic):
+            if self._wire.is_other(topic, payload):
+                self._contested[topic] = payload
+            return
         try:
             where = parse_device_topic(topic)
         except MalformedMessage as error:
@@ -264,6 +270,17 @@ class Aggregator:
             self._count_refusal(where.device, Refused("malformed", f"{where.channel}: {error}"))
         except Refused as refused:
             self._count_refusal(where.device, refused)
+
+    def _contest(self) -> None:
+        """Say again what somebody has written over, or a start before has left there: who comes later must find it."""
+        for topic, payload in self._contested.items():
+            channel = cast("FleetChannel", topic.rsplit("/", 1)[-1])
+            if payload and not self._herald.has_said(channel, payload):
+                with self._storing():
+                    said = f"a {channel} that is not of this aggregator stood on the broker, where its own belongs"
+                    self._count_refusal("?", Refused("signature", said))
+            self._wire.say_again(topic)
+        self._contested.clear()
 
     def _check_known(self, device: str) -> None:
         allowed = self._task.file.devices

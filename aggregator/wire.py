@@ -9,6 +9,9 @@ from protocol.messages import MAX_CHUNK_BYTES, Frame, Message, Presence, Presenc
 from protocol.topics import RETAINED, DeviceChannel, FleetChannel, device_filters, device_topic, fleet_topic
 from protocol.transfer import frames_of
 
+KEPT: tuple[FleetChannel, ...] = ("state", "task", "round", "head")
+"""What the broker keeps of us. We listen to it, for where there is no access list others can write there as well."""
+
 
 class Wire:
     """The aggregator's connection to its fleet.
@@ -34,10 +37,11 @@ class Wire:
         """Bytes of payload in a frame, by what the broker takes."""
         self._fleet = fleet
         self._epoch = epoch
+        self._told: dict[str, bytes] = {}
         self._session = mqtt.Session(
             broker,
             client_id=f"pf-{fleet}-aggregator-{epoch}",
-            subscriptions=[*device_filters(fleet), fleet_topic(fleet, "state")],
+            subscriptions=[*device_filters(fleet), *(fleet_topic(fleet, channel) for channel in KEPT)],
             on_event=on_event,
             access=access,
             will=self._presence("offline"),
@@ -65,8 +69,22 @@ class Wire:
         self._session.send(self._presence("online"))
 
     def tell_fleet(self, channel: FleetChannel, payload: bytes) -> None:
-        """Publish to everybody, signed before; nothing clears what was said there before."""
-        self._session.send(self._outgoing(channel, payload))
+        """Publish to everybody; nothing clears what was said there before."""
+        outgoing = self._outgoing(channel, payload)
+        self._told[outgoing.topic] = payload
+        self._session.send(outgoing)
+
+    def is_own_manifest(self, topic: str) -> bool:
+        """Whether a topic is that of the fleet's task, round or head."""
+        return topic in {fleet_topic(self._fleet, channel) for channel in KEPT if channel != "state"}
+
+    def is_other(self, topic: str, payload: bytes) -> bool:
+        """Whether there is something else on a topic than what we have said there last."""
+        return self._told.get(topic, payload) != payload
+
+    def say_again(self, topic: str) -> None:
+        """Publish once more what we have said last on a topic."""
+        self._session.send(mqtt.Outgoing(topic, self._told[topic], retain=True))
 
     def cast(self, payload: bytes) -> None:
         """Send a blob to everybody at once."""

@@ -10,8 +10,8 @@ from aggregator.store import Store
 from protocol.codec import digest_of, encode
 from protocol.messages import BlobRequest, DeviceInfo, Evaluation, Receipt, Submission
 from protocol.session import Broker
-from protocol.signing import public_key, sign_frame
-from protocol.topics import device_topic
+from protocol.signing import public_key, sign_frame, sign_manifest
+from protocol.topics import device_topic, fleet_topic
 from protocol.transfer import Ranges, frames_of
 from tests.aggregator.daemon import FLEET, PATIENT, Daemon, Device, aggregator, key_of, write_task
 from tests.aggregator.made import evaluation, submission
@@ -159,3 +159,17 @@ def test_a_fleet_is_closed_and_a_key_revoked_while_it_runs(alone: Broker, tmp_pa
         assert refused(a.receipt(digest_of(encode(large)))) == "revoked"
         assert Store(daemon.state, read_only=True).submissions(task)["a"].entry.sequence == 3
         operator.close()
+
+
+def test_what_is_written_over_the_fleets_topics_does_not_stay(alone: Broker, tmp_path: Path) -> None:
+    """Where no access list keeps others off: whoever comes later finds the aggregator's own task, and it is counted."""
+    forged = sign_manifest(b"x", key=key_of("a"), fleet=FLEET, channel="task", release=2**62)
+    with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
+        genuine = a.signed("task")
+        for written in (forged, b""):
+            a.say(fleet_topic(FLEET, "task"), written, retain=True)
+            while a.signed("task") != genuine:
+                pass  # what was written comes to everybody first
+        daemon.until(lambda summary: counts(summary) == {("?", "signature"): 1})
+        with Device(alone, "b") as late:
+            assert late.signed("task") == genuine
