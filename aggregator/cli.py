@@ -1,4 +1,4 @@
-"""`aggregator run`, `status`, `rollback`, `promote`, `forget`, `enroll`, `enroll-broker` and `revoke`."""
+"""`aggregator run`, `status`, `rollback`, `promote`, `forget`, `enroll`, `enroll-broker`, `revoke` and `readmit`."""
 
 import contextlib
 import importlib.util
@@ -175,17 +175,11 @@ def promote_command(*, state: Path) -> None:
 @state_option
 def forget_command(*, device: str, state: Path) -> None:
     """Take the next key that comes under the name DEVICE for its own, because it has lost the one it had."""
-    from aggregator.store import Store
-
-    Store(state, read_only=True).close()  # a folder with no state must not become one
-    store = Store(state)
-    try:
+    with _existing(state) as store:
         if not store.keys.forget_key(device):
             raise ConfigError(
                 f"{device} has no key that was taken at first use: `aggregator enroll` gives a device another one"
             )
-    finally:
-        store.close()
     click.echo(f"the next key that comes under the name {device} is its own")
 
 
@@ -261,14 +255,9 @@ def revoke_command(*, device: str, state: Path) -> None:
     """Let DEVICE into the fleet no more, and train on nothing that it has handed in."""
     from aggregator.enrolment import revoke
     from aggregator.mosquitto import FOLDER
-    from aggregator.store import Store
 
-    Store(state, read_only=True).close()  # a folder with no state must not become one
-    store = Store(state)
-    try:
+    with _existing(state) as store:
         listed = revoke(store, device)
-    finally:
-        store.close()
     click.echo(f"{device} is revoked, and the aggregator refuses it from now on")
     if listed is not None:
         click.echo(f"that the broker does too, copy {listed} into {FOLDER} there, and restart it")
@@ -295,16 +284,38 @@ def _open_fleet(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]"
         store.close()
 
 
-def _order(folder: Path, kind: "OrderKind", version: int | None = None) -> None:
-    from aggregator.orders import order
+@cli.command("readmit")
+@click.argument("device")
+@state_option
+def readmit_command(*, device: str, state: Path) -> None:
+    """Train on what DEVICE hands in, although it was set aside.
+
+    It stays in, whatever it hands in later, until it is revoked.
+    """
+    from aggregator.asides import readmit
+
+    with _existing(state) as store:
+        click.echo(readmit(store, device))
+
+
+@contextlib.contextmanager
+def _existing(folder: Path) -> "Iterator[Store]":
+    """Open the state that an aggregator has made, to write to it."""
     from aggregator.store import Store
 
     Store(folder, read_only=True).close()  # a folder with no state must not become one
     store = Store(folder)
     try:
-        click.echo(order(store, kind, version))
+        yield store
     finally:
         store.close()
+
+
+def _order(folder: Path, kind: "OrderKind", version: int | None = None) -> None:
+    from aggregator.orders import order
+
+    with _existing(folder) as store:
+        click.echo(order(store, kind, version))
 
 
 def _require(*modules: str) -> None:

@@ -40,6 +40,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     recipe: Literal["default", "paper"] = "default"
     restore: bool | None = None
     epochs: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    robust: Literal["none", "trimmed", "median"] = "none"
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"
     seed: Natural = 0
 
@@ -69,6 +70,14 @@ class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
 
+class Poisoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[poisoning]`: which devices are set aside because of what they hand in."""
+
+    check: bool = True
+    threshold: Annotated[float, Meta(gt=0, le=1e9)] = 8.0
+    """Robust standard deviations."""
+
+
 class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
@@ -89,6 +98,7 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rounds: Rounds = Rounds()
     rollout: Rollout = Rollout()
     privacy: PrivacySettings = PrivacySettings()
+    poisoning: Poisoning = Poisoning()
     fedpcl: FedPCL = FedPCL()
     fpl: FPL = FPL()
 
@@ -159,7 +169,11 @@ Problems = Iterator[tuple[tuple[str, ...], str]]
 
 def _out_of_place(task: TaskFile, given: Mapping[str, Any]) -> Problems:
     """Settings that the algorithm has no use for."""
-    no_use = {"fedpcl", "fpl", *({"rounds"} if task.learning is None else {"training", "retrain_after"})}
+    no_use = {
+        "fedpcl",
+        "fpl",
+        *({"rounds"} if task.learning is None else {"training", "retrain_after", "poisoning"}),
+    }
     for name in sorted(no_use & given.keys() - {task.algorithm}):
         yield (name,), f'`{name}` says nothing to algorithm = "{task.algorithm}": leave it out'
     if task.learning is not None:
@@ -249,6 +263,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "rounds": Rounds,
     "rollout": Rollout,
     "privacy": PrivacySettings,
+    "poisoning": Poisoning,
     "fedpcl": FedPCL,
     "fpl": FPL,
 }

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from aggregator.config import TaskFile, Training
+from aggregator.config import Poisoning, TaskFile, Training
 from protocol.blobstore import write_atomically
 from protocol.errors import ProtofleetError
 
@@ -19,11 +19,14 @@ class HeadJob(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     task: str
     """Hex digest of the task manifest, which is a blob."""
-    members: tuple[str, ...]
-    """Hex digests of the submissions, which are blobs, in the order to train on."""
+    members: dict[str, str]
+    """Device to the hex digest of its submission, which is a blob, in the order to train on."""
+    readmitted: tuple[str, ...] = ()
+    """Devices that are not set aside, whatever is found."""
     blobs: str
     feature_size: int
     training: Training
+    poisoning: Poisoning = Poisoning()
     folder: str
 
 
@@ -60,6 +63,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     metrics: dict[str, float]
     prototypes: int = 0
+    aside: dict[str, str] = {}
+    """Devices that were set aside, and why: the head was made without them."""
+    doubt: str = ""
+    """Why nobody was set aside although somebody is far off; empty if that is not so."""
 
 
 def say(figures: dict[str, float | str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from aggregator import rounds
+from aggregator.asides import keep_asides
 from aggregator.housekeeping import forget_lost
 from aggregator.jobs import CompileJob, HeadJob, Result, RoundJob
 from aggregator.manifests import round_manifest
@@ -125,7 +126,7 @@ class Learning:
         if row is None:
             self._fail(reason)
         else:
-            self._advance(rounds.Trained(row.version))
+            self._advance(rounds.Trained(row.version, frozenset(row.aside)))
             self._head = row
             self._tell(row)
         with contextlib.suppress(StateError):  # what is shown may be out of date; what is done is done
@@ -175,7 +176,9 @@ class Learning:
         return HeadJob(
             version=train.version,
             task=self._task.digest.hex(),
-            members=tuple(members.values()),
+            members=members,
+            readmitted=tuple(sorted(self.state.standing.readmitted)),
+            poisoning=self._task.file.poisoning,
             blobs=str(self._store.blobs.folder),
             feature_size=self._task.feature_size,
             training=self._task.file.training,
@@ -214,6 +217,7 @@ class Learning:
         self, job: HeadJob | RoundJob, result: Result, members: Mapping[str, rounds.Entry]
     ) -> HeadRow:
         folder = Path(job.folder)
+        digests = {device: entry.digest.hex() for device, entry in members.items()}
         program = self._task.manifest.program
         file = _read(folder / "head.onnx")
         if program is None:
@@ -228,12 +232,15 @@ class Learning:
             size_bytes=head.size_bytes,
             trained_s=time.time(),
             prototypes=result.prototypes,
-            members={device: entry.digest.hex() for device, entry in members.items()},
+            members={device: digest for device, digest in digests.items() if device not in result.aside},
             metrics=result.metrics,
             tensors=tensors,
             file=self._store.blobs.put(file),
+            aside={device: digest for device, digest in digests.items() if device in result.aside},
         )
-        self._store.keep_head(row)
+        with self._store.together():
+            self._store.keep_head(row)
+            keep_asides(self._store, row, result)
         return row
 
     def _keep_blob(self, data: bytes, name: str) -> BlobRef:

@@ -5,9 +5,9 @@
 classes, quorum, retrain_after, training, submissions, waiting, closes_s, round: {number, min_devices, rounds, over,
 devices, carried}, rollout: {current, candidate: {version, canaries, awaited, since_s, figures}, ordered}, devices:
 [device, state, seen_s, runtime, problem, refusals, pictures, round, classes, prototypes, bytes, head, head_problem,
-right, wrong, accuracy], coverage: {class: {prototypes, devices}}, heads: [version, sha256, devices, prototypes,
-trained_s, metrics, state, why, held_out: {right, wrong, accuracy, devices}], refusals: [device, reason, count,
-detail], head_path, model_path`.
+right, wrong, accuracy], coverage: {class: {prototypes, devices}}, set_aside: [device, why, since_s, readmitted_s],
+heads: [version, sha256, devices, prototypes, trained_s, metrics, state, why, held_out: {right, wrong, accuracy,
+devices}], refusals: [device, reason, count, detail], head_path, model_path`.
 
 In `intake`, `stopped_s` is since when nothing can be stored, for the reason beside it; null if all is well. `key` is
 the aggregator's public key, in hex: what devices are given as `--aggregator-key`. In `keys`, `closed` says whether
@@ -19,7 +19,8 @@ closes at the latest as things stand. `current` is 0 if there is no head, and `c
 which the aggregator has not taken yet, or null. A device's `refusals` are what it was told and did not believe, by
 reason. Its `state` is what it last said of itself, or `revoked` or `not enrolled`. Its `head` is the one it uses, or 0,
 and its accuracy is that head's; `head_problem` is why it does not use the one that it is told to. A head's `state` is
-`current`, `candidate`, `rejected`, for which `why` says why, or empty.
+`current`, `candidate`, `rejected`, for which `why` says why, or empty. `readmitted_s` is null, or since when
+a device that was set aside is trained on all the same.
 """
 
 import json
@@ -75,6 +76,7 @@ def report(store: Store) -> dict[str, Any]:
         "rollout": {**_rollout(used), "ordered": orders.ordered(store, task)},
         "devices": _devices(store, task, submissions, used),
         "coverage": _coverage(task_file["classes"], submissions.values()),
+        "set_aside": _set_aside(store, task),
         "heads": heads,
         "refusals": [
             {"device": device, "reason": reason, "count": count, "detail": detail}
@@ -172,6 +174,13 @@ def _head_problem(said: dict[int, dict[str, Evaluation]], device: str, used: rol
     return next((one.problem for one in evaluations if one.problem), "")
 
 
+def _set_aside(store: Store, task: bytes) -> list[dict[str, Any]]:
+    return [
+        {"device": device, "why": one.why, "since_s": one.since_s, "readmitted_s": one.readmitted_s}
+        for device, one in store.asides(task).items()
+    ]
+
+
 def _coverage(classes: list[str], submissions: Iterable[SubmissionRow]) -> dict[str, dict[str, int]]:
     rows = list(submissions)
     return {
@@ -231,6 +240,12 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         if head["why"]:
             console.print(f"  {head['why']}", markup=False, highlight=False, soft_wrap=True)
     _show_candidate(summary["rollout"]["candidate"], console)
+    for one in summary["set_aside"]:
+        readmitted = one["readmitted_s"] is not None
+        what = "readmitted" if readmitted else "[yellow]set aside[/]"
+        since = _clock(one["readmitted_s"] if readmitted else one["since_s"])
+        console.print(f"{what} {one['device']}, since {since}: ", highlight=False, end="")
+        console.print(one["why"], markup=False, highlight=False)
     if (ordered := summary["rollout"]["ordered"]) is not None:
         when = "soon" if summary["running"] else "when the aggregator is started"
         console.print(f"head {ordered} will be current {when}: an operator's order waits", highlight=False)

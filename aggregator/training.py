@@ -7,14 +7,14 @@ to stdout as one JSON object a line; the results are files in the job's folder.
 import dataclasses
 from pathlib import Path
 
-import numpy as np
-
 from aggregator.algorithms.fedtc import RECIPES, Recipe, train_head
 from aggregator.config import Training
 from aggregator.fusing import fuse
 from aggregator.graphs import head_to_onnx, max_abs_difference
 from aggregator.intake import Expectation, Prototypes, check_submission, read_message
 from aggregator.jobs import HeadJob, Result, run_as_program, say
+from aggregator.robust import Judgement, judge
+from aggregator.training_set import withstanding
 from protocol.blobstore import BlobStore, write_atomically
 from protocol.codec import decode
 from protocol.errors import ProtofleetError
@@ -32,15 +32,6 @@ def recipe_of(training: Training) -> Recipe:
     if training.epochs is not None:
         recipe = dataclasses.replace(recipe, epochs=training.epochs, min_steps=0)
     return recipe
-
-
-def pool(parts: list[Prototypes]) -> Prototypes:
-    """The prototypes of several submissions as one labelled data set (FedTC section 3.1, before eq. 5)."""
-    return Prototypes(
-        np.concatenate([part.values for part in parts]),
-        np.concatenate([part.labels for part in parts]),
-        np.concatenate([part.counts for part in parts]),
-    )
 
 
 def torch_device(wanted: str) -> str:
@@ -70,7 +61,21 @@ def run(job: HeadJob) -> Result:
     task = bytes.fromhex(job.task)
     manifest = decode(blobs.read(task), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
     expectation = Expectation(task, manifest, job.feature_size)
-    data = pool([_prototypes(blobs.read(bytes.fromhex(digest)), expectation) for digest in job.members])
+    parts = {
+        device: _prototypes(blobs.read(bytes.fromhex(digest)), expectation)
+        for device, digest in job.members.items()
+    }
+    judgement = Judgement({})
+    if job.poisoning.check:
+        judgement = judge(
+            parts,
+            classes=manifest.classes,
+            threshold=job.poisoning.threshold,
+            readmitted=job.readmitted,
+        )
+    data = withstanding(
+        [part for name, part in parts.items() if name not in judgement.aside], by=job.training.robust
+    )
     device = torch_device(job.training.device)
     say({"device": device, "prototypes": len(data.labels)})
     trained = train_head(
@@ -107,7 +112,9 @@ def run(job: HeadJob) -> Result:
         model = fuse(blobs.read(manifest.backbones[0].digest), head)
         write_atomically(Path(job.folder) / "model.onnx", model)
     metrics = {**figures, "seconds": trained.seconds, "onnx_max_abs_diff": difference}
-    return Result(prototypes=len(data.labels), metrics=metrics)
+    return Result(
+        prototypes=len(data.labels), metrics=metrics, aside=dict(judgement.aside), doubt=judgement.doubt
+    )
 
 
 def _prototypes(payload: bytes, expectation: Expectation) -> Prototypes:

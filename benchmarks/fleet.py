@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc import Head, Recipe, TrainedHead, train_head
 from aggregator.intake import Expectation, Prototypes, check_submission, read_message
-from aggregator.training import pool
+from aggregator.training_set import pool
 from benchmarks.features import Features
 from benchmarks.partitions import Partition, share_out
 from edge_client.prototypes import batch_prototypes

@@ -232,7 +232,7 @@ def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> No
     job = HeadJob(
         version=1,
         task="",
-        members=(),
+        members={},
         blobs="",
         feature_size=16,
         training=Training(),

@@ -23,7 +23,7 @@ def _job(folder: Path, *payloads: bytes) -> HeadJob:
     return HeadJob(
         version=1,
         task=blobs.put(encode(MANIFEST)).hex(),
-        members=tuple(blobs.put(payload).hex() for payload in payloads),
+        members={f"dev{number}": blobs.put(payload).hex() for number, payload in enumerate(payloads)},
         blobs=str(blobs.folder),
         feature_size=FEATURE_SIZE,
         training=Training(device="cpu"),
@@ -44,7 +44,7 @@ def _end(job: HeadJob, folder: Path) -> tuple[Finished, list[Progress]]:
 def test_a_submission_that_is_gone_fails_the_training(tmp_path: Path) -> None:
     """The end is told with the exit status and the process's own one line."""
     job = _job(tmp_path, encode(submission()))
-    (tmp_path / "blobs" / job.members[0]).unlink()
+    (tmp_path / "blobs" / job.members["dev0"]).unlink()
     finished, _ = _end(job, tmp_path)
     assert finished.result is None
     assert finished.reason.startswith("exit status 1: cannot use ")

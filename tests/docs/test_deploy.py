@@ -15,7 +15,7 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
-from aggregator.config import Client, Rollout, Rounds, TaskFile, Training, load_task
+from aggregator.config import Client, Poisoning, Rollout, Rounds, TaskFile, Training, load_task
 from aggregator.mosquitto import CONFIGURATION, access_list
 from edge_client.cli import cli as edge_client
 from protocol.messages import MAX_MANIFEST_BYTES
@@ -172,8 +172,9 @@ def test_the_task_file_names_every_setting_and_its_default(tmp_path: Path) -> No
         (written["client"], full.client, Client()),
         (written["training"], full.training, Training()),
         (written["rollout"], full.rollout, Rollout()),
+        (written["poisoning"], full.poisoning, Poisoning()),
     ):
-        assert set(default.__struct_fields__) - {"rounds", "fedpcl", "fpl"} == set(table)
+        assert set(default.__struct_fields__) - {"rounds", "privacy", "fedpcl", "fpl"} == set(table)
         for name in set(optional) & set(table):
             assert getattr(default, name) in (None, getattr(given, name)), name
 

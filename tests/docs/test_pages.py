@@ -12,7 +12,7 @@ import pytest
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.cli import cli as aggregator
-from aggregator.config import Client, PrivacySettings, Rollout, Rounds, TaskFile, Training
+from aggregator.config import Client, Poisoning, PrivacySettings, Rollout, Rounds, TaskFile, Training
 from aggregator.manifests import task_manifest
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
@@ -30,6 +30,7 @@ DEFAULTS = {
     "training": Training(),
     "rounds": Rounds(),
     "rollout": Rollout(),
+    "poisoning": Poisoning(),
     "privacy": PrivacySettings(),
     "fedpcl": FedPCL(),
     "fpl": FPL(),
@@ -46,8 +47,16 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
         "devices": ("shed-1",),
     },
     "client": {"alpha": 0.5, "batch_size": 7, "min_images": 3, "seed": 1},
-    "training": {"recipe": "paper", "restore": False, "epochs": 1, "device": "cpu", "seed": 1},
+    "training": {
+        "recipe": "paper",
+        "restore": False,
+        "epochs": 1,
+        "robust": "median",
+        "device": "cpu",
+        "seed": 1,
+    },
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
+    "poisoning": {"check": False, "threshold": 1.0},
     "rollout": {"canary": 0.5, "margin": 0.5, "patience_s": 1.0},
     "privacy": {"perturb": "pictures", "noise": "laplace", "scale": 0.5, "shrink": 0.5},
 }
@@ -93,6 +102,7 @@ def test_every_setting_of_the_task_file_is_explained() -> None:
         ("", "training"),
         ("", "rounds"),
         ("", "rollout"),
+        ("", "poisoning"),
         ("", "privacy"),
         ("", "fedpcl"),
         ("", "fpl"),
