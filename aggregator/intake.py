@@ -14,6 +14,9 @@ from protocol.messages import Evaluation, Reason, Submission, TaskManifest, Tens
 
 MAX_PICTURES_IN_PROTOTYPE = 10**9
 
+FLOAT16_SLACK = 1.01
+"""By how much rounding to float16 may lengthen a prototype."""
+
 
 class Refused(ProtofleetError):
     """Something from a device that is not taken, with the reason for the program and for a person.
@@ -40,12 +43,14 @@ class Expectation:
         manifest: its contents.
         prototype_size: values of a prototype: L, or with a program D.
         tensors: with a program, the shape of each tensor that a submission must carry.
+        max_norm: of a prototype, where how it is made bounds that.
     """
 
     task: bytes
     manifest: TaskManifest
     prototype_size: int
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    max_norm: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -89,8 +94,8 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
 
     Raises:
         Refused: another task's, a wrong shape or dtype, values that are not finite, unknown classes, prototypes
-            that average fewer pictures than the task allows, or with a program two of one class or not exactly
-            the tensors that it uploads.
+            that average fewer pictures than the task allows, what no device can have made, or with a program two
+            of one class or not exactly the tensors that it uploads.
     """
     _check_envelope(submission, expectation)
     prototypes, labels, counts = _check_prototypes(submission, expectation)
@@ -154,7 +159,31 @@ def _check_prototypes(
             "malformed",
             f"expected at least {least} pictures in every prototype, got {int(counts.min())} to {int(counts.max())}",
         )
+    if expectation.manifest.differential_privacy is None:
+        _check_plausible(prototypes, counts, submission.pictures, expectation)
     return prototypes, labels, counts
+
+
+def _check_plausible(
+    prototypes: NDArray[Any], counts: NDArray[Any], pictures: int, expectation: Expectation
+) -> None:
+    """Refuse what no device can have made that does what the task says; noisy figures can be anything."""
+    averaged, most = int(counts.sum(dtype=np.int64)), int(counts.max())
+    if averaged > pictures:
+        raise Refused("implausible", f"{averaged} pictures in prototypes of {pictures} that were read")
+    # What is left over when pictures are dealt into batches goes into the last one (FedTC eq. 4).
+    batch = expectation.manifest.batch_size
+    if expectation.manifest.program is None and most > 2 * batch - 1:
+        raise Refused(
+            "implausible",
+            f"expected at most {2 * batch - 1} pictures in a prototype where batches are of {batch}, got {most}",
+        )
+    if expectation.max_norm < math.inf and expectation.manifest.perturbation is None:
+        norm = float(np.linalg.norm(prototypes.astype(np.float32), axis=1).max())
+        if norm > expectation.max_norm * FLOAT16_SLACK:
+            raise Refused(
+                "implausible", f"expected prototypes no longer than {expectation.max_norm:g}, got {norm:.3g}"
+            )
 
 
 def _all_finite(values: NDArray[Any]) -> bool:

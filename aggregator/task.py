@@ -1,5 +1,6 @@
 """What an aggregator works on: a task file, with everything that follows from it put into the store."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,10 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         manifest=manifest,
         manifest_bytes=manifest_bytes,
         feature_size=feature_size,
-        expectation=Expectation(digest, manifest, prototype_size, shapes),
+        expectation=Expectation(
+            *(digest, manifest, prototype_size, shapes),
+            max_norm=math.inf if learning is None else learning.max_norm,
+        ),
         first_tensors=first,
     )
 

@@ -18,9 +18,10 @@ from protocol.errors import ConfigError
 PARTITIONS = ("sharding:1", "sharding:2", "sharding:3", "dirichlet:0.01", "dirichlet:0.1", "dirichlet:0.5")
 
 
-def _partitions(
+def partitions_of(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> list[Partition]:
+    """Read an option's partitions."""
     try:
         return [parse_partition(value) for value in values]
     except ConfigError as error:
@@ -36,7 +37,7 @@ def _partitions(
     "partitions",
     multiple=True,
     default=PARTITIONS,
-    callback=_partitions,
+    callback=partitions_of,
     help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.  "
     f"[default: {', '.join(PARTITIONS)}]",
 )

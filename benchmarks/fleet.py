@@ -6,7 +6,6 @@ up, and beside it what the same head comes to on all the features themselves: th
 
 import dataclasses
 import sys
-from collections.abc import Iterator
 
 import click
 import numpy as np
@@ -83,16 +82,13 @@ class Ceiling:
 def run_fleet(features: Features, partition: Partition, settings: Settings, *, seed: int) -> Result:
     """Share the pictures out, let every client submit, train on what arrived, and judge the head."""
     expectation = _expectation(features, settings)
-    owners = share_out(
-        features.train_labels, partition, clients=settings.clients, rng=np.random.default_rng(seed)
-    )
-    payloads = list(_submissions(features, owners, expectation, seed=seed))
+    payloads = _submissions(features, partition, settings, seed=seed).values()
     taken = pool([_take(payload, expectation) for payload in payloads])
-    trained = _train(taken, features, settings, seed=seed)
+    trained = train_on(taken, features, settings, seed=seed)
     return Result(
         partition=str(partition),
         seed=seed,
-        accuracy=_accuracy(trained.module, features),
+        accuracy=accuracy_of(trained.module, features),
         devices=len(payloads),
         pictures=int(taken.counts.sum()),
         prototypes=len(taken.labels),
@@ -103,15 +99,24 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     )
 
 
+def take_fleet(
+    features: Features, partition: Partition, settings: Settings, *, seed: int
+) -> dict[str, Prototypes]:
+    """Return what the aggregator takes from each client that has something to send."""
+    expectation = _expectation(features, settings)
+    payloads = _submissions(features, partition, settings, seed=seed)
+    return {client: _take(payload, expectation) for client, payload in payloads.items()}
+
+
 def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling:
     """Train the same head by the same recipe on every feature itself, which no federation could do."""
     everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
     plain = dataclasses.replace(
         settings, recipe=dataclasses.replace(settings.recipe, restore=False, mix=False)
     )
-    trained = _train(everything, features, plain, seed=seed)
+    trained = train_on(everything, features, plain, seed=seed)
     return Ceiling(
-        accuracy=_accuracy(trained.module, features), epochs=trained.epochs, train_seconds=trained.seconds
+        accuracy=accuracy_of(trained.module, features), epochs=trained.epochs, train_seconds=trained.seconds
     )
 
 
@@ -131,9 +136,14 @@ def _expectation(features: Features, settings: Settings) -> Expectation:
 
 
 def _submissions(
-    features: Features, owners: NDArray[np.int64], expectation: Expectation, *, seed: int
-) -> Iterator[bytes]:
-    """Yield each client's submission as it crosses the wire; nothing from a client with nothing to send."""
+    features: Features, partition: Partition, settings: Settings, *, seed: int
+) -> dict[str, bytes]:
+    """Return each client's submission as it crosses the wire; nothing of a client with nothing to send."""
+    expectation = _expectation(features, settings)
+    owners = share_out(
+        features.train_labels, partition, clients=settings.clients, rng=np.random.default_rng(seed)
+    )
+    submissions = {}
     for client in np.unique(owners):
         rng = np.random.default_rng([seed, int(client)])
         of_class = [
@@ -144,7 +154,7 @@ def _submissions(
         ]
         mine = pool(of_class)
         if len(mine.labels):
-            yield encode(
+            submissions[str(client)] = encode(
                 Submission(
                     task=expectation.task,
                     sequence=1,
@@ -154,6 +164,7 @@ def _submissions(
                     pictures=int(np.count_nonzero(owners == client)),
                 )
             )
+    return submissions
 
 
 def _prototypes(
@@ -178,7 +189,8 @@ def _take(payload: bytes, expectation: Expectation) -> Prototypes:
     return check_submission(message, expectation)
 
 
-def _train(data: Prototypes, features: Features, settings: Settings, *, seed: int) -> TrainedHead:
+def train_on(data: Prototypes, features: Features, settings: Settings, *, seed: int) -> TrainedHead:
+    """Train a head as the aggregator would."""
     with click.progressbar(length=1, label="training", file=sys.stderr) as bar:
 
         def on_epoch(epoch: int, epochs: int, _loss: float) -> None:
@@ -197,7 +209,7 @@ def _train(data: Prototypes, features: Features, settings: Settings, *, seed: in
         )
 
 
-def _accuracy(head: Head, features: Features) -> float:
+def accuracy_of(head: Head, features: Features) -> float:
     """Return the share of the test pictures that the head gets right."""
     with torch.inference_mode():
         predicted = head(torch.from_numpy(features.test)).argmax(dim=1).numpy()

@@ -72,6 +72,11 @@ class FedPCL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """State whose change is handed in: none, prototypes are all that leaves a device."""
         return ()
 
+    @property
+    def max_norm(self) -> float:
+        """Of a prototype: means of unit vectors are no longer than these."""
+        return 1.0
+
     def epochs_of(self, number: int) -> int:
         """Passes in a round: none in round 0, whose prototypes are those of the common first projection."""
         return self.epochs if number else 0

@@ -4,6 +4,7 @@ Huang, Ye, Shi, Li, Du, "Rethinking federated learning with domain shift: a prot
 shared model is an adapter and a classifier on the frozen backbones.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -52,6 +53,11 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def projection_size(self) -> int:
         """D: prototypes are means of the adapter's output."""
         return self.adapter_size
+
+    @property
+    def max_norm(self) -> float:
+        """Of a prototype: an adapter's output has any length."""
+        return math.inf
 
     @property
     def kept(self) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What devices hand in is taken only if everything about it is right, and told apart by reason if not."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from aggregator.intake import Expectation, Refused, check_evaluation, check_submission, read_message
 from protocol.codec import encode, to_tensor, to_unsigned
-from protocol.messages import Evaluation, Presence, Submission, Tensor
+from protocol.messages import DifferentialPrivacy, Evaluation, Perturbation, Presence, Submission, Tensor
 from tests.aggregator.made import (
     EXPECTATION,
     FEATURE_SIZE,
@@ -96,6 +97,16 @@ REFUSED: dict[str, tuple[Submission, str, str]] = {
         "malformed",
         "to 4294967295",
     ),
+    "pictures that were never read": (
+        _changed(pictures=19),
+        "implausible",
+        "20 pictures in prototypes of 19",
+    ),
+    "more than batches have": (
+        _changed(counts=to_unsigned(np.array([5, 9, 10, 5])), pictures=99),
+        "implausible",
+        "at most 9 pictures in a prototype where batches are of 5, got 10",
+    ),
     "a round": (_changed(round=1), "unknown_round", "no rounds, got a submission for round 1"),
     "tensors": (_changed(tensors={"bias": _floats(0, 4)}), "malformed", "tensors none, got bias"),
 }
@@ -158,6 +169,11 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
     ),
     "a loss that is none": (_in_rounds(loss=float("nan")), "not_finite", "loss is nan"),
     "a loss without end": (_in_rounds(loss=float("inf")), "not_finite", "loss is inf"),
+    "pictures that were never read": (
+        _in_rounds(pictures=9),
+        "implausible",
+        "10 pictures in prototypes of 9",
+    ),
     "no tensors": (_in_rounds(tensors={}), "malformed", "tensors bias, weight, got none"),
     "a tensor too few": (
         _in_rounds(tensors={"bias": GOOD_IN_ROUNDS.tensors["bias"]}),
@@ -186,6 +202,30 @@ def test_a_wrong_submission_of_a_round_is_refused(spoilt: Submission, reason: st
     refused = _refused(spoilt, ROUNDS_EXPECTATION)
     assert refused.reason == reason
     assert re.search(detail, refused.detail)
+
+
+def test_what_is_longer_than_can_be_is_implausible() -> None:
+    """Where the algorithm bounds a prototype's norm; rounding is let pass, and noise that the task asks for."""
+    bounded = replace(ROUNDS_EXPECTATION, max_norm=1.0)
+    longest = np.eye(4, dtype=np.float16)[:2] * np.float16(1.005)
+    check_submission(_in_rounds(prototypes=to_tensor(longest)), bounded)
+    long = _in_rounds(prototypes=to_tensor(longest * np.float16(2)))
+    refused = _refused(long, bounded)
+    assert (refused.reason, refused.detail) == (
+        "implausible",
+        "expected prototypes no longer than 1, got 2.01",
+    )
+    noise = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
+    noisy = msgspec.structs.replace(bounded.manifest, perturbation=noise)
+    check_submission(long, replace(bounded, manifest=noisy))
+
+
+def test_noisy_counts_may_be_anything_plausible_or_not() -> None:
+    """Under differential privacy, how many pictures there are is said with noise."""
+    private = DifferentialPrivacy(clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=1.0)
+    manifest = msgspec.structs.replace(EXPECTATION.manifest, differential_privacy=private)
+    taken = check_submission(_changed(pictures=3), replace(EXPECTATION, manifest=manifest))
+    assert taken.counts.sum() == 20
 
 
 @given(st.data())

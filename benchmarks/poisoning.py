@@ -1,0 +1,205 @@
+"""`python -m benchmarks poisoning`: what devices that send nonsense do to a head, and what is done about them."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import click
+import numpy as np
+
+from aggregator.config import Poisoning, Training
+from aggregator.intake import Prototypes
+from aggregator.robust import judge
+from aggregator.training import recipe_of, torch_device
+from aggregator.training_set import withstanding
+from benchmarks.data import NAMES
+from benchmarks.features import BACKBONES, Features, load_features
+from benchmarks.fedtc import partitions_of
+from benchmarks.fleet import Settings, accuracy_of, take_fleet, train_on
+from benchmarks.partitions import Partition
+
+ATTACKS = ("flip", "noise")
+PARTITIONS = ("dirichlet:0.5",)
+SHARES = (0.0, 0.1, 0.2, 0.3)
+NOISE_SCALE = 3.0
+"""Deviations of a noisy device's prototypes, in those of all prototypes' values."""
+
+Method = Literal["none", "check", "trimmed", "median"]
+METHODS: tuple[Method, ...] = ("none", "check", "trimmed", "median")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One fleet.
+
+    Attributes:
+        partition: how the pictures were shared out.
+        attack: what the liars do; empty where there are none.
+        share: of the devices that lie.
+        seed: of the fleet.
+        liars: how many have handed in.
+        found: how many of these the check sets aside.
+        honest: how many others have handed in.
+        wronged: how many of these the check sets aside.
+        accuracies: share of the test pictures that the head gets right, by method; empty without training.
+    """
+
+    partition: str
+    attack: str
+    share: float
+    seed: int
+    liars: int
+    found: int
+    honest: int
+    wronged: int
+    accuracies: Mapping[str, float]
+
+
+@click.command("poisoning")
+@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
+@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
+@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
+@click.option(
+    "--pictures", type=click.IntRange(min=1), default=10_000, show_default=True, help="Of each part."
+)
+@click.option(
+    "--partition",
+    "partitions",
+    multiple=True,
+    default=PARTITIONS,
+    show_default=True,
+    callback=partitions_of,
+    help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.",
+)
+@click.option("--clients", type=click.IntRange(min=1), default=20, show_default=True)
+@click.option(
+    "--share", "shares", type=click.FloatRange(0, 1), multiple=True, default=SHARES, show_default=True
+)
+@click.option("--threshold", type=float, default=Poisoning().threshold, show_default=True)
+@click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
+@click.option("--train/--no-train", default=True, show_default=True, help="Or only find who lies.")
+@click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
+@click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
+)
+def command(
+    *,
+    data: str,
+    backbone: str,
+    image_size: int,
+    pictures: int,
+    partitions: list[Partition],
+    clients: int,
+    shares: tuple[float, ...],
+    threshold: float,
+    epochs: int | None,
+    train: bool,
+    seeds: tuple[int, ...],
+    device: str,
+    json_file: Path | None,
+) -> None:
+    """Have a share of a fleet lie, and report what heads come to, and who is set aside."""
+    settings = Settings(
+        clients=clients,
+        alpha=0.99,
+        batch_size=5,
+        recipe=recipe_of(Training(epochs=epochs)),
+        device=torch_device(device),
+    )
+    features = load_features(data, backbone=backbone, image_size=image_size, at_most=pictures)
+    methods = METHODS if train else ()
+    click.echo(f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, threshold {threshold:g}")
+    click.echo(
+        f"{'partition':<15}{'attack':<7}{'share':>6}{'found':>9}{'wronged':>9}"
+        + "".join(f"{method:>14}" for method in methods)
+    )
+    results: list[Result] = []
+    for partition in partitions:
+        for share in shares:
+            for attack in ATTACKS if share else ("",):
+                runs = [
+                    run(
+                        *(features, partition, settings),
+                        attack=attack,
+                        share=share,
+                        threshold=threshold,
+                        methods=methods,
+                        seed=seed,
+                    )
+                    for seed in seeds
+                ]
+                click.echo(row(runs))
+                results += runs
+    if json_file:
+        report = {"data": data, "threshold": threshold, "runs": [dataclasses.asdict(one) for one in results]}
+        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def run(
+    features: Features,
+    partition: Partition,
+    settings: Settings,
+    *,
+    attack: str,
+    share: float,
+    threshold: float,
+    methods: Sequence[Method],
+    seed: int,
+) -> Result:
+    """Have the last of a fleet's devices lie, judge all of them, and train a head by each method."""
+    parts = take_fleet(features, partition, settings, seed=seed)
+    first_liar = round(settings.clients * (1 - share))
+    liars = {device for device in parts if int(device) >= first_liar}
+    told = {
+        device: lie(part, attack, classes=features.classes, seed=seed) if device in liars else part
+        for device, part in parts.items()
+    }
+    classes = [str(label) for label in range(features.classes)]
+    aside = judge(told, classes=classes, threshold=threshold).aside.keys()
+    kept = [part for device, part in told.items() if device not in aside]
+    accuracies: dict[str, float] = {}
+    for method in methods:
+        if method == "check" and not aside:
+            accuracies[method] = accuracies["none"]
+            continue
+        by = "none" if method == "check" else method
+        data = withstanding(kept if method == "check" else list(told.values()), by=by)
+        accuracies[method] = accuracy_of(train_on(data, features, settings, seed=seed).module, features)
+    return Result(
+        partition=str(partition),
+        attack=attack,
+        share=share,
+        seed=seed,
+        liars=len(liars),
+        found=len(liars & aside),
+        honest=len(parts.keys() - liars),
+        wronged=len(aside - liars),
+        accuracies=accuracies,
+    )
+
+
+def lie(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prototypes:
+    """Return what a device sends that calls each class by the next one's name, or sends noise."""
+    if attack == "flip":
+        return Prototypes(part.values, (part.labels + 1) % classes, part.counts)
+    noise = np.random.default_rng(seed).normal(size=part.values.shape)
+    scale = NOISE_SCALE * float(part.values.std())
+    return Prototypes((scale * noise).astype(np.float32), part.labels, part.counts)
+
+
+def row(runs: Sequence[Result]) -> str:
+    """Return a line of the table: what was found over all seeds, and accuracies with deviations over them."""
+    first = runs[0]
+    found = f"{sum(one.found for one in runs)}/{sum(one.liars for one in runs)}"
+    wronged = f"{sum(one.wronged for one in runs)}/{sum(one.honest for one in runs)}"
+    cells = []
+    for method in first.accuracies:
+        values = [100 * one.accuracies[method] for one in runs]
+        cells.append(f"{np.mean(values):.1f} ± {np.std(values):.1f}")
+    return (
+        f"{first.partition:<15}{first.attack or '-':<7}{first.share:>6.0%}{found:>9}{wronged:>9}"
+        + "".join(f"{cell:>14}" for cell in cells)
+    )
