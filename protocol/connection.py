@@ -80,6 +80,21 @@ class Terms:
     manual_ack: bool
 
 
+class _Client(mqtt.Client):
+    """paho's client, which tells of an error that ends its thread: else nobody would hear of it, or of anything more.
+
+    paho raises what it likes over bytes that are no MQTT, a topic that is no UTF-8 among them.
+    """
+
+    broken: Callable[[Exception], None]
+
+    def _thread_main(self) -> None:
+        try:
+            super()._thread_main()
+        except Exception as error:
+            self.broken(error)
+
+
 class Connection:
     """A fresh client of paho's.
 
@@ -140,10 +155,11 @@ class Connection:
         client.loop_stop()
         client.on_connect = client.on_disconnect = client.on_message = client.on_publish = None
         client.on_subscribe = client.on_log = None
+        client.broken = _nobody
 
     def _make_client(self) -> mqtt.Client:
         terms, is_v5 = self._terms, self.version is Version.MQTTv5
-        client = mqtt.Client(
+        client = _Client(
             CallbackAPIVersion.VERSION2,
             client_id=terms.client_id,
             clean_session=None if is_v5 else True,
@@ -158,6 +174,7 @@ class Connection:
             client.username_pw_set(terms.access.username, terms.access.password)
         if terms.will is not None and not self.bare:
             client.will_set(terms.will.topic, terms.will.payload, qos=1, retain=terms.will.retain)
+        client.broken = self._on_broken
         client.on_connect = self._on_connect
         client.on_subscribe = self._on_subscribe
         client.on_disconnect = self._on_disconnect
@@ -200,6 +217,10 @@ class Connection:
             reason = denials.lost_before_answer(self._said, self._terms.access) or reason
         self._signal(Closed(self, reason, unanswered=not self.is_answered))
 
+    def _on_broken(self, error: Exception) -> None:
+        reason = f"connection lost: the broker says what is no MQTT ({type(error).__name__})"
+        self._signal(Closed(self, reason, unanswered=not self.is_answered))
+
     def _on_publish(self, _c: mqtt.Client, _d: Any, mid: int, code: ReasonCode, _p: Any) -> None:
         self.carried += not code.is_failure
         self._signal(Acknowledged(self, mid, str(code) if code.is_failure else ""))
@@ -220,3 +241,7 @@ class Connection:
         """Keep what OpenSSL says: paho tells it to nobody else."""
         if level == LogLevel.MQTT_LOG_ERR and "SSL" in text:
             self._said = text
+
+
+def _nobody(_: Exception) -> None:
+    """Who hears of what happens to a connection that was closed."""

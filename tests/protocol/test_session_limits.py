@@ -377,3 +377,33 @@ def test_an_acknowledgement_for_a_connection_that_is_gone_does_nothing(
             assert ear.rest() == []
             made.acknowledge(first)
             assert ear.wait(Received).payload == b"2"
+
+
+CONNACK, SUBACK = b"\x20\x03\x00\x00\x00", b"\x90\x04\x00\x01\x00\x01"
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x20\x03\x00\x77\x00",
+        CONNACK + b"\x90\x04\x00\x01\x00\x77",
+        CONNACK + SUBACK + b"\x30\x06\x00\x02a\xff\x00x",
+        CONNACK + SUBACK + b"\x30\x04\x00\x09ab",
+        CONNACK + SUBACK + b"\x30\x07\x00\x01a\x02\x7fxy",
+    ],
+    ids=["answer", "subscription", "topic", "length", "property"],
+)
+def test_a_broker_that_says_what_is_no_mqtt_is_left_and_tried_again(said: bytes) -> None:
+    """The session hears of it and comes back; it never waits for ever on a connection to which nobody listens."""
+
+    def answer(peer: socket.socket) -> None:
+        peer.recv(4096)
+        peer.sendall(said)
+        while peer.recv(4096):
+            pass
+
+    with listening(answer) as (broker, times), running(broker, "a", "a") as (_, ear):
+        for _ in range(3):
+            assert ear.wait(Disconnected).reason
+    assert len(times) >= 3
