@@ -157,7 +157,7 @@ class Connection:
         client.on_subscribe = client.on_log = None
         client.broken = _nobody
 
-    def _make_client(self) -> mqtt.Client:
+    def _make_client(self) -> _Client:
         terms, is_v5 = self._terms, self.version is Version.MQTTv5
         client = _Client(
             CallbackAPIVersion.VERSION2,

@@ -1,0 +1,80 @@
+"""ONNX files from outside: what `check_graph` lets pass refers to no other file and to no operator but ONNX's own."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import AttributeProto, TensorProto, helper, numpy_helper
+
+from edge_client.graph import Role, check_graph
+from protocol.errors import BackboneMismatch, GraphRefused
+from protocol.metadata import backbone_metadata, graph_metadata, head_metadata, model_metadata
+from tests.edge_client.made_graphs import file, model
+from tests.fuzz.mutations import of_protobuf
+from tests.fuzz.target import Target
+
+OWN = {"", "ai.onnx"}
+ROLES: tuple[Role, ...] = ("init", "step", "project", "head")
+
+
+def inspect(data: bytes) -> None:
+    """What is let pass is, in the eyes of the `onnx` package, a graph that needs nothing from elsewhere, or none."""
+    try:
+        properties = check_graph(data)
+    except GraphRefused:
+        return
+    for read in (graph_metadata, head_metadata, backbone_metadata, model_metadata):
+        with contextlib.suppress(BackboneMismatch):
+            read(properties)
+    try:
+        made = onnx.load_model_from_string(data)
+    except (DecodeError, ValueError):
+        return
+    assert {opset.domain for opset in made.opset_import} <= OWN
+    for domain in _domains(made):
+        assert domain in OWN, domain
+    for tensor in _tensors(made):
+        assert tensor.data_location != TensorProto.EXTERNAL
+        assert not tensor.external_data
+
+
+def _messages(message: Any) -> Iterator[Any]:
+    """A protobuf message and all that are in it, in whatever field."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in [value] if hasattr(value, "ListFields") else value:
+                yield from _messages(inner)
+
+
+def _domains(made: onnx.ModelProto) -> Iterator[str]:
+    for message in _messages(made):
+        if isinstance(message, onnx.NodeProto | onnx.FunctionProto | onnx.OperatorSetIdProto):
+            yield message.domain
+
+
+def _tensors(made: onnx.ModelProto) -> Iterator[TensorProto]:
+    return (message for message in _messages(made) if isinstance(message, TensorProto))
+
+
+def _seeds() -> Iterable[bytes]:
+    yield from map(file, ROLES)
+    outside = numpy_helper.from_array(np.zeros(3, np.float32), "outside")
+    foreign = helper.make_node("Custom", [], ["y"], domain="com.microsoft")
+    for external in (True, False):
+        made = model("project")
+        if external:
+            outside.data_location = TensorProto.EXTERNAL
+        made.graph.initializer.append(outside)
+        made.graph.sparse_initializer.add().values.CopyFrom(outside)
+        inner = helper.make_graph([] if external else [foreign], "inner", [], [], [outside])
+        made.graph.node[0].attribute.append(AttributeProto(name="held", type=AttributeProto.GRAPH, g=inner))
+        made.functions.append(helper.make_function("", "Own", [], ["y"], [], [helper.make_opsetid("", 17)]))
+        made.training_info.add().algorithm.CopyFrom(inner)
+        yield bytes(made.SerializeToString())
+
+
+GRAPHS = Target("graphs", inspect, _seeds, of_protobuf, bytes_per_byte=256, share=2.5)

@@ -1,0 +1,101 @@
+"""What a device hands in, from bytes to arrays: what is taken is sound, and all else is refused."""
+
+import math
+
+import numpy as np
+
+from aggregator.intake import (
+    MAX_PICTURES_IN_PROTOTYPE,
+    Expectation,
+    Refused,
+    check_evaluation,
+    check_labels,
+    check_submission,
+    read_message,
+)
+from protocol.codec import encode
+from protocol.messages import Submission
+from tests.aggregator.made import (
+    EXPECTATION,
+    ROUNDS_EXPECTATION,
+    SHAPES,
+    evaluation,
+    round_submission,
+    submission,
+)
+from tests.fuzz.mutations import of_message
+from tests.fuzz.target import Target
+
+FOUR = (2, 3, 1, 2)
+DEEP_EXPECTATION = Expectation(
+    ROUNDS_EXPECTATION.task,
+    ROUNDS_EXPECTATION.manifest,
+    ROUNDS_EXPECTATION.prototype_size,
+    {**SHAPES, "kernel": FOUR},
+)
+"""A program that uploads a tensor of as many dimensions as there may be."""
+
+
+def hand_in(data: bytes) -> None:
+    """A payload is a submission or evaluation that the task can use, or is refused."""
+    try:
+        message = read_message(data)
+    except Refused:
+        return
+    if not isinstance(message, Submission):
+        try:
+            check_evaluation(message, EXPECTATION, newest_head=3)
+        except Refused:
+            return
+        assert len(message.right) == len(message.wrong) == 3
+        return
+    for expectation in (EXPECTATION, ROUNDS_EXPECTATION, DEEP_EXPECTATION):
+        _check(message, expectation)
+
+
+def _reason_of_labels(message: Submission, expectation: Expectation) -> str:
+    """Why `check_labels` refuses a submission; empty if it does not."""
+    try:
+        check_labels(message, expectation)
+    except Refused as refused:
+        return refused.reason
+    return ""
+
+
+def _check(message: Submission, expectation: Expectation) -> None:
+    try:
+        taken = check_submission(message, expectation)
+    except Refused as refused:
+        if _reason_of_labels(message, expectation) != refused.reason:
+            raise AssertionError("the labels alone are judged otherwise") from refused
+        return
+    rows = len(taken.values)
+    assert taken.values.shape == (rows, expectation.prototype_size)
+    assert rows > 0
+    assert np.isfinite(taken.values).all()
+    assert taken.labels.shape == taken.counts.shape == (rows,)
+    assert taken.labels.min() >= 0
+    assert taken.labels.max() < len(expectation.manifest.classes)
+    assert taken.counts.min() >= 2
+    assert taken.counts.max() <= MAX_PICTURES_IN_PROTOTYPE
+    assert {name: array.shape for name, array in taken.tensors.items()} == expectation.tensors
+    assert all(np.isfinite(array).all() for array in taken.tensors.values())
+    assert message.loss is None or math.isfinite(message.loss)
+    np.testing.assert_array_equal(check_labels(message, expectation), taken.labels)
+
+
+HANDED_IN = Target(
+    "handed_in",
+    hand_in,
+    lambda: (
+        encode(message)
+        for message in (
+            submission(),
+            round_submission(),
+            round_submission(shapes={**SHAPES, "kernel": FOUR}),
+            evaluation(),
+        )
+    ),
+    of_message(),
+    share=15,
+)

@@ -1,0 +1,140 @@
+"""What is decoded from the wire: every message, its topic, and what is signed."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from protocol.codec import decode, encode, message_kind, to_array
+from protocol.errors import BadSignature, MalformedMessage
+from protocol.messages import MAX_FRAME_BYTES, MAX_SIGNED_BYTES, Frame, Message, Tensor
+from protocol.signing import open_manifest, sign_manifest
+from protocol.topics import device_topic, is_name, parse_device_topic
+from tests.fuzz.mutations import of_message
+from tests.fuzz.target import Target
+from tests.protocol.samples import SAMPLES
+
+TYPES: tuple[type[Message | Frame], ...] = tuple(type(sample) for sample in SAMPLES)
+_TYPE_OF = {each.__struct_config__.tag: each for each in TYPES}
+_HINTS: dict[type[Any], dict[str, Any]] = {}
+
+
+def _bounds_hold(value: Any, hint: Any) -> bool:
+    """Whether all numbers in a value are within the bounds of their annotations: a second opinion on msgspec's."""
+    if get_origin(hint) is Annotated:
+        inner, *metas = get_args(hint)
+        return all(_is_within(value, meta) for meta in metas) and _bounds_hold(value, inner)
+    if isinstance(value, msgspec.Struct):
+        hints = _HINTS.setdefault(type(value), get_type_hints(type(value), include_extras=True))
+        return all(_bounds_hold(getattr(value, name), hints[name]) for name in value.__struct_fields__)
+    arguments = get_args(hint)
+    if isinstance(value, tuple) and arguments:
+        each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return all(map(_bounds_hold, value, each))
+    if isinstance(value, dict) and arguments:
+        return all(_bounds_hold(inner, arguments[1]) for inner in value.values())
+    inside = [choice for choice in arguments if choice is not type(None)] if value is not None else []
+    return _bounds_hold(value, inside[0]) if len(inside) == 1 else True
+
+
+def _is_within(value: Any, meta: msgspec.Meta) -> bool:
+    size = len(value) if isinstance(value, str | bytes | tuple | dict) else 0
+    return (
+        (meta.ge is None or value >= meta.ge)
+        and (meta.gt is None or value > meta.gt)
+        and (meta.le is None or value <= meta.le)
+        and (meta.lt is None or value < meta.lt)
+        and (meta.min_length is None or size >= meta.min_length)
+        and (meta.max_length is None or size <= meta.max_length)
+    )
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, msgspec.Struct):
+        for name in value.__struct_fields__:
+            yield from _tensors(getattr(value, name))
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
+
+
+def check_message(message: Message | Frame) -> None:
+    """What decodes is within its bounds, comes back the same, and its tensors are arrays or refused."""
+    assert _bounds_hold(message, type(message)), message
+    again = encode(message)
+    assert encode(decode(again, type(message), max_bytes=len(again))) == again
+    for tensor in _tensors(message):
+        with contextlib.suppress(MalformedMessage):
+            assert to_array(tensor).shape == tensor.shape
+
+
+def decode_any(data: bytes) -> None:
+    """The first byte says which type is expected; the rest is a message of it, or refused."""
+    if not data:
+        return
+    body, expected = data[1:], TYPES[data[0] % len(TYPES)]
+    with contextlib.suppress(MalformedMessage):
+        check_message(decode(body, expected, max_bytes=MAX_FRAME_BYTES))
+    with contextlib.suppress(MalformedMessage):
+        kind = message_kind(body)
+        if kind in _TYPE_OF and _TYPE_OF[kind] is not expected:
+            with contextlib.suppress(MalformedMessage):
+                check_message(decode(body, _TYPE_OF[kind], max_bytes=MAX_FRAME_BYTES))
+
+
+def parse_topic(data: bytes) -> None:
+    """A topic is a device's, and then it is what `device_topic` makes of its parts, or it is refused."""
+    topic = data.decode(errors="replace")
+    try:
+        where = parse_device_topic(topic)
+    except MalformedMessage:
+        return
+    assert is_name(where.fleet)
+    assert is_name(where.device)
+    channel: Any = where.channel
+    made = device_topic(where.fleet, where.device, channel)
+    assert topic[: made.rfind("/")] == made[: made.rfind("/")]
+    assert channel == "up" or topic == made
+
+
+KEY = bytes(range(32))
+FLEET = "orchard"
+SIGNED = {
+    sign_manifest(body, key=KEY, fleet=FLEET, channel="head", release=release): (release, body)
+    for release in (1, 2**40)
+    for body in (b"", *(encode(sample) for sample in SAMPLES[1:4]))
+}
+
+
+def open_signed(data: bytes) -> None:
+    """Nothing is believed that the key has not said for this fleet and topic."""
+    try:
+        signed = open_manifest(data, fleet=FLEET, channel="head")
+    except (BadSignature, MalformedMessage):
+        return
+    known = next(iter(SIGNED))
+    if signed.key == decode(known, type(signed), max_bytes=MAX_SIGNED_BYTES).key:
+        assert (signed.release, signed.body) in SIGNED.values()
+
+
+MESSAGES = Target(
+    "messages",
+    decode_any,
+    lambda: (bytes([number]) + encode(sample) for number, sample in enumerate(SAMPLES)),
+    of_message(prefix_bytes=1),
+    share=20,
+)
+TOPICS = Target(
+    "topics",
+    parse_topic,
+    lambda: (
+        device_topic("default", "shed-1", channel).encode()
+        for channel in ("state", "info", "up", "ack", "get", "blk")
+    ),
+    max_bytes=256,
+    share=20,
+)
+SIGNATURES = Target("signatures", open_signed, lambda: SIGNED, of_message(), share=8)

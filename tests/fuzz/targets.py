@@ -1,0 +1,28 @@
+"""All that is fuzzed, by name."""
+
+from tests.fuzz.aggregators import AGGREGATOR
+from tests.fuzz.devices import DEVICE
+from tests.fuzz.files import ARRAYS, LOG, METADATA
+from tests.fuzz.graphs import GRAPHS
+from tests.fuzz.handed_in import HANDED_IN
+from tests.fuzz.messages import MESSAGES, SIGNATURES, TOPICS
+from tests.fuzz.target import Target
+from tests.fuzz.transfers import ASSEMBLY, UPLINK
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        MESSAGES,
+        TOPICS,
+        SIGNATURES,
+        ASSEMBLY,
+        UPLINK,
+        DEVICE,
+        AGGREGATOR,
+        HANDED_IN,
+        GRAPHS,
+        ARRAYS,
+        METADATA,
+        LOG,
+    )
+}

@@ -1,0 +1,119 @@
+"""What `make fuzz` does for hours, for a moment: known inputs and some that are near them, through every target."""
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+
+from aggregator import intake
+from protocol.messages import TaskManifest, Tensor
+from tests.fuzz import messages
+from tests.fuzz.__main__ import CORPUS, engine
+from tests.fuzz.planted import PLANTED
+from tests.fuzz.target import Overdrawn, Target, measure
+from tests.fuzz.targets import TARGETS
+from tests.protocol.samples import SAMPLES
+
+each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+RUNS = 400
+
+
+def known(target: Target) -> list[bytes]:
+    """The seeds of a target, and what is kept of what fuzzing has found."""
+    files = sorted((CORPUS / target.name).iterdir())
+    return [*target.seeds(), *(file.read_bytes() for file in files)]
+
+
+def near(target: Target) -> Iterator[bytes]:
+    """Inputs that are a few changes away from a known one, without end; always the same."""
+    random, inputs = Random(0), known(target)
+    for number in itertools.count():
+        data = random.choice(inputs)
+        if target.mutate is not None and number % 4:
+            data = target.mutate(data, random)
+        else:
+            at = random.randrange(len(data) + 1)
+            data = data[:at] + random.randbytes(random.randrange(4)) + data[at + random.randrange(4) :]
+        yield data[: target.max_bytes]
+
+
+def search(target: Target, *, runs: int) -> None:
+    """Give a target so many inputs that are near a known one."""
+    for data in itertools.islice(near(target), runs):
+        target.one_input(data)
+
+
+@each_target
+def test_every_known_input_is_taken_within_bounds(target: Target) -> None:
+    """What fuzzing has found to matter neither raises anything nor allocates more than is stated."""
+    for data in (b"", *known(target)):
+        target.one_input(data)  # what is made once and kept counts for no input
+        measure(target, data)
+
+
+@each_target
+def test_what_is_near_a_known_input_is_taken(target: Target) -> None:
+    """Some hundred inputs that are a few changes away raise nothing either."""
+    search(target, runs=RUNS if target.share >= 1 else RUNS // 10)
+
+
+def test_the_known_inputs_are_few_and_small() -> None:
+    """They are committed, and belong to targets that there are."""
+    files = [path for path in CORPUS.rglob("*") if path.is_file()]
+    assert {path.parent.name for path in files} == TARGETS.keys()
+    assert len(files) < 300
+    assert sum(path.stat().st_size for path in files) < 500_000
+
+
+def test_a_fault_in_the_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are not compared with their shape lead to an error that no target takes for a refusal."""
+
+    def careless(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+        return np.frombuffer(tensor.data, dtype="<" + tensor.dtype).reshape(tensor.shape)
+
+    monkeypatch.setattr(intake, "to_array", careless)
+    with pytest.raises(ValueError, match=r"cannot reshape|multiple of element size"):
+        search(TARGETS["handed_in"], runs=20_000)
+
+
+def test_a_message_out_of_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder that lets NaN pass where a number must be greater than 0 is caught by the second opinion."""
+    sample = SAMPLES[1]
+    assert isinstance(sample, TaskManifest)
+    monkeypatch.setattr(
+        messages, "decode", lambda *_, **__: msgspec.structs.replace(sample, alpha=float("nan"))
+    )
+    with pytest.raises(AssertionError):
+        messages.decode_any(b"\x01")
+
+
+def test_too_much_room_is_found() -> None:
+    """Also where it is never touched."""
+    with pytest.raises(Overdrawn, match="made it allocate 67108"):
+        measure(PLANTED["hoard"], b"\x93")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("atheris") is None, reason="atheris is not installed: make fuzz does"
+)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("crash", "IndexError"), ("hang", "timeout"), ("hoard", "Overdrawn")],
+)
+def test_libfuzzer_finds_what_was_planted(name: str, says: str, tmp_path: Path) -> None:
+    """A fault behind four comparisons, a hang, and room for what is announced: each ends the run, with its input."""
+    log = tmp_path / "log"
+    left = tmp_path / "left"
+    left.mkdir()
+    with log.open("w") as file:
+        assert engine(
+            name, ["-runs=2000000", "-timeout=2", "-seed=1", f"-artifact_prefix={left}/"], [], log=file
+        )
+    assert says in log.read_text(errors="replace")
+    (found,) = left.iterdir()
+    assert found.read_bytes()[:1] == b"\x93"

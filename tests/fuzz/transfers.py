@@ -1,0 +1,184 @@
+"""Frames in any order, of any content, from several devices at once: against a model that keeps single bytes."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from aggregator.intake import Refused
+from aggregator.uplink import MAX_RANGES, PIECE_BYTES, Complete, Key, Pieces, Stored, Uplink
+from protocol.codec import digest_of
+from protocol.errors import TransferError
+from protocol.messages import PROTOCOL_VERSION, Frame, Receipt
+from protocol.transfer import Assembly, Ranges
+from tests.fuzz.target import Target
+
+PAYLOADS = {size: bytes(at * 7 % 251 for at in range(size)) for size in range(256)}
+DIGESTS = {size: digest_of(payload) for size, payload in PAYLOADS.items()}
+
+
+def _operations(data: bytes, size: int) -> Iterator[bytes]:
+    """Whole operations of so many bytes."""
+    return (data[at : at + size] for at in range(0, len(data) - size + 1, size))
+
+
+def _ranges(there: set[int]) -> Ranges:
+    """Single bytes as ranges."""
+    found: list[tuple[int, int]] = []
+    for at in sorted(there):
+        if found and found[-1][1] == at:
+            found[-1] = (found[-1][0], at + 1)
+        else:
+            found.append((at, at + 1))
+    return tuple(found)
+
+
+def _frame(size: int, offset: int, length: int, kind: int) -> Frame:
+    """A frame of a payload; the lower bits of `kind` say in what it is wrong, if in anything."""
+    data = PAYLOADS[size][offset : offset + length] if kind & 7 else bytes(length)
+    digest = DIGESTS[size] if kind & 24 else bytes(32)
+    announced = size if kind & 96 else size + 1
+    return Frame(v=PROTOCOL_VERSION, digest=digest, size_bytes=announced, offset=offset, data=data)
+
+
+def assemble(data: bytes) -> None:
+    """An assembly holds what a set of single bytes holds, and gives the payload or refuses it."""
+    if not data:
+        return
+    size = data[0]
+    assembly = Assembly(DIGESTS[size], size)
+    there: dict[int, int] = {}
+    stored: list[tuple[int, bytes]] = []
+    for kind, offset, length in _operations(data[1:], 3):
+        if kind == 0xFF:
+            stored += assembly.fresh
+            assembly.settle()
+            continue
+        frame = _frame(size, offset, length, kind)
+        try:
+            assembly.add(frame)
+        except TransferError:
+            continue
+        assert offset + len(frame.data) <= size
+        for at, value in enumerate(frame.data, offset):
+            there.setdefault(at, value)
+    assert assembly.held_bytes == len(there)
+    assert assembly.missing() == _ranges(set(range(size)) - there.keys())
+    assert sum(len(piece) for _, piece in (*stored, *assembly.fresh)) == len(there)
+    try:
+        payload = assembly.payload(stored)
+    except TransferError:
+        assert bytes(there.get(at, -1) % 256 for at in range(size)) != PAYLOADS[size] or len(there) < size
+    else:
+        assert payload == PAYLOADS[size]
+
+
+@dataclass
+class _Disk:
+    """What an uplink has said that is to be kept."""
+
+    files: dict[Key, dict[int, bytes]] = field(default_factory=dict)
+    sizes: dict[Key, int] = field(default_factory=dict)
+
+    def commit(self, uplink: Uplink) -> None:
+        """Keep what has changed; every byte comes once."""
+        changes = uplink.changes()
+        for key in changes.ended:
+            del self.files[key], self.sizes[key]
+        for arrived in changes.arrived:
+            file = self.files.setdefault(arrived.key, {})
+            for offset, piece in arrived.pieces:
+                assert all(
+                    offset + len(piece) <= other or other + len(held) <= offset
+                    for other, held in file.items()
+                )
+                file[offset] = piece
+            self.sizes[arrived.key] = arrived.size_bytes
+        uplink.settle()
+
+    def read(self, device: str, digest: bytes) -> Pieces:
+        """The bytes of a transfer."""
+        return list(self.files[device, digest].items())
+
+    def start(self) -> Uplink:
+        """An aggregator that begins with what is there."""
+        stored = [
+            Stored(
+                key, self.sizes[key], 0.0, tuple((start, start + len(data)) for start, data in file.items())
+            )
+            for key, file in self.files.items()
+        ]
+        return Uplink(**QUOTAS, stored=stored, read=self.read)
+
+
+QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 3000}
+
+
+def receive(data: bytes) -> None:
+    """Whatever devices send, quotas hold, a payload is the announced one, and nothing but `Refused` is raised."""
+    disk = _Disk()
+    uplink = disk.start()
+    taken: set[Key] = set()
+    for now, (kind, who, size, offset, length) in enumerate(_operations(data, 5)):
+        device = f"device-{who % 8}"
+        if kind >= 0xF0:
+            uplink = _meanwhile(kind, uplink, disk, now)
+            continue
+        frame = _frame(size, offset, length, kind)
+        with contextlib.suppress(Refused):
+            answer = uplink.take(
+                device, frame, holds=lambda device, digest: (device, digest) in taken, now_s=float(now)
+            )
+            if isinstance(answer, Complete):
+                assert answer.payload == PAYLOADS[frame.size_bytes]
+                taken.add((device, answer.digest))
+            elif isinstance(answer, Receipt):
+                assert len(answer.missing) <= MAX_RANGES
+                assert all(0 <= start < stop <= frame.size_bytes for start, stop in answer.missing)
+        _check_quotas(uplink)
+
+
+def _meanwhile(kind: int, uplink: Uplink, disk: _Disk, now: int) -> Uplink:
+    """What happens beside frames: a batch becomes durable, old ones go, the aggregator starts again."""
+    if kind == 0xFF:
+        return disk.start()
+    if kind >= 0xF8:
+        disk.commit(uplink)
+    else:
+        uplink.expire(now - 20.0)
+    return uplink
+
+
+def _check_quotas(uplink: Uplink) -> None:
+    held = [transfer.assembly for transfer in uplink._transfers.values()]
+    takes = [assembly.held_bytes + (1 + assembly.pieces) * PIECE_BYTES for assembly in held]
+    assert uplink._held_bytes == sum(takes)
+    assert sum(takes) <= QUOTAS["max_held_bytes"] or len(takes) == 1
+    assert all(assembly.size_bytes <= QUOTAS["max_bytes"] for assembly in held)
+    owners = [device for device, _ in uplink._transfers]
+    assert all(owners.count(device) <= QUOTAS["per_device"] for device in owners)
+
+
+ASSEMBLY = Target(
+    "assembly",
+    assemble,
+    lambda: (
+        bytes([90, *(byte for at in range(0, 90, 30) for byte in (0x7F, at, 30))]),
+        bytes([90, *(byte for at in range(80, -1, -10) for byte in (0x7F, at, 25)), 0xFF, 0, 0, 0x60, 5, 9]),
+        bytes([0, 0x7F, 0, 0]),
+    ),
+    max_bytes=256,
+    bytes_per_byte=512,
+    share=3,
+)
+UPLINK = Target(
+    "uplink",
+    receive,
+    lambda: (
+        bytes(byte for who in range(3) for at in range(0, 150, 30) for byte in (0x7F, who, 150, at, 30)),
+        bytes(byte for who in range(8) for size in (80, 90, 100) for byte in (0x7F, who, size, 0, 70))
+        + bytes([0xF8, 0, 0, 0, 0, 0xFF, 0, 0, 0, 0, 0x7F, 1, 100, 70, 30, 0xF0, 0, 0, 0, 0]),
+    ),
+    max_bytes=512,
+    bytes_per_byte=512,
+    share=2,
+)
