@@ -74,6 +74,7 @@ def test_a_closed_fleet_gets_its_head_and_a_revoked_device_nothing(
 ) -> None:
     """Two commands and two folders make a fleet; who is revoked is refused at once, by aggregator and broker."""
     task = write_task(tmp_path, quorum=1, fleet=FLEET)
+    task.write_text(task.read_text() + "[training]\nepochs = 1\n")
     data = write_digits(tmp_path / "data", classes=[0, 1])
     with closed.serving():
         run = ("run", "--task", task, "--state", closed.state, "--broker", str(closed.broker), "--tls")
