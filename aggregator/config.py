@@ -68,6 +68,12 @@ class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     noise: Literal["gaussian", "laplace"] = "gaussian"
     scale: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    epsilon: Annotated[float, Meta(gt=0, le=20)] | None = None
+    """Of one submission."""
+    delta: Annotated[float, Meta(gt=0, le=1e-3)] = 1e-5
+    clip_norm: Annotated[float, Meta(gt=0, le=1e6)] | None = None
+    max_epsilon: Annotated[float, Meta(gt=0, le=40)] | None = None
+    """Of all submissions of a device together."""
 
 
 class Poisoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,6 +213,36 @@ def _wrong_privacy(task: TaskFile, given: Mapping[str, Any]) -> Problems:
     if privacy.perturb == "prototypes" and task.learning is not None and task.learning.uploaded:
         problem = f'algorithm = "{task.algorithm}" hands in parameters beside prototypes, which would be as they are'
         yield ("privacy", "perturb"), f'{problem}: set perturb = "pictures", of which both are made'
+    if privacy.epsilon is None:
+        for name in sorted({"delta", "clip_norm", "max_epsilon"} & written.keys()):
+            yield ("privacy", name), f"`privacy.{name}` says nothing without `epsilon`: leave it out"
+    else:
+        yield from _wrong_differential_privacy(task, given)
+
+
+def _wrong_differential_privacy(task: TaskFile, given: Mapping[str, Any]) -> Problems:
+    """Where differential privacy could not be what it says."""
+    privacy, where = task.privacy, ("privacy", "epsilon")
+    if privacy.clip_norm is None:
+        yield (
+            where,
+            "`epsilon` wants features to be clipped: set `clip_norm`, about as long as most of them are",
+        )
+    if privacy.max_epsilon is None:
+        yield where, "`epsilon` is of one submission: set `max_epsilon`, what a device may spend in all"
+    elif privacy.epsilon is not None and privacy.max_epsilon < privacy.epsilon:
+        problem = f"max_epsilon ({privacy.max_epsilon:g}) is less than epsilon ({privacy.epsilon:g})"
+        yield ("privacy", "max_epsilon"), f"{problem}: no device could hand in anything"
+    if privacy.perturb is not None:
+        yield ("privacy", "perturb"), "perturbation and differential privacy exclude each other: take one"
+    if given.get("client", {}).get("alpha", 1) != 1:
+        problem = (
+            "with differential privacy alpha must be 1: which outliers are left out hangs on other pictures"
+        )
+        yield ("client", "alpha"), f"{problem}; leave it out"
+    if task.learning is not None:
+        problem = f'algorithm = "{task.algorithm}" learns a projection from a device\'s own pictures'
+        yield where, f"{problem}, so that what one of them changes has no bound: only fedtc can be private"
 
 
 def _wrong_backbones(paths: Sequence[Path]) -> Problems:

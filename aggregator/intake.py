@@ -125,6 +125,12 @@ def _check_envelope(submission: Submission, expectation: Expectation) -> None:
         raise Refused(
             "unknown_round", f"the task has no rounds, got a submission for round {submission.round}"
         )
+    if expectation.manifest.differential_privacy is not None:
+        spent = submission.privacy
+        if spent is None or not (math.isfinite(spent.epsilon) and math.isfinite(spent.total_epsilon)):
+            raise Refused(
+                "malformed", "the task asks for differential privacy, and nothing says what it cost"
+            )
     if submission.loss is not None and not math.isfinite(submission.loss):
         raise Refused("not_finite", f"the training's loss is {submission.loss}")
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from aggregator.algorithms.program import Algorithm
+from aggregator.calibration import noise_multiplier
 from aggregator.config import PrivacySettings, TaskFile
 from aggregator.store import HeadRow
 from protocol.codec import encode
@@ -10,6 +11,7 @@ from protocol.errors import ConfigError
 from protocol.messages import (
     MAX_MANIFEST_BYTES,
     BlobRef,
+    DifferentialPrivacy,
     HeadManifest,
     HeadRef,
     Perturbation,
@@ -37,12 +39,13 @@ def task_manifest(
         algorithm=task.algorithm,
         classes=task.classes,
         backbones=tuple(backbones),
-        alpha=task.client.alpha,
+        alpha=task.client.alpha if task.privacy.epsilon is None else 1.0,
         batch_size=task.client.batch_size,
         min_images=task.client.min_images,
         seed=task.client.seed,
         program=program,
         perturbation=perturbation_of(task.privacy),
+        differential_privacy=differential_privacy_of(task.privacy),
     )
     size = len(encode(manifest))
     if size > MAX_MANIFEST_BYTES:
@@ -55,6 +58,22 @@ def perturbation_of(privacy: PrivacySettings) -> Perturbation | None:
     if privacy.perturb is None or privacy.scale is None:
         return None
     return Perturbation(on=privacy.perturb, noise=privacy.noise, scale=privacy.scale, shrink=privacy.shrink)
+
+
+def differential_privacy_of(privacy: PrivacySettings) -> DifferentialPrivacy | None:
+    """What devices are told of differential privacy, with as little noise as epsilon and delta allow.
+
+    Raises:
+        RuntimeMissing: dp-accounting is not installed.
+    """
+    if privacy.epsilon is None or privacy.clip_norm is None or privacy.max_epsilon is None:
+        return None
+    return DifferentialPrivacy(
+        clip_norm=privacy.clip_norm,
+        noise_multiplier=noise_multiplier(privacy.epsilon, privacy.delta),
+        delta=privacy.delta,
+        max_epsilon=privacy.max_epsilon,
+    )
 
 
 def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: BlobRef) -> RoundManifest:

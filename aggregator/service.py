@@ -388,6 +388,8 @@ class Aggregator:
         )
         answer = self._learning.take(row, complete.payload)
         self._check_verdict(answer, row.entry.round)
+        if submission.privacy is not None:
+            self._store.see_epsilon(device, submission.privacy.total_epsilon)
         return Receipt(digest=answer.digest, status="received")
 
     def _check_verdict(self, answer: rounds.Answer, number: int) -> None:

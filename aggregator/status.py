@@ -5,9 +5,9 @@
 classes, quorum, retrain_after, training, submissions, waiting, closes_s, round: {number, min_devices, rounds, over,
 devices, carried}, rollout: {current, candidate: {version, canaries, awaited, since_s, figures}, ordered}, devices:
 [device, state, seen_s, runtime, problem, refusals, pictures, round, classes, prototypes, bytes, head, head_problem,
-right, wrong, accuracy], coverage: {class: {prototypes, devices}}, set_aside: [device, why, since_s, readmitted_s],
-heads: [version, sha256, devices, prototypes, trained_s, metrics, state, why, held_out: {right, wrong, accuracy,
-devices}], refusals: [device, reason, count, detail], head_path, model_path`.
+epsilon, right, wrong, accuracy], coverage: {class: {prototypes, devices}}, set_aside: [device, why, since_s,
+readmitted_s], heads: [version, sha256, devices, prototypes, trained_s, metrics, state, why, held_out: {right, wrong,
+accuracy, devices}], refusals: [device, reason, count, detail], head_path, model_path`.
 
 In `intake`, `stopped_s` is since when nothing can be stored, for the reason beside it; null if all is well. `key` is
 the aggregator's public key, in hex: what devices are given as `--aggregator-key`. In `keys`, `closed` says whether
@@ -18,8 +18,9 @@ closes at the latest as things stand. `current` is 0 if there is no head, and `c
 `figures` are of the canaries that are not `awaited`. `ordered` is the head that an operator's order will make current
 which the aggregator has not taken yet, or null. A device's `refusals` are what it was told and did not believe, by
 reason. Its `state` is what it last said of itself, or `revoked` or `not enrolled`. Its `head` is the one it uses, or 0,
-and its accuracy is that head's; `head_problem` is why it does not use the one that it is told to. A head's `state` is
-`current`, `candidate`, `rejected`, for which `why` says why, or empty. `readmitted_s` is null, or since when
+and its accuracy is that head's; `head_problem` is why it does not use the one that it is told to, and `epsilon` the
+most that it has said to have spent on differential privacy, of whatever tasks, or null. A head's `state` is `current`,
+`candidate`, `rejected`, for which `why` says why, or empty. `readmitted_s` is null, or since when
 a device that was set aside is trained on all the same.
 """
 
@@ -141,6 +142,7 @@ def _devices(
     versions = {used.newest, used.current, *(info.get("head_version", 0) for _, _, info in known.values())}
     said = {version: store.evaluations(task, version) for version in versions}
     keys, is_closed = store.keys.all(), store.keys.is_closed()
+    epsilons = store.epsilons()
     rows = []
     for device in sorted(known.keys() | submissions.keys()):
         state, seen_s, info = known.get(device, ("unknown", None, {}))
@@ -162,6 +164,7 @@ def _devices(
                 "bytes": row.size_bytes if row else 0,
                 "head": head,
                 "head_problem": _head_problem(said, device, used),
+                "epsilon": epsilons.get(device),
                 **(_held_out(of_head.right, of_head.wrong) if of_head else _held_out([], [])),
             }
         )
@@ -301,13 +304,19 @@ def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:
     devices.add_column("state", no_wrap=True)
     for name in ("pictures", "classes", "prototypes", "bytes"):
         devices.add_column(name, justify="right", no_wrap=True)
+    private = any(row["epsilon"] is not None for row in rows)
+    if private:
+        devices.add_column("epsilon", justify="right", no_wrap=True)
     devices.add_column("head", justify="right", no_wrap=True)
     devices.add_column("held-out\naccuracy", no_wrap=True)
     for row in rows:
         accuracy = (
             "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['right'] + row['wrong']}"
         )
-        cells = (row["pictures"], row["classes"], row["prototypes"], row["bytes"], row["head"] or "")
+        cells = [row["pictures"], row["classes"], row["prototypes"], row["bytes"]]
+        if private:
+            cells.append("" if row["epsilon"] is None else f"{row['epsilon']:.2f}")
+        cells.append(row["head"] or "")
         devices.add_row(row["device"], row["state"], *map(str, cells), accuracy)
     console.print(devices)
     for row in rows:

@@ -24,6 +24,8 @@ from protocol.messages import BlobRef, Evaluation
 MAX_REFUSALS = 1000
 """Devices and reasons that are told apart in the counts of what was refused."""
 
+_EPSILON = "epsilon/"
+
 
 @dataclass(frozen=True)
 class SubmissionRow:
@@ -203,6 +205,16 @@ class Store:
     def set_fact(self, key: str, value: str) -> None:
         """Keep a single value by name."""
         self._write("INSERT OR REPLACE INTO facts VALUES (?, ?)", key, value)
+
+    def see_epsilon(self, device: str, total: float) -> None:
+        """Keep the most that a device has said to have spent on privacy, over all tasks."""
+        most = max(total, self.epsilons().get(device, 0.0))
+        self.set_fact(_EPSILON + device, json.dumps(most))
+
+    def epsilons(self) -> dict[str, float]:
+        """The most that devices have said to have spent on privacy, of those that have said anything."""
+        said = self.facts(_EPSILON).items()
+        return {key.removeprefix(_EPSILON): float(json.loads(value)) for key, value in said}
 
     def facts(self, prefix: str) -> dict[str, str]:
         """The values whose names begin like this."""

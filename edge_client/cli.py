@@ -147,6 +147,11 @@ threads_option = _setting(
     callback=_public_key,
     help="The aggregator's key, as `aggregator status` shows it  [default: the first one that is heard]",
 )
+@_setting(
+    "--max-epsilon",
+    type=click.FloatRange(0, min_open=True),
+    help="Take part under differential privacy alone, and spend no more than this on all submissions together.",
+)
 @verbose_option
 @click.version_option(package_name="protofleet")
 @click.pass_context
@@ -168,7 +173,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
     state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
     batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int, aggregator_key: bytes | None,
-    enrolment: Path | None, **access_given: Any,
+    enrolment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.backbone import require_runtime
     from edge_client.device import Device
@@ -203,6 +208,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         holdout=holdout,
         batch_size=batch_size,
         workers=workers or min(4, os.cpu_count() or 1),
+        max_epsilon=max_epsilon,
     )
     if broker is None and not (dry_run and kept.get("task")):
         raise click.UsageError("say where the fleet's broker is: --broker HOST[:PORT]")
@@ -291,6 +297,11 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
             f"class      {entry['name']}: {entry['pictures']} pictures, {entry['held_out']} held out, "
             f"{len(entry['counts'])} prototypes"
         )
+    if (spent := summary["privacy"]) is not None:
+        say(
+            f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
+            f"{spent['releases']} submissions, at delta {spent['delta']:g}"
+        )
     if summary["problem"]:
         say(f"problem    {summary['problem']}")
     sent = "received by the aggregator" if summary["received"] else "not received yet"
@@ -312,6 +323,7 @@ def _status(kept: "DeviceState") -> dict[str, Any]:
         "task": kept.get("task"),
         "runtime": kept.get("runtime"),
         "report": kept.get("report"),
+        "privacy": kept.get("privacy"),
         "problem": kept.get("problem") or kept.get("hindrance", ""),
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
@@ -331,6 +343,11 @@ def _show_dry_run(prepared: "Prepared", size_bytes: int) -> None:
         say(f"the change of {name} in training: {shape} float16 values, in every round")
     for path, reason in prepared.refused:
         say(f"left out: {path}: {reason}")
+    if (spent := prepared.privacy) is not None:
+        say(
+            f"epsilon {spent.epsilon:.3f} of this submission, {spent.total_epsilon:.3f} of all {spent.releases} "
+            f"together, at delta {spent.delta:g}; the noise that is sent will be another"
+        )
     say(
         f"{rows} prototypes of {size} float16 values each, {size_bytes} bytes would be sent; nothing was sent"
     )

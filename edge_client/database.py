@@ -11,7 +11,7 @@ from typing import Any
 
 from protocol.errors import StateError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _FACTS = "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT"
 _OUTBOX = """
@@ -26,6 +26,12 @@ _TOGETHER = """
 CREATE TRIGGER payload_goes_with_item AFTER DELETE ON outbox
 BEGIN DELETE FROM payloads WHERE id = OLD.payload; END
 """
+# What was released under differential privacy, and the key of the newest release's noise.
+_RELEASES = """
+CREATE TABLE releases (
+    number INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, noise_multiplier REAL NOT NULL, key BLOB
+) STRICT
+"""
 _MIGRATIONS = (
     (_FACTS,),
     # What was to be sent stood in files, which these facts named: it is made once more.
@@ -33,6 +39,7 @@ _MIGRATIONS = (
         *(_OUTBOX, _PAYLOADS, _TOGETHER),
         "DELETE FROM facts WHERE key IN ('submission', 'received', 'evaluation', 'fingerprint', 'joined')",
     ),
+    (_RELEASES,),
 )
 """What brings a file from each schema to the next, beginning with none."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
-from edge_client import agent, events, needs, trust
+from edge_client import agent, events, needs, privacy, trust
 from edge_client.item import Item
 from edge_client.life import Mode, State
 from edge_client.progress import Progress
@@ -346,15 +346,21 @@ class Device:
     def _info(self) -> DeviceInfo:
         report, head, task = self._kept.get("report", {}), self._kept.installed(), self._state.task
         is_tasks = head is not None and task is not None and head.task == task.hex()
-        hindrance = self._state.hindrance
+        hindrance, manifest = self._state.hindrance, self._state.manifest
+        silent = manifest is None or privacy.is_private(manifest)
         return DeviceInfo(
             epoch=self._epoch,
             software=version("protofleet"),
             runtime=self._kept.get("runtime", ""),
             backbones=tuple(sorted(self._state.stored))[:64],
-            pictures={entry["name"]: entry["pictures"] for entry in report.get("classes", [])},
-            refused=len(report.get("refused", [])),
-            problem=(self._problem or ("" if hindrance == agent.NO_SPACE else hindrance))[:256],
+            # Without a task nobody knows yet what may be told.
+            pictures={}
+            if silent
+            else {entry["name"]: entry["pictures"] for entry in report.get("classes", [])},
+            refused=0 if silent else len(report.get("refused", [])),
+            problem=(
+                privacy.told(self._problem, manifest) or ("" if hindrance == agent.NO_SPACE else hindrance)
+            )[:256],
             head_version=head.version if head is not None and is_tasks else 0,
             refusals=dict(self._refusals),
         )

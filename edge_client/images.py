@@ -49,7 +49,7 @@ class Picture:
         return f"{self.size_bytes}-{self.mtime_ns}-{self.relative}"
 
 
-def find_pictures(source: Path, classes: Sequence[str]) -> tuple[Picture, ...]:
+def find_pictures(source: Path, classes: Sequence[str], *, may_be_none: bool = False) -> tuple[Picture, ...]:
     """Find the labelled pictures of a device, in order of their relative paths.
 
     Args:
@@ -57,6 +57,7 @@ def find_pictures(source: Path, classes: Sequence[str]) -> tuple[Picture, ...]:
             without one of PICTURE_SUFFIXES are not looked at), or a CSV file with the columns `path` and
             `label`, the paths relative to the file.
         classes: the task's class names; labels are indices into them.
+        may_be_none: no picture at all is no error.
 
     Raises:
         ConfigError: there is nothing to be found, or something that is not of the task.
@@ -68,7 +69,7 @@ def find_pictures(source: Path, classes: Sequence[str]) -> tuple[Picture, ...]:
         raise ConfigError(f"there is no {error.filename}; say in which folder the pictures are") from error
     except OSError as error:
         raise ConfigError(f"{error.filename or source} cannot be read: {error.strerror}") from error
-    if not found:
+    if not found and not may_be_none:
         raise ConfigError(
             f"{source} holds no pictures; expected one folder of pictures per class ({_name_some(classes)}), "
             "or a CSV file of path,label"

@@ -110,7 +110,7 @@ class RoundWork:
             local=self._local,
             found=found,
             take_part=contribution,
-            secret=self._kept.secret(keep=not self._dry),
+            secret=self._kept.secret(keep=not self._dry) if manifest.perturbation else b"",
         )
         return prepared, made.learnt
 

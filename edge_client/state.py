@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from edge_client.database import Database
+from edge_client.ledger import Ledger
 from edge_client.outbox import DEFAULT_MB, MIB, Outbox
 from protocol.blobstore import BlobStore, state_errors
 from protocol.codec import digest_of
@@ -95,6 +96,7 @@ class DeviceState:
         self._lock = FolderLock(folder)
         self._file = file
         self._database = Database(file, read_only=read_only)
+        self.ledger = Ledger(self._database, folder / "releases")
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -17,11 +17,12 @@ from edge_client.features import Alter, Extraction, extract_all
 from edge_client.images import Picture, find_pictures, held_out
 from edge_client.perturbation import MAX_FLOAT16, cache_tag, perturb_picture, perturb_prototypes
 from edge_client.predictor import Head, evaluate
+from edge_client.privacy import FAILED, is_private
 from edge_client.prototypes import batch_prototypes
 from edge_client.rounds import Contribution
 from protocol.codec import digest_of, encode, to_tensor, to_unsigned
-from protocol.errors import ConfigError, GraphRefused, ProtofleetError
-from protocol.messages import Evaluation, Submission, TaskManifest, Tensor
+from protocol.errors import ConfigError, GraphRefused, PrivacyRefused, ProtofleetError
+from protocol.messages import Evaluation, Privacy, Submission, TaskManifest, Tensor
 from protocol.preprocessing import Preprocessing
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Local:
         holdout: share of the pictures that is kept out of the prototypes.
         batch_size: pictures in one run of the backbone.
         workers: threads that decode.
+        max_epsilon: what the device's owner lets all submissions together spend on privacy; None leaves it to tasks.
     """
 
     device_id: str
@@ -43,6 +45,7 @@ class Local:
     holdout: float
     batch_size: int
     workers: int
+    max_epsilon: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Prepared:
         refused: what could not be used, and why.
         changes: with a program, what is uploaded beside prototypes.
         loss: with a program, mean over the last epoch of training, if there was one.
+        privacy: with differential privacy, what it cost.
     """
 
     prototypes: NDArray[np.float16]
@@ -93,6 +97,7 @@ class Prepared:
     refused: tuple[tuple[Path, str], ...]
     changes: Mapping[str, Tensor] = field(default_factory=dict)
     loss: float | None = None
+    privacy: Privacy | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -205,7 +210,7 @@ def find(
         Interrupted: `should_stop` said so.
         PrivacyRefused: the task wants pictures perturbed, and `secret` has not 32 bytes.
     """
-    pictures = find_pictures(local.data, task.classes)
+    pictures = find_pictures(local.data, task.classes, may_be_none=is_private(task))
     cache.prune((picture.identity for picture in pictures), *{*digests(task), *learning_keys(task)})
 
     def extraction_of(part: Sequence[Picture], done: int, alter: tuple[str, Alter] | None) -> Extraction:
@@ -271,7 +276,18 @@ def _leaving(
 def submission_of(
     prepared: Prepared, *, task: bytes, manifest: TaskManifest, sequence: int, number: int = 0
 ) -> bytes:
-    """The bytes of a submission, for the round of that number where there are rounds."""
+    """The bytes of a submission, for the round of that number where there are rounds.
+
+    Raises:
+        PrivacyRefused: the task asks for differential privacy, and this is not what came of it.
+    """
+    private = is_private(manifest)
+    if private != (prepared.privacy is not None) or (
+        private and (prepared.changes or prepared.loss is not None)
+    ):
+        raise PrivacyRefused(FAILED)
+    exact = sum(report.pictures for report in prepared.classes)
+    left_out = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
     return encode(
         Submission(
             task=task,
@@ -279,13 +295,12 @@ def submission_of(
             prototypes=to_tensor(prepared.prototypes),
             labels=to_unsigned(prepared.labels),
             counts=to_unsigned(prepared.counts),
-            pictures=sum(report.pictures for report in prepared.classes),
-            left_out=tuple(
-                manifest.classes.index(report.name) for report in prepared.classes if report.left_out
-            ),
+            pictures=int(prepared.counts.sum()) if private else exact,
+            left_out=() if private else left_out,
             round=number,
             tensors=dict(prepared.changes),
             loss=prepared.loss,
+            privacy=prepared.privacy,
         )
     )
 
@@ -304,12 +319,13 @@ def evaluate_head(
 
     Only pictures whose features are known count: those that could not be read are in neither number. Where
     the pictures cannot be found, none counts: what is wrong with them is not wrong with the head. `before` is
-    the head that was in use, and counted on the same pictures.
+    the head that was in use, and counted on the same pictures. With differential privacy there are no pictures to
+    evaluate on: whether a head fails on one of them is not for the aggregator to know either.
 
     Raises:
         GraphRefused: the head fails on them.
     """
-    pictures = known_pictures(manifest, local, cache)
+    pictures = [] if is_private(manifest) else known_pictures(manifest, local, cache)
     members = [
         [
             picture.identity

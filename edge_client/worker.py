@@ -20,7 +20,8 @@ from edge_client.installed import open_installed
 from edge_client.item import Item
 from edge_client.life import Mode, head_key
 from edge_client.predictor import Head
-from edge_client.privacy import check_task
+from edge_client.privacy import FAILED, HEAD_REFUSED, check_task, is_private
+from edge_client.private_work import PrivateWork
 from edge_client.progress import Progress
 from edge_client.round_work import RoundWork
 from edge_client.rounds import (
@@ -40,7 +41,7 @@ from edge_client.work import (
 )
 from protocol.access import OPEN, Access
 from protocol.codec import digest_of, encode
-from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
+from protocol.errors import ConfigError, GraphRefused, PrivacyRefused, ProtofleetError, StateError
 from protocol.messages import BlobRef, Evaluation, HeadRef, RoundManifest, TaskManifest
 from protocol.session import Broker
 
@@ -202,27 +203,52 @@ class Worker:
                 raise
             return  # what it was about to read may have been deleted by now
         except ProtofleetError as error:
-            may_pass = isinstance(error, Diverged | GraphRefused)
+            may_pass = isinstance(error, Diverged | GraphRefused | PrivacyRefused)
             built = events.Built(build.task, None, number, str(error), may_pass=may_pass)
         if self._is_due(build):
             self._emit(built)
 
     def _prepare(self, build: events.Build) -> events.Built:
-        check_task(build.manifest)
+        check_task(build.manifest, max_epsilon=self._settings.local.max_epsilon)
         if build.round is not None:
             return self._prepare_round(build, build.round)
         found = self._find(build.manifest, lambda: not self._is_due(build))
-        prepared = prepare(
-            task=build.manifest,
-            local=self._settings.local,
-            found=found,
-            cache=self._cache,
-            secret=self._secret(),
-        )
+        if is_private(build.manifest):
+            prepared = self._prepare_private(build, found)
+        else:
+            prepared = prepare(
+                task=build.manifest,
+                local=self._settings.local,
+                found=found,
+                cache=self._cache,
+                secret=self._secret(build.manifest),
+            )
         self._warn(build.manifest, prepared)
         if self._show is None:
             return self._keep(build, prepared)
         return self._show_only(build, prepared)
+
+    def _prepare_private(self, build: events.Build, found: Found) -> Prepared:
+        backbones = self._open_backbones(build.manifest)
+        work = PrivateWork(
+            self._settings.local,
+            self._kept.ledger,
+            self._cache,
+            secret=self._secret(build.manifest),
+            dry=self._show is not None,
+        )
+        prepared = work.prepare(
+            build.task,
+            build.manifest,
+            found,
+            feature_size=sum(backbone.metadata.feature_size for backbone in backbones),
+        )
+        if (spent := prepared.privacy) is not None:
+            log.info(
+                "epsilon %.3f of this submission, %.3f of all %d together, at delta %g",
+                *(spent.epsilon, spent.total_epsilon, spent.releases, spent.delta),
+            )
+        return prepared
 
     def _find(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> Found:
         """The pictures, with their features in the cache; backbones of a program are open only meanwhile."""
@@ -240,11 +266,22 @@ class Worker:
                 open_backbone=open_one,
                 on_progress=progress.update,
                 should_stop=should_stop,
-                secret=self._secret(),
+                secret=self._secret(manifest),
             )
 
-    def _secret(self) -> bytes:
-        return self._kept.secret(keep=self._show is None)
+    def _secret(self, manifest: TaskManifest) -> bytes:
+        """What noise hangs on; empty where there is to be none.
+
+        Raises:
+            PrivacyRefused: there is no randomness to make it of, or it cannot be kept.
+        """
+        if manifest.perturbation is None and manifest.differential_privacy is None:
+            return b""
+        try:
+            return self._kept.secret(keep=self._show is None)
+        except Exception as error:
+            log.error("there is no secret to make noise of: %s", error)
+            raise PrivacyRefused(FAILED) from error
 
     def _show_only(self, build: events.Build, prepared: Prepared) -> events.Built:
         """Show what would be sent; a sequence number of today has as many bytes as the one that would be."""
@@ -354,9 +391,8 @@ class Worker:
     def _refused(self, task: bytes, manifest: TaskManifest, head: HeadRef, problem: str) -> events.Installed:
         """Keep a report of why a head is not used."""
         none = (0,) * len(manifest.classes)
-        evaluation = Evaluation(
-            task=task, head_version=head.version, right=none, wrong=none, problem=problem[:256]
-        )
+        told = HEAD_REFUSED if is_private(manifest) else problem[:256]
+        evaluation = Evaluation(task=task, head_version=head.version, right=none, wrong=none, problem=told)
         key, reason = head_key(head), f"head {head.version} refused, the old one stays: {problem}"
         report = self._kept.outbox.keep("evaluation", encode(evaluation), task=task, about=key.hex())
         return events.Installed(key, report, reason)

@@ -7,15 +7,19 @@ import pytest
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.config import Client, Rounds, Training, load_task, read_backbone
-from aggregator.manifests import perturbation_of
+from aggregator.manifests import perturbation_of, task_manifest
 from aggregator.rollout import Settings as RolloutSettings
 from aggregator.rounds import Settings
 from protocol.errors import BackboneMismatch, ConfigError
-from protocol.messages import Perturbation
+from protocol.messages import BlobRef, DifferentialPrivacy, Perturbation
 from tests.graphs import tiny_backbone
 
 LEAST = 'classes = ["cat", "dog"]\nbackbones = ["tiny.onnx"]\n'
 """Two lines: what is added begins on the third."""
+
+
+PRIVATE = "[privacy]\nepsilon = 2\nclip_norm = 9\nmax_epsilon = 8\n"
+"""Four lines: all that differential privacy needs."""
 
 
 def _write(folder: Path, text: str) -> Path:
@@ -135,6 +139,17 @@ tau = 0.5
     )
 
 
+def test_a_private_task_filters_no_outliers(tmp_path: Path) -> None:
+    """Its alpha becomes 1 by itself, and may be written so; the noise is what epsilon and delta need."""
+    for more in ("", "[client]\nalpha = 1"):
+        task, _ = load_task(_write(tmp_path, LEAST + PRIVATE + more))
+        manifest = task_manifest(task, [BlobRef(digest=bytes(32), size_bytes=1, name="tiny.onnx")])
+        assert manifest.alpha == 1
+        assert manifest.differential_privacy == DifferentialPrivacy(
+            clip_norm=9.0, noise_multiplier=1.994, delta=1e-5, max_epsilon=8.0
+        )
+
+
 WRONG: dict[str, tuple[str, int, str]] = {
     "unknown setting": ("quorom = 3", 3, "unknown setting `quorom`; did you mean `quorum`?"),
     "nothing like it": ("zzz = 3", 3, "unknown setting `zzz`; known: classes, backbones, fleet"),
@@ -165,6 +180,47 @@ WRONG: dict[str, tuple[str, int, str]] = {
         "`privacy.scale`: Expected `float` > 0",
     ),
     "nothing is left": ('[privacy]\nperturb = "pictures"\nscale = 1\nshrink = 1', 6, "`privacy.shrink`"),
+    "a budget of nothing": (
+        "[privacy]\nmax_epsilon = 8",
+        4,
+        "`privacy.max_epsilon` says nothing without `epsilon`",
+    ),
+    "nothing is clipped": ("[privacy]\nepsilon = 2\nmax_epsilon = 8", 4, "set `clip_norm`"),
+    "no budget": (
+        "[privacy]\nepsilon = 2\nclip_norm = 9",
+        4,
+        "`epsilon` is of one submission: set `max_epsilon`",
+    ),
+    "a budget that is spent at once": (
+        "[privacy]\nepsilon = 2\nclip_norm = 9\nmax_epsilon = 1",
+        6,
+        "max_epsilon (1) is less than epsilon (2): no device could hand in anything",
+    ),
+    "an epsilon that bounds nothing": (
+        "[privacy]\nepsilon = 21",
+        4,
+        "`privacy.epsilon`: Expected `float` <= 20",
+    ),
+    "a delta that promises nothing": (
+        "[privacy]\ndelta = 0.1",
+        4,
+        "`privacy.delta`: Expected `float` <= 0.001",
+    ),
+    "two kinds of noise": (
+        PRIVATE + 'perturb = "pictures"\nscale = 1',
+        7,
+        "perturbation and differential privacy exclude each other: take one",
+    ),
+    "outliers of a private task": (
+        PRIVATE + "[client]\nalpha = 0.99",
+        8,
+        "with differential privacy alpha must be 1: which outliers are left out hangs on other pictures",
+    ),
+    "rounds of a private task": (
+        'algorithm = "fedpcl"\n' + PRIVATE,
+        5,
+        'algorithm = "fedpcl" learns a projection from a device\'s own pictures, so that what one of them changes has',
+    ),
     "half of what leaves perturbed": (
         'algorithm = "fpl"\n[privacy]\nscale = 0.1\nperturb = "prototypes"',
         6,

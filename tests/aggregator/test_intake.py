@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from aggregator.intake import Expectation, Refused, check_evaluation, check_submission, read_message
 from protocol.codec import encode, to_tensor, to_unsigned
-from protocol.messages import DifferentialPrivacy, Evaluation, Perturbation, Presence, Submission, Tensor
+from protocol.messages import (
+    DifferentialPrivacy,
+    Evaluation,
+    Perturbation,
+    Presence,
+    Privacy,
+    Submission,
+    Tensor,
+)
 from tests.aggregator.made import (
     EXPECTATION,
     FEATURE_SIZE,
@@ -224,7 +232,8 @@ def test_noisy_counts_may_be_anything_plausible_or_not() -> None:
     """Under differential privacy, how many pictures there are is said with noise."""
     private = DifferentialPrivacy(clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=1.0)
     manifest = msgspec.structs.replace(EXPECTATION.manifest, differential_privacy=private)
-    taken = check_submission(_changed(pictures=3), replace(EXPECTATION, manifest=manifest))
+    spent = Privacy(epsilon=1.0, total_epsilon=1.0, delta=1e-5, releases=1)
+    taken = check_submission(_changed(pictures=3, privacy=spent), replace(EXPECTATION, manifest=manifest))
     assert taken.counts.sum() == 20
 
 
@@ -280,3 +289,27 @@ def test_a_wrong_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
     with pytest.raises(Refused) as caught:
         check_evaluation(spoilt, EXPECTATION, newest_head=2)
     assert caught.value.reason == reason
+
+
+PRIVATE_MANIFEST = msgspec.structs.replace(
+    EXPECTATION.manifest,
+    differential_privacy=DifferentialPrivacy(
+        clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=8.0
+    ),
+)
+PRIVATE = Expectation(EXPECTATION.task, PRIVATE_MANIFEST, FEATURE_SIZE)
+
+
+@pytest.mark.parametrize("total", [None, float("inf")])
+def test_a_private_task_takes_nothing_that_does_not_say_what_it_cost(total: float | None) -> None:
+    """A device that knows nothing of differential privacy hands in what has no noise: that is not taken."""
+    spent = None if total is None else Privacy(epsilon=1.0, total_epsilon=total, delta=1e-5, releases=1)
+    refused = _refused(_changed(privacy=spent), PRIVATE)
+    assert (refused.reason, "what it cost" in refused.detail) == ("malformed", True)
+
+
+def test_a_private_task_takes_what_was_paid_for() -> None:
+    """Noisy prototypes with noisy counts are prototypes."""
+    spent = Privacy(epsilon=1.0, total_epsilon=2.0, delta=1e-5, releases=2)
+    taken = check_submission(_changed(privacy=spent, pictures=20), PRIVATE)
+    assert taken.counts.tolist() == [5, 5, 5, 5]

@@ -335,3 +335,15 @@ def test_whatever_happens_there_is_one_good_head(events: list[Event]) -> None:
     state, _ = play(state, Ticked(last_s + 1e5, FLEET), Ticked(last_s + 2e5, FLEET))
     state, _ = play(state, *(Evaluated(device, state.newest, GOOD) for device in FLEET))
     assert state.trial is None
+
+
+def test_canaries_without_pictures_to_tell_of_say_that_it_runs() -> None:
+    """Under differential privacy all counts are 0: a head that runs on all canaries is taken, and no other."""
+    silent = Answer(right=0, pictures=0, before=0)
+    first, second = ranked(2)[:2]
+    state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, silent))
+    assert state.current == 2
+    (use,) = [action for action in actions if isinstance(action, Use)]
+    assert use.why == "it runs on 2 canaries, without pictures to compare it on"
+    state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, BROKEN))
+    assert (state.current, [type(action) for action in actions]) == (1, [Reject])

@@ -323,3 +323,15 @@ def test_what_waits_for_somebody(tmp_path: Path) -> None:
     assert "head 2 will be current soon: an operator's order waits" in _shown(summary)
     waits = "head 2 will be current when the aggregator is started: an operator's order waits"
     assert waits in _shown({**summary, "running": False})
+
+
+def test_the_most_that_a_device_has_spent_on_privacy_is_shown(tmp_path: Path) -> None:
+    """Over all tasks, and also if a device says less later; who has said nothing has no figure."""
+    store = _busy(tmp_path)
+    assert "epsilon" not in _shown(report(store))
+    for total in (1.5, 3.25, 2.0):
+        store.see_epsilon("a", total)
+    devices = {row["device"]: row["epsilon"] for row in report(store)["devices"]}
+    assert devices == {"a": 3.25, "b": None, "idle": None}
+    assert "epsilon" in _shown(report(store))
+    assert "3.25" in _shown(report(store))

@@ -174,7 +174,7 @@ def test_the_task_file_names_every_setting_and_its_default(tmp_path: Path) -> No
         (written["rollout"], full.rollout, Rollout()),
         (written["poisoning"], full.poisoning, Poisoning()),
     ):
-        assert set(default.__struct_fields__) - {"rounds", "privacy", "fedpcl", "fpl"} == set(table)
+        assert set(default.__struct_fields__) - {"rounds", "fedpcl", "fpl"} == set(table)
         for name in set(optional) & set(table):
             assert getattr(default, name) in (None, getattr(given, name)), name
 

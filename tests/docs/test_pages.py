@@ -58,10 +58,14 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
     "poisoning": {"check": False, "threshold": 1.0},
     "rollout": {"canary": 0.5, "margin": 0.5, "patience_s": 1.0},
-    "privacy": {"perturb": "pictures", "noise": "laplace", "scale": 0.5, "shrink": 0.5},
+    "privacy": {"perturb": "pictures", "noise": "laplace", "scale": 0.5, "shrink": 0.5}
+    | {"epsilon": 4.0, "delta": 1e-6, "clip_norm": 2.0, "max_epsilon": 9.0},
 }
 PERTURBED = PrivacySettings(perturb="prototypes", scale=0.1)
-BASES = dict.fromkeys(["perturb", "noise", "scale", "shrink"], PERTURBED)
+BASES = dict.fromkeys(["perturb", "noise", "scale", "shrink"], PERTURBED) | dict.fromkeys(
+    ["epsilon", "delta", "clip_norm", "max_epsilon"],
+    PrivacySettings(epsilon=2.0, clip_norm=1.0, max_epsilon=8.0),
+)
 """Settings of `[privacy]` among which a change of one says something."""
 
 

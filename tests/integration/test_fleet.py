@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from edge_client.cli import cli as edge_client
 from protocol.session import Broker
 from tests.graphs import tiny_backbone
 from tests.integration.fleet import PATIENCE_S, Fleet, write_digits
@@ -308,3 +310,34 @@ def test_without_a_broker_a_line_says_so(tmp_path: Path, address: Broker) -> Non
     fleet.wait_exit(device, code=0)
     (line,) = (tmp_path / "device.log").read_text().splitlines()
     assert f"no broker at {address}" in line
+
+
+@on_mosquitto
+def test_a_private_fleet_gets_a_head(fleet: Fleet, tmp_path: Path) -> None:
+    """Under differential privacy: noisy prototypes make a head, what was spent is shown on both sides, and no count."""
+    task = write_task(tmp_path, quorum=2)
+    private = "[client]\nbatch_size = 20\n[privacy]\nepsilon = 8\nclip_norm = 1\nmax_epsilon = 10\n"
+    task.write_text(task.read_text() + private)
+    aggregator = fleet.aggregator(task)
+    devices = [
+        fleet.device(
+            f"device-{number}",
+            write_digits(tmp_path / f"data-{number}", classes=list(range(10)), each=90),
+            "--once",
+        )
+        for number in range(2)
+    ]
+    for device in devices:
+        fleet.wait_exit(device)
+    summary = fleet.wait_for(
+        "the devices' farewells", lambda s: all(d["state"] == "stopped" for d in s["devices"])
+    )
+    assert [head["devices"] for head in summary["heads"]] == [2]
+    assert [row["epsilon"] for row in summary["devices"]] == [pytest.approx(8.0, rel=1e-2)] * 2
+    assert [(row["pictures"], row["right"], row["wrong"]) for row in summary["devices"]] == [(0, 0, 0)] * 2
+    assert summary["refusals"] == []
+    state = str(tmp_path / "devices" / "device-0")
+    own = json.loads(CliRunner().invoke(edge_client, ["status", "--json", "--state", state]).output)
+    assert own["privacy"]["total_epsilon"] == summary["devices"][0]["epsilon"]
+    assert sum(entry["pictures"] for entry in own["report"]["classes"]) == 900, "the owner sees what is there"
+    assert aggregator.poll() is None
