@@ -24,11 +24,16 @@ from protocol.metadata import HeadMetadata
 MAX_ONNX_DIFFERENCE = 1e-4
 
 
-def recipe_of(training: Training) -> Recipe:
-    """The recipe that a task file asks for."""
+def recipe_of(training: Training, *, private: bool = False) -> Recipe:
+    """The recipe that a task file asks for.
+
+    Where prototypes are `private`, they bear noise, which restoring the variance of their pictures would multiply by
+    the square root of their number: it is left out unless the file says otherwise.
+    """
     recipe = RECIPES[training.recipe]
-    if training.restore is not None:
-        recipe = dataclasses.replace(recipe, restore=training.restore, mix=recipe.mix and training.restore)
+    restore = False if training.restore is None and private else training.restore
+    if restore is not None:
+        recipe = dataclasses.replace(recipe, restore=restore, mix=recipe.mix and restore)
     if training.epochs is not None:
         recipe = dataclasses.replace(recipe, epochs=training.epochs, min_steps=0)
     return recipe
@@ -83,7 +88,7 @@ def run(job: HeadJob) -> Result:
         data.labels,
         data.counts,
         num_classes=len(manifest.classes),
-        recipe=recipe_of(job.training),
+        recipe=recipe_of(job.training, private=manifest.differential_privacy is not None),
         seed=job.training.seed,
         device=device,
         on_epoch=lambda epoch, epochs, loss: say({"epoch": epoch, "epochs": epochs, "loss": loss}),
