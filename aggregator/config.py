@@ -151,7 +151,7 @@ def load_task(path: Path) -> tuple[TaskFile, list[Path]]:
         raise ConfigError(f"cannot read the task file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected UTF-8 text: {error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(path, text, str(error))) from error

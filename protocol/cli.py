@@ -28,7 +28,7 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
         return
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise click.BadParameter(f"{path}: {error}") from error
     options = [option for option in context.command.params if isinstance(option, click.Option)]
     names = {option.name for option in options if option.expose_value}

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.x509.oid import NameOID
 
 from protocol.access import Access
@@ -68,7 +68,7 @@ def read_card(folder: Path) -> Card:
         keys = [bytes.fromhex(key) for key in (card.key, card.aggregator_key)]
     except OSError as error:
         raise ConfigError(f"no enrolment in {folder}: cannot read {file}: {error.strerror}") from error
-    except (ValueError, msgspec.ValidationError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged ({error}): {WAY_OUT}") from error
     if card.format != FORMAT:
         raise ConfigError(f"{file} has format {card.format}, expected {FORMAT}: upgrade protofleet here")
@@ -86,8 +86,7 @@ def read_enrolment(folder: Path) -> Enrolment:
     card = read_card(folder)
     authorities = _certificates(folder / "ca.crt")
     (certificate, *_) = _certificates(folder / "device.crt")
-    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    if [name.value for name in names] != [card.device]:
+    if _names(certificate) != [card.device]:
         raise ConfigError(f"{folder / 'device.crt'} is not that of {card.device}: {WAY_OUT}")
     if not any(_is_issued_by(certificate, authority) for authority in authorities):
         raise ConfigError(
@@ -113,13 +112,21 @@ def _certificates(file: Path) -> list[x509.Certificate]:
         return x509.load_pem_x509_certificates(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}; {WAY_OUT}") from error
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise ConfigError(f"{file} is no certificate in PEM: {WAY_OUT}") from error
+
+
+def _names(certificate: x509.Certificate) -> list[str | bytes]:
+    """Whom a certificate is for; nobody, if that cannot be read."""
+    try:
+        return [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    except ValueError:
+        return []
 
 
 def _is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -24,7 +25,7 @@ def read_key(path: Path) -> bytes:
         key = load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
         raise ConfigError(f"cannot read the key {path}: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path} is not a private key in PEM without a password") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"expected an Ed25519 key in {path}, got {type(key).__name__}")

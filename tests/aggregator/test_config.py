@@ -364,7 +364,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, reason: str) -> None
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """Not there, a folder, or no text."""
+    """Not there, a folder, no text, or nested without end."""
     with pytest.raises(ConfigError, match=r"cannot read the task file .*none.toml: No such file"):
         load_task(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
@@ -372,6 +372,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "task.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="expected UTF-8 text"):
         load_task(tmp_path / "task.toml")
+    with pytest.raises(ConfigError, match="recursion"):
+        load_task(_write(tmp_path, "classes = " + "[" * 10_000))
 
 
 def test_a_backbone_says_what_it_is(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_a_file_gives_settings(
         ),
         (b"batch_size = 'many'", "'many' is not a valid integer"),
         (b"\xff\xfe", "can't decode byte"),
+        (b"broker = " + b"[" * 10_000, "maximum recursion depth exceeded"),
     ],
 )
 def test_a_wrong_file_is_usage(

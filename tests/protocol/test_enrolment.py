@@ -1,5 +1,6 @@
 """A device's folder, as the aggregator has made it, is read whole or refused with a line."""
 
+import base64
 import re
 import shutil
 from pathlib import Path
@@ -49,6 +50,46 @@ def test_what_is_damaged_is_named(folder: Path, name: str) -> None:
     """A file with something else in it."""
     (folder / name).write_bytes(b"\xff not what it was")
     assert str(folder / name) in refused(folder)
+
+
+ED25519 = b"\x06\x03\x2b\x65\x70"
+"""How a key says in DER of what kind it is."""
+
+
+def spoil(file: Path, was: bytes, now: bytes) -> None:
+    """Change something in what a PEM file encodes."""
+    first, *lines, last = file.read_text().splitlines()
+    inner = base64.b64decode("".join(lines))
+    assert was in inner
+    changed = base64.encodebytes(inner.replace(was, now, 1)).decode()
+    file.write_text(f"{first}\n{changed}{last}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "was", "now", "said"),
+    [
+        ("signing.key", ED25519, b"\x06\x03\x2b\x65\x7f", "is not a private key"),
+        ("ca.crt", b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07", "is no certificate"),
+        ("device.crt", b"shed-1", b"shed-\xff", "device.crt is not that of shed-1"),
+        (
+            "device.crt",
+            b"\x2a\x86\x48\xce\x3d\x04\x03\x02",
+            b"\x2a\x86\x48\xce\x3d\x04\x03\x7f",
+            "not of the authority",
+        ),
+    ],
+    ids=["kind of key", "version", "name", "algorithm"],
+)
+def test_what_nobody_knows_is_refused(folder: Path, name: str, was: bytes, now: bytes, said: str) -> None:
+    """A kind of key, a version, a name or an algorithm that there is not: a line, and no stack trace."""
+    spoil(folder / name, was, now)
+    assert said in refused(folder)
+
+
+def test_a_card_nested_without_end_is_damaged(folder: Path) -> None:
+    """Before it overflows anything."""
+    (folder / "enrolment.toml").write_text("key = " + "[" * 10_000)
+    assert "is damaged" in refused(folder)
 
 
 @pytest.mark.parametrize(
