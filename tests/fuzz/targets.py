@@ -2,6 +2,7 @@
 
 from tests.fuzz.aggregators import AGGREGATOR
 from tests.fuzz.devices import DEVICE
+from tests.fuzz.enrolments import ENROLMENT
 from tests.fuzz.files import ARRAYS, LOG, METADATA
 from tests.fuzz.graphs import GRAPHS
 from tests.fuzz.handed_in import HANDED_IN
@@ -24,5 +25,6 @@ TARGETS: dict[str, Target] = {
         ARRAYS,
         METADATA,
         LOG,
+        ENROLMENT,
     )
 }

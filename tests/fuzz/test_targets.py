@@ -25,7 +25,7 @@ RUNS = 400
 
 def known(target: Target) -> list[bytes]:
     """The seeds of a target, and what is kept of what fuzzing has found."""
-    files = sorted((CORPUS / target.name).iterdir())
+    files = sorted((CORPUS / target.name).glob("*"))
     return [*target.seeds(), *(file.read_bytes() for file in files)]
 
 
@@ -63,9 +63,9 @@ def test_what_is_near_a_known_input_is_taken(target: Target) -> None:
 
 
 def test_the_known_inputs_are_few_and_small() -> None:
-    """They are committed, and belong to targets that there are."""
+    """They are committed, and belong to targets that there are; an enrolment has keys, and is made anew each time."""
     files = [path for path in CORPUS.rglob("*") if path.is_file()]
-    assert {path.parent.name for path in files} == TARGETS.keys()
+    assert {path.parent.name for path in files} == TARGETS.keys() - {"enrolment"}
     assert len(files) < 300
     assert sum(path.stat().st_size for path in files) < 500_000
 
