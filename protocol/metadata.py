@@ -16,7 +16,7 @@ PROPERTY = "protofleet"
 
 _Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _Version = Annotated[str, Meta(pattern=r"^\d+(\.\d+){1,3}$")]
-_Size = Annotated[int, Meta(gt=0)]
+_Size = Annotated[int, Meta(gt=0, le=2**20)]  # of arrays that are made by it
 _Metadata = TypeVar("_Metadata", "BackboneMetadata", "HeadMetadata", "GraphMetadata", "ModelMetadata")
 
 

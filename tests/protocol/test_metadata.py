@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +95,13 @@ def test_broken_metadata_is_refused(reader: Callable[[Mapping[str, str]], object
     """Metadata that is not ours, cut or of another shape is refused in one message."""
     with pytest.raises(BackboneMismatch, match="does not fit"):
         reader({PROPERTY: text})
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**20 + 1, 2**62])
+def test_a_size_that_no_array_has_is_refused(size: int) -> None:
+    """Before room is made for it."""
+    with pytest.raises(BackboneMismatch, match="does not fit"):
+        graph_metadata(to_properties(msgspec.structs.replace(GRAPH, projection_size=size)))
 
 
 def test_a_head_is_no_backbone() -> None:
