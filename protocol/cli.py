@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_OURS = ("aggregator", "edge_client", "export", "protocol")
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -142,10 +144,15 @@ class _Lines(logging.Formatter):
 
 
 def start_logging(*, verbose: bool) -> None:
-    """Log to stderr: one line an event, with the time."""
+    """Log to stderr: one line an event, with the time.
+
+    More is said by our own code alone: in a debug line of Pillow stands what is in a picture, GPS positions included.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines("%(asctime)s %(message)s", "%H:%M:%S"))
-    logging.basicConfig(level=logging.DEBUG if verbose else logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for package in _OURS:
+        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.NOTSET)
 
 
 def stop_on_terminate() -> None:

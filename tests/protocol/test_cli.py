@@ -197,6 +197,16 @@ def test_a_log_line_stays_one_line_and_paints_nothing(capsys: pytest.CaptureFixt
     assert trace[0].startswith("Traceback")
 
 
+def test_verbose_is_about_our_own_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """A library's debug lines stay unsaid: Pillow's have what stands in a picture's metadata."""
+    start_logging(verbose=True)
+    logging.getLogger("PIL.TiffImagePlugin").debug("tag: GPSInfo - value: 52.5 N")
+    logging.getLogger("edge_client.device").debug("ours")
+    start_logging(verbose=False)
+    logging.getLogger("edge_client.device").debug("no more")
+    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["ours"]
+
+
 def test_a_reader_that_goes_away_gets_no_stack_trace() -> None:
     """Piped into something that ends early, a program ends with 1 and is quiet."""
     read, write = os.pipe()
