@@ -435,7 +435,8 @@ def _built(state: State, built: Built) -> Step:
         # With nothing handed in yet there is nothing to go on with: a person has to look.
         going_on = built.may_pass or state.submitted is not None
         going_on = going_on or any(upload.item.kind == "submission" for upload in state.uploads)
-        going_on = going_on and state.mode is Mode.SERVICE
+        # Of a task that is only remembered, there may be a better one by now.
+        going_on = (going_on or not state.confirmed) and state.mode is Mode.SERVICE
         return state, (Tell(built.reason, error=True) if going_on else Exit(1, built.reason),)
     if state.mode is Mode.DRY_RUN:
         return state, (Exit(0),)

@@ -108,7 +108,7 @@ class DownloadEnded:
 
 @dataclass(frozen=True)
 class Built:
-    """A submission was made, or could not be, and why; `may_pass` if the next round may go better."""
+    """A submission was made, or could not be, and why; `may_pass` if the next round or task may go better."""
 
     task: bytes
     item: Item | None

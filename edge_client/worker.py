@@ -41,7 +41,14 @@ from edge_client.work import (
 )
 from protocol.access import OPEN, Access
 from protocol.codec import digest_of, encode
-from protocol.errors import ConfigError, GraphRefused, PrivacyRefused, ProtofleetError, StateError
+from protocol.errors import (
+    BackboneMismatch,
+    ConfigError,
+    GraphRefused,
+    PrivacyRefused,
+    ProtofleetError,
+    StateError,
+)
 from protocol.messages import BlobRef, Evaluation, HeadRef, RoundManifest, TaskManifest
 from protocol.session import Broker
 
@@ -203,7 +210,8 @@ class Worker:
                 raise
             return  # what it was about to read may have been deleted by now
         except ProtofleetError as error:
-            may_pass = isinstance(error, Diverged | GraphRefused | PrivacyRefused)
+            # What the aggregator has sent, it can mend: with the next round, or the next task.
+            may_pass = isinstance(error, BackboneMismatch | Diverged | GraphRefused | PrivacyRefused)
             built = events.Built(build.task, None, number, str(error), may_pass=may_pass)
         if self._is_due(build):
             self._emit(built)

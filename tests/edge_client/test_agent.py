@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,6 +50,11 @@ HEAD_MANIFEST = HeadManifest(
 
 LIMITS = (None, 2_000_000, 20_000, 3_000)
 """What brokers say of their largest packet; the last is one for a toy."""
+
+
+def replace_task(manifest: TaskManifest) -> TaskManifest:
+    """Another task on the same backbone."""
+    return msgspec.structs.replace(manifest, seed=manifest.seed + 1)
 
 
 def _begin(mode: Mode = Mode.ONCE, *, loss: float = 0.0, seed: int = 0, **more: Any) -> World:
@@ -365,6 +371,19 @@ def test_an_unwanted_device_ends_and_says_so() -> None:
     _, actions = step(state, events.ReceiptSeen(refusal), now_s=1)
     assert isinstance(actions[0], events.Exit)
     assert "who?" in actions[0].text
+
+
+def test_a_recalled_task_that_fails_is_no_reason_to_end() -> None:
+    """A service whose remembered task cannot be worked on stays until it has heard whether there is a better one."""
+    better = replace_task(MANIFEST)
+    state = replace(State(mode=Mode.SERVICE), stored=frozenset({MANIFEST.backbones[0].digest}))
+    state, _ = step(state, events.TaskSeen(TASK, MANIFEST, recalled=True), now_s=0)
+    state, actions = step(state, events.Built(TASK, None, reason="no such class"), now_s=1)
+    assert actions == (events.Tell("no such class", error=True),)
+    state, actions = step(state, events.TaskSeen(b"u" * 32, better), now_s=2)
+    assert events.Build(b"u" * 32, better) in actions
+    _, actions = step(state, events.Built(b"u" * 32, None, reason="no such class"), now_s=3)
+    assert actions == (events.Exit(1, "no such class"),)
 
 
 def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
