@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import io
 import json
+import mmap
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.onnx_file import check_graph
 from protocol.blobstore import file_digest
-from protocol.errors import BackboneMismatch, ProtofleetError, RuntimeMissing
+from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError, RuntimeMissing
+from protocol.messages import MAX_BLOB_BYTES
 from protocol.metadata import BackboneMetadata, backbone_metadata
 
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
@@ -120,8 +123,9 @@ def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | Non
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
-        BackboneMismatch: the file cannot be loaded or is no backbone of ours.
+        BackboneMismatch: the file cannot be loaded, is no backbone of ours, or not one that may be run here.
     """
+    _look_through(path)
     opened = open_session(path, provider=provider, threads=threads)
     metadata = backbone_metadata(opened.session.get_modelmeta().custom_metadata_map)
     _check_ends(opened.session, metadata, path.name)
@@ -132,6 +136,16 @@ def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | Non
         note=opened.note,
         session=opened.session,
     )
+
+
+def _look_through(path: Path) -> None:
+    """See that a backbone has ONNX's own operators alone and is one file, as a graph of a program."""
+    try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        check_graph(memoryview(data), max_bytes=MAX_BLOB_BYTES)
+    except (OSError, ValueError, GraphRefused) as error:  # of an empty file there is no map
+        raise BackboneMismatch(f"cannot load {path.name}: {error}") from error
 
 
 def open_session(file: Path | bytes, *, provider: Provider, threads: int | None) -> Session:

@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.backbone import Backbone, first_line
+from edge_client.ending import ending
 from edge_client.features import Refusal, feature_batches
-from edge_client.graph import Tensors, bind, check_graph, open_checked, open_graph
+from edge_client.graph import Tensors, bind, open_checked, open_graph
 from edge_client.images import unlabelled
+from edge_client.onnx_file import check_graph
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.metadata import HeadMetadata, head_metadata
 
@@ -41,9 +43,10 @@ class Head:
             GraphRefused: it fails on these.
         """
         try:
-            probabilities: NDArray[np.float32] = self.session.run(
-                ["probabilities"], {"feature": features, **self.bound}
-            )[0]
+            with ending() as options:
+                probabilities: NDArray[np.float32] = self.session.run(
+                    ["probabilities"], {"feature": features, **self.bound}, options
+                )[0]
         except Exception as error:  # ONNX Runtime has no error of its own to catch
             raise GraphRefused(f"the head does not run: {first_line(error)}") from error
         return probabilities

@@ -12,7 +12,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from edge_client.graph import Graph, Tensors, check_graph, open_graph
+from edge_client.graph import Graph, Tensors, open_graph
+from edge_client.onnx_file import check_graph
 from edge_client.prototypes import class_means
 from edge_client.trainer import Checkpoint, Diverged, Schedule, Watch, first_state, project, train
 from protocol.blobstore import BlobStore

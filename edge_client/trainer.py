@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.backbone import require_runtime
+from edge_client.ending import ending
 from edge_client.features import Interrupted
 from edge_client.graph import FREE, Graph, Slot, Tensors, bind, failed, fit
 from protocol.errors import GraphRefused, ProtofleetError
@@ -241,7 +242,8 @@ class _Machine:
         np.take(feature, rows, axis=0, out=self._feature[: len(rows)], mode="clip")
         np.take(labels, rows, out=self._labels[: len(rows)], mode="clip")
         try:
-            self._step.session.run_with_iobinding(self._binding(len(rows)))
+            with ending() as options:
+                self._step.session.run_with_iobinding(self._binding(len(rows)), options)
         except Exception as error:  # ONNX Runtime has no error of its own to catch
             raise failed(self._step.metadata.role, error) from error
         self._turn = 1 - self._turn

@@ -142,6 +142,20 @@ def _with_edge(end: str, axis: int, edge: int) -> bytes:
     return bytes(model.SerializeToString())
 
 
+def _with_a_foreign_operator() -> bytes:
+    model = onnx.load_model_from_string(tiny_backbone())
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return bytes(model.SerializeToString())
+
+
+def _with_data_elsewhere() -> bytes:
+    model = onnx.load_model_from_string(tiny_backbone())
+    tensor = model.graph.initializer[0]
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../signing.key")
+    return bytes(model.SerializeToString())
+
+
 def _with_feature_size(size: int) -> bytes:
     model = onnx.load_from_string(tiny_backbone())
     metadata = backbone_metadata({entry.key: entry.value for entry in model.metadata_props})
@@ -160,6 +174,8 @@ def _with_feature_size(size: int) -> bytes:
         (_with_edge("input", 0, 1), r"must have image .*\('n', 8, 8, 3\).* has image .*\(1, 8, 8, 3\)"),
         (_with_edge("input", 1, 9), r"\('n', 9, 8, 3\)"),
         (_with_edge("output", 1, 15), "has .*feature"),
+        (_with_a_foreign_operator(), "ONNX's own operators alone, got some of 'com.microsoft'"),
+        (_with_data_elsewhere(), "one file, got one that keeps tensors in other files"),
         (_with_feature_size(15), r"must have .*\('n', 15\), and has .*\('n', 16\)"),
     ],
     ids=[
@@ -171,6 +187,8 @@ def _with_feature_size(size: int) -> bytes:
         "one picture at a time",
         "another height",
         "another output",
+        "foreign operators",
+        "data in other files",
         "another size than it says",
     ],
 )

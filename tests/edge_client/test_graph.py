@@ -11,17 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.graph import (
-    MAX_DEPTH,
-    MAX_FIELDS,
-    MAX_GRAPH_BYTES,
-    Role,
-    Slot,
-    bind,
-    check_graph,
-    fit,
-    open_graph,
-)
+from edge_client.graph import Role, Slot, bind, fit, open_graph
+from edge_client.onnx_file import MAX_DEPTH, MAX_FIELDS, MAX_GRAPH_BYTES, check_graph
 from protocol.errors import GraphRefused
 from tests.edge_client.made_graphs import file, model, opened, round_tensors
 

@@ -8,11 +8,13 @@ import onnx
 import pytest
 from PIL import Image
 
+from edge_client import ending
 from edge_client.backbone import Backbone
 from edge_client.images import decode
 from edge_client.predictor import Head, evaluate, open_head, open_round_head, predict
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.preprocessing import preprocess
+from tests.attacks.graphs import endless, spoilt
 from tests.edge_client import made_graphs
 from tests.edge_client.made import CLASSES, choosy, linear_head, tiny, write_pictures
 
@@ -116,6 +118,16 @@ def test_a_head_from_elsewhere_is_looked_through(tmp_path: Path) -> None:
     head.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
     with pytest.raises(GraphRefused, match="ONNX's own"):
         open_head(head.SerializeToString(), backbones=[backbone])
+
+
+def test_a_head_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop without end in a head takes its time and no more; a good head runs on after it."""
+    backbone = tiny(tmp_path)
+    good = linear_head([backbone], np.zeros((16, 2), dtype=np.float32))
+    monkeypatch.setattr(ending, "MAX_RUN_S", 0.5)
+    with pytest.raises(GraphRefused, match="has not come to an end within"):
+        open_head(spoilt(good, endless), backbones=[backbone])
+    assert open_head(good, backbones=[backbone]).probabilities(np.zeros((1, 16), np.float32)).shape == (1, 2)
 
 
 def test_features_of_several_backbones_stand_in_their_order(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""An ONNX file taken apart, before ONNX Runtime sees it: what it says of itself, and what it may not have. Pure."""
+
+import itertools
+from collections.abc import Iterator
+
+from protocol.errors import GraphRefused
+from protocol.metadata import PROPERTY
+
+MAX_GRAPH_BYTES = 64 * 1024**2
+
+MAX_FIELDS = 2**18
+"""Fields of a graph's file: a tensor's values are one. So looking through it ends soon, whatever it is full of."""
+
+MAX_ENTRY_FIELDS = 16
+"""Of a property: it has two."""
+
+MAX_DEPTH = 100
+"""Messages in one another: protobuf's own limit, and so ONNX Runtime's."""
+
+# What holds what in ONNX's own format, by field number, as far as it leads to operators or tensors.
+_DOMAIN, _EXTERNAL, _ENTRY = "domain", "external", "entry"
+_NESTED: dict[str, dict[int, str]] = {
+    "model": {7: "graph", 8: "opset", 14: _ENTRY, 20: "training", 25: "function"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute", 7: _DOMAIN},
+    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
+    "tensor": {13: _EXTERNAL, 14: _EXTERNAL},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "opset": {1: _DOMAIN},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 9: "opset", 10: _DOMAIN, 11: "attribute"},
+}
+
+
+def check_graph(file: bytes | memoryview, *, max_bytes: int = MAX_GRAPH_BYTES) -> dict[str, str]:
+    """Look through an ONNX file before ONNX Runtime sees it; returns what it says of itself, if it does.
+
+    It is taken apart here, for there is no `onnx` on a device. Every occurrence of a field counts, also of one
+    that a reader would overwrite with a later one, and what a reader could understand in two ways is refused.
+
+    Raises:
+        GraphRefused: it is too large, broken, uses operators outside ONNX's own, or refers to other files.
+    """
+    if len(file) > max_bytes:
+        raise GraphRefused(f"expected a graph of at most {max_bytes} bytes, got {len(file)}")
+    properties: dict[str, str] = {}
+    seen = 0
+    open_messages = [("model", _fields(memoryview(file)))]
+    while open_messages:
+        message, fields = open_messages[-1]
+        for number, value in fields:
+            seen += 1
+            kind = _NESTED[message].get(number)
+            if kind == _EXTERNAL and value:
+                raise GraphRefused("expected a graph in one file, got one that keeps tensors in other files")
+            if kind is None or isinstance(value, int):
+                continue
+            if kind == _DOMAIN:
+                _check_domain(value)
+            elif kind == _ENTRY:
+                properties.update(_own_property(value))
+            else:
+                open_messages.append((kind, _fields(value)))
+                break
+        else:
+            open_messages.pop()
+        if seen > MAX_FIELDS or len(open_messages) > MAX_DEPTH:
+            raise GraphRefused(f"expected a graph of at most {MAX_FIELDS} fields, {MAX_DEPTH} in one another")
+    return properties
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Take a protobuf message apart: each field's number and its value, an integer or bytes.
+
+    Raises:
+        GraphRefused: it is none.
+    """
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, encoding = tag >> 3, tag & 7
+        if not 0 < tag < 2**32 or encoding not in (0, 1, 2, 5):
+            raise GraphRefused("expected an ONNX file, got bytes that are none")
+        if encoding == 0:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        size, at = _varint(data, at) if encoding == 2 else ({1: 8, 5: 4}[encoding], at)
+        if at + size > len(data):
+            raise GraphRefused("expected an ONNX file, got one that ends in the middle, or none")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """An integer of seven bits a byte, and where it ends."""
+    value = 0
+    for place, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value, at + place + 1
+    raise GraphRefused("expected an ONNX file, got one that ends in the middle, or none")
+
+
+def _check_domain(value: memoryview) -> None:
+    domain = _text(value)
+    if domain not in {"", "ai.onnx"}:
+        raise GraphRefused(f"expected ONNX's own operators alone, got some of {domain[:100]!r}")
+
+
+def _own_property(value: memoryview) -> dict[str, str]:
+    """The property in an entry, if it is ours."""
+    fields = list(itertools.islice(_fields(value), MAX_ENTRY_FIELDS + 1))
+    if len(fields) > MAX_ENTRY_FIELDS:
+        raise GraphRefused(f"expected properties of at most {MAX_ENTRY_FIELDS} fields, got one of more")
+    entry = dict(fields)
+    return {PROPERTY: _text(entry.get(2))} if _text(entry.get(1)) == PROPERTY else {}
+
+
+def _text(value: int | memoryview | None) -> str:
+    return bytes(value).decode(errors="replace") if isinstance(value, memoryview) else ""
