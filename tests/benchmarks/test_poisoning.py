@@ -1,0 +1,57 @@
+"""A fleet of which a part lies: who is found, and what heads come to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from aggregator.intake import Prototypes
+from benchmarks.__main__ import cli
+from benchmarks.poisoning import METHODS, lie
+from tests.benchmarks.fleets import domain, fill_cache
+
+
+def test_a_report_of_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liars are found, others are not, and setting them aside is better than training on what they say."""
+    fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, pictures=600)})
+    file = tmp_path / "report.json"
+    arguments = ["--pictures", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
+    result = CliRunner().invoke(cli, ["poisoning", *arguments, "--seed", "0", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"]
+    assert [(run["attack"], run["found"], run["liars"], run["wronged"]) for run in runs] == [
+        ("", 0, 0, 0),
+        ("flip", 3, 3, 0),
+        ("noise", 3, 3, 0),
+    ]
+    honest, flip, _ = (run["accuracies"] for run in runs)
+    assert honest.keys() == set(METHODS)
+    assert honest["check"] == honest["none"]
+    assert flip["check"] > flip["none"]
+    assert "flip      30%      3/3      0/7" in result.stdout
+
+
+def test_without_training_it_only_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is all that is needed to choose a threshold: a low one wrongs everybody's neighbour."""
+    fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, pictures=600)})
+    arguments = ["--pictures", "600", "--no-train", "--share", "0", "--threshold", "1.5", "--seed", "0"]
+    result = CliRunner().invoke(cli, ["poisoning", *arguments, "--json", str(tmp_path / "report.json")])
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert run["accuracies"] == {}
+    assert run["wronged"] > 0
+
+
+def test_the_lies() -> None:
+    """Each class by the next one's name, or noise in the place of all values."""
+    labels = np.array([0, 1, 2])
+    part = Prototypes(np.eye(3, 300, dtype=np.float32), labels, np.full(3, 5))
+    flip = lie(part, "flip", classes=3, seed=0)
+    assert flip.labels.tolist() == [1, 2, 0]
+    assert np.array_equal(flip.values, part.values)
+    noise = lie(part, "noise", classes=3, seed=0)
+    assert noise.labels.tolist() == [0, 1, 2]
+    assert noise.values.std() > 2 * part.values.std()
