@@ -22,7 +22,7 @@ check: .venv/installed     ## lint, types and who may import whom
 	$(BIN)/lint-imports
 
 FUZZ_RUNS ?= 10000000
-fuzz: .venv/installed      ## hostile bytes for all that reads any: FUZZ_RUNS=10000000 inputs, about an hour on one core
+fuzz: .venv/installed      ## hostile bytes for all that reads any, FUZZ_RUNS=10000000 inputs; more than an hour
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3.0'
 	$(BIN)/python -m tests.fuzz --runs $(FUZZ_RUNS) $(FUZZ)
 
