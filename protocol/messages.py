@@ -327,8 +327,8 @@ class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):
     """Byte ranges [start, stop) still wanted; the first ones, if there are more than fit."""
     reason: Reason | None = None
     detail: Text = ""
-    sequence: Natural = 0
-    """With `superseded`: the sequence that stands; send a greater one."""
+    sequence: Annotated[int, Meta(ge=0, le=2**62)] = 0
+    """With `superseded`: the sequence that stands; send a greater one. Whoever forges it leaves room for others."""
 
 
 class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):

@@ -280,7 +280,7 @@ MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
         missing=st.lists(st.tuples(_byte_count, _byte_count), max_size=64).map(tuple),
         reason=st.sampled_from([None, "malformed", "version", "oversized", "digest", "superseded"]),
         detail=_text,
-        sequence=_natural,
+        sequence=st.integers(0, 2**62),
     ),
     _version_one(
         BlobRequest, digest=_digest, offset=_byte_count, length=st.integers(1, 16 * MAX_CHUNK_BYTES)
