@@ -457,10 +457,11 @@ class Store:
     def count_refusal(self, device: str, *, reason: str, detail: str, now_s: float, times: int = 1) -> bool:
         """Count something refused; returns whether it is the first of its device and reason.
 
-        What is one name too many is counted under `?`: anybody can make up any number of them.
+        What is one name too many is counted under `?`: anybody can make up any number of them. Those that an operator
+        has enrolled always have their own.
         """
         known = self._read("SELECT 1 FROM refusals WHERE device = ? AND reason = ?", device, reason)
-        if not known and device != "?" and self._read("SELECT count(*) FROM refusals")[0][0] >= MAX_REFUSALS:
+        if not (known or device == "?" or self._has_room_to_refuse(device)):
             return self.count_refusal("?", reason=reason, detail=detail, now_s=now_s, times=times)
         self._write(
             "INSERT INTO refusals VALUES (?, ?, ?, ?, ?) ON CONFLICT (device, reason) "
@@ -468,6 +469,12 @@ class Store:
             device, reason, times, now_s, detail,
         )  # fmt: skip
         return not known
+
+    def _has_room_to_refuse(self, device: str) -> bool:
+        known = self.keys.key_of(device)
+        if known is not None and known.enrolled:
+            return True
+        return int(self._read("SELECT count(*) FROM refusals")[0][0]) < MAX_REFUSALS
 
     def devices(self) -> list[tuple[str, str, float, dict[str, Any]]]:
         """Name, state, when last heard of (unix seconds) and info of every device."""

@@ -33,6 +33,18 @@ def test_refusals_of_ever_more_names_are_counted_together(
     }
 
 
+def test_who_is_enrolled_is_named_however_many_others_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dishonest device cannot hide behind names that it has made up before."""
+    monkeypatch.setattr(store_module, "MAX_REFUSALS", 3)
+    store = Store(tmp_path)
+    store.keys.enrol_key("shed-1", bytes(32), now_s=0.0)
+    for device in (*"abcdefgh", "shed-1"):
+        store.count_refusal(device, reason="signature", detail="", now_s=0.0)
+    assert ("shed-1", "signature", 1, "") in store.refusals()
+
+
 def test_devices_that_nobody_has_enrolled_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
