@@ -7,7 +7,7 @@ import click
 # Read by OpenMP when torch is first imported: threads that spin while they wait slow their neighbours down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks import device, fedpcl, fedtc, fpl, ingest, memory, poisoning, soak, step
+from benchmarks import device, fedpcl, fedtc, fpl, ingest, memory, poisoning, privacy, soak, step
 from protocol.cli import run
 
 
@@ -23,6 +23,7 @@ cli.add_command(fpl.command)
 cli.add_command(ingest.ingest)
 cli.add_command(memory.memory)
 cli.add_command(poisoning.command)
+cli.add_command(privacy.command)
 cli.add_command(soak.soak)
 cli.add_command(step.step)
 

@@ -1,0 +1,155 @@
+"""What two submissions give away that one does not: a device that has a picture more hands in all of them again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.decoder import Decoder, decode
+from benchmarks.leakage import CANDIDATES, best_ssim
+from benchmarks.reconstruction import Scene
+from edge_client.prototypes import batch_prototypes
+
+
+def submit(
+    features: NDArray[np.float32], *, batch: int, alpha: float, seed: Sequence[int]
+) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
+    """Return what a device hands in of one class: float16 prototypes (m, L) and their counts (m,).
+
+    Args:
+        features: float32 (n, L), in the order of the pictures' names.
+        batch: B.
+        alpha: share of the features that filtering keeps.
+        seed: of the shuffle; a device has the same one for a class of a task, whatever its pictures are.
+    """
+    values, counts = batch_prototypes(
+        lambda: [features], alpha=alpha, batch_size=batch, min_images=2, rng=np.random.default_rng(seed)
+    )
+    return values.astype(np.float16), counts
+
+
+def added_feature(
+    before: tuple[NDArray[np.float16], NDArray[np.uint32]],
+    after: tuple[NDArray[np.float16], NDArray[np.uint32]],
+) -> NDArray[np.float32]:
+    """Take the weighted sum of a class's prototypes from that of the next submission: the new feature, (L,).
+
+    Exact but for the rounding to float16, where filtering dropped the same pictures both times.
+    """
+    first, second = (
+        counts.astype(np.float64) @ values.astype(np.float64) for values, counts in (before, after)
+    )
+    added: NDArray[np.float32] = (second - first).astype(np.float32)
+    return added
+
+
+def unmix(
+    submissions: Sequence[tuple[NDArray[np.float16], NDArray[np.uint32]]], *, batch: int, seed: Sequence[int]
+) -> NDArray[np.float32]:
+    """Solve for single features, (n, L), by someone who can tell how pictures were shuffled; a few stay mixed.
+
+    Each submission is a linear equation for each of its prototypes. Nothing was filtered, and each submission has
+    one picture more than the one before, at the end: so the number of unknowns hardly grows, and that of equations
+    does.
+
+    Args:
+        submissions: in their order.
+        batch: B.
+        seed: of the shuffle.
+    """
+    pictures = int(submissions[-1][1].sum())
+    rows, known = [], []
+    for values, counts in submissions:
+        had = int(counts.sum())
+        shares = batch_prototypes(
+            lambda size=had: [np.eye(size, dtype=np.float32)],  # type: ignore[misc]
+            alpha=1.0,
+            batch_size=batch,
+            min_images=2,
+            rng=np.random.default_rng(seed),
+        )[0]
+        rows.append(np.pad(shares.astype(np.float64), ((0, 0), (0, pictures - had))))
+        known.append(values.astype(np.float64))
+    solved: NDArray[np.float64] = np.linalg.lstsq(np.concatenate(rows), np.concatenate(known), rcond=None)[0]
+    return solved.astype(np.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resubmitted:
+    """What submissions of nearly the same pictures give away.
+
+    Attributes:
+        batch: B.
+        error: median relative error of the feature of a picture that came between two submissions, around its
+            class mean.
+        ssim: mean SSIM of what is painted of it to the picture.
+        top_1: how often it is told from 99 strangers of its class.
+        submissions: those by which somebody who can tell the shuffle has as many equations as unknowns.
+        all_error: median relative error of every feature of the device by then; None if it has too few pictures.
+    """
+
+    batch: int
+    error: float
+    ssim: float
+    top_1: float
+    submissions: int
+    all_error: float | None
+
+
+def resubmit(scene: Scene, decoder: Decoder, *, batch: int, pictures: int, seed: int) -> Resubmitted:
+    """Let a device hand in again with a picture more, of each class in turn, and a server compare.
+
+    Args:
+        scene: who has what.
+        decoder: the attacker's.
+        batch: B.
+        pictures: of each class, at first.
+        seed: of the shuffles.
+    """
+    errors, found, alike, solved, submissions = [], [], [], [], 0
+    rng = np.random.default_rng(seed)
+    for label, strangers in scene.strangers.items():
+        rows = scene.device[scene.labels[scene.device] == label]
+        mine, centre = scene.features[rows], scene.features[rows].mean(axis=0)
+        key = (seed, label)
+        for newest in range(pictures, min(pictures + 10, len(rows))):
+            before, after = (
+                submit(mine[:had], batch=batch, alpha=0.99, seed=key) for had in (newest, newest + 1)
+            )
+            added = added_feature(before, after)
+            errors.append(_error(added, mine[newest], centre))
+            others = scene.features[rng.permutation(strangers)[: CANDIDATES - 1]]
+            nearest = np.linalg.norm(others - added, axis=1).min()
+            found.append(bool(np.linalg.norm(mine[newest] - added) < nearest))
+            painted = decode(decoder, added[None], scene.pictures.shape[1:])[0]
+            alike.append(best_ssim(painted, scene.pictures[rows[newest]][None]))
+        submissions = _enough(pictures, batch)
+        if pictures + submissions - 1 <= len(mine):
+            handed_in = [
+                submit(mine[: pictures + more], batch=batch, alpha=1.0, seed=key)
+                for more in range(submissions)
+            ]
+            every = unmix(handed_in, batch=batch, seed=key)
+            solved += [_error(one, true, centre) for one, true in zip(every, mine, strict=False)]
+    return Resubmitted(
+        batch=batch,
+        error=float(np.median(errors)),
+        ssim=float(np.mean(alike)),
+        top_1=float(np.mean(found)),
+        submissions=submissions,
+        all_error=float(np.median(solved)) if solved else None,
+    )
+
+
+def _enough(pictures: int, batch: int) -> int:
+    """Submissions, each with a picture more, that make as many equations as there are features, and one more."""
+    submissions, equations = 1, max(pictures // batch, 1)
+    while equations < pictures + submissions - 1:
+        equations += max((pictures + submissions) // batch, 1)
+        submissions += 1
+    return submissions + 1
+
+
+def _error(found: NDArray[np.float32], true: NDArray[np.float32], centre: NDArray[np.float32]) -> float:
+    return float(np.linalg.norm(found - true) / np.linalg.norm(true - centre))

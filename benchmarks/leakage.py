@@ -1,0 +1,203 @@
+"""What prototypes tell of the single pictures in them, by an attacker who knows pictures of the same kind."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.prototypes import batch_prototypes
+
+CANDIDATES = 100
+"""Pictures of a class among which the one in a prototype is to be found."""
+LUMINANCE = np.array([0.299, 0.587, 0.114], dtype=np.float32)
+# A direction in which public features hardly spread would count for too much.
+LEAST_VARIANCE = 0.01
+
+
+@dataclass(frozen=True)
+class Release:
+    """Prototypes as a server gets them, and what it does not get: which pictures are in which.
+
+    Attributes:
+        values: float32 (m, L), each at one time float16, as on the wire.
+        labels: int64 (m,).
+        counts: int64 (m,).
+        noise: float64 (m,), the deviation of what was added to each of its values; everybody knows it.
+        members: for each prototype the rows of its pictures, among all.
+    """
+
+    values: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    noise: NDArray[np.float64]
+    members: tuple[NDArray[np.intp], ...]
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What public features say of how features lie around the mean of their class.
+
+    Attributes:
+        centres: float32 (C, L).
+        axes: float32 (L, L), a column for each principal axis within classes.
+        variances: float32 (L,), along them; none is near zero.
+    """
+
+    centres: NDArray[np.float32]
+    axes: NDArray[np.float32]
+    variances: NDArray[np.float32]
+
+    def along(self, features: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return deviations (n, L) from the centres of classes (n,), along the axes."""
+        return ((features - self.centres[labels]) @ self.axes).astype(np.float32)
+
+    def denoise(self, release: Release) -> NDArray[np.float32]:
+        """Return the best linear guess (m, L) at what prototypes were before noise came on them."""
+        spread = self.variances / release.counts[:, None]
+        kept = self.along(release.values, release.labels) * (spread / (spread + release.noise[:, None] ** 2))
+        return (self.centres[release.labels] + kept @ self.axes.T).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Linkage:
+    """How well pictures are told to be in a prototype.
+
+    Attributes:
+        auc: chance that a picture in a prototype scores higher than one of its class that is not: 0.5 is none.
+        top_1: how often the one in the prototype scores highest among CANDIDATES.
+    """
+
+    auc: float
+    top_1: float
+
+
+Score: TypeAlias = Callable[[int, NDArray[np.intp]], NDArray[np.float64]]
+"""From the number of a prototype and the rows of pictures (n,) to how likely these are in it, (n,)."""
+
+
+def deal(
+    features: NDArray[np.float32], labels: NDArray[np.int64], rows: NDArray[np.intp], *, batch: int, seed: int
+) -> Release:
+    """Make the prototypes of a device by its own function, without outlier filtering, and note what is in each.
+
+    Args:
+        features: float32 (n, L), of all pictures.
+        labels: int64 (n,).
+        rows: those of the device.
+        batch: pictures in a prototype, B; a class has at least that many.
+        seed: of the shuffle.
+    """
+    values, classes, members = [], [], []
+    for label in np.unique(labels[rows]):
+        mine = rows[labels[rows] == label]
+        averages, shares = (
+            batch_prototypes(
+                lambda part=part: [part],  # type: ignore[misc]
+                alpha=1.0,
+                batch_size=batch,
+                min_images=1,
+                rng=np.random.default_rng([seed, int(label)]),
+            )[0]
+            for part in (features[mine], np.eye(len(mine), dtype=np.float32))
+        )
+        values.append(averages.astype(np.float16).astype(np.float32))
+        classes += [label] * len(averages)
+        members += [mine[share > 0] for share in shares]
+    counts = np.array([len(of_one) for of_one in members])
+    return Release(
+        np.concatenate(values), np.array(classes), counts, noise=np.zeros(len(counts)), members=tuple(members)
+    )
+
+
+def study(features: NDArray[np.float32], labels: NDArray[np.int64]) -> Knowledge:
+    """Learn class means and the pooled covariance within classes from public features (n, L)."""
+    classes = int(labels.max()) + 1
+    centres = np.stack([features[labels == label].mean(axis=0) for label in range(classes)])
+    deviations = features - centres[labels]
+    variances, axes = np.linalg.eigh(deviations.T @ deviations / len(deviations))
+    floor = LEAST_VARIANCE * variances.mean()
+    return Knowledge(centres, axes.astype(np.float32), (variances.clip(0) + floor).astype(np.float32))
+
+
+def by_cosine(release: Release, features: NDArray[np.float32]) -> Score:
+    """Score a picture by the cosine of its feature to the prototype, all that needs no knowledge."""
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
+
+    def score(prototype: int, rows: NDArray[np.intp]) -> NDArray[np.float64]:
+        towards = release.values[prototype] / max(float(np.linalg.norm(release.values[prototype])), 1e-12)
+        cosines: NDArray[np.float64] = (unit[rows] @ towards).astype(np.float64)
+        return cosines
+
+    return score
+
+
+def by_likelihood(
+    release: Release,
+    features: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    knowledge: Knowledge,
+) -> Score:
+    """Score by the log of the ratio of likelihoods, Gaussian, that a picture is in a prototype and that it is not.
+
+    With n pictures in it, one of them f, a prototype lies around mu + (f - mu) / n instead of mu, with
+    covariance S / n and noise: a constant aside, (f - mu)' C^-1 (P - mu) / n - (f - mu)' C^-1 (f - mu) / (2 n^2).
+    """
+    pictures = knowledge.along(features, labels)
+    prototypes = knowledge.along(release.values, release.labels)
+
+    def score(prototype: int, rows: NDArray[np.intp]) -> NDArray[np.float64]:
+        count = release.counts[prototype]
+        precision = 1 / (knowledge.variances / count + release.noise[prototype] ** 2)
+        shift = pictures[rows] / count
+        ratios: NDArray[np.float64] = (shift * precision) @ prototypes[prototype] - (
+            (shift**2) @ precision
+        ) / 2
+        return ratios
+
+    return score
+
+
+def link(
+    score: Score, release: Release, strangers: Mapping[int, NDArray[np.intp]], *, rng: np.random.Generator
+) -> Linkage:
+    """Let an attacker tell the pictures in each prototype from strangers of the same class.
+
+    Args:
+        score: the attacker's.
+        release: the prototypes.
+        strangers: of each class the rows of pictures that are in no prototype.
+        rng: draws strangers, as many as there are members for the AUC and CANDIDATES - 1 for the other.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    scores: list[NDArray[np.float64]] = []
+    truths: list[NDArray[np.bool_]] = []
+    found = 0
+    for prototype, members in enumerate(release.members):
+        others = rng.permutation(strangers[int(release.labels[prototype])])
+        inside, outside = score(prototype, members), score(prototype, others)
+        found += bool(inside[rng.integers(len(inside))] > outside[: CANDIDATES - 1].max())
+        outside = outside[: len(inside)]
+        scores += [inside, outside]
+        truths += [np.ones(len(inside), bool), np.zeros(len(outside), bool)]
+    auc = float(roc_auc_score(np.concatenate(truths), np.concatenate(scores)))
+    return Linkage(auc, found / len(release.members))
+
+
+def best_ssim(painted: NDArray[np.float32], pictures: NDArray[np.float32]) -> float:
+    """Return the highest structural similarity (Wang et al. 2004, 7x7 windows) of one picture to any of several.
+
+    Args:
+        painted: float32 (H, W) or (H, W, 3), values from 0 to 1; colours are compared by their luminance.
+        pictures: (n, H, W) or (n, H, W, 3), likewise.
+    """
+    from skimage.metrics import structural_similarity
+
+    grey = _grey(painted)
+    return max(float(structural_similarity(grey, _grey(each), data_range=1.0)) for each in pictures)
+
+
+def _grey(picture: NDArray[np.float32]) -> NDArray[np.float32]:
+    return picture if picture.ndim == 2 else picture @ LUMINANCE

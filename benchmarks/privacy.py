@@ -1,0 +1,217 @@
+"""`python -m benchmarks privacy`: what features and prototypes give away, and what it costs to give away less."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from aggregator.algorithms.fedtc import RECIPES
+from aggregator.training import torch_device
+from benchmarks.comparison import repeated
+from benchmarks.data import NAMES, load_data
+from benchmarks.differencing import Resubmitted, resubmit
+from benchmarks.features import BACKBONES, Features, load_features
+from benchmarks.privacy_plots import Rows, draw_accuracies, draw_pictures, rows_of
+from benchmarks.private_fleet import PAPER, Accuracy, Fleet, noise_multiplier, run_private
+from benchmarks.reconstruction import PRIVATE_BATCH, Leak, attack, forms_of, learn_decoder, set_scene
+from edge_client.differential_privacy import Mechanism
+
+BATCHES = (2, 5, 25, 100)
+AGAIN = (5, 25)
+"""B of the device that hands in again."""
+TINTED = (1.0, 8.0, 32.0)
+"""Values of epsilon that pictures are painted at; accuracy is measured at more."""
+EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+PARTS = ("attack", "accuracy")
+
+
+@click.command("privacy")
+@repeated("--data", "names", type=click.Choice(NAMES), default=("fashion_mnist", "cifar10"))
+@repeated("--part", "parts", type=click.Choice(PARTS), default=PARTS)
+@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
+@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
+@click.option("--public", type=int, default=10_000, show_default=True, help="Pictures the attacker has.")
+@click.option("--pictures", type=int, default=200, show_default=True, help="Of a class, on the device.")
+@click.option("--decoder-epochs", type=click.IntRange(min=1), default=4, show_default=True)
+@repeated("--per-class", type=int, default=(20, 100, 600), help="Of a class, on each device of a fleet.")
+@click.option("--devices", type=click.IntRange(min=1), default=10, show_default=True, help="Of a fleet.")
+@repeated("--epsilon", "epsilons", type=click.FloatRange(0, min_open=True), default=EPSILONS)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
+)
+@click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="Draw into this folder.")
+def command(
+    *,
+    names: tuple[str, ...],
+    parts: tuple[str, ...],
+    backbone: str,
+    image_size: int,
+    public: int,
+    pictures: int,
+    decoder_epochs: int,
+    per_class: tuple[int, ...],
+    devices: int,
+    epsilons: tuple[float, ...],
+    seed: int,
+    device: str,
+    json_file: Path | None,
+    plots: Path | None,
+) -> None:
+    """Attack what a device sends, and measure what a head gets right if it sends less."""
+    where = torch_device(device)
+    report: dict[str, Any] = {"backbone": backbone, "image_size": image_size, "seed": seed}
+    painted: list[Rows] = []
+    accuracies: dict[str, list[Accuracy]] = {}
+    for name in names:
+        features = load_features(name, backbone=backbone, image_size=image_size)
+        figures: dict[str, Any] = {}
+        if "attack" in parts:
+            leaks, again, rows = _attack(
+                *(name, features),
+                public=public,
+                pictures=pictures,
+                epochs=decoder_epochs,
+                seed=seed,
+                device=where,
+            )
+            painted.append(rows)
+            figures |= {"leaks": list(map(asdict, leaks)), "resubmitted": list(map(asdict, again))}
+        if "accuracy" in parts:
+            accuracies[name] = _accuracies(
+                name,
+                features,
+                per_class=per_class,
+                devices=devices,
+                epsilons=epsilons,
+                seed=seed,
+                device=where,
+            )
+            figures["accuracies"] = list(map(asdict, accuracies[name]))
+        report[name] = figures
+    if json_file:
+        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if plots and painted:
+        draw_pictures(painted, plots / "reconstruction.png")
+    if plots and accuracies:
+        draw_accuracies(accuracies, plots / "privacy-accuracy.png")
+
+
+def _attack(
+    name: str, features: Features, *, public: int, pictures: int, epochs: int, seed: int, device: str
+) -> tuple[list[Leak], list[Resubmitted], Rows]:
+    scene = set_scene(load_data(name), features, public=public, per_class=pictures, seed=seed)
+    decoder = learn_decoder(scene, epochs=epochs, seed=seed, device=device)
+    forms = forms_of(
+        scene,
+        batches=[batch for batch in BATCHES if batch <= pictures],
+        epsilons=TINTED,
+        clip_norm=_usual_norm(features),
+        seed=seed,
+    )
+    click.echo(f"\n{name}: {public:,} public pictures, a device with {pictures} of each class\n{LEAKS}")
+    leaks = []
+    for form in forms:
+        leaks.append(attack(scene, form, decoder, seed=seed))
+        click.echo(_leak_row(leaks[-1]))
+    click.echo(f"\n{RESUBMITTED}")
+    again = []
+    for batch in AGAIN:
+        again.append(resubmit(scene, decoder, batch=batch, pictures=min(60, pictures // 2), seed=seed))
+        click.echo(_again_row(again[-1]))
+    return leaks, again, rows_of(name, scene, forms, decoder)
+
+
+def _accuracies(
+    name: str,
+    features: Features,
+    *,
+    per_class: tuple[int, ...],
+    devices: int,
+    epsilons: tuple[float, ...],
+    seed: int,
+    device: str,
+) -> list[Accuracy]:
+    measured = []
+    click.echo(f"\n{name}: accuracy, {devices} devices\n{ACCURACIES}")
+    plain = RECIPES["default"]
+    # Restoring the variance would blow the noise up as well.
+    calm = replace(plain, restore=False, mix=False)
+    clip_norm = _usual_norm(features)
+    for pictures in per_class:
+        fleets = [Fleet(devices=devices, pictures=pictures, batch=batch) for batch in (5, PRIVATE_BATCH)]
+        # A device that has fewer pictures of a class than B, or seems to, sends none of it.
+        small = replace(fleets[1], batch=max(2, min(PRIVATE_BATCH, pictures // 2)))
+        plans: list[tuple[str, Fleet, float | None, Callable[[float], Any]]] = []
+        for fleet in fleets:
+            plans.append(("none", fleet, None, lambda _: None))
+            plans.append(("perturbed", fleet, None, lambda _: PAPER))
+        plans += [
+            ("differential privacy", small, epsilon, _mechanism(clip_norm, small.batch))
+            for epsilon in epsilons
+        ]
+        for protection, fleet, cost, how in plans:
+            accuracy = run_private(
+                *(features, fleet),
+                how=how(cost or 0.0),
+                recipe=plain if cost is None else calm,
+                seed=seed,
+                device=device,
+            )
+            measured.append(
+                Accuracy(
+                    protection=protection,
+                    epsilon=cost,
+                    batch=fleet.batch,
+                    pictures=pictures,
+                    accuracy=accuracy,
+                )
+            )
+            click.echo(_accuracy_row(measured[-1]))
+    return measured
+
+
+def _mechanism(clip_norm: float, batch: int) -> Callable[[float], Mechanism]:
+    return lambda epsilon: Mechanism(
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier(epsilon),
+        batch_size=batch,
+        min_images=2,
+    )
+
+
+def _usual_norm(features: Features) -> float:
+    return float(np.median(np.linalg.norm(features.test, axis=1)))
+
+
+LEAKS = (
+    f"{'':<22}{'SSIM own':>9}{'others':>8}{'class':>8}{'own first':>11}"
+    f"{'AUC cos':>9}{'AUC lik':>9}{'1/100 cos':>11}{'1/100 lik':>11}"
+)
+RESUBMITTED = f"{'a picture more':<22}{'error':>9}{'SSIM':>8}{'1/100':>8}{'times':>8}{'all, error':>12}"
+ACCURACIES = f"{'':<22}{'of a class':>11}{'B':>5}{'epsilon':>9}{'top-1':>9}"
+
+
+def _leak_row(leak: Leak) -> str:
+    return (
+        f"{leak.form:<22}{leak.own:>9.3f}{leak.others:>8.3f}{leak.class_look:>8.3f}{leak.own_first:>11.1%}"
+        f"{leak.cosine.auc:>9.3f}{leak.likelihood.auc:>9.3f}"
+        f"{leak.cosine.top_1:>11.1%}{leak.likelihood.top_1:>11.1%}"
+    )
+
+
+def _again_row(again: Resubmitted) -> str:
+    return (
+        f"{'B ' + str(again.batch):<22}{again.error:>9.2%}{again.ssim:>8.3f}{again.top_1:>8.1%}"
+        f"{again.submissions:>8}" + ("" if again.all_error is None else f"{again.all_error:>12.2%}")
+    )
+
+
+def _accuracy_row(row: Accuracy) -> str:
+    epsilon = "" if row.epsilon is None else f"{row.epsilon:g}"
+    return f"{row.protection:<22}{row.pictures:>11}{row.batch:>5}{epsilon:>9}{row.accuracy:>9.2%}"

@@ -1,0 +1,114 @@
+"""Pictures of what an attacker sees, and of what privacy costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.decoder import Decoder, decode
+from benchmarks.private_fleet import Accuracy
+from benchmarks.reconstruction import Form, Scene
+
+SHOWN = 7
+"""Classes of a data set for which there is room."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Pictures side by side.
+
+    Attributes:
+        name: of the data set.
+        rows: what is in a row, and its pictures (SHOWN, H, W) or (SHOWN, H, W, 3).
+    """
+
+    name: str
+    rows: Mapping[str, NDArray[np.float32]]
+
+
+def rows_of(name: str, scene: Scene, forms: Sequence[Form], decoder: Decoder) -> Rows:
+    """Return a picture of each class, and what is painted of the prototype that it is in, in each form."""
+    chosen = [int(scene.device[scene.labels[scene.device] == label][0]) for label in scene.strangers][:SHOWN]
+    rows = {"picture": scene.pictures[chosen]}
+    for form in forms:
+        painted = decode(decoder, form.guess, scene.pictures.shape[1:])
+        rows[form.name] = np.stack([_painted_of(picture, form, painted) for picture in chosen])
+    return Rows(name, rows)
+
+
+def _painted_of(picture: int, form: Form, painted: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return what became of the prototype that a picture is in; plain grey where nothing of its class was sent."""
+    for number, members in enumerate(form.release.members):
+        if np.any(members == picture):
+            mine: NDArray[np.float32] = painted[number]
+            return mine
+    return np.full_like(painted[0], 0.5)
+
+
+def draw_pictures(shown: Sequence[Rows], file: Path) -> None:
+    """Draw the rows of all data sets beside each other."""
+    plt = _pyplot()
+    titles = list(shown[0].rows)
+    figure, axes = plt.subplots(
+        len(titles),
+        len(shown),
+        figsize=(1.3 + 0.55 * SHOWN * len(shown), 0.62 * len(titles)),
+        layout="constrained",
+        squeeze=False,
+    )
+    for column, data in enumerate(shown):
+        for row, title in enumerate(titles):
+            axis = axes[row][column]
+            axis.imshow(np.concatenate(list(data.rows[title]), axis=1), cmap="gray", vmin=0, vmax=1)
+            axis.set_xticks([])
+            axis.set_yticks([])
+            axis.set_frame_on(False)
+            if not column:
+                axis.set_ylabel(title, rotation=0, ha="right", va="center", fontsize=8)
+        axes[0][column].set_title(data.name, fontsize=9)
+    figure.savefig(file, dpi=90)
+    plt.close(figure)
+
+
+def draw_accuracies(measured: Mapping[str, Sequence[Accuracy]], file: Path) -> None:
+    """Draw accuracy over epsilon, a line for each number of pictures, and without privacy beside it."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(
+        1, len(measured), figsize=(4.2 * len(measured), 3.4), layout="constrained", squeeze=False
+    )
+    for axis, (name, rows) in zip(axes[0], measured.items(), strict=True):
+        for number, pictures in enumerate(sorted({row.pictures for row in rows})):
+            mine = [row for row in rows if row.pictures == pictures]
+            private = [row for row in mine if row.epsilon is not None]
+            colour = f"C{number}"
+            axis.plot(
+                [row.epsilon for row in private],
+                [100 * row.accuracy for row in private],
+                color=colour,
+                marker="o",
+                label=f"{pictures} pictures of a class on a device",
+            )
+            for row in mine:
+                if row.protection == "none" and row.batch == max(other.batch for other in mine):
+                    axis.axhline(100 * row.accuracy, color=colour, linestyle="--", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1, 2, 4, 8, 16, 32], labels=["1", "2", "4", "8", "16", "32"])
+        axis.set_xlabel("epsilon of one submission, delta 1e-5")
+        axis.set_title(name, fontsize=9)
+        axis.grid(visible=True, linewidth=0.3)
+    axes[0][0].set_ylabel("top-1, %  (dashed: without privacy)")
+    axes[0][0].legend(fontsize=7)
+    figure.savefig(file, dpi=90)
+    plt.close(figure)
+
+
+def _pyplot() -> ModuleType:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt

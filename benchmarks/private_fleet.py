@@ -1,0 +1,142 @@
+"""What a head gets right that was made of perturbed or differentially private prototypes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedtc import Recipe, train_head
+from aggregator.intake import Prototypes
+from aggregator.training_set import pool
+from benchmarks.features import Features
+from edge_client.differential_privacy import Mechanism, private_prototypes
+from edge_client.perturbation import perturb_prototypes
+from edge_client.prototypes import batch_prototypes
+from protocol.codec import digest_of
+from protocol.messages import Perturbation
+
+DELTA = 1e-5
+PAPER = Perturbation(on="prototypes", noise="gaussian", scale=0.05, shrink=0.1)
+"""The noise of FedTC's table in appendix C.2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Who has how much.
+
+    Attributes:
+        devices: K.
+        pictures: of each class, on each device.
+        batch: B.
+    """
+
+    devices: int
+    pictures: int
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """What a fleet's head gets right.
+
+    Attributes:
+        protection: "none", "perturbed" or "differential privacy".
+        epsilon: of a submission, at DELTA; None without differential privacy.
+        batch: B.
+        pictures: of each class, on each device.
+        accuracy: share of the test pictures.
+    """
+
+    protection: str
+    epsilon: float | None
+    batch: int
+    pictures: int
+    accuracy: float
+
+
+def noise_multiplier(epsilon: float, *, delta: float = DELTA) -> float:
+    """Return the z with which one submission costs epsilon (Balle and Wang 2018, theorem 8)."""
+    from scipy.optimize import brentq
+    from scipy.stats import norm
+
+    def excess(z: float) -> float:
+        near, far = norm.cdf(0.5 / z - epsilon * z), norm.logcdf(-0.5 / z - epsilon * z)
+        return float(near - np.exp(epsilon + far)) - delta
+
+    return float(brentq(excess, 0.001, 1000.0))
+
+
+def run_private(
+    features: Features,
+    fleet: Fleet,
+    *,
+    how: Mechanism | Perturbation | None,
+    recipe: Recipe,
+    seed: int,
+    device: str,
+) -> float:
+    """Return the share of the test pictures that a fleet's head gets right; 0 where nobody hands anything in.
+
+    Args:
+        features: of the pictures to share out, and of those to judge by.
+        fleet: each device has as many pictures of every class as it says.
+        how: what protects them.
+        recipe: how the head is trained.
+        seed: of the sharing, the shuffles, the noise and the training.
+        device: a torch device.
+    """
+    rng = np.random.default_rng(seed)
+    parts = []
+    for label in range(features.classes):
+        rows = rng.permutation(np.flatnonzero(features.train_labels == label))
+        shares = np.array_split(rows[: fleet.devices * fleet.pictures], fleet.devices)
+        parts += [
+            _release(features.train[share], label, number, fleet, how=how, seed=seed)
+            for number, share in enumerate(shares)
+        ]
+    taken = pool(parts)
+    if not len(taken.labels):
+        return 0.0
+    head = train_head(
+        taken.values,
+        taken.labels,
+        taken.counts,
+        num_classes=features.classes,
+        recipe=recipe,
+        seed=seed,
+        device=device,
+    ).module
+    with torch.inference_mode():
+        predicted = head(torch.from_numpy(features.test)).argmax(dim=1).numpy()
+    return float((predicted == features.test_labels).mean())
+
+
+def _release(
+    features: NDArray[np.float32],
+    label: int,
+    number: int,
+    fleet: Fleet,
+    *,
+    how: Mechanism | Perturbation | None,
+    seed: int,
+) -> Prototypes:
+    """Return what a device hands in of one class."""
+    key = digest_of(f"{seed}/{number}/{label}".encode())
+    if isinstance(how, Mechanism):
+        identities = [str(each) for each in range(len(features))]
+        values, counts = private_prototypes(features, identities, how, secret=key, key=key)
+    else:
+        values, counts = batch_prototypes(
+            lambda: [features],
+            alpha=0.99,
+            batch_size=fleet.batch,
+            min_images=min(2, fleet.batch),
+            rng=np.random.default_rng(list(key)),
+        )
+    labels = np.full(len(counts), label)
+    if isinstance(how, Perturbation):
+        values = perturb_prototypes(values, labels.astype(np.uint32), how, secret=key).astype(np.float32)
+    return Prototypes(
+        values.astype(np.float16).astype(np.float32), labels.astype(np.int64), counts.astype(np.int64)
+    )

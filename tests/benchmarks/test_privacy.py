@@ -1,0 +1,229 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+from click.testing import CliRunner
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from sklearn.datasets import load_digits
+
+from aggregator.algorithms.fedtc import RECIPES
+from benchmarks.__main__ import cli
+from benchmarks.data import DataSet, Labelled
+from benchmarks.decoder import as_values, decode, train_decoder
+from benchmarks.differencing import added_feature, resubmit, submit, unmix
+from benchmarks.features import BACKBONES, Features
+from benchmarks.leakage import Release, best_ssim, by_cosine, by_likelihood, deal, link, study
+from benchmarks.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
+from benchmarks.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
+from edge_client.differential_privacy import Mechanism
+from protocol.messages import Perturbation
+
+RNG = np.random.default_rng(0)
+
+
+def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    pixels, labels = load_digits(return_X_y=True)
+    return (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8), labels.astype(np.int64)
+
+
+def _linear(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Features of a backbone that only turns pictures around in the space of their pixels."""
+    turned = np.linalg.qr(np.random.default_rng(1).normal(size=(64, 64)))[0]
+    features: NDArray[np.float32] = (as_values(pictures).reshape(-1, 64) @ turned).astype(np.float32)
+    return features
+
+
+@pytest.fixture(scope="module")
+def scene() -> Scene:
+    """300 digits that the attacker has, 40 of each class on a device, and 100 strangers of each."""
+    pictures, labels = _digits()
+    features = Features(_linear(pictures), labels, _linear(pictures[:9]), labels[:9])
+    data = DataSet(Labelled(pictures, labels), Labelled(pictures[:9], labels[:9]))
+    return set_scene(data, features, public=300, per_class=40, seed=0)
+
+
+def test_a_linear_backbone_hides_nothing() -> None:
+    """The decoder paints unseen pictures almost as they are from features that only turn them around."""
+    pictures, _ = _digits()
+    features = _linear(pictures)
+    decoder = train_decoder(features[:1500], pictures[:1500], epochs=12, seed=0, device="cpu")
+    painted = decode(decoder, features[1500:], (8, 8))
+    true = as_values(pictures[1500:])
+    assert np.mean([best_ssim(one, other[None]) for one, other in zip(painted, true, strict=True)]) > 0.95
+
+
+def test_a_picture_is_like_itself() -> None:
+    """SSIM is 1 of equal pictures, also of coloured ones and among others, and near 0 of noise."""
+    for shape in ((16, 16), (16, 16, 3)):
+        pictures = RNG.random((3, *shape), dtype=np.float32)
+        assert best_ssim(pictures[1], pictures) == pytest.approx(1)
+        assert abs(best_ssim(pictures[0], pictures[1:2])) < 0.3
+
+
+def test_the_decoder_learns_what_is_measured() -> None:
+    """The structural similarity that the decoder is trained for is the library's."""
+    import torch
+    from skimage.metrics import structural_similarity
+
+    from benchmarks.decoder import _mean_ssim
+
+    one, other = RNG.random((2, 12, 12)).astype(np.float64)
+    ours = _mean_ssim(*(torch.from_numpy(each)[None, None] for each in (one, other))).item()
+    library = structural_similarity(one, other, data_range=1.0, use_sample_covariance=False)
+    assert ours == pytest.approx(library, abs=1e-6)
+
+
+def test_chance_is_shown_as_chance() -> None:
+    """Prototypes that have nothing to do with the pictures link none: AUC about 0.5, one hit in a hundred."""
+    features = RNG.normal(size=(1200, 32)).astype(np.float32)
+    labels = np.zeros(1200, np.int64)
+    made = deal(features, labels, np.arange(600), batch=5, seed=0)
+    nonsense = Release(
+        RNG.normal(size=made.values.shape).astype(np.float32),
+        *(made.labels, made.counts),
+        noise=made.noise,
+        members=made.members,
+    )
+    strangers = {0: np.arange(600, 1200)}
+    knowledge = study(features[600:], labels[600:])
+    for score in (by_cosine(nonsense, features), by_likelihood(nonsense, features, labels, knowledge)):
+        linkage = link(score, nonsense, strangers, rng=np.random.default_rng(0))
+        assert linkage.auc == pytest.approx(0.5, abs=0.06)
+        assert linkage.top_1 < 0.06
+    told = link(by_likelihood(made, features, labels, knowledge), made, strangers, rng=RNG)
+    assert told.auc > 0.8
+
+
+def test_members_are_those_that_were_averaged() -> None:
+    """What is noted of a prototype is what is in it."""
+    features = RNG.normal(size=(47, 8)).astype(np.float32)
+    made = deal(features, np.arange(47) % 2, np.arange(47), batch=5, seed=3)
+    assert sorted(np.concatenate(made.members)) == list(range(47))
+    for value, members in zip(made.values, made.members, strict=True):
+        assert value == pytest.approx(features[members].mean(axis=0), abs=2e-3)
+
+
+def test_a_picture_hides_in_a_crowd(scene: Scene) -> None:
+    """Single pictures are told for certain, those in large batches less, those under strong noise hardly."""
+    forms = {
+        form.name: form for form in forms_of(scene, batches=(5, 20), epsilons=(0.5,), clip_norm=3.0, seed=0)
+    }
+    decoder = learn_decoder(scene, epochs=4, seed=0, device="cpu")
+    leaks = {name: attack(scene, form, decoder, seed=0) for name, form in forms.items()}
+    single, five, twenty = (
+        leaks[name] for name in ("single features", "prototypes, B 5", "prototypes, B 20")
+    )
+    assert single.likelihood.top_1 == 1.0
+    assert single.likelihood.auc > five.likelihood.auc > twenty.likelihood.auc > 0.5
+    assert single.own - single.others > five.own - five.others > 0
+    assert leaks["perturbed, B 5"].cosine.auc > 0.6
+
+
+def test_private_members_are_found(scene: Scene) -> None:
+    """With hardly any noise, a private prototype is the mean of the clipped features noted as its own."""
+    forms = forms_of(scene, batches=(), epsilons=(5e4,), clip_norm=1.0, seed=0)
+    private = next(form for form in forms if form.name.startswith("epsilon"))
+    assert {len(members) for members in private.release.members} == {40}
+    for value, members in zip(private.release.values, private.release.members, strict=True):
+        assert value == pytest.approx(private.features[members].mean(axis=0), abs=0.02)
+
+
+def test_a_picture_more_is_laid_bare(scene: Scene) -> None:
+    """The difference of two submissions is the feature of the picture that came between them, whatever B is."""
+    decoder = learn_decoder(scene, epochs=1, seed=0, device="cpu")
+    for batch in (2, 5, 10):
+        again = resubmit(scene, decoder, batch=batch, pictures=20, seed=0)
+        assert again.error < 0.02
+        assert again.top_1 > 0.98
+
+
+def test_a_shuffle_that_is_known_is_undone() -> None:
+    """From enough submissions with a picture more each, who knows the shuffle solves for nearly all features."""
+    features = RNG.normal(size=(42, 8)).astype(np.float32)
+    handed_in = [submit(features[:had], batch=4, alpha=1.0, seed=(1,)) for had in range(30, 43)]
+    found = unmix(handed_in, batch=4, seed=(1,))
+    errors = np.abs(found - features[:42]).max(axis=1)
+    assert np.median(errors) < 0.01
+    assert np.mean(errors < 0.05) > 0.9
+    assert added_feature(*handed_in[:2]) == pytest.approx(features[30], abs=0.05)
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 8.0])
+def test_noise_costs_what_the_device_says(epsilon: float) -> None:
+    """The noise chosen for an epsilon costs that epsilon, by the library that devices account with."""
+    accounting = pytest.importorskip("dp_accounting")
+    accountant = pytest.importorskip("dp_accounting.pld").PLDAccountant()
+    spent = accountant.compose(accounting.GaussianDpEvent(noise_multiplier(epsilon))).get_epsilon(DELTA)
+    assert spent == pytest.approx(epsilon, rel=0.01)
+
+
+def test_privacy_costs_accuracy() -> None:
+    """A fleet with hardly any noise is nearly as good as one without, and a strong epsilon ruins small devices."""
+    pictures, labels = _digits()
+    features = _linear(pictures)
+    data = Features(features[:1200], labels[:1200], features[1200:], labels[1200:])
+    fleet = Fleet(devices=2, pictures=50, batch=10)
+    recipe = replace(RECIPES["default"], min_steps=60, learning_rate=3e-3)
+
+    def accuracy(how: Mechanism | Perturbation | None) -> float:
+        return run_private(data, fleet, how=how, recipe=recipe, seed=0, device="cpu")
+
+    hardly, strong = (
+        accuracy(
+            Mechanism(clip_norm=5.0, noise_multiplier=noise_multiplier(epsilon), batch_size=10, min_images=2)
+        )
+        for epsilon in (5e4, 0.1)
+    )
+    assert accuracy(None) > 0.8
+    assert accuracy(PAPER) > 0.8
+    assert hardly > 0.75
+    assert strong < 0.5
+
+
+def test_from_pictures_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One command attacks, measures, and writes what it printed and both figures."""
+    for name in ("data", "weights", "cache"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(f"PROTOFLEET_BENCH_{name.upper()}", str(tmp_path / name))
+    pictures, labels = _digits()
+    np.savez(
+        tmp_path / "data" / "mnist.npz",
+        x_train=pictures[:1700],
+        y_train=labels[:1700].astype(np.uint8),
+        x_test=pictures[1700:],
+        y_test=labels[1700:].astype(np.uint8),
+    )
+    model = timm.create_model("tf_mobilenetv3_small_100", num_classes=0)
+    save_file(model.state_dict(), tmp_path / "weights" / BACKBONES["tf_mobilenetv3_small_100"].file)
+    report = tmp_path / "report.json"
+    small = ("--backbone", "tf_mobilenetv3_small_100", "--image-size", "32", "--public", "300")
+    sizes = (
+        "--pictures",
+        "30",
+        "--decoder-epochs",
+        "1",
+        "--per-class",
+        "30",
+        "--devices",
+        "2",
+        "--epsilon",
+        "8",
+    )
+    out = ("--json", str(report), "--plots", str(tmp_path))
+    result = CliRunner().invoke(cli, ["privacy", "--data", "mnist", *small, *sizes, *out])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(report.read_text())["mnist"]
+    assert {row["protection"] for row in figures["accuracies"]} == {
+        "none",
+        "perturbed",
+        "differential privacy",
+    }
+    for leak in figures["leaks"]:
+        assert leak["form"] in result.stdout
+    assert [again["batch"] for again in figures["resubmitted"]] == [5, 25]
+    assert (tmp_path / "reconstruction.png").stat().st_size > 1000
+    assert (tmp_path / "privacy-accuracy.png").stat().st_size > 1000
