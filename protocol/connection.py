@@ -229,8 +229,11 @@ class Connection:
         if not self._is_subscribed(message.topic):
             client.ack(message.mid, message.qos)
             return
+        if message.qos == 0:
+            # None of ours: and nothing would hold back who says more of it than we can look at.
+            return
         self.carried += 1
-        token = Token(self, message.mid) if self._terms.manual_ack and message.qos else None
+        token = Token(self, message.mid) if self._terms.manual_ack else None
         self._hear(Received(message.topic, bytes(message.payload), message.retain, token))
 
     def _is_subscribed(self, topic: str) -> bool:

@@ -46,7 +46,7 @@ FRESH, LATE = "fresh", "late"
 PATIENCE_S = 240.0
 MAX_MEMORY_BYTES = 1024**3
 """Of the aggregator, torch's libraries included."""
-MAX_STATE_BYTES = 64 * 1024**2
+MAX_STATE_BYTES = 160 * 1024**2
 """Of its folder."""
 
 

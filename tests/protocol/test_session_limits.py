@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import paho.mqtt.client as paho
 import pytest
-from paho.mqtt.enums import MQTTProtocolVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from protocol import session
 from protocol.packets import packet_bytes
@@ -29,6 +30,21 @@ from tests.protocol.sessions import PATIENCE_S, Ear, listening, running
 needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
 
 V5, V311 = MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311
+
+
+@needs_mosquitto
+def test_what_nothing_holds_back_is_not_heard(address: Broker, tmp_path: Path) -> None:
+    """A message at QoS 0 is passed over, and the next one at QoS 1 is heard."""
+    with mosquitto(address, tmp_path), running(address, "ear", "said") as (_, ear):
+        ear.wait(Connected)
+        loud = paho.Client(CallbackAPIVersion.VERSION2)
+        loud.connect(address.host, address.port)
+        loud.loop_start()
+        for qos in (0, 0, 1):
+            loud.publish("said", str(qos), qos=qos).wait_for_publish(PATIENCE_S)
+        assert ear.wait(Received).payload == b"1"
+        loud.disconnect()
+        loud.loop_stop()
 
 
 @pytest.fixture
