@@ -7,6 +7,7 @@ from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from benchmarks.decoder import Decoder, decode
 from benchmarks.private_fleet import Accuracy
@@ -71,6 +72,9 @@ def draw_pictures(shown: Sequence[Rows], file: Path) -> None:
         axes[0][column].set_title(data.name, fontsize=9)
     figure.savefig(file, dpi=90)
     plt.close(figure)
+    with Image.open(file) as drawn:
+        small = drawn.convert("RGB").quantize(128)
+    small.save(file, optimize=True)
 
 
 def draw_accuracies(measured: Mapping[str, Sequence[Accuracy]], file: Path) -> None:
