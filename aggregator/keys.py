@@ -1,6 +1,7 @@
 """Whose keys the aggregator believes: a table of the store, and what follows from it. The decision is pure."""
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,7 @@ class Keys:
         self._seen: dict[str, Key] = {}
         self._is_closed: bool | None = None
         self._version = -1
+        self._is_held = False
 
     def key_of(self, device: str) -> Key | None:
         """What is known of a device's key; another process may have changed it a moment ago."""
@@ -74,8 +76,20 @@ class Keys:
         self._seen.clear()
         self._is_closed = None
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within a transaction, where nobody else can write: look once, as this is asked for with every frame."""
+        self._look_for_changes()
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+
     def _look_for_changes(self) -> None:
-        """Read everything anew if another process has written, as this is asked for with every frame."""
+        """Read everything anew if another process has written."""
+        if self._is_held:
+            return
         ((version,),) = self._read("PRAGMA data_version")
         if version != self._version:
             self._version = version

@@ -176,7 +176,8 @@ class Store:
             # At once: what is read within would else be too old to be written upon, once another process writes.
             self._db.execute("BEGIN IMMEDIATE")
         try:
-            yield
+            with self.keys.held():
+                yield
             with self._sqlite_errors():
                 self._db.execute("COMMIT")
         except BaseException:

@@ -111,6 +111,22 @@ def test_a_revoked_key_counts_no_more_from_that_moment(store: Store) -> None:
     gate.check("a", signed(key=TWO))
 
 
+def test_what_another_process_revokes_counts_with_the_next_batch(store: Store) -> None:
+    """Within one, nobody else can write, and so the keys are looked at once; after one, each time again."""
+    gate, other = Gate(store, fleet="barn"), Store(store.folder)
+    with store.together():
+        gate.check("a", signed())
+        gate.check("a", signed())
+    assert other.keys.revoke_key("a", now_s=5.0)
+    with store.together():
+        assert reason(gate, signed()) == "revoked"
+    other.keys.enrol_key("a", public_key(TWO), now_s=6.0)
+    with store.together():
+        gate.check("a", signed(key=TWO))
+    assert other.keys.revoke_key("a", now_s=7.0)
+    assert reason(gate, signed(key=TWO)) == "revoked"
+
+
 def test_a_device_that_has_lost_its_key_comes_with_another_one(store: Store) -> None:
     """Once its old one is forgotten; an enrolled key is not forgotten so."""
     gate = Gate(store, fleet="barn")
