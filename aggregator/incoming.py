@@ -1,8 +1,8 @@
 """Unfinished transfers on the disk: what has come of them survives a restart, and is gone once they are done.
 
-A SQLite file of its own, because it is written with every handful of frames: it may always be deleted, and then
-devices send again what was in it. Of a frame its transfer and its offset make the key, so that it is written once,
-next to its neighbours, without an index beside it.
+Their bytes are in files of their own, and `incoming.sqlite` says which of them count: it is told once they are durable,
+so that it never says too much. It is a file of its own because it is written with every handful of frames. All of it
+may always be deleted, and then devices send again what was in it.
 """
 
 import contextlib
@@ -11,24 +11,22 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from aggregator.partials import Partials, runs_of
 from aggregator.uplink import Arrived, Changes, Key, Pieces, Stored
 from protocol.errors import StateError
-from protocol.transfer import Coverage
+from protocol.transfer import Coverage, Ranges
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-_PAGE_BYTES = 65536  # holds a whole frame
+SCHEMA_VERSION = 2
 _OFFSETS = 2**32
 """Keys of one transfer."""
-_TRIAL = -1
-"""The key of what is written to see whether it can be."""
-_SPARE_PAGES = 16
+_SPARE_PAGES = 256
 _BROKEN = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 
 
 class Incoming:
-    """The file `incoming.sqlite` in the aggregator's state folder.
+    """The file `incoming.sqlite` and the folder `incoming` in the aggregator's state folder.
 
     Args:
         folder: the state folder. A file in it that cannot be understood is begun anew.
@@ -40,6 +38,7 @@ class Incoming:
     def __init__(self, folder: Path) -> None:
         self._path = folder / "incoming.sqlite"
         self._ids: dict[Key, int] = {}
+        self._partials = Partials(folder / "incoming")
         try:
             self._db = self._open()
         except sqlite3.DatabaseError as error:
@@ -52,10 +51,8 @@ class Incoming:
 
     def _open(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._path, isolation_level=None, timeout=10)
-        database.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
-        database.execute("PRAGMA cache_size = -8192")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version != SCHEMA_VERSION:
             database.executescript(
@@ -63,11 +60,12 @@ class Incoming:
                 BEGIN;
                 DROP TABLE IF EXISTS transfers;
                 DROP TABLE IF EXISTS frames;
+                DROP TABLE IF EXISTS runs;
                 CREATE TABLE transfers (
                     id INTEGER PRIMARY KEY, device TEXT NOT NULL, digest BLOB NOT NULL,
                     size_bytes INTEGER NOT NULL, seen_s REAL NOT NULL
                 ) STRICT;
-                CREATE TABLE frames (key INTEGER PRIMARY KEY, data BLOB NOT NULL) STRICT;
+                CREATE TABLE runs (key INTEGER PRIMARY KEY, size_bytes INTEGER NOT NULL) STRICT;
                 PRAGMA user_version = {SCHEMA_VERSION};
                 COMMIT;
                 """
@@ -104,39 +102,46 @@ class Incoming:
 
     def close(self) -> None:
         """Close the file."""
+        self._partials.close()
         self._db.close()
 
     def transfers(self) -> list[Stored]:
-        """Every unfinished transfer.
+        """Every unfinished transfer; what has lost its bytes is forgotten, and so are bytes that belong to none.
 
         Raises:
-            StateError: the file cannot be read.
+            StateError: the disk cannot be read or written.
         """
-        found = []
         with self._errors():
             rows = self._db.execute("SELECT id, device, digest, size_bytes, seen_s FROM transfers").fetchall()
             self._ids = {(device, digest): number for number, device, digest, _, _ in rows}
-            for number, device, digest, size_bytes, seen_s in rows:
-                there = Coverage(size_bytes)
-                for key, length in self._db.execute(
-                    "SELECT key, length(data) FROM frames WHERE key BETWEEN ? AND ?", _keys(number)
-                ):
-                    there.add(key % _OFFSETS, key % _OFFSETS + length)
-                found.append(Stored((device, digest), size_bytes, seen_s, there.ranges()))
+            known = [
+                Stored((device, digest), size_bytes, seen_s, self._ranges(number, size_bytes))
+                for number, device, digest, size_bytes, seen_s in rows
+            ]
+        found = [each for each in known if self._partials.reaches(each.key, each.ranges[-1][1])]
+        if lost := [each.key for each in known if each not in found]:
+            log.warning("%d unfinished transfers have lost their files: devices will send again", len(lost))
+            self.commit(Changes([], lost))
+        self._partials.keep_only(self._ids)
         return found
+
+    def _ranges(self, number: int, size_bytes: int) -> Ranges:
+        there = Coverage(size_bytes)
+        rows = self._db.execute("SELECT key, size_bytes FROM runs WHERE key BETWEEN ? AND ?", _keys(number))
+        for key, length in rows:
+            there.add(key % _OFFSETS, key % _OFFSETS + length)
+        return there.ranges()
 
     def read(self, device: str, digest: bytes) -> Pieces:
         """The bytes there are of a transfer, in order.
 
         Raises:
-            StateError: the file cannot be read.
+            StateError: they cannot be read.
         """
+        key = device, digest
         with self._errors():
-            rows = self._db.execute(
-                "SELECT key, data FROM frames WHERE key BETWEEN ? AND ? ORDER BY key",
-                _keys(self._ids[device, digest]),
-            )
-            return [(key % _OFFSETS, data) for key, data in rows]
+            ranges = self._ranges(self._ids[key], _OFFSETS)
+        return self._partials.read(key, ranges)
 
     def commit(self, changes: Changes) -> None:
         """Store what has arrived and forget what has ended: durable when this returns, or else as it was before.
@@ -144,6 +149,7 @@ class Incoming:
         Raises:
             StateError: it cannot be written.
         """
+        self._partials.write(changes.arrived)
         ids = self._ids.copy()
         with self._transaction():
             for key in changes.ended:
@@ -152,9 +158,10 @@ class Incoming:
                 number = ids.setdefault(arrived.key, max(ids.values(), default=0) + 1)
                 self._keep(number, arrived)
         self._ids = ids
+        self._partials.delete([key for key in changes.ended if key not in ids])
 
     def _forget(self, number: int) -> None:
-        self._db.execute("DELETE FROM frames WHERE key BETWEEN ? AND ?", _keys(number))
+        self._db.execute("DELETE FROM runs WHERE key BETWEEN ? AND ?", _keys(number))
         self._db.execute("DELETE FROM transfers WHERE id = ?", (number,))
 
     def _keep(self, number: int, arrived: Arrived) -> None:
@@ -164,7 +171,8 @@ class Incoming:
         )
         first, _ = _keys(number)
         self._db.executemany(
-            "INSERT INTO frames VALUES (?, ?)", [(first + offset, data) for offset, data in arrived.pieces]
+            "INSERT INTO runs VALUES (?, ?)",
+            [(first + offset, sum(map(len, run))) for offset, run in runs_of(arrived.pieces)],
         )
 
     def try_to_write(self, size_bytes: int) -> None:
@@ -173,10 +181,9 @@ class Incoming:
         Raises:
             StateError: there is not.
         """
+        self._partials.try_to_write(size_bytes)
         with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO frames VALUES (?, zeroblob(?))", (_TRIAL, size_bytes))
-        with self._transaction():
-            self._db.execute("DELETE FROM frames WHERE key = ?", (_TRIAL,))
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def shrink(self) -> None:
         """Give the room that the file does not need back to the disk, if nothing is in it.
@@ -187,11 +194,10 @@ class Incoming:
         with self._errors():
             (pages,) = self._db.execute("PRAGMA page_count").fetchone()
             if not self._ids and pages > _SPARE_PAGES:
-                self._db.execute("DELETE FROM frames")  # a trial that was cut off
                 self._db.execute("VACUUM")
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _keys(number: int) -> tuple[int, int]:
-    """The first and the last key of a transfer's frames."""
+    """The first and the last key of a transfer's runs."""
     return number * _OFFSETS, number * _OFFSETS + _OFFSETS - 1

@@ -14,6 +14,9 @@ MAX_RANGES = 64
 PIECE_BYTES = 256
 """What a piece takes beside its bytes, however few they are; a transfer that has begun counts as one more."""
 
+STRETCH_BYTES = 8192
+"""What a stretch without a gap takes on the disk beside its bytes, which come in blocks there."""
+
 Key = tuple[str, bytes]
 """A transfer: its device, and the digest of the whole."""
 
@@ -209,5 +212,5 @@ class Uplink:
 
 
 def _weight(assembly: Assembly) -> int:
-    """What a transfer takes: its bytes, and what has to be known of each piece, or tiny ones would be for nothing."""
-    return assembly.held_bytes + (1 + assembly.pieces) * PIECE_BYTES
+    """What a transfer takes: its bytes, and what goes with each piece and each stretch, or tiny ones would be free."""
+    return assembly.held_bytes + (1 + assembly.pieces) * PIECE_BYTES + assembly.stretches * STRETCH_BYTES

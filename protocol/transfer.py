@@ -62,6 +62,11 @@ class Coverage:
             self.held_bytes += sum(end - begin for begin, end in new)
         return new
 
+    @property
+    def stretches(self) -> int:
+        """How many ranges are covered that do not touch."""
+        return len(self._starts)
+
     def ranges(self) -> Ranges:
         """What is covered."""
         return tuple(zip(self._starts, self._stops, strict=True))
@@ -116,6 +121,11 @@ class Assembly:
     def pieces(self) -> int:
         """In how many pieces they have come."""
         return self._pieces
+
+    @property
+    def stretches(self) -> int:
+        """How many stretches without a gap they make."""
+        return self._coverage.stretches
 
     def add(self, frame: Frame) -> None:
         """Take what is new in a frame of this transfer.

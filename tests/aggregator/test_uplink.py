@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregator.intake import Refused
-from aggregator.uplink import MAX_RANGES, PIECE_BYTES, Complete, Key, Stored, Uplink, _weight
+from aggregator.uplink import MAX_RANGES, PIECE_BYTES, STRETCH_BYTES, Complete, Key, Stored, Uplink, _weight
 from protocol.codec import decode, digest_of, encode
 from protocol.messages import MAX_CHUNK_BYTES, Frame, Receipt
 from protocol.transfer import frames_of
@@ -208,12 +208,12 @@ def test_memory_is_bounded_whatever_comes(frames: list[tuple[str, Frame]]) -> No
 
 def test_all_transfers_together_are_bounded() -> None:
     """Many devices that never finish push out the oldest, never the one that is coming in."""
-    uplink = Uplink(max_bytes=100, max_held_bytes=2 * (90 + 4 * PIECE_BYTES) + 50)
+    uplink = Uplink(max_bytes=100, max_held_bytes=2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50)
     for number in range(20):
         for frame in FRAMES[:3]:
             uplink.take(f"device-{number}", frame, holds=_new)
         held = sum(_weight(transfer.assembly) for transfer in uplink._transfers.values())
-        assert uplink._held_bytes == held <= 2 * (90 + 4 * PIECE_BYTES) + 50
+        assert uplink._held_bytes == held <= 2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50
     assert uplink.take("device-19", FRAMES[3], holds=_new) == Complete(DIGEST, PAYLOAD)
     outcome = uplink.take("device-0", FRAMES[3], holds=_new)
     assert isinstance(outcome, Receipt)
@@ -222,11 +222,22 @@ def test_all_transfers_together_are_bounded() -> None:
 
 def test_tiny_transfers_are_not_for_nothing() -> None:
     """Of ever more transfers that have a byte each, only so many are known as fit the quota with what each takes."""
-    uplink = Uplink(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + 1))
+    uplink = Uplink(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + STRETCH_BYTES + 1))
     for number in range(1000):
         frame = Frame(v=1, digest=digest_of(b"%d" % number), size_bytes=10**6, offset=0, data=b"x")
         uplink.take(f"device-{number}", frame, holds=_new)
     assert len(uplink._transfers) == 100
+
+
+def test_gaps_are_not_for_nothing() -> None:
+    """Bytes that lie apart take a block of the disk each, until what is between them comes."""
+    uplink = _uplink()
+    for offset in (0, 2, 4):
+        uplink.take("a", _part(PAYLOAD, offset, offset + 1), holds=_new)
+    assert uplink._held_bytes == 3 + 4 * PIECE_BYTES + 3 * STRETCH_BYTES
+    for offset in (1, 3):
+        uplink.take("a", _part(PAYLOAD, offset, offset + 1), holds=_new)
+    assert uplink._held_bytes == 5 + 6 * PIECE_BYTES + STRETCH_BYTES
 
 
 def test_a_transfer_in_tiny_pieces_is_taken_where_there_is_no_other() -> None:
