@@ -29,7 +29,7 @@ from aggregator.uplink import Complete
 from aggregator.wire import Wire
 from protocol import session as mqtt
 from protocol.access import OPEN, Access
-from protocol.codec import decode, encode
+from protocol.codec import FrameView, decode, encode
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
 from protocol.messages import (
     MAX_FRAME_BYTES,
@@ -314,7 +314,7 @@ class Aggregator:
         if not payload and channel in {"state", "info"}:
             return  # an empty retained message is how an operator makes a broker forget a device
         if channel == "up":
-            self._take_frame(device, decode(payload, Frame, max_bytes=MAX_FRAME_BYTES))
+            self._take_frame(device, decode(payload, FrameView, max_bytes=MAX_FRAME_BYTES))
         elif channel == "get":
             self._serve_blob(device, decode(payload, BlobRequest, max_bytes=1024))
         elif channel == "info":

@@ -3,14 +3,15 @@
 import functools
 import hashlib
 import math
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, VersionMismatch
-from protocol.messages import PROTOCOL_VERSION, Frame, Message, Tensor
+from protocol.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, Frame, Message, Tensor
 
 M = TypeVar("M", bound=Message | Frame)
 
@@ -23,6 +24,12 @@ class _MapHeader(msgspec.Struct):
 class _FrameHeader(msgspec.Struct, array_like=True):
     type: str
     v: int
+
+
+class FrameView(Frame, frozen=True, array_like=True, tag="frame"):
+    """A frame that came in, and keeps what it was read from: its bytes are not copied."""
+
+    data: Annotated[memoryview, Meta(max_length=MAX_CHUNK_BYTES)]  # type: ignore[assignment]  # it does as bytes do
 
 
 @functools.cache
@@ -50,7 +57,7 @@ def decode(data: bytes, message_type: type[M], *, max_bytes: int) -> M:
     if len(data) > max_bytes:
         raise MalformedMessage(f"expected at most {max_bytes} bytes, got {len(data)}")
     try:
-        header = _decoder(_FrameHeader if message_type is Frame else _MapHeader).decode(data)
+        header = _decoder(_FrameHeader if issubclass(message_type, Frame) else _MapHeader).decode(data)
         if header.v != PROTOCOL_VERSION:
             raise VersionMismatch(
                 f"expected protocol version {PROTOCOL_VERSION}, got {header.v}: "

@@ -187,6 +187,7 @@ class Connection:
         self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, properties: Properties | None
     ) -> None:
         self.is_answered = True
+        self._client.on_log = None  # it would be told of every packet from now on, in words
         if code.is_failure:
             wrong_version = code == "Unsupported protocol version"
             reason = denials.refused(str(code), self._terms.access)
