@@ -18,7 +18,7 @@ def test_the_benchmark_compares_and_writes_its_figures(tmp_path: Path) -> None:
     result = CliRunner().invoke(ingest, [*arguments, "--json", str(file)])
     assert result.exit_code == 0, result.output
     figures = json.loads(file.read_text())
-    assert all(value > 0 for value in figures.values())
+    assert all(value > 0 for name, value in figures.items() if name != "aggregator_cpu_ms")  # in 10 ms
     assert figures["ratio_lowest"] <= figures["ratio"] <= figures["ratio_highest"]
     assert figures["megabytes"] == pytest.approx(0.8, rel=0.05)
     assert all(name in result.output for name in figures)
