@@ -175,11 +175,12 @@ def promote_command(*, state: Path) -> None:
 @state_option
 def forget_command(*, device: str, state: Path) -> None:
     """Take the next key that comes under the name DEVICE for its own, because it has lost the one it had."""
-    with _existing(state) as store:
+    with _existing(state) as store, store.together():
         if not store.keys.forget_key(device):
             raise ConfigError(
                 f"{device} has no key that was taken at first use: `aggregator enroll` gives a device another one"
             )
+        store.begin_anew(device, without=False)
     click.echo(f"the next key that comes under the name {device} is its own")
 
 

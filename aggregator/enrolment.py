@@ -105,7 +105,8 @@ def enrol(store: Store, wanted: Wanted, *, fleet: str, out: Path) -> None:
                 store.set_fact(REVOKED + known.serial, str(now_s))
             store.keys.enrol_key(wanted.device, public, serial=f"{issued.serial:x}", now_s=now_s)
             store.keys.close_fleet()
-            _take_back(store, wanted.device)
+            # Who revokes a key takes what came with it for somebody else's.
+            store.begin_anew(wanted.device, without=known is not None and known.revoked_s is not None)
             appear()
         write_revoked(store, authority)
 
@@ -166,14 +167,6 @@ def revoke(store: Store, device: str) -> Path | None:
             return None
         write_revoked(store, open_authority(store.folder, fleet_of_authority(store.folder)))
     return folder_of(store.folder) / "revoked.crl"
-
-
-def _take_back(store: Store, device: str) -> None:
-    """Let the submissions of a device count again that was revoked and is let in anew."""
-    task = bytes.fromhex(store.fact("task"))
-    aside = store.asides(task).get(device) if task else None
-    if aside is not None and aside.why == SET_ASIDE:
-        store.forget_aside(task, device)
 
 
 @contextlib.contextmanager

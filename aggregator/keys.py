@@ -56,6 +56,7 @@ class Keys:
         self._read = read
         self._write_now = write
         self._seen: dict[str, Key] = {}
+        self._sets: dict[str, frozenset[str]] = {}
         self._is_closed: bool | None = None
         self._version = -1
         self._is_held = False
@@ -74,6 +75,7 @@ class Keys:
     def look_again(self) -> None:
         """Read everything anew: what was written last may have been undone."""
         self._seen.clear()
+        self._sets.clear()
         self._is_closed = None
 
     @contextlib.contextmanager
@@ -105,6 +107,22 @@ class Keys:
             "SELECT device, public, enrolled, since_s, serial, revoked_s FROM keys ORDER BY device"
         )
         return {device: Key(public, bool(enrolled), *rest) for device, public, enrolled, *rest in rows}
+
+    def revoked(self) -> frozenset[str]:
+        """The devices whose keys were revoked."""
+        return self._names("revoked_s IS NOT NULL")
+
+    def enrolled(self) -> frozenset[str] | None:
+        """The devices that a closed fleet has; None in an open one."""
+        return self._names("enrolled AND revoked_s IS NULL") if self.is_closed() else None
+
+    def _names(self, which: str) -> frozenset[str]:
+        """The devices of some keys; this is asked for all the time, and changes hardly ever."""
+        self._look_for_changes()
+        if which not in self._sets:
+            rows = self._read(f"SELECT device FROM keys WHERE {which}")  # noqa: S608 - ours
+            self._sets[which] = frozenset(device for (device,) in rows)
+        return self._sets[which]
 
     def pin_key(self, device: str, public: bytes, *, now_s: float) -> bool:
         """Keep the first key that came under a name; returns whether there was room for it."""

@@ -42,6 +42,7 @@ class Learning:
         self._on_event = on_event
         self._settings = task.file.settings
         self._due: list[rounds.Train] = []
+        self._version = store.writes_of_others()
         self._writing = WrittenTogether()
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
         forget_lost(task, store)
@@ -71,6 +72,7 @@ class Learning:
 
     def tick(self) -> None:
         """Let time pass, and begin what is due."""
+        self._look_for_changes()
         self._advance(self._store.standing(self._task.digest))
         self._advance(rounds.Ticked(time.time()))
         due, self._due = self._due, []
@@ -89,8 +91,16 @@ class Learning:
             self._store.keep_submission(self._task.digest, replace(row, entry=answer.standing or row.entry))
             self._tell_submission(row)
 
+        self._look_for_changes()
         (answer,) = self._advance(rounds.Submitted(row.device, row.entry), keep=keep)
         return answer
+
+    def _look_for_changes(self) -> None:
+        """See whether somebody was enrolled anew: what came under that name before is not in its way."""
+        if (version := self._store.writes_of_others()) != self._version:
+            self._version = version
+            stored = self._store.submissions(self._task.digest)
+            self.state = replace(self.state, submissions={each: row.entry for each, row in stored.items()})
 
     def settle(self) -> None:
         """Make durable what was taken.

@@ -69,10 +69,16 @@ class Standing:
     Args:
         barred: their submissions do not count.
         readmitted: theirs count, also where the newest head was made without them.
+        enrolled: nobody else's count; None where everybody's do.
     """
 
     barred: frozenset[str] = frozenset()
     readmitted: frozenset[str] = frozenset()
+    enrolled: frozenset[str] | None = None
+
+    def counts(self, device: str) -> bool:
+        """Whether a device's submissions count."""
+        return device not in self.barred and (self.enrolled is None or device in self.enrolled)
 
 
 @dataclass(frozen=True)
@@ -229,7 +235,7 @@ def counting(state: State, settings: Settings) -> dict[str, Entry]:
     return {
         device: entry
         for device, entry in state.submissions.items()
-        if still_counts(entry, state, settings) and device not in state.standing.barred
+        if still_counts(entry, state, settings) and state.standing.counts(device)
     }
 
 
@@ -291,8 +297,7 @@ def _are_all_here(here: Mapping[str, Entry], state: State, settings: Settings) -
     """Whether nobody else can be expected: no device that is listed, or else that was in the previous round."""
     if settings.rounds is None:
         return False
-    barred = state.standing.barred
     if settings.devices is not None:
-        return settings.devices - barred <= here.keys()
-    awaited = state.covered.keys() - barred
+        return settings.devices - state.standing.barred <= here.keys()
+    awaited = {device for device in state.covered if state.standing.counts(device)}
     return len(here) >= settings.quorum and len(state.covered) > 0 and awaited <= here.keys()

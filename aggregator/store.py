@@ -281,6 +281,24 @@ class Store:
         """Drop a device's submission, as if it had never come."""
         self._write("DELETE FROM submissions WHERE task = ? AND device = ?", task, device)
 
+    def begin_anew(self, device: str, *, without: bool) -> None:
+        """Let a device come with another key: of what came under its name before, nothing stands in its way.
+
+        Args:
+            device: its name, which somebody else may have used.
+            without: what it has handed in is gone; or else it counts until the device hands in something else,
+                whatever the numbers.
+        """
+        if without:
+            self._write("DELETE FROM submissions WHERE device = ?", device)
+        self._write("UPDATE submissions SET sequence = 0 WHERE device = ?", device)
+        self._write("UPDATE devices SET state = 'unknown', epoch = 0 WHERE device = ?", device)
+        self._write("DELETE FROM set_aside WHERE device = ? AND why = ?", device, REVOKED)
+
+    def writes_of_others(self) -> int:
+        """A number that changes when another process has written."""
+        return int(self._read("PRAGMA data_version")[0][0])
+
     def submissions_to_others(self, task: bytes) -> set[bytes]:
         """The digests of what was submitted to other tasks than this one."""
         return {digest for (digest,) in self._read("SELECT digest FROM submissions WHERE task != ?", task)}
@@ -518,11 +536,12 @@ class Store:
     def standing(self, task: bytes) -> Standing:
         """Who does not count at all, and who counts whatever is found in what they hand in."""
         asides = self.asides(task)
+        barred = (device for device, one in asides.items() if one.why == REVOKED and one.readmitted_s is None)
         return Standing(
-            barred=frozenset(
-                device for device, one in asides.items() if one.why == REVOKED and one.readmitted_s is None
-            ),
+            # A key is revoked whatever the task was then.
+            barred=self.keys.revoked().union(barred),
             readmitted=frozenset(device for device, one in asides.items() if one.readmitted_s is not None),
+            enrolled=self.keys.enrolled(),
         )
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from aggregator.enrolment import Wanted, enrol, revoke
 from aggregator.store import Store
 from protocol.codec import digest_of, encode
+from protocol.enrolment import read_enrolment
 from protocol.messages import BlobRequest, DeviceInfo, Evaluation, Receipt, Submission
 from protocol.session import Broker
 from protocol.signing import public_key, sign_frame, sign_manifest
@@ -173,3 +175,27 @@ def test_what_is_written_over_the_fleets_topics_does_not_stay(alone: Broker, tmp
         daemon.until(lambda summary: counts(summary) == {("?", "signature"): 1})
         with Device(alone, "b") as late:
             assert late.signed("task") == genuine
+
+
+def test_who_is_enrolled_begins_anew(alone: Broker, tmp_path: Path) -> None:
+    """Whatever somebody has handed in under its name before, with the greatest number there is, stands in no way."""
+    with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
+        task = digest_of(a.task())
+        assert a.hand_in(submission(task=task, sequence=2**63 - 1)).status == "received"
+        store = Store(daemon.state)
+        enrol(store, Wanted("a"), fleet=FLEET, out=tmp_path / "a")
+        own = captured(submission(task=task, sequence=5, seed=5), "a", key=_signing_key(tmp_path / "a"))
+        put(a, "a", own)
+        assert a.receipt(own[0]).status == "received"
+        assert _standing(daemon, task) == (5, own[0])
+        revoke(store, "a")
+        enrol(store, Wanted("a", renew=True), fleet=FLEET, out=tmp_path / "again")
+        assert store.submissions(task) == {}
+        again = captured(submission(task=task, sequence=4, seed=6), "a", key=_signing_key(tmp_path / "again"))
+        put(a, "a", again)
+        assert a.receipt(again[0]).status == "received"
+        store.close()
+
+
+def _signing_key(folder: Path) -> bytes:
+    return read_enrolment(folder).signing_key

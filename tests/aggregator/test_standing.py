@@ -160,3 +160,35 @@ def test_set_aside_readmitted_and_set_aside_again(tmp_path: Path) -> None:
     assert store.asides(TASK) == {}
     store.readmit(TASK, "a", now_s=10.0)
     assert store.standing(TASK) == Standing()
+
+
+def test_in_a_closed_fleet_strangers_are_trained_on_no_more() -> None:
+    """What came while it was open waits for its device to be enrolled; it is no reason for another head."""
+    state, actions = _run(Standing(enrolled=frozenset("a")), Ticked(1.0), state=_trained())
+    assert actions == []
+    _, actions = _run(_submitted("a", number=7), state=state)
+    assert _members(actions) == ["a"]
+    _, actions = _run(Standing(enrolled=frozenset("ac")), _submitted("a", number=7), state=state)
+    assert _members(actions) == ["ac"]
+
+
+def test_a_round_does_not_wait_for_strangers() -> None:
+    """Who was in the round before and is not heard any more cannot come."""
+    state, _ = _run(*map(_submitted, "abcd"), Ticked(10.0), Trained(1), settings=IN_ROUNDS)
+    then = [_submitted(device, 1) for device in "abc"]
+    _, actions = _run(Standing(enrolled=frozenset("abc")), *then, state=state, settings=IN_ROUNDS)
+    assert _members(actions) == ["abc"]
+
+
+def test_keys_decide_who_counts_whatever_the_task(tmp_path: Path) -> None:
+    """Who is revoked is so in every task, and from the first enrolment on only who is enrolled counts."""
+    store, other = _store(tmp_path), Store(tmp_path)
+    other.keys.pin_key("a", b"a" * 32, now_s=1)
+    other.keys.revoke_key("a", now_s=2)
+    assert store.standing(TASK) == store.standing(bytes(32)) == Standing(barred=frozenset("a"))
+    with other.together():
+        other.keys.enrol_key("b", b"b" * 32, now_s=3)
+        other.keys.close_fleet()
+    assert store.standing(TASK) == Standing(barred=frozenset("a"), enrolled=frozenset("b"))
+    other.keys.revoke_key("b", now_s=4)
+    assert store.standing(TASK).enrolled == frozenset()
