@@ -45,6 +45,7 @@ from protocol.messages import (
     Receipt,
     Submission,
 )
+from protocol.presence import is_newer
 from protocol.topics import FleetChannel, parse_device_topic
 from protocol.transfer import chunk_bytes
 
@@ -301,12 +302,15 @@ class Aggregator:
         except MalformedMessage as error:
             self._count_refusal("?", Refused("malformed", f"the aggregator's state: {error}"))
             return
-        if presence.epoch > self._epoch:
+        if is_newer(presence.epoch, own=self._epoch, now_s=time.time()):
             raise ConfigError(
                 f"another aggregator has started for fleet {self._task.manifest.fleet!r} on this broker: "
                 "a fleet has one; stop one of them, or give each task file a fleet of its own"
             )
-        if presence.state != "online":
+        if presence.epoch > self._epoch:
+            said = f"an aggregator's presence with the epoch {presence.epoch}, of a time that has not come"
+            self._count_refusal("?", Refused("implausible", said))
+        if presence.state != "online" or presence.epoch > self._epoch:
             self._wire.say_online()
 
     def _dispatch(self, device: str, channel: str, payload: bytes) -> None:

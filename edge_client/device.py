@@ -44,6 +44,7 @@ from protocol.messages import (
     RoundManifest,
     TaskManifest,
 )
+from protocol.presence import is_newer
 from protocol.signing import open_manifest, sign_frame
 from protocol.topics import RETAINED, DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.transfer import Ranges
@@ -268,11 +269,11 @@ class Device:
 
     def _own_presence_seen(self, presence: Presence) -> None:
         """Correct what an old Last Will says of us, and notice a second program of our name."""
-        if presence.epoch > self._epoch:
+        if is_newer(presence.epoch, own=self._epoch, now_s=time.time()):
             raise ProtofleetError(
                 f"another edge-client has come online as {self._id!r}: give each its own --device-id"
             )
-        if presence.state != "online" and self._state.connected:
+        if (presence.state != "online" or presence.epoch > self._epoch) and self._state.connected:
             self._send_outgoing(self._presence("online"))
 
     # What the agent decides, done.

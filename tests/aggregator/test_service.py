@@ -66,6 +66,17 @@ def test_a_head_that_it_does_not_have_is_forgotten(broker: Broker, tmp_path: Pat
                 assert fleet_topic(FLEET, "head") not in late.topics()
 
 
+def test_a_presence_that_nobody_can_have_left_ends_nothing(broker: Broker, tmp_path: Path) -> None:
+    """The broker keeps it for ever; the aggregator starts all the same, and says its own in its place."""
+    with Device(broker, "early") as early:
+        left = encode(Presence(state="online", epoch=2**63 - 1))
+        early.say(fleet_topic(FLEET, "state"), left, retain=True)
+        with aggregator(write_task(tmp_path), broker) as daemon:
+            daemon.until(lambda summary: any(row["reason"] == "implausible" for row in summary["refusals"]))
+            with Device(broker, "late") as late:
+                assert late.aggregator_is("online").epoch < 2**63 - 1
+
+
 def test_its_presence_follows_its_life(broker: Broker, tmp_path: Path) -> None:
     """Online, stopped after SIGTERM, offline after it was killed; a new start has a greater epoch."""
     task = write_task(tmp_path)

@@ -15,11 +15,11 @@ from edge_client.state import DeviceState
 from edge_client.work import Found, Local
 from edge_client.worker import Crashed, Settings, Worker
 from protocol.codec import decode, encode
-from protocol.errors import ConfigError, StateError
+from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.messages import DeviceInfo, HeadRef, Presence, PresenceState, Receipt
-from protocol.session import Received
+from protocol.session import Outgoing, Received
 from protocol.signing import public_key, sign_manifest
-from protocol.topics import fleet_topic
+from protocol.topics import device_topic, fleet_topic
 from tests.edge_client.made_rounds import TASK, look_at, make_task, open_round, take_pictures
 
 
@@ -223,3 +223,17 @@ def test_a_dry_run_without_a_broker_needs_all_of_a_task(tmp_path: Path, kept: De
     device = Device(replace(make_settings(tmp_path), mode=Mode.DRY_RUN), kept)
     with pytest.raises(ConfigError, match="say where the broker is with --broker"):
         device.run()
+
+
+def test_a_presence_that_nobody_can_have_left_ends_nothing(tmp_path: Path, kept: DeviceState) -> None:
+    """A broker keeps what was said: a device that gave way to it would never start again."""
+    device = make_device(tmp_path, kept)
+    device._state = replace(device._state, connected=True)
+    topic = device_topic("f", device._id, "state")
+    sent: list[Outgoing] = []
+    with pytest.MonkeyPatch.context() as heard:
+        heard.setattr(device, "_send_outgoing", sent.append)
+        device._handle(Received(topic, encode(Presence(state="online", epoch=2**63 - 1)), retained=True))
+    assert [decode(said.payload, Presence, max_bytes=1024).epoch for said in sent] == [device._epoch]
+    with pytest.raises(ProtofleetError, match="another edge-client has come online"):
+        device._handle(Received(topic, encode(Presence(state="online", epoch=device._epoch + 1))))
