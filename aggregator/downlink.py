@@ -1,5 +1,6 @@
 """Blobs going out to devices, piece by piece from the disk, and no faster than the broker takes them."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,18 +13,25 @@ BURST_BYTES = 4 * 1024**2
 MAX_WAITING = 100_000
 """Requests that wait; one more is dropped, and its device asks again."""
 
+MAX_OF_ONE = 64
+"""Those of one device: it asks for 16 at once, and nobody waits for what one asks for all day."""
+
 
 class Downlink:
     """What devices have asked for and was not sent yet, in the order of their requests. No I/O."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[str, bytes, int], BlobRequest] = {}
+        self._of_device: Counter[str] = Counter()
         self._is_busy = False
 
     def ask(self, device: str, request: BlobRequest) -> None:
         """Take a request; one that waits already is not taken twice."""
-        if len(self._waiting) < MAX_WAITING:
-            self._waiting.setdefault((device, request.digest, request.offset), request)
+        key = (device, request.digest, request.offset)
+        is_room = len(self._waiting) < MAX_WAITING and self._of_device[device] < MAX_OF_ONE
+        if is_room and key not in self._waiting:
+            self._waiting[key] = request
+            self._of_device[device] += 1
 
     def sent(self) -> None:
         """Something of a burst was given to the broker."""
@@ -36,6 +44,7 @@ class Downlink:
     def forget(self) -> None:
         """Drop everything: the connection is gone, and devices ask again."""
         self._waiting.clear()
+        self._of_device.clear()
         self._is_busy = False
 
     def burst(self) -> list[tuple[str, BlobRequest]]:
@@ -48,6 +57,8 @@ class Downlink:
             request = self._waiting.pop(key)
             size_bytes += request.length
             taken.append((key[0], request))
+            self._of_device[key[0]] -= 1
+        self._of_device += Counter()  # without those of whom nothing waits
         return taken
 
 

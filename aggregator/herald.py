@@ -63,11 +63,22 @@ class Herald:
         return payload
 
     def has_said(self, channel: FleetChannel, payload: bytes) -> bool:
-        """Whether a manifest is of ours, be it an older one."""
+        """Whether a manifest that stands on the broker is of ours.
+
+        If we do not know of its number, as our state is an older one and the clock was ahead when it was given, what is
+        said from now on has a greater one: else no device would believe it.
+        """
         try:
-            return open_manifest(payload, fleet=self._fleet, channel=channel).key == public_key(self._key)
+            signed = open_manifest(payload, fleet=self._fleet, channel=channel)
         except (BadSignature, MalformedMessage):
             return False
+        if signed.key != public_key(self._key):
+            return False
+        _, said = self._said.get(channel, (b"", b""))
+        if payload != said and signed.release >= self._releases.get(_FACT + channel, 0):
+            self._releases[_FACT + channel] = signed.release
+            self._said.pop(channel, None)
+        return True
 
     def keep(self) -> None:
         """Keep the numbers that were given.

@@ -3,7 +3,7 @@
 from typing import get_args
 
 from protocol.messages import PROTOCOL_VERSION
-from protocol.topics import FROM_DEVICES, DeviceChannel, FleetChannel, device_filters, fleet_topic
+from protocol.topics import FROM_DEVICES, SHARDS, DeviceChannel, FleetChannel, device_filters, fleet_topic
 
 FOLDER = "/etc/mosquitto/protofleet"
 """Where the configuration expects what `aggregator enroll-broker` writes."""
@@ -64,7 +64,9 @@ def access_list(fleet: str) -> str:
     """Mosquitto's list of who may read and write what, by the name in their certificate or their user name."""
     shared, device = fleet_topic(fleet, "state").removesuffix("/state"), f"pf/{PROTOCOL_VERSION}/{fleet}/d"
     to_devices = [channel for channel in get_args(DeviceChannel) if channel not in FROM_DEVICES]
-    writes = [f"write {device}/%u/{'up/#' if channel == 'up' else channel}" for channel in FROM_DEVICES]
+    # One by one: with a wildcard, a device could leave any number of retained messages with the broker.
+    tails = {"up": [f"up/{shard}" for shard in range(SHARDS)]}
+    writes = [f"write {device}/%u/{tail}" for each in FROM_DEVICES for tail in tails.get(each, [each])]
     reads = [f"read {device}/%u/{channel}" for channel in ("state", *to_devices)]
     own = [channel for channel in get_args(FleetChannel) if channel != "state"]
     lines = [

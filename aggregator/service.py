@@ -280,7 +280,13 @@ class Aggregator:
                 with self._storing():
                     said = f"a {channel} that is not of this aggregator stood on the broker, where its own belongs"
                     self._count_refusal("?", Refused("signature", said))
-            self._wire.say_again(topic)
+            match channel:
+                case "task":
+                    self._tell_fleet(channel, self._task.manifest_bytes)
+                case "round":
+                    self._tell_fleet(channel, self._learning.round)
+                case _:
+                    self._tell_head()
         self._contested.clear()
 
     def _check_known(self, device: str) -> None:

@@ -80,11 +80,7 @@ class Wire:
 
     def is_other(self, topic: str, payload: bytes) -> bool:
         """Whether there is something else on a topic than what we have said there last."""
-        return self._told.get(topic, payload) != payload
-
-    def say_again(self, topic: str) -> None:
-        """Publish once more what we have said last on a topic."""
-        self._session.send(mqtt.Outgoing(topic, self._told[topic], retain=True))
+        return self._told.get(topic) != payload
 
     def cast(self, payload: bytes) -> None:
         """Send a blob to everybody at once."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.downlink import BURST_BYTES, Downlink, read_frames
+from aggregator.downlink import BURST_BYTES, MAX_OF_ONE, Downlink, read_frames
 from protocol.messages import MAX_CHUNK_BYTES, BlobRequest
 
 WINDOW = 16 * MAX_CHUNK_BYTES
@@ -84,3 +84,18 @@ def test_frames_are_clipped_to_the_blob(tmp_path: Path) -> None:
         (97, 3, 100),
     ]
     assert list(read_frames(blob, _request(100), chunk_bytes=7)) == []
+
+
+def test_nobody_waits_for_all_that_one_asks_for() -> None:
+    """Of a device that asks without end only a bounded number waits, and it can ask again once that is sent."""
+    downlink = Downlink()
+    for block in range(10_000):
+        downlink.ask("greedy", _request(block * WINDOW))
+    downlink.ask("honest", _request())
+    sent: list[tuple[str, int]] = []
+    while burst := _send(downlink):
+        sent += burst
+        downlink.drained()
+    assert sent == [*(("greedy", block) for block in range(MAX_OF_ONE)), ("honest", 0)]
+    downlink.ask("greedy", _request(MAX_OF_ONE * WINDOW))
+    assert _send(downlink) == [("greedy", MAX_OF_ONE)]

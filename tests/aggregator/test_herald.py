@@ -10,7 +10,7 @@ from aggregator.herald import Herald, identity_of, next_release
 from aggregator.store import Store
 from edge_client.trust import Trust, believe
 from protocol.messages import Signed
-from protocol.signing import open_manifest, public_key
+from protocol.signing import open_manifest, public_key, sign_manifest
 from protocol.topics import FleetChannel
 
 KEY = b"k" * 32
@@ -71,3 +71,21 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
     store = Store(tmp_path)
     Herald(store, key=key, fleet="barn")
     assert store.fact("key") == public_key(key).hex()
+
+
+def test_a_clock_that_was_ahead_shuts_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state of before that finds on the broker what it said then: what it says from now on is believed."""
+    before = start(tmp_path / "state", monkeypatch, at_s=1e10)
+    payload = before.sign("head", b"one")
+    device = believe(Trust(), "head", open_manifest(payload, fleet="barn", channel="head"))
+    restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
+    said(restored, b"one")
+    assert restored.has_said("head", payload)
+    again = said(restored, b"one")
+    assert believe(device, "head", again).heard["head"][0] == int(1e10) + 1
+    assert restored.has_said("head", restored.sign("head", b"one"))
+    assert said(restored, b"one") == again
+    assert not restored.has_said(
+        "head", sign_manifest(b"x", key=b"o" * 32, fleet="barn", channel="head", release=2**40)
+    )
+    assert said(restored, b"two").release == int(1e10) + 2
