@@ -98,7 +98,7 @@ def run_command(
     """Serve a fleet until interrupted."""
     from aggregator.broker import EmbeddedBroker
     from aggregator.config import load_task
-    from aggregator.identity import own_access
+    from aggregator.identity import close_again, own_access
     from aggregator.service import Aggregator
     from aggregator.store import Store, open_folder
     from aggregator.task import prepare_task
@@ -119,6 +119,11 @@ def run_command(
     access = own_access(state, access, fleet=task_file.fleet)
     store = Store(open_folder(state))
     store.lock()
+    if close_again(store):
+        log.warning(
+            "the fleet stays closed, but the database does not know all that were enrolled: "
+            "`aggregator enroll --renew` those that are refused"
+        )
     stop_on_terminate()
     prepared = prepare_task(task_file, backbones, store=store)
     embedded = EmbeddedBroker(address) if embedded_broker else None

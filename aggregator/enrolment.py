@@ -17,9 +17,11 @@ from aggregator import mosquitto
 from aggregator.certificates import issue_client, issue_server
 from aggregator.identity import (
     REVOKED,
+    alone,
     fleet_of_authority,
     folder_of,
     has_authority,
+    keep_closed,
     open_authority,
     write_revoked,
 )
@@ -27,17 +29,13 @@ from aggregator.store import REVOKED as SET_ASIDE
 from aggregator.store import Store
 from protocol.blobstore import state_errors, write_atomically
 from protocol.enrolment import FORMAT, Card, card_text
-from protocol.errors import ConfigError, StateError
+from protocol.errors import ConfigError
 from protocol.keyfile import read_or_make_key
-from protocol.lock import FolderLock
 from protocol.signing import public_key
 from protocol.topics import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Under these an aggregator on the broker's machine reaches it; no authority but the fleet's own vouches for them."""
-
-PATIENCE_S = 10.0
-"""Seconds that another enrolment is waited for."""
 
 PRIVATE = frozenset({"device.key", "signing.key", "broker.key"})
 
@@ -64,13 +62,13 @@ def enrol(store: Store, wanted: Wanted, *, fleet: str, out: Path) -> None:
 
     Raises:
         ConfigError: it cannot be, and why.
-        StateError: the state or the folder cannot be written; then nothing has changed.
+        StateError: the state or the folder cannot be written; then nobody was enrolled, unless the folder is there.
     """
     if not is_name(wanted.device):
         raise ConfigError(
             f"{wanted.device!r} cannot name a device: expected 1 to 64 letters, digits, '-' or '_'"
         )
-    with _alone(store):
+    with alone(store.folder):
         known = store.keys.key_of(wanted.device)
         if known is not None and (known.enrolled or known.revoked_s is not None) and not wanted.renew:
             state = "enrolled" if known.revoked_s is None else "revoked"
@@ -100,14 +98,20 @@ def enrol(store: Store, wanted: Wanted, *, fleet: str, out: Path) -> None:
             "device.key": issued.key,
             "signing.key": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         }
-        with _new_folder(out, files) as appear, store.together():
-            if known is not None and known.serial:
-                store.set_fact(REVOKED + known.serial, str(now_s))
-            store.keys.enrol_key(wanted.device, public, serial=f"{issued.serial:x}", now_s=now_s)
-            store.keys.close_fleet()
-            # Who revokes a key takes what came with it for somebody else's.
-            store.begin_anew(wanted.device, without=known is not None and known.revoked_s is not None)
-            appear()
+        serial = f"{issued.serial:x}"
+        with _new_folder(out, files) as appear:
+            # A kill before it is known whose it is leaves a certificate that does not count.
+            store.set_fact(REVOKED + serial, str(now_s))
+            with store.together():
+                if known is not None and known.serial:
+                    store.set_fact(REVOKED + known.serial, str(now_s))
+                store.keys.enrol_key(wanted.device, public, serial=serial, now_s=now_s)
+                store.keys.close_fleet()
+                # Who revokes a key takes what came with it for somebody else's.
+                store.begin_anew(wanted.device, without=known is not None and known.revoked_s is not None)
+                store.forget_fact(REVOKED + serial)
+                appear()
+        keep_closed(store.folder)
         write_revoked(store, authority)
 
 
@@ -125,7 +129,7 @@ def enrol_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, d
         ConfigError: a host is none, or the folder is there already.
         StateError: the state or the folder cannot be written.
     """
-    with _alone(store):
+    with alone(store.folder):
         authority = open_authority(store.folder, fleet)
         issued = issue_server(authority, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
         files = {
@@ -150,7 +154,7 @@ def revoke(store: Store, device: str) -> Path | None:
         ConfigError: there is no such device.
         StateError: the state cannot be written.
     """
-    with _alone(store):
+    with alone(store.folder):
         now_s = int(time.time())
         known = store.keys.key_of(device)
         if known is None:
@@ -167,24 +171,6 @@ def revoke(store: Store, device: str) -> Path | None:
             return None
         write_revoked(store, open_authority(store.folder, fleet_of_authority(store.folder)))
     return folder_of(store.folder) / "revoked.crl"
-
-
-@contextlib.contextmanager
-def _alone(store: Store) -> Iterator[None]:
-    """Keep other enrolments out meanwhile: each reads what it then changes."""
-    folder = folder_of(store.folder)
-    with state_errors(folder):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    lock = FolderLock(folder)
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not lock.take():
-        if time.monotonic() > deadline_s:
-            raise StateError(f"another enrolment is at work in {folder}: try again when it is through")
-        time.sleep(0.05)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextlib.contextmanager

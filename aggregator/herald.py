@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from aggregator.identity import alone, folder_of
 from aggregator.store import Store
 from protocol.codec import digest_of
 from protocol.errors import BadSignature, MalformedMessage
@@ -21,7 +22,8 @@ def identity_of(state: Path) -> bytes:
         ConfigError: the file holds no such key.
         StateError: it cannot be written.
     """
-    return read_or_make_key(state / "identity" / "signing.key")
+    with alone(state):
+        return read_or_make_key(folder_of(state) / "signing.key")
 
 
 def next_release(last: int, *, now_s: float) -> int:

@@ -1,5 +1,8 @@
 """What the aggregator is known by, in `STATE/identity`: the fleet's authority, and its own certificate."""
 
+import contextlib
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,17 +22,59 @@ from aggregator.certificates import (
 from aggregator.mosquitto import aggregator_name
 from aggregator.store import Store
 from protocol.access import Access
-from protocol.blobstore import write_atomically
-from protocol.errors import ConfigError
+from protocol.blobstore import state_errors, write_atomically
+from protocol.errors import ConfigError, StateError
 from protocol.keyfile import write_private
+from protocol.lock import FolderLock
 
 REVOKED = "revoked certificate:"
 """Begins the names of the facts that say since when (unix seconds) a serial number (hex) counts no more."""
+
+CLOSED = "closed"
+"""The file that says that somebody was enrolled."""
+
+PATIENCE_S = 10.0
+"""Seconds that another enrolment is waited for."""
 
 
 def folder_of(state: Path) -> Path:
     """Where all of it is."""
     return state / "identity"
+
+
+@contextlib.contextmanager
+def alone(state: Path) -> Iterator[None]:
+    """Keep other programs out of the folder meanwhile: each reads what it then changes.
+
+    Raises:
+        StateError: another one does not come to an end with it, or the folder cannot be written.
+    """
+    folder = folder_of(state)
+    with state_errors(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    lock = FolderLock(folder)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not lock.take():
+        if time.monotonic() > deadline_s:
+            raise StateError(f"another enrolment is at work in {folder}: try again when it is through")
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def keep_closed(state: Path) -> None:
+    """Remember beside the database that the fleet is closed: without it, or with an older one, it must not be open."""
+    write_atomically(folder_of(state) / CLOSED, b"")
+
+
+def close_again(store: Store) -> bool:
+    """Close a fleet whose database has forgotten that it was closed; returns whether it had."""
+    forgotten = (folder_of(store.folder) / CLOSED).is_file() and not store.keys.is_closed()
+    if forgotten:
+        store.keys.close_fleet()
+    return forgotten
 
 
 def has_authority(state: Path) -> bool:
@@ -83,18 +128,34 @@ def open_authority(state: Path, fleet: str) -> Issued:
 
 
 def write_revoked(store: Store, authority: Issued) -> bytes:
-    """Write the list of certificates that count no more, of all that the store knows; returns it.
+    """Write the list of certificates that count no more, of all that the store knows or that stood there; returns it.
 
     Raises:
+        ConfigError: what stands there is no such list.
         StateError: it cannot be written.
     """
-    revoked = {
+    # What was revoked stays so where the database is an older one.
+    revoked = _revoked_before(folder_of(store.folder) / "revoked.crl") | {
         int(name.removeprefix(REVOKED), 16): datetime.fromtimestamp(int(since_s), UTC)
         for name, since_s in store.facts(REVOKED).items()
     }
     listed = revoked_list(authority, revoked, now=utc_now())
     write_atomically(folder_of(store.folder) / "revoked.crl", listed)
     return listed
+
+
+def _revoked_before(file: Path) -> dict[int, datetime]:
+    if not file.is_file():
+        return {}
+    try:
+        listed = x509.load_pem_x509_crl(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} is no list of certificates: restore it from a backup, or delete it"
+        ) from error
+    return {one.serial_number: one.revocation_date_utc for one in listed}
 
 
 def own_access(state: Path, access: Access, *, fleet: str) -> Access:

@@ -217,6 +217,10 @@ class Store:
         said = self.facts(_EPSILON).items()
         return {key.removeprefix(_EPSILON): float(json.loads(value)) for key, value in said}
 
+    def forget_fact(self, key: str) -> None:
+        """Drop a single value."""
+        self._write("DELETE FROM facts WHERE key = ?", key)
+
     def facts(self, prefix: str) -> dict[str, str]:
         """The values whose names begin like this."""
         return dict(

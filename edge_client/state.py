@@ -89,7 +89,8 @@ class DeviceState:
             raise StateError(f"no device state in {folder}: run edge-client first, or give its --state")
         if not read_only:
             with state_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+                # It has keys, and the secret that noise hangs on.
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.blobs = BlobStore(folder / "blobs")
         self.keeping = threading.Lock()
         """Held from putting a blob until a fact names it, and while those that nothing names are deleted."""

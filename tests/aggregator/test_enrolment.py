@@ -1,6 +1,7 @@
 """Who is let into a fleet: what the folders have, what the store knows, and what a fault leaves behind."""
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from cryptography import x509
 
 from aggregator import enrolment, identity
 from aggregator.enrolment import Wanted, enrol, enrol_broker, revoke
-from aggregator.identity import own_access
+from aggregator.identity import close_again, own_access
 from aggregator.mosquitto import access_list
 from aggregator.store import REVOKED, Store
 from protocol.access import Access, open_tls
@@ -276,3 +277,37 @@ def test_the_aggregator_uses_its_own_certificate(store: Store, out: Path) -> Non
     assert (named.ca, named.certificate) == (own.ca, None)
     with pytest.raises(ConfigError, match="of the fleet 'orchard', not of the task's, 'vineyard'"):
         own_access(store.folder, Access(tls=True), fleet="vineyard")
+
+
+def test_an_older_database_opens_nothing(store: Store, out: Path, tmp_path: Path) -> None:
+    """With the folder `identity` alone put back, the fleet is closed as before, and who was revoked stays so."""
+    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
+    revoke(store, "shed-1")
+    listed = revoked_serials(store)
+    restored = Store(tmp_path / "restored")
+    (store.folder / "identity").rename(restored.folder / "identity")
+    assert not restored.keys.is_closed()
+    assert close_again(restored)
+    assert restored.keys.is_closed()
+    assert not close_again(restored)
+    enrol(restored, Wanted("shed-2"), fleet="orchard", out=tmp_path / "shed-2")
+    assert revoked_serials(restored) == listed
+
+
+def test_a_kill_leaves_no_certificate_that_nobody_can_revoke(
+    store: Store, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is there and the database does not know of it: it does not count."""
+
+    def die(appear: enrolment._Appear) -> None:
+        appear._rename(appear._out)
+        raise OSError(5, "killed")
+
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", lambda *_, **__: None)  # nor does anybody clear up
+        killed.setattr(enrolment._Appear, "__call__", die)
+        with pytest.raises(OSError, match="killed"):
+            enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
+    assert store.keys.all() == {}
+    enrol(store, Wanted("shed-1"), fleet="orchard", out=tmp_path / "again")
+    assert revoked_serials(store) == {serial(out)}

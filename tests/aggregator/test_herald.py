@@ -1,14 +1,17 @@
 """What is said to the fleet: signed, and numbered so that devices believe it after whatever was said before."""
 
 import stat
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from aggregator.herald import Herald, identity_of, next_release
+from aggregator.identity import alone
 from aggregator.store import Store
 from edge_client.trust import Trust, believe
+from protocol.keyfile import read_or_make_key
 from protocol.messages import Signed
 from protocol.signing import open_manifest, public_key, sign_manifest
 from protocol.topics import FleetChannel
@@ -89,3 +92,15 @@ def test_a_clock_that_was_ahead_shuts_nobody_out(tmp_path: Path, monkeypatch: py
         "head", sign_manifest(b"x", key=b"o" * 32, fleet="barn", channel="head", release=2**40)
     )
     assert said(restored, b"two").release == int(1e10) + 2
+
+
+def test_two_that_make_the_key_at_once_make_one(tmp_path: Path) -> None:
+    """A first start waits for the first enrolment, which gives the device the key that is kept."""
+    made: list[bytes] = []
+    with alone(tmp_path):
+        start = threading.Thread(target=lambda: made.append(identity_of(tmp_path)))
+        start.start()
+        start.join(0.3)
+        own = read_or_make_key(tmp_path / "identity" / "signing.key")
+    start.join()
+    assert made == [own]
