@@ -134,7 +134,7 @@ class DeviceState:
             ) from error
 
     def secret(self, *, keep: bool = True) -> bytes:
-        """32 random bytes that noise hangs on: those of this state, made where there are none; `keep` keeps them."""
+        """32 random bytes that shuffles and noise hang on, made where this state has none; `keep` keeps them."""
         kept = bytes.fromhex(self.get("secret", ""))
         if len(kept) == SECRET_BYTES:
             return kept

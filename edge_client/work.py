@@ -1,6 +1,7 @@
 """The device's pieces of work: pictures found, a submission made of them, and a head evaluated on some of them."""
 
 import contextlib
+import hmac
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -116,6 +117,13 @@ def prepare(
 ) -> Prepared:
     """Filter and average all of a device's pictures (FedTC eq. 1-4), and perturb what comes of it if so wanted.
 
+    Args:
+        task: the task.
+        local: the device's own.
+        found: its pictures.
+        cache: has their features.
+        secret: the device's, 32 bytes: the shuffle and the noise hang on it.
+
     Raises:
         ProtofleetError: no class has enough pictures, or the features do not fit float16.
         PrivacyRefused: the task wants prototypes perturbed, and `secret` has not 32 bytes.
@@ -126,7 +134,7 @@ def prepare(
         if not members:
             continue
         kept = [picture for picture in members if not held_out(picture, local.holdout)]
-        values, sizes = _class_prototypes(kept, task=task, label=label, local=local, cache=cache)
+        values, sizes = _class_prototypes(kept, task, label, local=local, cache=cache, secret=secret)
         if values.size and not np.abs(values).max() <= MAX_FLOAT16:
             raise ProtofleetError(
                 f"features of class {name!r} do not fit float16: the backbone cannot be used"
@@ -366,21 +374,24 @@ def known_pictures(manifest: TaskManifest, local: Local, cache: FeatureCache) ->
 
 def _class_prototypes(
     kept: Sequence[Picture],
-    *,
     task: TaskManifest,
     label: int,
+    *,
     local: Local,
     cache: FeatureCache,
+    secret: bytes,
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
     identities = [picture.identity for picture in kept]
-    # The shuffle is the same at every start, so that the same pictures make the same submission.
-    key = f"{task.seed}/{local.device_id}/{label}".encode()
+    # The shuffle is the same at every start, so that the same pictures make the same submission. Nobody else can
+    # tell it: who knew which pictures are in which prototype could solve several submissions for the features.
+    about = f"{task.seed}/{local.device_id}/{label}".encode()
+    key = hmac.digest(secret, about, "sha256")
     values, counts = batch_prototypes(
         lambda: cache.chunks(identities, *learning_keys(task)),
         alpha=task.alpha,
         batch_size=task.batch_size,
         min_images=task.min_images,
-        rng=np.random.default_rng(list(digest_of(key))),
+        rng=np.random.default_rng(list(key)),
     )
     return values, counts
 

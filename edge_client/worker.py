@@ -278,13 +278,13 @@ class Worker:
             )
 
     def _secret(self, manifest: TaskManifest) -> bytes:
-        """What noise hangs on; empty where there is to be none.
+        """What shuffles and noise hang on.
 
         Raises:
-            PrivacyRefused: there is no randomness to make it of, or it cannot be kept.
+            PrivacyRefused: the task wants noise, and there is no randomness to make it of, or it cannot be kept.
         """
         if manifest.perturbation is None and manifest.differential_privacy is None:
-            return b""
+            return self._kept.secret(keep=self._show is None)
         try:
             return self._kept.secret(keep=self._show is None)
         except Exception as error:

@@ -173,7 +173,7 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     min_images: Annotated[int, Meta(ge=1, le=65535)]
     """A class with fewer kept pictures than this sends nothing."""
     seed: Natural
-    """Seed of every shuffle, mixed with the device's id."""
+    """Seed of every shuffle, mixed with the device's id and a secret that it has for itself."""
     program: Program | None = None
     """How to take part in rounds, with one prototype a class; without it there is one submission, and no training."""
     perturbation: Perturbation | None = None

@@ -29,7 +29,7 @@ def _local(data: Path, *, holdout: float = 0.2, device_id: str = "device") -> Lo
     return Local(device_id=device_id, data=data, holdout=holdout, batch_size=4, workers=2)
 
 
-def _prepare(folder: Path, local: Local, manifest: TaskManifest) -> Prepared:
+def _prepare(folder: Path, local: Local, manifest: TaskManifest, *, secret: bytes = b"s" * 32) -> Prepared:
     cache = FeatureCache(folder / "features.sqlite")
     found = find(
         task=manifest,
@@ -39,7 +39,7 @@ def _prepare(folder: Path, local: Local, manifest: TaskManifest) -> Prepared:
         on_progress=lambda _done, _total: None,
         should_stop=lambda: False,
     )
-    return prepare(task=manifest, local=local, found=found, cache=cache)
+    return prepare(task=manifest, local=local, found=found, cache=cache, secret=secret)
 
 
 def test_held_out_pictures_stay_out(tmp_path: Path) -> None:
@@ -62,6 +62,14 @@ def test_the_same_pictures_make_the_same_submission(tmp_path: Path) -> None:
     assert _prepare(tmp_path, _local(data), _manifest()).fingerprint == first.fingerprint
     other = _prepare(tmp_path, _local(data, device_id="other"), _manifest())
     assert other.fingerprint != first.fingerprint
+
+
+def test_nobody_else_can_tell_how_pictures_were_shuffled(tmp_path: Path) -> None:
+    """Task, device and class, which the server knows, do not say which pictures are in which prototype."""
+    data = write_pictures(tmp_path / "data", count=12)
+    first, other = (_prepare(tmp_path, _local(data), _manifest(), secret=bytes([i] * 32)) for i in range(2))
+    assert first.counts.tolist() == other.counts.tolist()
+    assert first.fingerprint != other.fingerprint
 
 
 def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from sklearn.datasets import load_digits
 from aggregator.status import report
 from aggregator.store import Store
 from benchmarks.chaos import Proxy
+from edge_client.state import DeviceState
+from protocol.codec import digest_of
 from protocol.errors import StateError
 from tests.brokers import free_address
 from tests.faults.broker import Mosquitto
@@ -146,6 +148,8 @@ class Fleet:
                 str(self.aggregator_net.address),
             )
         else:
+            if not self.starts[name]:  # the same shuffles as in the reference, and the same head of them
+                DeviceState(self.root / name).set(secret=digest_of(name.encode()).hex())
             command = ("edge_client.cli", "--broker", str(self.net.address), "--device-id", name, *state)
             command = (*command, "--data", self.world / name, "--threads", "1", "--workers", "1")
         with (self.root / f"{name}.log").open("ab") as log:
