@@ -13,7 +13,7 @@ VERIFIED = 4096
 """Signatures that were found right and are not looked into again: a transfer has one in all of its frames."""
 
 _WORDS: dict[Reason, str] = {
-    "revoked": "the key of {device} was revoked",
+    "revoked": "the key of {device} was revoked; `aggregator enroll {device} --renew` lets it in again",
     "unknown_device": "{device} is not enrolled, and the fleet is closed: `aggregator enroll {device}` lets it in",
     "signature": "another key than the one that {device} is known by",
 }
@@ -64,8 +64,16 @@ class Gate:
         known = self._keys.key_of(device)
         reason = why_not(known, is_closed=self._keys.is_closed(), public=public)
         if reason is not None:
-            raise Refused(reason, _WORDS[reason].format(device=device))
+            words = _WORDS[reason].format(device=device)
+            raise Refused(reason, words if reason != "signature" else f"{words}; {_way_out(known, device)}")
         return known
+
+
+def _way_out(known: Key | None, device: str) -> str:
+    """What an operator does about a device that comes with another key."""
+    if known is not None and known.enrolled:
+        return "start it with the folder of its last enrolment"
+    return f"if it has lost its own, `aggregator forget {device}` takes the next"
 
 
 def _is_own(fleet: str, device: str, digest: bytes, size_bytes: int, key: bytes, signature: bytes) -> bool:

@@ -215,7 +215,7 @@ class Connection:
     def _on_disconnect(self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
         reason = f"connection lost: {code}"
         if not self.is_answered:
-            reason = denials.lost_before_answer(self._said, self._terms.access) or reason
+            reason = denials.lost_before_answer(self._said, self._terms.access)
         self._signal(Closed(self, reason, unanswered=not self.is_answered))
 
     def _on_broken(self, error: Exception) -> None:

@@ -46,7 +46,10 @@ def _handshake(error: ssl.SSLError, access: Access) -> str:
 def _disbelief(error: ssl.SSLCertVerificationError, broker: Broker, access: Access) -> str:
     whom = f"{access.ca}" if access.ca else "the system's authorities"
     if error.verify_code in UNKNOWN_ISSUERS:
-        return f"its certificate is not signed by {whom}; give the authority's certificate with --ca"
+        advice = "give the authority's certificate with --ca"
+        if access.certificate is not None:
+            advice += ", or enrol who connects and the broker with the same --state of the aggregator"
+        return f"its certificate is not signed by {whom}; {advice}"
     if error.verify_code in WRONG_NAMES:
         return f"its certificate is not for {broker.host}; reach it by a name that it has, or enrol the broker anew"
     if error.verify_code == EXPIRED:
@@ -67,8 +70,8 @@ def own_refusal(text: str, access: Access) -> str | None:
     return None
 
 
-def lost_before_answer(said: str, access: Access) -> str | None:
-    """Why a connection was lost before the broker answered; None if there is nothing better to say than that it was.
+def lost_before_answer(said: str, access: Access) -> str:
+    """Why a connection was lost before the broker answered.
 
     In TLS 1.3 a broker looks at our certificate only when we believe the connection to stand, and what it says then
     may be lost with it.
@@ -78,7 +81,7 @@ def lost_before_answer(said: str, access: Access) -> str | None:
         access: how we wanted to be let in.
     """
     if not access.tls:
-        return None
+        return "the broker hangs up before it answers; where it encrypts, give --enrolment, --ca or --tls"
     return own_refusal(said, access) or f"the broker hangs up once encrypted: {_guess(access)}"
 
 

@@ -185,3 +185,14 @@ def test_a_key_is_not_kept_while_nothing_can_be_stored(store: Store) -> None:
 def test_a_name_is_heard_if_and_only_if_its_key_would_be(known: Key | None, *, is_closed: bool) -> None:
     """Where nothing is signed, the name decides as it does where the right key comes with it."""
     assert why_not(known, is_closed=is_closed) == why_not(known, is_closed=is_closed, public=ONE)
+
+
+def test_another_key_comes_with_a_way_out(store: Store) -> None:
+    """Who reads the refusal is told the command or the folder that mends it."""
+    gate = Gate(store, fleet="barn")
+    gate.check("a", signed())
+    with pytest.raises(Refused, match="`aggregator forget a` takes the next"):
+        gate.check("a", signed(key=TWO))
+    store.keys.enrol_key("a", public_key(TWO), now_s=1.0)
+    with pytest.raises(Refused, match="with the folder of its last enrolment"):
+        gate.check("a", signed())

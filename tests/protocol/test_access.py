@@ -295,3 +295,10 @@ def test_a_key_that_everybody_can_read(made: Certificates) -> None:
     access.key.chmod(0o640)
     assert warnings(access, Broker("localhost")) == []
     assert readable_by_others(made.folder / "gone") == ""
+
+
+@needs_mosquitto
+def test_who_does_not_encrypt_is_told_of_it(address: Broker, made: Certificates) -> None:
+    """A broker that encrypts hangs up without a word."""
+    with closed(address, made):
+        assert "where it encrypts, give --enrolment, --ca or --tls" in refusal(address, Access())
