@@ -1,5 +1,6 @@
 """What is said to the whole fleet: signed, and numbered so that nothing older is believed after it."""
 
+import logging
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from protocol.errors import BadSignature, MalformedMessage
 from protocol.keyfile import read_or_make_key
 from protocol.signing import open_manifest, public_key, sign_manifest
 from protocol.topics import FleetChannel
+
+log = logging.getLogger(__name__)
 
 _FACT = "release:"
 """Begins the names of the facts that keep the last number of each channel."""
@@ -47,7 +50,17 @@ class Herald:
         self._releases = {name: int(number) for name, number in store.facts(_FACT).items()}
         self._said: dict[FleetChannel, tuple[bytes, bytes]] = {}
         self._unkept: set[str] = set()
-        store.set_fact("key", public_key(key).hex())
+        self._know(public_key(key).hex())
+
+    def _know(self, key: str) -> None:
+        """Keep by which key devices know us, and say so if they know another."""
+        if (before := self._store.fact("key")) not in ("", key):
+            log.warning(
+                "identity/signing.key is another than the one that devices believe, %s: put that one back from a "
+                "backup, or start every device once with --aggregator-key %s, and enrol those anew that were enrolled",
+                *(before, key),
+            )
+        self._store.set_fact("key", key)
 
     def sign(self, channel: FleetChannel, body: bytes) -> bytes:
         """A manifest as it is retained: with a new number if it is another one than before, or the first of a start.

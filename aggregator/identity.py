@@ -158,15 +158,27 @@ def _revoked_before(file: Path) -> dict[int, datetime]:
     return {one.serial_number: one.revocation_date_utc for one in listed}
 
 
-def own_access(state: Path, access: Access, *, fleet: str) -> Access:
+def own_access(state: Path, access: Access, *, fleet: str, is_closed: bool = False) -> Access:
     """How the aggregator is let in by its broker: with its own certificate and authority, unless told otherwise.
 
+    Args:
+        state: the aggregator's folder.
+        access: what the person says.
+        fleet: the task's.
+        is_closed: devices were enrolled, so that there was an authority.
+
     Raises:
-        ConfigError: they are another fleet's.
+        ConfigError: they are another fleet's, or were lost.
     """
-    if not access.tls or not has_authority(state):
-        return access
     folder = folder_of(state)
+    if not has_authority(state):
+        if is_closed and access.tls and access.ca is None:
+            raise ConfigError(
+                f"{folder} has lost ca.crt, by which devices were enrolled: restore the folder from a backup"
+            )
+        return access
+    if not access.tls:
+        return access
     if access.ca is None:
         access = replace(access, ca=folder / "ca.crt")
     if access.certificate is None and access.username is None:

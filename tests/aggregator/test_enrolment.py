@@ -277,6 +277,9 @@ def test_the_aggregator_uses_its_own_certificate(store: Store, out: Path) -> Non
     assert (named.ca, named.certificate) == (own.ca, None)
     with pytest.raises(ConfigError, match="of the fleet 'orchard', not of the task's, 'vineyard'"):
         own_access(store.folder, Access(tls=True), fleet="vineyard")
+    (kept / "ca.crt").unlink()
+    with pytest.raises(ConfigError, match=r"has lost ca\.crt, by which devices were enrolled: restore"):
+        own_access(store.folder, Access(tls=True), fleet="orchard", is_closed=store.keys.is_closed())
 
 
 def test_an_older_database_opens_nothing(store: Store, out: Path, tmp_path: Path) -> None:

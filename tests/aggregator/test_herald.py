@@ -104,3 +104,13 @@ def test_two_that_make_the_key_at_once_make_one(tmp_path: Path) -> None:
         own = read_or_make_key(tmp_path / "identity" / "signing.key")
     start.join()
     assert made == [own]
+
+
+def test_another_key_than_before_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the first start there is none before; at later ones, who has lost the key is told whom devices believe."""
+    Herald(Store(tmp_path), key=KEY, fleet="barn")
+    Herald(Store(tmp_path), key=KEY, fleet="barn")
+    assert not caplog.messages
+    Herald(Store(tmp_path), key=b"l" * 32, fleet="barn")
+    (line,) = caplog.messages
+    assert f"devices believe, {public_key(KEY).hex()}: put that one back from a backup" in line
