@@ -4,6 +4,8 @@ import contextlib
 import importlib.util
 import json
 import logging
+import os
+import pwd
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,8 +118,8 @@ def run_command(
     for warning in warnings(access, address):
         log.warning("%s", warning)
     task_file, backbones = load_task(task)
-    access = own_access(state, access, fleet=task_file.fleet)
     store = Store(open_folder(state))
+    access = own_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
     store.lock()
     if close_again(store):
         log.warning(
@@ -227,11 +229,14 @@ def enroll_command(
     if broker:
         parse_broker(broker)
     with _open_fleet(state, task) as (store, fleet):
-        was_closed = store.keys.is_closed()
+        was_closed, had_certificate = store.keys.is_closed(), _had_certificate(store, device)
         enrol(store, Wanted(device, broker, days=days, renew=renew), fleet=fleet, out=out)
-    click.echo(f"{device} is enrolled; start it with: edge-client --enrolment {out} --data PICTURES")
+    where = "" if broker else " --broker HOST[:PORT]"
+    click.echo(f"{device} is enrolled; start it with: edge-client --enrolment {out}{where} --data PICTURES")
     if not was_closed:
         click.echo("the fleet is closed from now on: devices that are not enrolled are refused")
+    if had_certificate:
+        _tell_list(state)
 
 
 @cli.command("enroll-broker")
@@ -260,24 +265,46 @@ def enroll_broker_command(
 def revoke_command(*, device: str, state: Path) -> None:
     """Let DEVICE into the fleet no more, and train on nothing that it has handed in."""
     from aggregator.enrolment import revoke
-    from aggregator.mosquitto import FOLDER
 
     with _existing(state) as store:
         listed = revoke(store, device)
     click.echo(f"{device} is revoked, and the aggregator refuses it from now on")
     if listed is not None:
-        click.echo(f"that the broker does too, copy {listed} into {FOLDER} there, and restart it")
+        _tell_list(state)
+
+
+def _tell_list(state: Path) -> None:
+    """Say what the broker needs, so that it takes a certificate no more that was revoked."""
+    from aggregator.identity import folder_of
+    from aggregator.mosquitto import FOLDER
+
+    listed = folder_of(state) / "revoked.crl"
+    click.echo(
+        f"for the broker to refuse the old certificate too, copy {listed} into {FOLDER} there, and restart it"
+    )
+
+
+def _had_certificate(store: "Store", device: str) -> bool:
+    known = store.keys.key_of(device)
+    return known is not None and bool(known.serial)
 
 
 @contextlib.contextmanager
 def _open_fleet(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]":
     """The aggregator's state, made if it is not there, and the fleet's name, from wherever it is known."""
     from aggregator.config import load_task
-    from aggregator.identity import fleet_of_authority, has_authority
+    from aggregator.identity import fleet_of_authority, folder_of, has_authority
     from aggregator.store import Store, open_folder
 
     named = load_task(task)[0].fleet if task is not None else None
+    if named is None and not (state / "aggregator.sqlite").is_file():
+        raise click.UsageError(
+            f"no aggregator state in {state}: give the --state of `aggregator run`, or, "
+            "before its first start, --task, the fleet's task file"
+        )
+    _require_owner(state)
     store = Store(open_folder(state))
+    had_authority = has_authority(state)
     try:
         known = json.loads(store.fact("task_file", "{}")).get("fleet")
         if has_authority(state):
@@ -286,6 +313,8 @@ def _open_fleet(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]"
         if fleet is None:
             raise click.UsageError("give --task, the fleet's task file: nobody was enrolled here yet")
         yield store, fleet
+        if not had_authority:
+            click.echo(f"made an authority for the fleet {fleet} in {folder_of(state)}: keep a copy of it")
     finally:
         store.close()
 
@@ -310,11 +339,26 @@ def _existing(folder: Path) -> "Iterator[Store]":
     from aggregator.store import Store
 
     Store(folder, read_only=True).close()  # a folder with no state must not become one
+    _require_owner(folder)
     store = Store(folder)
     try:
         yield store
     finally:
         store.close()
+
+
+def _require_owner(folder: Path) -> None:
+    """See that root does not write files that the aggregator's own user cannot read.
+
+    Raises:
+        ConfigError: root does this in a folder of another user.
+    """
+    if os.geteuid() == 0 and folder.is_dir() and (owner := folder.stat().st_uid) != 0:
+        try:
+            name = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            name = f"#{owner}"
+        raise ConfigError(f"{folder} belongs to {name}, who could not read what root writes: sudo -u {name}")
 
 
 def _order(folder: Path, kind: "OrderKind", version: int | None = None) -> None:

@@ -20,21 +20,40 @@ def test_a_fleet_is_closed_by_commands(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "/etc/mosquitto/protofleet" in done.stdout
+    assert f"made an authority for the fleet barn in {tmp_path}/state/identity" in done.stdout
     for number, closes in ((1, True), (2, False)):
         done = _run("enroll", f"shed-{number}", "--out", str(tmp_path / f"shed-{number}"), *state)
         assert (done.returncode, done.stderr) == (0, "")
-        assert f"edge-client --enrolment {tmp_path}/shed-{number}" in done.stdout
+        given = f"edge-client --enrolment {tmp_path}/shed-{number} --broker HOST[:PORT] --data PICTURES"
+        assert given in done.stdout
+        assert "made an authority" not in done.stdout
         assert ("the fleet is closed from now on" in done.stdout) == closes
         assert read_enrolment(tmp_path / f"shed-{number}").device == f"shed-{number}"
     done = _run("revoke", "shed-1", *state)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"copy {tmp_path}/state/identity/revoked.crl" in done.stdout
+    broker = ("--broker", "broker.example")
+    done = _run("enroll", "shed-2", "--renew", "--out", str(tmp_path / "new"), *broker, *state)
+    assert f"edge-client --enrolment {tmp_path}/new --data PICTURES" in done.stdout
+    assert f"copy {tmp_path}/state/identity/revoked.crl" in done.stdout
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root writes what others could not read")
+def test_root_leaves_no_file_behind_that_the_aggregator_cannot_read(tmp_path: Path) -> None:
+    """In a folder of another user nothing is done, and the line says as whom to do it."""
+    write_task(tmp_path)
+    (tmp_path / "state").mkdir()
+    os.chown(tmp_path / "state", 12345, -1)
+    arguments = ("--out", str(tmp_path / "out"), "--task", str(tmp_path / "task.toml"))
+    done = _run("enroll", "shed-1", *arguments, "--state", str(tmp_path / "state"))
+    assert (done.returncode, list((tmp_path / "state").iterdir())) == (1, [])
+    assert "belongs to #12345, who could not read what root writes: sudo -u #12345" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["enroll", "shed-1", "--out", "{folder}/out"], 2, "give --task, the fleet's task file"),
+        (["enroll", "shed-1", "--out", "{folder}/out"], 2, "no aggregator state in {folder}/state: give the"),
         (
             ["enroll", "a b", "--out", "{folder}/out", "--task", "{folder}/task.toml"],
             1,
@@ -61,9 +80,10 @@ def test_what_cannot_be_done_is_one_line(tmp_path: Path, arguments: list[str], c
     given = [argument.format(folder=tmp_path) for argument in arguments]
     done = _run(*given, "--state", str(tmp_path / "state"))
     assert done.returncode == code, done.stderr
-    assert said in done.stderr
+    assert said.format(folder=tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+    assert "--task" in given or not (tmp_path / "state").exists()
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
