@@ -431,6 +431,9 @@ class Aggregator:
             log.warning("%s does not use head %d: %s", device, version, evaluation.problem)
             return
         total = right + sum(evaluation.wrong)
+        if not total:
+            log.info("%s: head %d in use", device, version)
+            return
         log.info("%s: head %d gets %d of %d held-out pictures right", device, version, right, total)
 
     def _serve_blob(self, device: str, request: BlobRequest) -> None:

@@ -277,7 +277,7 @@ def _plain(value: Any) -> Any:
 
 def _show_keys(summary: dict[str, Any], console: "Console") -> None:
     keys = summary["keys"]
-    known = f"{keys['enrolled']} devices enrolled"
+    known = f"closed, {keys['enrolled']} enrolled"
     if not keys["closed"]:
         known = f"open to every device, {keys['first_use']} known by the first key that came"
     revoked = f", {keys['revoked']} revoked" if keys["revoked"] else ""
@@ -313,7 +313,9 @@ def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:
         accuracy = (
             "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['right'] + row['wrong']}"
         )
-        cells = [row["pictures"], row["classes"], row["prototypes"], row["bytes"]]
+        # Under differential privacy nobody but the device knows how many pictures it has.
+        pictures = row["pictures"] if row["epsilon"] is None else ""
+        cells = [pictures, row["classes"], row["prototypes"], row["bytes"]]
         if private:
             cells.append("" if row["epsilon"] is None else f"{row['epsilon']:.2f}")
         cells.append(row["head"] or "")

@@ -429,10 +429,9 @@ class Worker:
             about=installed.key,
             facts=msgspec.to_builtins({"installed": installed, "previous": previous}),
         )
-        log.info(
-            "head %d in use: %d of %d held-out pictures right%s",
-            *(reference.version, right, total, "; this device tries it first" if install.as_canary else ""),
-        )
+        figures = f": {right} of {total} held-out pictures right" if total else ""
+        canary = "; this device tries it first" if install.as_canary else ""
+        log.info("head %d in use%s%s", reference.version, figures, canary)
         return report
 
     def _head_before(self, install: events.Install) -> InstalledHead | None:

@@ -334,4 +334,6 @@ def test_the_most_that_a_device_has_spent_on_privacy_is_shown(tmp_path: Path) ->
     devices = {row["device"]: row["epsilon"] for row in report(store)["devices"]}
     assert devices == {"a": 3.25, "b": None, "idle": None}
     assert "epsilon" in _shown(report(store))
+    (row,) = (line for line in _shown(report(store)).splitlines() if line.startswith("a "))
+    assert row.split()[:3] == ["a", "online", "2"]  # after it the classes: how many pictures is not known
     assert "3.25" in _shown(report(store))

@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from edge_client.cli import cli
-from edge_client.state import DeviceState
+from edge_client.state import DeviceState, InstalledHead
 
 
 @pytest.fixture
@@ -71,3 +72,12 @@ def test_a_file_may_name_one_backbone_or_several(tmp_path: Path, *, several: boo
     (tmp_path / "settings.toml").write_text(f"backbone = {value}\n")
     context = cli.make_context("edge-client", ["--config", str(tmp_path / "settings.toml"), "status"])
     assert context.params["backbone"] == (file,) * (1 + several)
+
+
+def test_a_head_that_was_not_evaluated_has_no_figures(here: Path) -> None:
+    """As under differential privacy: nothing of nothing would look like a head that fails."""
+    state = DeviceState(here / "one")
+    installed = InstalledHead(head="", version=3, backbones=(), classes=())
+    state.set(installed=msgspec.to_builtins(installed))
+    said = CliRunner().invoke(cli, ["status", "--state", "one"]).output
+    assert "head       version 3\n" in said
