@@ -11,7 +11,7 @@ from typing import Any
 
 from aggregator import rounds
 from aggregator.asides import keep_asides
-from aggregator.housekeeping import forget_lost
+from aggregator.housekeeping import forget_lost, needed_blobs
 from aggregator.jobs import CompileJob, HeadJob, Result, RoundJob
 from aggregator.manifests import round_manifest
 from aggregator.store import Closing, HeadRow, Store, SubmissionRow
@@ -22,6 +22,9 @@ from protocol.errors import StateError
 from protocol.messages import BlobRef, RoundManifest
 
 log = logging.getLogger(__name__)
+
+MAX_REPLACED_BYTES = 512 * 1024**2
+"""Of submissions in the place of others, after which the others are deleted: a device can hand in all day."""
 
 
 class Learning:
@@ -44,6 +47,7 @@ class Learning:
         self._due: list[rounds.Train] = []
         self._version = store.writes_of_others()
         self._writing = WrittenTogether()
+        self._replaced_bytes = 0
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
         forget_lost(task, store)
         self.state = store.round_state(task.digest)
@@ -78,6 +82,9 @@ class Learning:
         due, self._due = self._due, []
         for train in due:
             self._start(train)
+        if self._replaced_bytes > MAX_REPLACED_BYTES:
+            self._replaced_bytes = 0
+            self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
     def take(self, row: SubmissionRow, payload: bytes) -> rounds.Answer:
         """Take a checked submission; what stands is stored once `settle` and a commit of the store have returned.
@@ -88,6 +95,8 @@ class Learning:
 
         def keep(answer: rounds.Answer) -> None:
             self._store.blobs.put_soon(payload, digest=row.entry.digest, together=self._writing)
+            if row.device in self.state.submissions:
+                self._replaced_bytes += row.size_bytes
             self._store.keep_submission(self._task.digest, replace(row, entry=answer.standing or row.entry))
             self._tell_submission(row)
 

@@ -62,6 +62,9 @@ from edge_client.patience import CAST_PATIENCE_S, MAX_BROKEN, patience_s
 from protocol.messages import BlobRef, Frame, HeadRef, Receipt, RoundManifest
 from protocol.transfer import chunk_bytes
 
+FARTHEST_SEQUENCE = 2**53
+"""A device goes above no greater one: its own never go back, and it would soon have none left."""
+
 Step = tuple[State, tuple[Action, ...]]
 
 NO_SPACE = "the aggregator has no space for what this device hands in"
@@ -410,6 +413,10 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
         broken = uploads.afresh(replace(upload, missing=(), broken=upload.broken + 1))
         return _with_upload(state, broken), ()
     state = _without_upload(state, upload)
+    text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
+    ends = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}
+    if receipt.sequence > FARTHEST_SEQUENCE:
+        return state, (Exit(1, text),) if ends else (Tell(text, error=True),)
     task, manifest = state.task, state.manifest
     seen = open_round(state)
     # The submission for a round that was not joined yet is made once its tensors are there.
@@ -422,8 +429,6 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
         return state, (Tell(f"{receipt.detail or receipt.reason}: going on with what is open"),)
     if receipt.reason == "unknown_task":
         return state, (Tell("the aggregator works on another task now; waiting to hear of it"),)
-    text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
-    ends = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}
     return state, (Exit(1, text),) if ends else (Tell(text, error=True),)
 
 

@@ -181,7 +181,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     from edge_client.life import Mode
     from edge_client.work import Local, check_data
     from edge_client.worker import Settings
-    from protocol.access import warnings
+    from protocol.access import readable_by_others, warnings
     from protocol.enrolment import read_enrolment
     from protocol.session import parse_broker
 
@@ -213,7 +213,10 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     if broker is None and not (dry_run and kept.get("task")):
         raise click.UsageError("say where the fleet's broker is: --broker HOST[:PORT]")
     address = parse_broker(broker, tls=access.tls) if broker else None
-    for warning in warnings(access, address) if address else ():
+    said = warnings(access, address) if address else []
+    if enrolment is not None:
+        said.append(readable_by_others(enrolment / "signing.key"))
+    for warning in filter(None, said):
         log.warning("%s", warning)
     settings = Settings(
         broker=address,

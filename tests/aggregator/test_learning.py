@@ -6,8 +6,10 @@ import shutil
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from aggregator import learning as learning_module
 from aggregator import rounds
 from aggregator.config import load_task
 from aggregator.jobs import RoundJob
@@ -158,3 +160,24 @@ def _take_both(learning: Learning, task: Task) -> None:
         entry = rounds.Entry(1, digest_of(payload), time.time(), 0)
         learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
     raise StateError("the disk is full")
+
+
+def test_what_is_replaced_does_not_fill_the_disk(
+    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that hands in all day leaves a bounded number of submissions, and its newest one among them."""
+    learning = Learning(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
+    before = set(store.blobs.digests())
+    message = round_submission(task=task.digest, number=0, shapes=task.expectation.tensors)
+    size_bytes = len(encode(message))
+    monkeypatch.setattr(learning_module, "MAX_REPLACED_BYTES", 3 * size_bytes)
+    for number in range(1, 30):
+        payload = encode(msgspec.structs.replace(message, sequence=number))
+        entry = rounds.Entry(number, digest_of(payload), time.time())
+        learning.take(SubmissionRow("a", entry, len(payload), 10, 2, {0: 1}), payload)
+        learning.settle()
+        learning.tick()
+        left = set(store.blobs.digests())
+        assert entry.digest in left
+        assert before <= left
+        assert len(left - before) <= 6

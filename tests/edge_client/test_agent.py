@@ -196,6 +196,22 @@ def test_superseded_submission_is_made_again_with_a_greater_sequence() -> None:
     assert actions == (events.Build(TASK, MANIFEST, above=41),)
 
 
+@pytest.mark.parametrize("sequence", [2**63 - 1, 2**63 - 2, 2**62])
+def test_no_receipt_uses_up_a_devices_numbers(sequence: int) -> None:
+    """Whoever says that such a one stands: a device that went above it could never hand in again."""
+    receipt = Receipt(
+        digest=digest_of(SUBMISSION),
+        status="refused",
+        reason="superseded",
+        sequence=sequence,
+        detail="stands",
+    )
+    state, actions = step(_handing_in(), events.ReceiptSeen(receipt), now_s=0)
+    (told,) = actions
+    assert isinstance(told, events.Tell)
+    assert (told.error, state.uploads) == (True, ())
+
+
 @pytest.mark.parametrize(("mode", "kind"), [(Mode.ONCE, events.Exit), (Mode.SERVICE, events.Tell)])
 def test_refusal_reaches_a_person(mode: Mode, kind: type[events.Action]) -> None:
     """A submission refused for what it is ends a single run, and is told by a service that goes on."""

@@ -114,3 +114,15 @@ def test_a_folder_that_is_none_is_told(tmp_path: Path, folder: Path) -> None:
     """With its path."""
     with pytest.raises(ConfigError, match="no enrolment in"):
         run(folder, "--enrolment", str(tmp_path / "none"))
+
+
+@pytest.mark.usefixtures("started")
+def test_secrets_that_everybody_can_read_are_told(folder: Path) -> None:
+    """Both of them: the one for the broker, and the one for the aggregator."""
+    options = ["--data", str(folder.parent / "data"), "--state", str(folder.parent / "state")]
+    for name in ("device.key", "signing.key"):
+        (folder / name).chmod(0o644)
+        done = CliRunner().invoke(cli, [*options, "--enrolment", str(folder)])
+        (folder / name).chmod(0o600)
+        assert f"chmod 600 {folder / name}" in done.output
+    assert "chmod" not in CliRunner().invoke(cli, [*options, "--enrolment", str(folder)]).output
