@@ -299,6 +299,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         say(
             f"class      {entry['name']}: {entry['pictures']} pictures, {entry['held_out']} held out, "
             f"{len(entry['counts'])} prototypes"
+            + (f"; {entry['waiting']} have come or gone and wait for more" if entry.get("waiting") else "")
         )
     if (spent := summary["privacy"]) is not None:
         say(

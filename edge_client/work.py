@@ -21,6 +21,7 @@ from edge_client.predictor import Head, evaluate
 from edge_client.privacy import FAILED, is_private
 from edge_client.prototypes import batch_prototypes
 from edge_client.rounds import Contribution
+from edge_client.standing import NOTHING_YET, Standing, keys_of
 from protocol.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.errors import ConfigError, GraphRefused, PrivacyRefused, ProtofleetError
 from protocol.messages import Evaluation, Privacy, Submission, TaskManifest, Tensor
@@ -69,6 +70,8 @@ class ClassReport:
     pictures: int
     held_out: int
     counts: tuple[int, ...]
+    waiting: int = 0
+    """Pictures that came or went since the last submission, and do not count yet: they are too few."""
 
     @property
     def left_out(self) -> bool:
@@ -89,6 +92,7 @@ class Prepared:
         changes: with a program, what is uploaded beside prototypes.
         loss: with a program, mean over the last epoch of training, if there was one.
         privacy: with differential privacy, what it cost.
+        pictures: without rounds, of each class by name the keys of the pictures behind its prototypes.
     """
 
     prototypes: NDArray[np.float16]
@@ -99,6 +103,7 @@ class Prepared:
     changes: Mapping[str, Tensor] = field(default_factory=dict)
     loss: float | None = None
     privacy: Privacy | None = None
+    pictures: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -114,8 +119,11 @@ def prepare(
     found: Found,
     cache: FeatureCache,
     secret: bytes = b"",
+    standing: Standing = NOTHING_YET,
 ) -> Prepared:
     """Filter and average all of a device's pictures (FedTC eq. 1-4), and perturb what comes of it if so wanted.
+
+    A class of which fewer than `batch_size` pictures have come or gone stays as it was handed in.
 
     Args:
         task: the task.
@@ -123,26 +131,33 @@ def prepare(
         found: its pictures.
         cache: has their features.
         secret: the device's, 32 bytes: the shuffle and the noise hang on it.
+        standing: what was handed in last.
 
     Raises:
         ProtofleetError: no class has enough pictures, or the features do not fit float16.
         PrivacyRefused: the task wants prototypes perturbed, and `secret` has not 32 bytes.
     """
-    prototypes, labels, counts, reports = [], [], [], []
+    prototypes, labels, counts, reports, behind = [], [], [], [], {}
     for label, name in enumerate(task.classes):
         members = found.of_class(label)
         if not members:
             continue
         kept = [picture for picture in members if not held_out(picture, local.holdout)]
-        values, sizes = _class_prototypes(kept, task, label, local=local, cache=cache, secret=secret)
-        if values.size and not np.abs(values).max() <= MAX_FLOAT16:
-            raise ProtofleetError(
-                f"features of class {name!r} do not fit float16: the backbone cannot be used"
-            )
-        prototypes.append(_leaving(values, np.full(len(sizes), label, np.uint32), task=task, secret=secret))
+        waiting = standing.waiting(name, kept, least=task.batch_size)
+        used = standing.stays(name, kept) if waiting else kept
+        rows = standing.rows(label) if used is None else None
+        if rows is not None:
+            (values, sizes), behind[name] = rows, standing.pictures[name]
+        else:
+            used = kept if used is None else used
+            waiting = len(kept) - len(used)
+            values, sizes = _class_prototypes(used, task, label, local=local, cache=cache, secret=secret)
+            behind[name] = keys_of(used)
+        prototypes.append(values)
         labels.append(np.full(len(sizes), label, dtype=np.uint32))
         counts.append(sizes)
-        reports.append(ClassReport(name, len(members), len(members) - len(kept), tuple(map(int, sizes))))
+        report = ClassReport(name, len(members), len(members) - len(kept), tuple(map(int, sizes)), waiting)
+        reports.append(report)
     if not any(len(part) for part in prototypes):
         raise ProtofleetError(_nothing_to_send(task, reports, found))
     return Prepared(
@@ -151,6 +166,7 @@ def prepare(
         counts=np.concatenate(counts),
         classes=tuple(reports),
         refused=found.refused,
+        pictures=behind,
     )
 
 
@@ -380,7 +396,7 @@ def _class_prototypes(
     local: Local,
     cache: FeatureCache,
     secret: bytes,
-) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
     identities = [picture.identity for picture in kept]
     # The shuffle is the same at every start, so that the same pictures make the same submission. Nobody else can
     # tell it: who knew which pictures are in which prototype could solve several submissions for the features.
@@ -393,7 +409,10 @@ def _class_prototypes(
         min_images=task.min_images,
         rng=np.random.default_rng(list(key)),
     )
-    return values, counts
+    if values.size and not np.abs(values).max() <= MAX_FLOAT16:
+        name = task.classes[label]
+        raise ProtofleetError(f"features of class {name!r} do not fit float16: the backbone cannot be used")
+    return _leaving(values, np.full(len(counts), label, np.uint32), task=task, secret=secret), counts
 
 
 def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], found: Found) -> str:

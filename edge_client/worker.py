@@ -27,6 +27,7 @@ from edge_client.round_work import RoundWork
 from edge_client.rounds import (
     feature_size,
 )
+from edge_client.standing import Standing, from_fact, to_fact
 from edge_client.state import DeviceState, InstalledHead
 from edge_client.trainer import Diverged
 from edge_client.work import (
@@ -230,11 +231,20 @@ class Worker:
                 found=found,
                 cache=self._cache,
                 secret=self._secret(build.manifest),
+                standing=self._standing(build.task),
             )
         self._warn(build.manifest, prepared)
         if self._show is None:
             return self._keep(build, prepared)
         return self._show_only(build, prepared)
+
+    def _standing(self, task: bytes) -> Standing:
+        """What was handed in last, or waits for it."""
+        item = self._kept.outbox.newest_submission()
+        payload = None
+        if item is not None and item.task == task:
+            (payload,) = self._kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (None,)
+        return from_fact(self._kept.get("handed_in", {}), payload)
 
     def _prepare_private(self, build: events.Build, found: Found) -> Prepared:
         backbones = self._open_backbones(build.manifest)
@@ -343,6 +353,12 @@ class Worker:
             for entry in prepared.classes
             if entry.left_out
         ]
+        lines += [
+            f"{entry.waiting} pictures of class {entry.name!r} have come or gone; they count once "
+            f"{manifest.batch_size} have, for a smaller change would give them away"
+            for entry in prepared.classes
+            if entry.waiting
+        ]
         empty = [name for name in manifest.classes if name not in used and (data / name).is_dir()]
         lines += [f"no picture that can be used in {data / name}" for name in empty]
         for line in lines:
@@ -359,6 +375,8 @@ class Worker:
         sequence = kept.next_number("sequence", above=build.above)
         payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=sequence)
         facts = {"report": _report(prepared, len(payload))}
+        if prepared.privacy is None:
+            facts["handed_in"] = to_fact(prepared.pictures)
         item = kept.outbox.keep(
             "submission", payload, task=build.task, about=prepared.fingerprint, facts=facts
         )

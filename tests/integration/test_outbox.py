@@ -55,7 +55,7 @@ def test_the_power_goes_off_again_and_again(fleet: Fleet) -> None:
         time.sleep(chance.uniform(1.0, 4.0))
         device.kill()
         device.wait()
-        write_digits(data, classes=[0, 1], start=20 + 5 * number, each=5)
+        write_digits(data, classes=[0, 1], start=20 + 10 * number, each=10)
     fleet.wait_exit(fleet.device("device", data, "--once"))
     said = device_status(fleet, "device")
     assert said["received"]
