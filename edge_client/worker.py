@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Settings:
     access: Access = OPEN
     aggregator_key: bytes | None = None
     """The public key of the aggregator that is believed, 32 bytes; without it, the first one that is heard."""
-    signing_key: bytes | None = None
+    signing_key: bytes | None = field(default=None, repr=False)
     """The device's private key, 32 bytes; without it, one that is made in the state directory."""
 
 

@@ -78,11 +78,15 @@ def test_a_device_believes_one_aggregator_and_nothing_old(fleet: Fleet, tmp_path
         fleet.wait_for("an older head", lambda s: _told(s, "replayed") == 1)
         device.kill()
         device.wait()
+        log = tmp_path / "device.log"
         fleet.device("device", data)
-        summary = fleet.wait_for("the older head again", lambda s: _told(s, "replayed") == 1)
+        fleet.wait_for("the second start", lambda _: log.read_text().count("connected to") == 2)
+        _forge(session, old)  # the aggregator has said its own again meanwhile
+        fleet.wait_for("the older head again", lambda _: log.read_text().count("was seen before") == 2)
+        summary = fleet.wait_for("the device's word", lambda s: _told(s, "replayed") == 1)
         assert (summary["devices"][0]["head"], summary["devices"][0]["problem"]) == (2, "")
         _forge(session, newest)
-        said = (tmp_path / "device.log").read_text()
+        said = log.read_text()
         assert said.count("taking the first aggregator that was heard") == 1
         assert said.count("was seen before") == 2
         assert "Traceback" not in said
