@@ -17,7 +17,8 @@ only enrolled devices are heard; beside it, how many were enrolled, are known by
 closes at the latest as things stand. `current` is 0 if there is no head, and `candidate` null if none is tried; its
 `figures` are of the canaries that are not `awaited`. `ordered` is the head that an operator's order will make current
 which the aggregator has not taken yet, or null. A device's `refusals` are what it was told and did not believe, by
-reason. Its `state` is what it last said of itself, or `revoked` or `not enrolled`. Its `head` is the one it uses, or 0,
+reason. Its `state` is what it last said of itself, or `revoked` or `not enrolled`, or
+`enrolled` if nothing was heard of it yet. Its `head` is the one it uses, or 0,
 and its accuracy is that head's; `head_problem` is why it does not use the one that it is told to, and `epsilon` the
 most that it has said to have spent on differential privacy, of whatever tasks, or null. A head's `state` is `current`,
 `candidate`, `rejected`, for which `why` says why, or empty. `readmitted_s` is null, or since when
@@ -144,8 +145,10 @@ def _devices(
     keys, is_closed = store.keys.all(), store.keys.is_closed()
     epsilons = store.epsilons()
     rows = []
-    for device in sorted(known.keys() | submissions.keys()):
-        state, seen_s, info = known.get(device, ("unknown", None, {}))
+    enrolled = {device for device, key in keys.items() if key.enrolled and key.revoked_s is None}
+    for device in sorted(known.keys() | submissions.keys() | enrolled):
+        unseen = "enrolled" if device in enrolled else "unknown"
+        state, seen_s, info = known.get(device, (unseen, None, {}))
         row = submissions.get(device)
         head = info.get("head_version", 0)
         of_head = said[head or used.current].get(device)

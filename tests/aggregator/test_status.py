@@ -325,6 +325,19 @@ def test_what_waits_for_somebody(tmp_path: Path) -> None:
     assert waits in _shown({**summary, "running": False})
 
 
+def test_who_is_enrolled_and_was_never_heard(tmp_path: Path) -> None:
+    """Is shown too: it may be the one that cannot connect. Who was revoked before it came is not."""
+    store = _busy(tmp_path)
+    for device in ("a", "new", "gone"):
+        store.keys.enrol_key(device, device.encode(), now_s=1.0)
+    store.keys.revoke_key("gone", now_s=2.0)
+    store.keys.close_fleet()
+    assert {row["device"]: row["state"] for row in report(store)["devices"]} == {
+        "a": "online", "b": "not enrolled", "idle": "not enrolled", "new": "enrolled"
+    }  # fmt: skip
+    assert "closed, 2 enrolled, 1 revoked" in _shown(report(store))
+
+
 def test_the_most_that_a_device_has_spent_on_privacy_is_shown(tmp_path: Path) -> None:
     """Over all tasks, and also if a device says less later; who has said nothing has no figure."""
     store = _busy(tmp_path)
