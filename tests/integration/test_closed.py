@@ -94,8 +94,9 @@ def test_a_closed_fleet_gets_its_head_and_a_revoked_device_nothing(
         closed.reload()
         start_device(fleet, "shed-1", "--data", data)
         wait_for(tmp_path / "shed-1.log", "refused by the broker: the certificate")
-        (device,) = fleet.status()["devices"]
-        assert device["state"] == "revoked"
+        states = {device["device"]: device["state"] for device in fleet.status()["devices"]}
+        assert states.pop("shed-1") == "revoked"
+        assert set(states.values()) == {"enrolled"}  # and not heard of
 
 
 def test_a_program_that_takes_over_anothers_name_ends_it(
