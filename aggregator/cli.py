@@ -81,7 +81,7 @@ def cli() -> None:
 )
 @click.option(
     "--broker-log",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     envvar="PROTOFLEET_BROKER_LOG",
     show_envvar=True,
     help="Log file of a mosquitto on this machine: whom it turns away is counted in `status`.",

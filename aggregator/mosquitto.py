@@ -8,6 +8,9 @@ from protocol.topics import FROM_DEVICES, SHARDS, DeviceChannel, FleetChannel, d
 FOLDER = "/etc/mosquitto/protofleet"
 """Where the configuration expects what `aggregator enroll-broker` writes."""
 
+LOG = "/var/log/mosquitto/protofleet.log"
+"""Where it has the broker say what it does."""
+
 CONFIGURATION = f"""\
 # mosquitto for a closed fleet: encrypted, and open to nobody without a certificate of the fleet's own authority.
 # `aggregator enroll-broker` writes this file and all that it names; docs/security.md says how to install them.
@@ -47,10 +50,13 @@ max_queued_bytes 536870912
 max_inflight_messages 256
 max_packet_size 262144
 
-log_dest stderr
+# `aggregator run --broker-log` reads here whom the broker has turned away, and `status` counts it. What is denied
+# stands in the lines of type debug, a few for each message: docs/security.md says how to keep the file small.
+log_dest file {LOG}
 log_type error
 log_type warning
 log_type notice
+log_type debug
 connection_messages false
 """
 

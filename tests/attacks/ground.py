@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from aggregator.enrolment import revoke
-from aggregator.mosquitto import FOLDER
+from aggregator.mosquitto import FOLDER, LOG
 from aggregator.status import report
 from aggregator.store import Store
 from edge_client.state import DeviceState
@@ -112,9 +112,10 @@ class Ground:
         text = (self.root / "broker" / "mosquitto.conf").read_text(encoding="utf-8")
         text = re.sub(r"(?m)^listener .*$", f"listener {self.closed.broker.port} 127.0.0.1", text)
         text = text.replace(FOLDER, str(self.root / "broker")).replace("/var/lib/mosquitto/", f"{self.root}/")
+        text = text.replace(f"file {LOG}", "stderr")
         options = (
             f"per_listener_settings true\nallow_anonymous true\nuser {getpass.getuser()}\n{text}\n"
-            f"pid_file {self.root}/mosquitto.pid\nlog_type debug\n"
+            f"pid_file {self.root}/mosquitto.pid\n"
         )
         self._broker = start_mosquitto(self.open, self.root, options=options)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aggregator.enrolment import Wanted, enrol, enrol_broker
 from aggregator.identity import own_access
-from aggregator.mosquitto import FOLDER
+from aggregator.mosquitto import FOLDER, LOG
 from aggregator.store import Store
 from protocol.access import Access
 from protocol.enrolment import read_enrolment
@@ -50,7 +50,7 @@ class Closed:
         """Run the broker as it is told to; what has a place on a real machine has another one here."""
         text = configuration or (self.root / "broker" / "mosquitto.conf").read_text(encoding="utf-8")
         text = re.sub(r"(?m)^listener .*$", "", text).replace(FOLDER, str(self.root / "broker"))
-        text = text.replace("/var/lib/mosquitto/", f"{self.root}/")
+        text = text.replace("/var/lib/mosquitto/", f"{self.root}/").replace(f"file {LOG}", "stderr")
         options = f"{text}\nuser {getpass.getuser()}\npid_file {self.root}/mosquitto.pid"
         with mosquitto(Broker("127.0.0.1", self.broker.port), self.root, options=options):
             yield
