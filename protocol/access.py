@@ -3,7 +3,10 @@
 import ipaddress
 import ssl
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+from cryptography import x509
 
 from protocol.errors import ConfigError
 
@@ -50,6 +53,9 @@ class Access:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
 
+
+ENDS_SOON = timedelta(days=30)
+"""So long before its end, a certificate is worth a line."""
 
 OPEN = Access()
 """For a broker that lets everybody in."""
@@ -127,7 +133,7 @@ def _unreadable(error: OSError, what: str) -> ConfigError:
 
 
 def warnings(access: Access, broker: Broker) -> list[str]:
-    """What somebody should know before a connection is made: secrets that others can read."""
+    """What somebody should know before a connection is made: secrets that others can read, and what ends soon."""
     said = []
     if access.password is not None and not access.tls and not broker.is_here:
         said.append(
@@ -135,7 +141,20 @@ def warnings(access: Access, broker: Broker) -> list[str]:
         )
     if access.key is not None and (warning := readable_by_others(access.key)):
         said.append(warning)
+    if access.certificate is not None and (ending := ends_soon(access.certificate, datetime.now(UTC))):
+        said.append(ending)
     return said
+
+
+def ends_soon(certificate: Path, now: datetime) -> str:
+    """A line if a certificate (PEM) counts for no more than 30 days; else nothing, as for what is none."""
+    try:
+        end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+    except (OSError, ValueError):
+        return ""  # told where it is used
+    if end - now > ENDS_SOON:
+        return ""
+    return f"the certificate {certificate} counts until {end:%Y-%m-%d}: make another with `aggregator enroll --renew`"
 
 
 def readable_by_others(secret: Path) -> str:

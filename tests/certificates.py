@@ -32,12 +32,12 @@ class Certificates:
     def broker(self, *hosts: str, ago_days: int = 0) -> None:
         """Make the broker's certificate, that many days ago."""
         now = utc_now() - timedelta(days=ago_days)
-        self._write("broker", issue_server(self.authority, hosts or HOSTS, now=now, days=10))
+        self._write("broker", issue_server(self.authority, hosts or HOSTS, now=now, days=100))
 
     def client(self, name: str, *, ago_days: int = 0) -> Issued:
         """Make somebody's certificate, that many days ago."""
         now = utc_now() - timedelta(days=ago_days)
-        issued = issue_client(self.authority, name, now=now, days=10)
+        issued = issue_client(self.authority, name, now=now, days=100)
         self._write(name, issued)
         return issued
 

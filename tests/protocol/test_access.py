@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from aggregator.certificates import utc_now
 from protocol import session
-from protocol.access import Access, open_tls, parse_broker, readable_by_others, warnings
+from protocol.access import Access, ends_soon, open_tls, parse_broker, readable_by_others, warnings
 from protocol.connection import Version
 from protocol.errors import ConfigError
 from protocol.session import Broker, Connected, Disconnected, Drained, Outgoing, Received
@@ -83,7 +85,7 @@ def test_who_has_a_certificate_is_let_in(
     ("name", "ago_days", "said"),
     [
         ("", 0, "it (probably )?wants a certificate; give --cert"),
-        ("late", 20, "late.crt(: it has expired|, as revoked, expired)"),
+        ("late", 200, "late.crt(: it has expired|, as revoked, expired)"),
         ("revoked", 0, "revoked.crt(: it was revoked|, as revoked)"),
         ("broker", 0, "broker.crt(: it is not made for connecting|, as revoked)"),
     ],
@@ -129,7 +131,7 @@ def test_a_broker_that_cannot_show_who_it_is_is_not_believed(
 @needs_mosquitto
 def test_a_broker_whose_certificate_has_expired_is_not_believed(address: Broker, made: Certificates) -> None:
     """The line says that its certificate or our clock is to be seen to."""
-    made.broker(ago_days=20)
+    made.broker(ago_days=200)
     with closed(address, made, mutual=False):
         assert "its certificate has expired; enrol the broker anew" in refusal(address, made.access())
 
@@ -295,6 +297,23 @@ def test_a_key_that_everybody_can_read(made: Certificates) -> None:
     access.key.chmod(0o640)
     assert warnings(access, Broker("localhost")) == []
     assert readable_by_others(made.folder / "gone") == ""
+
+
+def test_a_certificate_that_ends_soon_is_a_line(made: Certificates) -> None:
+    """In its last thirty days, with what to do about it; a file that is none is told of where it is used."""
+    made.client("shed-1")
+    access = made.access("shed-1")
+    assert access.certificate is not None
+    assert access.key is not None
+    access.key.chmod(0o600)
+    assert warnings(access, Broker("localhost")) == []
+    for days, says in ((69, False), (71, True), (200, True)):
+        assert bool(ends_soon(access.certificate, utc_now() + timedelta(days=days))) == says
+    made.client("shed-1", ago_days=80)
+    (line,) = warnings(access, Broker("localhost"))
+    assert "enroll --renew" in line
+    access.certificate.write_bytes(b"none")
+    assert warnings(access, Broker("localhost")) == []
 
 
 @needs_mosquitto
