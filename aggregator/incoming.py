@@ -118,7 +118,9 @@ class Incoming:
                 Stored((device, digest), size_bytes, seen_s, self._ranges(number, size_bytes))
                 for number, device, digest, size_bytes, seen_s in rows
             ]
-        found = [each for each in known if self._partials.reaches(each.key, each.ranges[-1][1])]
+        found = [
+            each for each in known if each.ranges and self._partials.reaches(each.key, each.ranges[-1][1])
+        ]
         if lost := [each.key for each in known if each not in found]:
             log.warning("%d unfinished transfers have lost their files: devices will send again", len(lost))
             self.commit(Changes([], lost))

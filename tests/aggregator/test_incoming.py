@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -135,6 +136,15 @@ def test_a_file_that_is_too_short_costs_its_transfer_and_no_other(
     assert "1 unfinished transfers have lost their files" in caplog.text
     assert [stored.key for stored in Incoming(tmp_path).transfers()] == [TWO]
     assert len(_files(tmp_path)) == 1
+
+
+def test_a_transfer_of_which_nothing_is_known_to_be_there_is_forgotten(tmp_path: Path) -> None:
+    """A table that contradicts itself costs the transfer, and not the start."""
+    Incoming(tmp_path).commit(_arrived(ONE, (0, b"one")))
+    with sqlite3.connect(tmp_path / "incoming.sqlite") as database:
+        database.execute("DELETE FROM runs")
+    assert Incoming(tmp_path).transfers() == []
+    assert _files(tmp_path) == []
 
 
 def test_files_of_what_has_ended_are_deleted_by_the_next_start(tmp_path: Path) -> None:
