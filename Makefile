@@ -13,7 +13,7 @@ demo: .venv/installed      ## ten devices, a broker and an aggregator learn one 
 	$(BIN)/python -m examples.quickstart $(DEMO)
 
 test: .venv/installed      ## every test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 check: .venv/installed     ## lint, types and who may import whom
 	$(BIN)/ruff check .

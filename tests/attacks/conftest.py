@@ -39,7 +39,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         Path(out).with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     """A closed fleet whose honest devices use a head; skips where there is no mosquitto."""
     if mosquitto_program() is None:
