@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from cryptography import x509
-
 from protocol.errors import ConfigError
 
 PORT = 1883
@@ -148,6 +146,8 @@ def warnings(access: Access, broker: Broker) -> list[str]:
 
 def ends_soon(certificate: Path, now: datetime) -> str:
     """A line if a certificate (PEM) counts for no more than 30 days; else nothing, as for what is none."""
+    from cryptography import x509
+
     try:
         end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
     except (OSError, ValueError):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from aggregator.intake import Refused
-from aggregator.uplink import MAX_RANGES, PIECE_BYTES, Complete, Key, Pieces, Stored, Uplink
+from aggregator.uplink import MAX_RANGES, PIECE_BYTES, STRETCH_BYTES, Complete, Key, Pieces, Stored, Uplink
 from protocol.codec import digest_of
 from protocol.errors import TransferError
 from protocol.messages import PROTOCOL_VERSION, Frame, Receipt
@@ -110,7 +110,7 @@ class _Disk:
         return Uplink(**QUOTAS, stored=stored, read=self.read)
 
 
-QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 3000}
+QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 30_000}
 
 
 def receive(data: bytes) -> None:
@@ -150,7 +150,10 @@ def _meanwhile(kind: int, uplink: Uplink, disk: _Disk, now: int) -> Uplink:
 
 def _check_quotas(uplink: Uplink) -> None:
     held = [transfer.assembly for transfer in uplink._transfers.values()]
-    takes = [assembly.held_bytes + (1 + assembly.pieces) * PIECE_BYTES for assembly in held]
+    takes = [
+        assembly.held_bytes + (1 + assembly.pieces) * PIECE_BYTES + assembly.stretches * STRETCH_BYTES
+        for assembly in held
+    ]
     assert uplink._held_bytes == sum(takes)
     assert sum(takes) <= QUOTAS["max_held_bytes"] or len(takes) == 1
     assert all(assembly.size_bytes <= QUOTAS["max_bytes"] for assembly in held)
