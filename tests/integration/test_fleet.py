@@ -149,6 +149,7 @@ def test_new_pictures_make_a_new_head(fleet: Fleet, tmp_path: Path) -> None:
     assert second["coverage"]["2"]["prototypes"] > 0
 
 
+@on_mosquitto
 def test_a_lost_aggregator_state_is_made_up_for(fleet: Fleet, tmp_path: Path) -> None:
     """An aggregator that starts with nothing but its key gets every submission again, and makes the head anew."""
     task = write_task(tmp_path, quorum=1)
@@ -164,6 +165,7 @@ def test_a_lost_aggregator_state_is_made_up_for(fleet: Fleet, tmp_path: Path) ->
     assert summary["submissions"] == 1
 
 
+@on_mosquitto
 def test_an_aggregator_that_has_lost_its_key_is_another_one(fleet: Fleet, tmp_path: Path) -> None:
     """Devices do not believe it, and say what to do; once they are given its key, they do."""
     task = write_task(tmp_path, quorum=1)
