@@ -209,7 +209,7 @@ class Store:
 
     def see_epsilon(self, device: str, total: float) -> None:
         """Keep the most that a device has said to have spent on privacy, over all tasks."""
-        most = max(total, self.epsilons().get(device, 0.0))
+        most = max(total, float(self.fact(_EPSILON + device, "0")))
         self.set_fact(_EPSILON + device, json.dumps(most))
 
     def epsilons(self) -> dict[str, float]:

@@ -293,11 +293,11 @@ class Worker:
         Raises:
             PrivacyRefused: the task wants noise, and there is no randomness to make it of, or it cannot be kept.
         """
-        if manifest.perturbation is None and manifest.differential_privacy is None:
-            return self._kept.secret(keep=self._show is None)
         try:
             return self._kept.secret(keep=self._show is None)
         except Exception as error:
+            if manifest.perturbation is None and manifest.differential_privacy is None:
+                raise
             log.error("there is no secret to make noise of: %s", error)
             raise PrivacyRefused(FAILED) from error
 
