@@ -23,7 +23,7 @@ check: .venv/installed     ## lint, types and who may import whom
 
 FUZZ_RUNS ?= 10000000
 fuzz: .venv/installed      ## hostile bytes for all that reads any, FUZZ_RUNS=10000000 inputs; more than an hour
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3.0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --runs $(FUZZ_RUNS) $(FUZZ)
 
 format: .venv/installed    ## rewrite the code in the house format
