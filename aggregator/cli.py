@@ -26,8 +26,8 @@ from protocol.errors import ConfigError, RuntimeMissing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aggregator.rollout import OrderKind
-    from aggregator.store import Store
+    from aggregator.coordination.rollout import OrderKind
+    from aggregator.storage.store import Store
 
 LONGEST_DAYS = 7300
 """As long as the authority counts."""
@@ -98,14 +98,14 @@ def run_command(
     **access_given: Any,
 ) -> None:
     """Serve a fleet until interrupted."""
-    from aggregator.broker import EmbeddedBroker
-    from aggregator.config import load_task
-    from aggregator.identity import close_again, own_access
+    from aggregator.config.task_file import load_task
+    from aggregator.messaging.embedded_broker import EmbeddedBroker
+    from aggregator.security.identity import close_again, own_access
     from aggregator.service import Aggregator
-    from aggregator.store import Store, open_folder
-    from aggregator.task import prepare_task
-    from protocol.access import OPEN, warnings
-    from protocol.session import parse_broker
+    from aggregator.storage.store import Store, open_folder
+    from aggregator.tasks.task import prepare_task
+    from protocol.mqtt.session import parse_broker
+    from protocol.mqtt.tls import OPEN, warnings
 
     start_logging(verbose=verbose)
     _require("onnx", "onnxscript", "onnxruntime", "scipy", "torch")
@@ -145,7 +145,7 @@ def run_command(
 def status_command(*, state: Path, as_json: bool) -> None:
     """Show devices, submissions, coverage of the classes, and heads."""
     from aggregator.status import report, show
-    from aggregator.store import Store
+    from aggregator.storage.store import Store
 
     if not as_json:
         _require("rich")
@@ -223,8 +223,8 @@ def enroll_command(
 
     All that it needs is in the folder then: give it to the device, and to nobody else.
     """
-    from aggregator.enrolment import Wanted, enrol
-    from protocol.session import parse_broker
+    from aggregator.security.enrollment import Wanted, enrol
+    from protocol.mqtt.session import parse_broker
 
     if broker:
         parse_broker(broker)
@@ -249,8 +249,8 @@ def enroll_broker_command(
     *, hosts: tuple[str, ...], out: Path, task: Path | None, state: Path, days: int
 ) -> None:
     """Make what mosquitto needs to let the fleet in and nobody else, reached as HOST, names or IP addresses."""
-    from aggregator.enrolment import enrol_broker
-    from aggregator.mosquitto import FOLDER
+    from aggregator.security.enrollment import enrol_broker
+    from aggregator.security.mosquitto_config import FOLDER
 
     with _open_fleet(state, task) as (store, fleet):
         enrol_broker(store, hosts, fleet=fleet, out=out, days=days)
@@ -264,7 +264,7 @@ def enroll_broker_command(
 @state_option
 def revoke_command(*, device: str, state: Path) -> None:
     """Let DEVICE into the fleet no more, and train on nothing that it has handed in."""
-    from aggregator.enrolment import revoke
+    from aggregator.security.enrollment import revoke
 
     with _existing(state) as store:
         listed = revoke(store, device)
@@ -275,8 +275,8 @@ def revoke_command(*, device: str, state: Path) -> None:
 
 def _tell_list(state: Path) -> None:
     """Say what the broker needs, so that it takes a certificate no more that was revoked."""
-    from aggregator.identity import folder_of
-    from aggregator.mosquitto import FOLDER
+    from aggregator.security.identity import folder_of
+    from aggregator.security.mosquitto_config import FOLDER
 
     listed = folder_of(state) / "revoked.crl"
     click.echo(
@@ -292,9 +292,9 @@ def _had_certificate(store: "Store", device: str) -> bool:
 @contextlib.contextmanager
 def _open_fleet(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]":
     """The aggregator's state, made if it is not there, and the fleet's name, from wherever it is known."""
-    from aggregator.config import load_task
-    from aggregator.identity import fleet_of_authority, folder_of, has_authority
-    from aggregator.store import Store, open_folder
+    from aggregator.config.task_file import load_task
+    from aggregator.security.identity import fleet_of_authority, folder_of, has_authority
+    from aggregator.storage.store import Store, open_folder
 
     named = load_task(task)[0].fleet if task is not None else None
     if named is None and not (state / "aggregator.sqlite").is_file():
@@ -327,7 +327,7 @@ def readmit_command(*, device: str, state: Path) -> None:
 
     It stays in, whatever it hands in later, until it is revoked.
     """
-    from aggregator.asides import readmit
+    from aggregator.heads.quarantine import readmit
 
     with _existing(state) as store:
         click.echo(readmit(store, device))
@@ -336,7 +336,7 @@ def readmit_command(*, device: str, state: Path) -> None:
 @contextlib.contextmanager
 def _existing(folder: Path) -> "Iterator[Store]":
     """Open the state that an aggregator has made, to write to it."""
-    from aggregator.store import Store
+    from aggregator.storage.store import Store
 
     Store(folder, read_only=True).close()  # a folder with no state must not become one
     _require_owner(folder)
@@ -362,7 +362,7 @@ def _require_owner(folder: Path) -> None:
 
 
 def _order(folder: Path, kind: "OrderKind", version: int | None = None) -> None:
-    from aggregator.orders import order
+    from aggregator.heads.operator_commands import order
 
     with _existing(folder) as store:
         click.echo(order(store, kind, version))

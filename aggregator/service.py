@@ -13,25 +13,25 @@ from typing import Any, cast, get_args
 
 import msgspec
 
-from aggregator import rounds
-from aggregator.broker_log import BrokerLog, Position, count
-from aggregator.downlink import Downlink, read_frames
-from aggregator.gate import Gate
-from aggregator.herald import Herald, identity_of
-from aggregator.intake import Refused, check_evaluation, check_labels, read_message
-from aggregator.learning import Learning
-from aggregator.reception import Reception
-from aggregator.releases import Releases
-from aggregator.store import Store, SubmissionRow
-from aggregator.task import Task
-from aggregator.trainer import Finished, Progress
-from aggregator.uplink import Complete
-from aggregator.wire import Wire
-from protocol import session as mqtt
-from protocol.access import OPEN, Access
-from protocol.codec import FrameView, decode, encode
+from aggregator.coordination import rounds
+from aggregator.heads.orchestrator import Learning
+from aggregator.heads.releases import Releases
+from aggregator.ingest.authentication import Gate
+from aggregator.ingest.reassembly import Complete
+from aggregator.ingest.receiver import Reception
+from aggregator.ingest.validation import Refused, check_evaluation, check_labels, read_message
+from aggregator.messaging.blob_sender import Downlink, read_frames
+from aggregator.messaging.manifest_signer import Herald, identity_of
+from aggregator.messaging.mosquitto_log import BrokerLog, Position, count
+from aggregator.messaging.publisher import Wire
+from aggregator.storage.store import Store, SubmissionRow
+from aggregator.tasks.task import Task
+from aggregator.training.runner import Finished, Progress
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
-from protocol.messages import (
+from protocol.mqtt import session as mqtt
+from protocol.mqtt.tls import OPEN, Access
+from protocol.wire.codec import FrameView, decode, encode
+from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
     BlobRequest,
@@ -45,9 +45,9 @@ from protocol.messages import (
     Receipt,
     Submission,
 )
-from protocol.presence import is_newer
-from protocol.topics import FleetChannel, parse_device_topic
-from protocol.transfer import chunk_bytes
+from protocol.wire.presence import is_newer
+from protocol.wire.topics import FleetChannel, parse_device_topic
+from protocol.wire.transfer import chunk_bytes
 
 log = logging.getLogger(__name__)
 

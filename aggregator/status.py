@@ -32,12 +32,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from aggregator import notice, orders, rollout, rounds
-from aggregator.keys import counts, why_not
-from aggregator.store import HeadRow, Store, SubmissionRow
+from aggregator.coordination import rollout, rounds
+from aggregator.heads import operator_commands
+from aggregator.ingest import intake_status
+from aggregator.storage.device_keys import counts, why_not
+from aggregator.storage.store import HeadRow, Store, SubmissionRow
 from protocol.cli import plain
 from protocol.errors import StateError
-from protocol.messages import Evaluation, Reason
+from protocol.wire.messages import Evaluation, Reason
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,7 +77,7 @@ def report(store: Store) -> dict[str, Any]:
         "waiting": len(rounds.waiting(state, settings)),
         "closes_s": rounds.closes_at_s(state, settings),
         "round": _round(state, settings),
-        "rollout": {**_rollout(used), "ordered": orders.ordered(store, task)},
+        "rollout": {**_rollout(used), "ordered": operator_commands.ordered(store, task)},
         "devices": _devices(store, task, submissions, used),
         "coverage": _coverage(task_file["classes"], submissions.values()),
         "set_aside": _set_aside(store, task),
@@ -90,7 +92,7 @@ def report(store: Store) -> dict[str, Any]:
 
 
 def _intake(store: Store) -> dict[str, Any]:
-    stopped = notice.read(store.folder)
+    stopped = intake_status.read(store.folder)
     return {
         "stopped_s": stopped.since_s if stopped else None,
         "reason": stopped.reason if stopped else "",

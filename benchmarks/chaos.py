@@ -27,7 +27,7 @@ from benchmarks.mqtt_packets import (
     puback,
     read_packet,
 )
-from protocol.session import Broker
+from protocol.mqtt.session import Broker
 
 Direction = Literal["up", "down"]
 """From a client to the broker, or from the broker to a client."""

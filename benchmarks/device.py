@@ -18,7 +18,7 @@ import click
 import numpy as np
 
 BARE = "import numpy, onnxruntime, paho.mqtt.client, PIL.Image"
-PROGRAM = "import edge_client.cli, edge_client.device, onnxruntime"
+PROGRAM = "import edge_client.cli, edge_client.runner, onnxruntime"
 """All that a running device has loaded: the command line alone leaves most of it to later."""
 
 CLASSES = ("china", "flower")
@@ -114,10 +114,10 @@ def measure_speed(data: Path, run: dict[str, Any], repetitions: int) -> dict[str
 
 def extract_once(*, data: str, backbone: str, batch_size: int, workers: int) -> dict[str, float]:
     """Extract a folder with an empty cache as the device program does, and once more as after a restart."""
-    from edge_client.backbone import open_backbone
-    from edge_client.feature_cache import FeatureCache
-    from edge_client.features import extract
-    from edge_client.images import find_pictures
+    from edge_client.data.extraction import extract
+    from edge_client.data.images import find_pictures
+    from edge_client.runtime.backbone import open_backbone
+    from edge_client.storage.feature_cache import FeatureCache
 
     opened = open_backbone(Path(backbone))
     with tempfile.TemporaryDirectory() as state:
@@ -149,7 +149,7 @@ def loop_once(*, data: str, backbone: str, batch_size: int, workers: int) -> dic
     del workers
     import onnxruntime
 
-    from edge_client.images import decode, find_pictures
+    from edge_client.data.images import decode, find_pictures
     from protocol.metadata import backbone_metadata
     from protocol.preprocessing import preprocess
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from benchmarks.decoder import Decoder, decode
 from benchmarks.leakage import CANDIDATES, best_ssim
 from benchmarks.reconstruction import Scene
-from edge_client.prototypes import batch_prototypes
+from edge_client.data.prototypes import batch_prototypes
 
 
 def submit(

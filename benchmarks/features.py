@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from benchmarks.data import load_data, sample, weights_folder
-from edge_client.backbone import Backbone, open_backbone
-from protocol.blobstore import file_digest
+from edge_client.runtime.backbone import Backbone, open_backbone
 from protocol.errors import ConfigError
 from protocol.preprocessing import preprocess
+from protocol.storage.blobstore import file_digest
 
 PICTURES_PER_RUN = 128
 HALF = (0.5, 0.5, 0.5)

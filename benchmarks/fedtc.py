@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import click
 
-from aggregator.config import Training
-from aggregator.training import recipe_of, torch_device
+from aggregator.config.task_file import Training
+from aggregator.training.train_head import recipe_of, torch_device
 from benchmarks.data import NAMES
 from benchmarks.features import BACKBONES, load_features
 from benchmarks.fleet import Ceiling, Result, Settings, run_ceiling, run_fleet

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc import Head, Recipe, TrainedHead, train_head
-from aggregator.intake import Expectation, Prototypes, check_submission, read_message
-from aggregator.training_set import pool
+from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
+from aggregator.training.robust_training_set import pool
 from benchmarks.features import Features
 from benchmarks.partitions import Partition, share_out
-from edge_client.prototypes import batch_prototypes
-from protocol.codec import digest_of, encode, to_tensor, to_unsigned
-from protocol.messages import BlobRef, Submission, TaskManifest
+from edge_client.data.prototypes import batch_prototypes
+from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.messages import BlobRef, Submission, TaskManifest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,11 +27,11 @@ import psutil
 
 from benchmarks.load import Load, write_load
 from benchmarks.restless import free_port
-from protocol.codec import decode
 from protocol.errors import ProtofleetError
-from protocol.messages import Presence, Receipt
-from protocol.session import Broker, Connected, Event, Received, Session
-from protocol.topics import device_topic, fleet_topic
+from protocol.mqtt.session import Broker, Connected, Event, Received, Session
+from protocol.wire.codec import decode
+from protocol.wire.messages import Presence, Receipt
+from protocol.wire.topics import device_topic, fleet_topic
 
 ROOT = Path(__file__).parents[1]
 FLEET = "ingest"

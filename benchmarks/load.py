@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from aggregator.config import load_task
-from aggregator.store import Store, open_folder
-from aggregator.task import Task, prepare_task
-from protocol.codec import digest_of, encode, to_tensor, to_unsigned
-from protocol.messages import Submission
-from protocol.signing import sign_frame
-from protocol.topics import device_topic
-from protocol.transfer import frames_of
+from aggregator.config.task_file import load_task
+from aggregator.storage.store import Store, open_folder
+from aggregator.tasks.task import Task, prepare_task
+from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.messages import Submission
+from protocol.wire.signing import sign_frame
+from protocol.wire.topics import device_topic
+from protocol.wire.transfer import frames_of
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Literal
 import click
 import numpy as np
 
-from aggregator.config import Poisoning, Training
-from aggregator.intake import Prototypes
-from aggregator.robust import judge
-from aggregator.training import recipe_of, torch_device
-from aggregator.training_set import withstanding
+from aggregator.config.task_file import Poisoning, Training
+from aggregator.ingest.validation import Prototypes
+from aggregator.training.outlier_detection import judge
+from aggregator.training.robust_training_set import withstanding
+from aggregator.training.train_head import recipe_of, torch_device
 from benchmarks.data import NAMES
 from benchmarks.features import BACKBONES, Features, load_features
 from benchmarks.fedtc import partitions_of

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 from aggregator.algorithms.fedtc import RECIPES
-from aggregator.training import torch_device
+from aggregator.training.train_head import torch_device
 from benchmarks.comparison import repeated
 from benchmarks.data import NAMES, load_data
 from benchmarks.differencing import Resubmitted, resubmit
@@ -18,7 +18,7 @@ from benchmarks.features import BACKBONES, Features, load_features
 from benchmarks.privacy_plots import Rows, draw_accuracies, draw_pictures, rows_of
 from benchmarks.private_fleet import PAPER, Accuracy, Fleet, noise_multiplier, run_private
 from benchmarks.reconstruction import PRIVATE_BATCH, Leak, attack, forms_of, learn_decoder, set_scene
-from edge_client.differential_privacy import Mechanism
+from edge_client.privacy.gaussian_mechanism import Mechanism
 
 BATCHES = (2, 5, 25, 100)
 AGAIN = (5, 25)

@@ -7,14 +7,14 @@ import torch
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc import Recipe, train_head
-from aggregator.intake import Prototypes
-from aggregator.training_set import pool
+from aggregator.ingest.validation import Prototypes
+from aggregator.training.robust_training_set import pool
 from benchmarks.features import Features
-from edge_client.differential_privacy import Mechanism, private_prototypes
-from edge_client.perturbation import perturb_prototypes
-from edge_client.prototypes import batch_prototypes
-from protocol.codec import digest_of
-from protocol.messages import Perturbation
+from edge_client.data.prototypes import batch_prototypes
+from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
+from edge_client.privacy.perturbation import perturb_prototypes
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import Perturbation
 
 DELTA = 1e-5
 PAPER = Perturbation(on="prototypes", noise="gaussian", scale=0.05, shrink=0.1)

@@ -23,9 +23,9 @@ from benchmarks.leakage import (
     study,
 )
 from benchmarks.private_fleet import PAPER, noise_multiplier
-from edge_client.differential_privacy import Mechanism, private_prototypes
-from edge_client.perturbation import perturb_prototypes
-from protocol.codec import digest_of
+from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
+from edge_client.privacy.perturbation import perturb_prototypes
+from protocol.wire.codec import digest_of
 
 MOST_PAINTED = 200
 """Prototypes of a form whose pictures are compared, drawn at random: more would hardly change the means."""

@@ -11,19 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.program import Algorithm, Contribution
-from aggregator.intake import Expectation, check_submission, read_message
-from aggregator.manifests import program_of, round_manifest
-from aggregator.step_graphs import Graphs, build
-from aggregator.task import pack_tensors, unpack_tensors
+from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
+from aggregator.graphs.program_export import Graphs, build
+from aggregator.ingest.validation import Expectation, check_submission, read_message
+from aggregator.tasks.manifests import program_of, round_manifest
 from benchmarks.domains import Client
-from edge_client.predictor import open_round_head
-from edge_client.rounds import Contribution as Made
-from edge_client.rounds import Learnt, TrainingSet, contribute
-from edge_client.trainer import Watch
-from edge_client.work import ClassReport, Prepared, submission_of
-from protocol.blobstore import BlobStore
-from protocol.codec import digest_of, encode
-from protocol.messages import BlobRef, Submission, TaskManifest
+from edge_client.inference.predictor import open_round_head
+from edge_client.submission.builder import ClassReport, Prepared, submission_of
+from edge_client.training.local_round import Contribution as Made
+from edge_client.training.local_round import Learnt, TrainingSet, contribute
+from edge_client.training.trainer import Watch
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import BlobRef, Submission, TaskManifest
 
 WATCH = Watch(on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None)
 

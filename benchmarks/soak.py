@@ -22,11 +22,11 @@ from typing import Any
 import click
 import psutil
 
-from aggregator.store import Store
+from aggregator.storage.store import Store
 from benchmarks.chaos import Faults, Proxy
 from benchmarks.restless import Fate, Programs
 from protocol.errors import ProtofleetError
-from protocol.session import Broker
+from protocol.mqtt.session import Broker
 
 LOOK_EVERY_S = 2.0
 SETTLE_S = 420.0

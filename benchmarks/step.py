@@ -21,9 +21,9 @@ from torch.nn import functional
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.program import Contribution
-from aggregator.step_graphs import Graphs, build, untrained
-from edge_client.graph import open_graph
-from edge_client.trainer import Checkpoint, Schedule, Watch, train
+from aggregator.graphs.program_export import Graphs, build, untrained
+from edge_client.runtime.graph import open_graph
+from edge_client.training.trainer import Checkpoint, Schedule, Watch, train
 
 FEATURES = 1280
 """Of one MobileNetV2."""

@@ -12,7 +12,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
-from edge_client.outbox import DEFAULT_MB, LARGEST_MB, MIB
+from edge_client.storage.outbox import DEFAULT_MB, LARGEST_MB, MIB
 from protocol.cli import (
     access_options,
     config_option,
@@ -24,14 +24,14 @@ from protocol.cli import (
     verbose_option,
 )
 from protocol.errors import ConfigError, ProtofleetError
-from protocol.topics import is_name
+from protocol.wire.topics import is_name
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from edge_client.backbone import Provider
-    from edge_client.state import DeviceState
-    from edge_client.work import Prepared
+    from edge_client.runtime.backbone import Provider
+    from edge_client.storage.device_state import DeviceState
+    from edge_client.submission.builder import Prepared
 
 
 def _setting(*names: str, **details: Any) -> Callable[[Any], Any]:
@@ -161,7 +161,7 @@ def cli(context: click.Context, /, **options: Any) -> None:
     Pictures never leave the device. Runs as a service until interrupted, unless told otherwise.
     """
     if options["enrolment"] and context.get_parameter_source("fleet") is ParameterSource.DEFAULT:
-        from protocol.enrolment import read_card
+        from protocol.enrollment import read_card
 
         # For a command after it as well, which inherits what stands here.
         context.params["fleet"] = options["fleet"] = read_card(options["enrolment"]).fleet
@@ -175,15 +175,15 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int, aggregator_key: bytes | None,
     enrolment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
-    from edge_client.backbone import require_runtime
-    from edge_client.device import Device
-    from edge_client.enrolled import joined, one_name
-    from edge_client.life import Mode
-    from edge_client.work import Local, check_data
+    from edge_client.agent.state import Mode
+    from edge_client.config import joined, one_name
+    from edge_client.runner import Device
+    from edge_client.runtime.backbone import require_runtime
+    from edge_client.submission.builder import Local, check_data
     from edge_client.worker import Settings
-    from protocol.access import readable_by_others, warnings
-    from protocol.enrolment import read_enrolment
-    from protocol.session import parse_broker
+    from protocol.enrollment import read_enrolment
+    from protocol.mqtt.session import parse_broker
+    from protocol.mqtt.tls import readable_by_others, warnings
 
     start_logging(verbose=verbose)
     if once and dry_run:
@@ -248,9 +248,9 @@ def predict_command(
     top: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Say what is in PICTURES with the head this device has, offline."""
-    from edge_client.backbone import open_backbone, require_runtime
-    from edge_client.installed import open_installed
-    from edge_client.predictor import predict
+    from edge_client.inference.head_loader import open_installed
+    from edge_client.inference.predictor import predict
+    from edge_client.runtime.backbone import open_backbone, require_runtime
 
     require_runtime()
     kept = _open_state(state, fleet, read_only=True)
@@ -372,7 +372,7 @@ def _check_fleet(fleet: str) -> None:
 def _open_state(
     state: Path | None, fleet: str, *, read_only: bool = False, outbox_bytes: int = DEFAULT_MB * MIB
 ) -> "DeviceState":
-    from edge_client.state import DeviceState, default_folder
+    from edge_client.storage.device_state import DeviceState, default_folder
 
     _check_fleet(fleet)
     return DeviceState(state or default_folder(fleet), read_only=read_only, outbox_bytes=outbox_bytes)

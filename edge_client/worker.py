@@ -12,25 +12,19 @@ from typing import Any
 
 import msgspec
 
-from edge_client import events
-from edge_client.backbone import Backbone, Provider, open_backbone
-from edge_client.feature_cache import FeatureCache
-from edge_client.images import find_pictures
-from edge_client.installed import open_installed
-from edge_client.item import Item
-from edge_client.life import Mode, head_key
-from edge_client.predictor import Head
-from edge_client.privacy import FAILED, HEAD_REFUSED, check_task, is_private
-from edge_client.private_work import PrivateWork
+from edge_client.agent import events
+from edge_client.agent.state import Mode, head_key
+from edge_client.agent.upload_item import Item
+from edge_client.data.images import find_pictures
+from edge_client.inference.head_loader import open_installed
+from edge_client.inference.predictor import Head
+from edge_client.privacy.differencing_guard import Standing, from_fact, to_fact
+from edge_client.privacy.policy import FAILED, HEAD_REFUSED, check_task, is_private
 from edge_client.progress import Progress
-from edge_client.round_work import RoundWork
-from edge_client.rounds import (
-    feature_size,
-)
-from edge_client.standing import Standing, from_fact, to_fact
-from edge_client.state import DeviceState, InstalledHead
-from edge_client.trainer import Diverged
-from edge_client.work import (
+from edge_client.runtime.backbone import Backbone, Provider, open_backbone
+from edge_client.storage.device_state import DeviceState, InstalledHead
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.submission.builder import (
     Found,
     Local,
     Prepared,
@@ -40,8 +34,12 @@ from edge_client.work import (
     prepare,
     submission_of,
 )
-from protocol.access import OPEN, Access
-from protocol.codec import digest_of, encode
+from edge_client.submission.private import PrivateWork
+from edge_client.submission.rounds import RoundWork
+from edge_client.training.local_round import (
+    feature_size,
+)
+from edge_client.training.trainer import Diverged
 from protocol.errors import (
     BackboneMismatch,
     ConfigError,
@@ -50,8 +48,10 @@ from protocol.errors import (
     ProtofleetError,
     StateError,
 )
-from protocol.messages import BlobRef, Evaluation, HeadRef, RoundManifest, TaskManifest
-from protocol.session import Broker
+from protocol.mqtt.session import Broker
+from protocol.mqtt.tls import OPEN, Access
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import BlobRef, Evaluation, HeadRef, RoundManifest, TaskManifest
 
 log = logging.getLogger(__name__)
 

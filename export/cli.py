@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from protocol.blobstore import state_errors
 from protocol.cli import config_option, run, start_logging, verbose_option
 from protocol.errors import RuntimeMissing
 from protocol.metadata import BackboneMetadata
+from protocol.storage.blobstore import state_errors
 
 if TYPE_CHECKING:
     from export.to_onnx import Exported

@@ -18,10 +18,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from export.parity import Reference, compare, sample_photos
-from protocol.blobstore import write_atomically
 from protocol.errors import ProtofleetError
 from protocol.metadata import BackboneMetadata, to_properties
 from protocol.preprocessing import preprocess
+from protocol.storage.blobstore import write_atomically
 
 OPSET = 18
 """ONNX operator set: ONNX Runtime runs it since 1.14."""

@@ -15,7 +15,7 @@ import click
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
-    from protocol.access import Access
+    from protocol.mqtt.tls import Access
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def read_access(
         UsageError: options that do not go together.
         ConfigError: the file with the password cannot be read.
     """
-    from protocol.access import Access, readable_by_others
+    from protocol.mqtt.tls import Access, readable_by_others
 
     if (cert is None) != (key is None):
         raise click.UsageError("--cert and --key go together: give both, or neither")

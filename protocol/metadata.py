@@ -65,7 +65,7 @@ class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_fi
 
 
 class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_field="kind"):
-    """One of the graphs of a task that is learnt in rounds; `protocol.messages.Program` says what each is for."""
+    """One of the graphs of a task that is learnt in rounds; `protocol.wire.messages.Program` says what each is for."""
 
     role: Literal["init", "step", "project", "head"]
     algorithm: str

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol.session import Broker
-from tests.brokers import amqtt, free_address, mosquitto, mosquitto_program
+from protocol.mqtt.session import Broker
+from tests.support.brokers import amqtt, free_address, mosquitto, mosquitto_program
 
 # Read by OpenMP when torch is first imported: threads that spin slow everybody else on the machine down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-LONGEST = ("tests/faults/", "tests/attacks/", "tests/integration/", "tests/examples/")
+LONGEST = ("tests/system/faults/", "tests/system/attacks/", "tests/system/fleet/", "tests/examples/")
 """Whole fleets: with several processes of pytest, they begin with these, so that none is left alone with one."""
 
 Serve = Callable[[Broker], AbstractContextManager[None]]

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from aggregator.algorithms.layers import log_sum_exp, one_hot, statistics, unit
+from aggregator.algorithms.layers import log_sum_exp, one_hot, statistics, tile_rows, unit
 from aggregator.algorithms.program import ABSENT_LOGIT, Function, Functions
-from aggregator.tiling import tile_rows
 
 if TYPE_CHECKING:
     from aggregator.algorithms.fedpcl import FedPCL

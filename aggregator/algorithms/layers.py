@@ -7,6 +7,19 @@ NEVER = -1e9
 """In place of a logit that does not count: its exponential is 0, and what is multiplied with 0 later is finite."""
 
 
+TILE_ELEMENTS = 2**16
+"""In one tile, at most: some of them, of 256 kB each, fit into the cache of a core."""
+
+
+def tile_rows(rows: int, columns: int) -> int:
+    """Return the rows of a tile: a divisor of `rows`, at least 1, and as great as `TILE_ELEMENTS` allows."""
+    return max(
+        size
+        for size in range(1, rows + 1)
+        if rows % size == 0 and size * columns <= max(TILE_ELEMENTS, columns)
+    )
+
+
 def statistics(feature: Tensor, *, standardise: bool) -> tuple[Tensor, Tensor]:
     """Return what to take off each feature and what to divide it by, (L,) each; 0 and 1 leave it as it is.
 

@@ -52,7 +52,7 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Functions:
-    """The four functions of `protocol.messages.Program`.
+    """The four functions of `protocol.wire.messages.Program`.
 
     Attributes:
         init: `feature`, and `labels` if it likes, to every tensor of the state, for any number of rows, 0 among them.

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 
 from aggregator.status import report
-from aggregator.store import Store
+from aggregator.storage.store import Store
 from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet, predict, share_right
 from examples.quickstart.folder import Folder, device_names, prepare

@@ -10,17 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc import train_head
-from aggregator.config import load_task
-from aggregator.store import Store
-from aggregator.training import recipe_of
-from edge_client.backbone import open_backbone
-from edge_client.images import decode as decode_picture
+from aggregator.config.task_file import load_task
+from aggregator.storage.store import Store
+from aggregator.training.train_head import recipe_of
+from edge_client.data.images import decode as decode_picture
+from edge_client.runtime.backbone import open_backbone
 from examples.quickstart.digits import CLASSES
 from examples.quickstart.folder import Folder
-from protocol.blobstore import BlobStore
-from protocol.codec import decode, to_array
-from protocol.messages import Submission
 from protocol.preprocessing import preprocess
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import decode, to_array
+from protocol.wire.messages import Submission
 
 
 @dataclass(frozen=True)

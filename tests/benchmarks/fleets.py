@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.features import BACKBONES, Features
-from protocol.blobstore import file_digest
+from protocol.storage.blobstore import file_digest
 
 FEATURES = 16
 

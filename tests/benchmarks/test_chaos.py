@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from benchmarks.chaos import Faults, Proxy, Seen
-from protocol.codec import decode, encode
-from protocol.messages import Frame
-from protocol.session import Broker, Connected, Disconnected, Event, Outgoing, Received, Session
-from tests.brokers import free_address, mosquitto, mosquitto_program
+from protocol.mqtt.session import Broker, Connected, Disconnected, Event, Outgoing, Received, Session
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import Frame
+from tests.support.brokers import free_address, mosquitto, mosquitto_program
 
 PATIENCE_S = 120.0
 COUNT = 40

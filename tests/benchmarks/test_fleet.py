@@ -9,7 +9,7 @@ from benchmarks.data import data_folder, load_data, weights_folder
 from benchmarks.features import BACKBONES, Features, export_backbone, features_of
 from benchmarks.fleet import Settings, run_ceiling, run_fleet
 from benchmarks.partitions import Partition
-from edge_client.backbone import open_backbone
+from edge_client.runtime.backbone import open_backbone
 
 DEFAULT = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default"], device="cpu")
 

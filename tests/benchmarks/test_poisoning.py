@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from aggregator.intake import Prototypes
+from aggregator.ingest.validation import Prototypes
 from benchmarks.__main__ import cli
 from benchmarks.poisoning import METHODS, lie
 from tests.benchmarks.fleets import domain, fill_cache

@@ -19,8 +19,8 @@ from benchmarks.features import BACKBONES, Features
 from benchmarks.leakage import Release, best_ssim, by_cosine, by_likelihood, deal, link, study
 from benchmarks.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
 from benchmarks.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
-from edge_client.differential_privacy import Mechanism
-from protocol.messages import Perturbation
+from edge_client.privacy.gaussian_mechanism import Mechanism
+from protocol.wire.messages import Perturbation
 
 RNG = np.random.default_rng(0)
 

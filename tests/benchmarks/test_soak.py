@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak import Sample, draw, growth, run_soak
-from tests.brokers import mosquitto_program
+from tests.support.brokers import mosquitto_program
 
 
 def _sample(process: str, at_s: float, *, life: int = 1, memory_bytes: int = 100) -> Sample:

@@ -15,13 +15,13 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
-from aggregator.config import Client, Poisoning, Rollout, Rounds, TaskFile, Training, load_task
-from aggregator.mosquitto import CONFIGURATION, access_list
+from aggregator.config.task_file import Client, Poisoning, Rollout, Rounds, TaskFile, Training, load_task
+from aggregator.security.mosquitto_config import CONFIGURATION, access_list
 from edge_client.cli import cli as edge_client
-from protocol.messages import MAX_MANIFEST_BYTES
-from protocol.session import Broker
-from tests.brokers import mosquitto, mosquitto_program
+from protocol.mqtt.session import Broker
+from protocol.wire.messages import MAX_MANIFEST_BYTES
 from tests.docs.command_lines import DEPLOY, parse
+from tests.support.brokers import mosquitto, mosquitto_program
 
 ROOT = DEPLOY.parent
 

@@ -12,12 +12,20 @@ import pytest
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.cli import cli as aggregator
-from aggregator.config import Client, Poisoning, PrivacySettings, Rollout, Rounds, TaskFile, Training
-from aggregator.manifests import task_manifest
+from aggregator.config.task_file import (
+    Client,
+    Poisoning,
+    PrivacySettings,
+    Rollout,
+    Rounds,
+    TaskFile,
+    Training,
+)
+from aggregator.tasks.manifests import task_manifest
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
-from protocol.codec import encode
-from protocol.messages import BlobRef
+from protocol.wire.codec import encode
+from protocol.wire.messages import BlobRef
 from tests.docs.command_lines import parse
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.faults.suite import FAULTS
-from tests.faults.table import HEADINGS, Row, total_of
+from tests.system.faults.suite import FAULTS
+from tests.system.faults.table import HEADINGS, Row, total_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.attacks.suite import ATTACKS
-from tests.attacks.table import HEADINGS
+from tests.system.attacks.suite import ATTACKS
+from tests.system.attacks.table import HEADINGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 

@@ -16,16 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from aggregator.config import load_task, read_backbone
-from edge_client.backbone import open_backbone
-from edge_client.images import decode, find_pictures
+from aggregator.config.task_file import load_task, read_backbone
+from edge_client.data.images import decode, find_pictures
+from edge_client.runtime.backbone import open_backbone
 from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet
 from examples.quickstart.folder import BACKBONE, Folder, device_names, prepare
 from examples.quickstart.report import DeviceResult, Result, progress, show
-from protocol.blobstore import file_digest
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.preprocessing import preprocess
+from protocol.storage.blobstore import file_digest
 
 DIGITS = data.load()
 

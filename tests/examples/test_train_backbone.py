@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from edge_client.backbone import open_backbone
+from edge_client.runtime.backbone import open_backbone
 from examples.quickstart.distort import EDGE, distort
 from examples.quickstart.train_backbone import BATCH_SIZE, Pictures, accuracy, load_fashion, train, write
 from protocol.errors import ConfigError

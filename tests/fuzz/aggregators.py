@@ -13,25 +13,25 @@ from random import Random
 import msgspec
 from rich.console import Console
 
-from aggregator.config import load_task
+from aggregator.config.task_file import load_task
 from aggregator.service import Aggregator
 from aggregator.status import report, show
-from aggregator.store import Store
-from aggregator.task import Task, prepare_task
-from protocol.access import Broker
-from protocol.codec import decode, digest_of, encode
+from aggregator.storage.store import Store
+from aggregator.tasks.task import Task, prepare_task
 from protocol.errors import ConfigError, MalformedMessage
-from protocol.messages import MAX_FRAME_BYTES, BlobRequest, DeviceInfo, Frame, Presence, Receipt
-from protocol.signing import sign_frame
-from protocol.topics import device_topic, fleet_topic
-from protocol.traffic import Outgoing, Received
-from protocol.transfer import frames_of
-from tests.aggregator.daemon import FLEET, PATIENT, write_task
-from tests.aggregator.made import evaluation, submission
+from protocol.mqtt.events import Outgoing, Received
+from protocol.mqtt.tls import Broker
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import MAX_FRAME_BYTES, BlobRequest, DeviceInfo, Frame, Presence, Receipt
+from protocol.wire.signing import sign_frame
+from protocol.wire.topics import device_topic, fleet_topic
+from protocol.wire.transfer import frames_of
 from tests.fuzz.devices import folder, parsed, written
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
-from tests.protocol.samples import SAMPLES
+from tests.support.aggregator_process import FLEET, PATIENT, write_task
+from tests.support.messages import SAMPLES
+from tests.support.submissions import evaluation, submission
 
 # An operation is a number, the length of its body in two bytes, and the body.
 STATE, INFO, GET, UP, SIGNED, WHOLE, TOPIC, OWN_STATE = range(8)

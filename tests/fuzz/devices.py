@@ -14,23 +14,23 @@ from typing import Any
 
 import msgspec
 
-import edge_client.device
-from edge_client import agent, events
-from edge_client.device import Device
-from edge_client.downloads import MAX_AHEAD, MAX_AHEAD_BYTES
-from edge_client.life import Mode, State
-from edge_client.state import DeviceState
-from edge_client.trust import Trust
-from protocol.codec import digest_of, encode
+import edge_client.runner
+from edge_client.agent import events, machine
+from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES
+from edge_client.agent.manifest_trust import Trust
+from edge_client.agent.state import Mode, State
+from edge_client.runner import Device
+from edge_client.storage.device_state import DeviceState
 from protocol.errors import ProtofleetError
-from protocol.messages import Message
-from protocol.signing import sign_manifest
-from protocol.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
-from protocol.traffic import Connected, Disconnected, Drained, Received
-from tests.edge_client.test_device import make_settings
+from protocol.mqtt.events import Connected, Disconnected, Drained, Received
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import Message
+from protocol.wire.signing import sign_manifest
+from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
-from tests.protocol.samples import SAMPLES
+from tests.support.messages import SAMPLES
+from tests.unit.edge_client.test_runner import make_settings
 
 FLEET, NAME, KEY = "f", "device", bytes(range(32))
 SHARED: tuple[FleetChannel, ...] = ("task", "round", "head")
@@ -54,7 +54,7 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 def _device() -> Device:
     place = Path(folder().name) / "device"
     place.mkdir()
-    edge_client.device.version = functools.cache(version)  # type: ignore[attr-defined]  # else half of the time goes there
+    edge_client.runner.version = functools.cache(version)  # type: ignore[attr-defined]  # else half of the time goes there
     return Device(make_settings(place), DeviceState(place / "state"))
 
 
@@ -146,7 +146,7 @@ def _lives_on(device: Device, kind: int, body: bytes) -> None:
         case 2:
             device._handle(Drained())
         case 3:
-            state, actions = agent.step(device._state, events.Ticked(), now_s=time.monotonic() + 1e4)
+            state, actions = machine.step(device._state, events.Ticked(), now_s=time.monotonic() + 1e4)
             device._state = state
             for action in actions:
                 device._perform(action)

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
-from aggregator.enrolment import Wanted, enrol
-from aggregator.store import Store
-from protocol.enrolment import read_enrolment
+from aggregator.security.enrollment import Wanted, enrol
+from aggregator.storage.store import Store
+from protocol.enrollment import read_enrolment
 from protocol.errors import ConfigError
 from tests.fuzz.devices import folder
 from tests.fuzz.target import Target

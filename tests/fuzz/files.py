@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from aggregator.broker_log import read_line
-from edge_client.rounds import Learnt, pack, pack_checkpoint, unpack, unpack_checkpoint
-from edge_client.trainer import Checkpoint
-from protocol.codec import digest_of
+from aggregator.messaging.mosquitto_log import read_line
+from edge_client.training.local_round import Learnt, pack, pack_checkpoint, unpack, unpack_checkpoint
+from edge_client.training.trainer import Checkpoint
 from protocol.errors import BackboneMismatch, StateError
 from protocol.metadata import PROPERTY, backbone_metadata, graph_metadata, head_metadata, model_metadata
-from protocol.topics import is_name
-from tests.aggregator.test_broker_log import LINES
+from protocol.wire.codec import digest_of
+from protocol.wire.topics import is_name
 from tests.fuzz.target import MIB, Target
+from tests.unit.aggregator.messaging.test_mosquitto_log import LINES
 
 ABOUT = ("task", 3, "tensors", "pictures")
 LEARNT = Learnt({"weight": np.ones((2, 3), np.float32)}, np.zeros((2, 3), np.float32), np.ones(2, np.float32))

@@ -9,13 +9,13 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.graph import Role
-from edge_client.onnx_file import check_graph
+from edge_client.runtime.graph import Role
+from edge_client.runtime.onnx_validation import check_graph
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.metadata import backbone_metadata, graph_metadata, head_metadata, model_metadata
-from tests.edge_client.made_graphs import file, model
 from tests.fuzz.mutations import of_protobuf
 from tests.fuzz.target import Target
+from tests.support.step_graphs import file, model
 
 OWN = {"", "ai.onnx"}
 ROLES: tuple[Role, ...] = ("init", "step", "project", "head")

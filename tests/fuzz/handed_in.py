@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from aggregator.intake import (
+from aggregator.ingest.validation import (
     MAX_PICTURES_IN_PROTOTYPE,
     Expectation,
     Refused,
@@ -13,9 +13,11 @@ from aggregator.intake import (
     check_submission,
     read_message,
 )
-from protocol.codec import encode
-from protocol.messages import Submission
-from tests.aggregator.made import (
+from protocol.wire.codec import encode
+from protocol.wire.messages import Submission
+from tests.fuzz.mutations import of_message
+from tests.fuzz.target import Target
+from tests.support.submissions import (
     EXPECTATION,
     ROUNDS_EXPECTATION,
     SHAPES,
@@ -23,8 +25,6 @@ from tests.aggregator.made import (
     round_submission,
     submission,
 )
-from tests.fuzz.mutations import of_message
-from tests.fuzz.target import Target
 
 FOUR = (2, 3, 1, 2)
 DEEP_EXPECTATION = Expectation(

@@ -6,14 +6,14 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from protocol.codec import decode, encode, message_kind, to_array
 from protocol.errors import BadSignature, MalformedMessage
-from protocol.messages import MAX_FRAME_BYTES, MAX_SIGNED_BYTES, Frame, Message, Tensor
-from protocol.signing import open_manifest, sign_manifest
-from protocol.topics import device_topic, is_name, parse_device_topic
+from protocol.wire.codec import decode, encode, message_kind, to_array
+from protocol.wire.messages import MAX_FRAME_BYTES, MAX_SIGNED_BYTES, Frame, Message, Tensor
+from protocol.wire.signing import open_manifest, sign_manifest
+from protocol.wire.topics import device_topic, is_name, parse_device_topic
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import Target
-from tests.protocol.samples import SAMPLES
+from tests.support.messages import SAMPLES
 
 TYPES: tuple[type[Message | Frame], ...] = tuple(type(sample) for sample in SAMPLES)
 _TYPE_OF = {each.__struct_config__.tag: each for each in TYPES}

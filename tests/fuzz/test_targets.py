@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from aggregator import intake
-from protocol.messages import TaskManifest, Tensor
+from aggregator.ingest import validation
+from protocol.wire.messages import TaskManifest, Tensor
 from tests.fuzz import messages
 from tests.fuzz.__main__ import CORPUS, engine
 from tests.fuzz.planted import PLANTED
 from tests.fuzz.target import Overdrawn, Target, measure
 from tests.fuzz.targets import TARGETS
-from tests.protocol.samples import SAMPLES
+from tests.support.messages import SAMPLES
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 RUNS = 400
@@ -76,7 +76,7 @@ def test_a_fault_in_the_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
         return np.frombuffer(tensor.data, dtype="<" + tensor.dtype).reshape(tensor.shape)
 
-    monkeypatch.setattr(intake, "to_array", careless)
+    monkeypatch.setattr(validation, "to_array", careless)
     with pytest.raises(ValueError, match=r"cannot reshape|multiple of element size"):
         search(TARGETS["handed_in"], runs=20_000)
 

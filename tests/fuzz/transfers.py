@@ -4,12 +4,21 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from aggregator.intake import Refused
-from aggregator.uplink import MAX_RANGES, PIECE_BYTES, STRETCH_BYTES, Complete, Key, Pieces, Stored, Uplink
-from protocol.codec import digest_of
+from aggregator.ingest.reassembly import (
+    MAX_RANGES,
+    PIECE_BYTES,
+    STRETCH_BYTES,
+    Complete,
+    Key,
+    Pieces,
+    Stored,
+    Uplink,
+)
+from aggregator.ingest.validation import Refused
 from protocol.errors import TransferError
-from protocol.messages import PROTOCOL_VERSION, Frame, Receipt
-from protocol.transfer import Assembly, Ranges
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import PROTOCOL_VERSION, Frame, Receipt
+from protocol.wire.transfer import Assembly, Ranges
 from tests.fuzz.target import Target
 
 PAYLOADS = {size: bytes(at * 7 % 251 for at in range(size)) for size in range(256)}

@@ -1,0 +1,1 @@
+"""The task file: read from TOML and validated."""

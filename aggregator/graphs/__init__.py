@@ -1,0 +1,1 @@
+"""ONNX graphs from PyTorch functions, verified against PyTorch, and fused models."""

@@ -1,0 +1,262 @@
+"""Whether the graphs of a program compute what eager torch computes, with autograd and with torch's own optimiser."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from aggregator.algorithms.program import Algorithm, Contribution, Function, Functions
+from aggregator.graphs.tracing import to_torch
+from protocol.errors import ProtofleetError
+
+BATCHES = (1, 5, 32)
+"""Pictures in a step."""
+CLIENTS = (1, 3, 17)
+"""Contributions pooled into the round before."""
+STEPS = 10
+TOLERANCE = {"outputs": 1e-5, "loss": 1e-5, "gradients": 1e-5, "steps": 1e-4}
+"""Of what a graph gives, beside its largest value or 1; `steps` are ten losses, and the parameters after them."""
+ROUNDING = 10
+"""A graph may differ by this many times what rounding does to torch itself, if that is more: at a low temperature or
+a high rate it is."""
+
+Tensors = Mapping[str, Tensor]
+
+
+def check(
+    files: Mapping[str, bytes],
+    algorithm: Algorithm,
+    functions: Functions,
+    *,
+    feature_size: int,
+    num_classes: int,
+) -> dict[str, float]:
+    """Compare graphs with eager torch on random features, for several batches and fleets, with classes missing.
+
+    Args:
+        files: the ONNX files, by role.
+        algorithm: whose they are.
+        functions: what they were traced from.
+        feature_size: L.
+        num_classes: C.
+
+    Returns:
+        The largest differences: `outputs`, `loss` and `gradients` of the first step, and `steps`, of ten of them.
+
+    Raises:
+        ProtofleetError: one is larger than it may be, or something is not finite.
+    """
+    graphs = {role: _Graph.load(file) for role, file in files.items()}
+    world = _World(algorithm, functions, feature_size, num_classes)
+    worst = dict.fromkeys(TOLERANCE, 0.0)
+    for name, difference, rounding in _differences(graphs, functions, world):
+        limit = max(TOLERANCE[name], ROUNDING * rounding)
+        if not difference <= limit:
+            raise ProtofleetError(
+                f"the {algorithm.name} graphs differ from torch in {name} by {difference:.3g}, more than {limit:.3g}: "
+                "not published"
+            )
+        worst[name] = max(worst[name], difference)
+    return worst
+
+
+def _differences(
+    graphs: "Mapping[str, _Graph]", functions: Functions, world: "_World"
+) -> Iterator[tuple[str, float, float]]:
+    """What is compared, how far the graph is from torch, and how far torch from itself in float64."""
+    for rows in (0, *BATCHES):
+        yield from _compare(graphs["init"], functions.init, world.pictures(rows))
+    for tensors in world.cases():
+        for role in ("project", "head"):
+            yield from _compare(graphs[role], getattr(functions, role), tensors)
+        yield from _compare_steps(graphs["step"], functions, tensors)
+
+
+@dataclass(frozen=True)
+class _Graph:
+    session: Any
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def load(cls, file: bytes) -> "_Graph":
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+        return cls(
+            session,
+            tuple(value.name for value in session.get_inputs()),
+            tuple(value.name for value in session.get_outputs()),
+        )
+
+    def __call__(self, tensors: Tensors) -> dict[str, Tensor]:
+        values = self.session.run(None, {name: tensors[name].numpy() for name in self.inputs})
+        return {
+            name: torch.from_numpy(np.asarray(value))
+            for name, value in zip(self.outputs, values, strict=True)
+        }
+
+
+class _World:
+    """Made-up devices, whose rounds are the algorithm's own."""
+
+    def __init__(
+        self, algorithm: Algorithm, functions: Functions, feature_size: int, num_classes: int
+    ) -> None:
+        self._algorithm, self._functions = algorithm, functions
+        self._feature_size, self._classes = feature_size, num_classes
+        self._random = np.random.default_rng(0)
+
+    def pictures(self, rows: int) -> Tensors:
+        values = np.abs(self._random.normal(size=(rows, self._feature_size)))
+        labels = self._random.integers(0, self._classes, size=rows)
+        return {"feature": torch.from_numpy(values.astype(np.float32)), "labels": torch.from_numpy(labels)}
+
+    def cases(self) -> Iterator[Tensors]:
+        """All that a graph may take: a batch of each size, and fleets of each size that lack the last class."""
+        first = self._algorithm.first_tensors(
+            feature_size=self._feature_size, num_classes=self._classes, seed=0
+        )
+        yield self._case(first, batch=BATCHES[1])
+        for clients in CLIENTS:
+            contributions = [self._contribution(number, first) for number in range(clients)]
+            pooled = self._algorithm.aggregate(contributions, first, num_classes=self._classes, seed=0)
+            for batch in BATCHES:
+                yield self._case(pooled, batch=batch)
+
+    def _owned(self) -> NDArray[np.int64]:
+        """Classes of one device, never the last one of several."""
+        known = max(1, self._classes - 1)
+        return np.sort(self._random.choice(known, size=self._random.integers(1, known + 1), replace=False))
+
+    def _prototypes(self, count: int) -> NDArray[np.float32]:
+        shape = (count, self._algorithm.projection_size)
+        values: NDArray[np.float32] = np.abs(self._random.normal(size=shape)).astype(np.float32)
+        values /= np.linalg.norm(values, axis=1, keepdims=True)
+        return values
+
+    def _contribution(self, number: int, first: Mapping[str, Any]) -> Contribution:
+        labels = self._owned()
+        changes = {
+            name: (self._random.normal(size=first[name].shape) / 100).astype(np.float32)
+            for name in self._algorithm.uploaded
+        }
+        return Contribution(
+            device=f"device-{number}",
+            values=self._prototypes(len(labels)),
+            labels=labels,
+            counts=self._random.integers(2, 20, size=len(labels)),
+            tensors=changes,
+        )
+
+    def _case(self, pooled: Mapping[str, Any], *, batch: int) -> Tensors:
+        shared = to_torch(pooled)
+        state = self._functions.init.apply(self.pictures(max(BATCHES)))
+        own = self._owned()
+        local = torch.zeros(self._classes, self._algorithm.projection_size)
+        local[own] = torch.from_numpy(self._prototypes(len(own)))
+        counts = torch.zeros(self._classes)
+        counts[own] = 3
+        return {
+            **state,
+            **shared,
+            **self.pictures(batch),
+            "local_prototypes": local,
+            "local_counts": counts,
+        }
+
+
+@dataclass(frozen=True)
+class _Descent:
+    """Ten steps on one batch: their losses, the first step's gradients, and the parameters in the end."""
+
+    losses: Tensor
+    gradients: Tensors
+    parameters: Tensors
+
+
+def _by_torch(functions: Functions, tensors: Tensors) -> _Descent:
+    parameters = {name: tensors[name].clone().requires_grad_() for name in functions.parameters}
+    optimizer = functions.optimizer(list(parameters.values()))
+    losses, gradients = [], {}
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = functions.objective({**tensors, **parameters})
+        torch.autograd.backward(loss)
+        losses.append(loss.detach())
+        if number == 0:
+            gradients = {
+                name: value.grad.clone() for name, value in parameters.items() if value.grad is not None
+            }
+        optimizer.step()
+    ends = {name: value.detach() for name, value in parameters.items()}
+    return _Descent(torch.stack(losses), gradients, ends)
+
+
+def _by_graph(graph: _Graph, functions: Functions, tensors: Tensors) -> _Descent:
+    state = dict(tensors)
+    losses, gradients = [], {}
+    for number in range(STEPS):
+        after = graph(state)
+        losses.append(after.pop("loss"))
+        state |= {name.removeprefix("next_"): value for name, value in after.items()}
+        if number == 0:
+            gradients = functions.gradients(tensors, state)
+    return _Descent(torch.stack(losses), gradients, {name: state[name] for name in functions.parameters})
+
+
+def _compare_steps(
+    graph: _Graph, functions: Functions, tensors: Tensors
+) -> Iterator[tuple[str, float, float]]:
+    ours, theirs = _by_graph(graph, functions, tensors), _by_torch(functions, tensors)
+    exact = _by_torch(functions, _precise(tensors))
+    for name, steps in (("loss", slice(1)), ("steps", slice(1, None))):
+        losses = theirs.losses[steps]
+        yield name, _difference(ours.losses[steps], losses), _difference(losses, exact.losses[steps])
+    for name in functions.parameters:
+        gradient, end = theirs.gradients[name], theirs.parameters[name]
+        yield (
+            "gradients",
+            _difference(ours.gradients[name], gradient),
+            _difference(gradient, exact.gradients[name]),
+        )
+        yield "steps", _drift(ours.parameters[name], end), _drift(end, exact.parameters[name])
+
+
+def _drift(ours: Tensor, theirs: Tensor) -> float:
+    """The difference that 99 % of a parameter's values do not exceed, beside a typical value.
+
+    Not the largest one: Adam goes a whole step by the mere sign of a gradient, and where that is nothing but
+    rounding, no two programs agree on it.
+    """
+    differences = (ours - theirs).abs().flatten()
+    most = differences.kthvalue(math.ceil(0.99 * len(differences))).values
+    return float(most / theirs.square().mean().sqrt().clamp_min(1e-12))
+
+
+def _compare(graph: _Graph, function: Function, tensors: Tensors) -> Iterator[tuple[str, float, float]]:
+    expected, found = function.apply(tensors), graph(tensors)
+    if list(expected) != list(found):
+        raise ProtofleetError(f"a graph gives {', '.join(found)}, expected {', '.join(expected)}")
+    exact = function.apply(_precise(tensors))
+    for name, value in expected.items():
+        yield "outputs", _difference(found[name], value), _difference(value, exact[name])
+
+
+def _precise(tensors: Tensors) -> Tensors:
+    return {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference beside the largest value or 1; infinite if anything is not finite or of another shape."""
+    if ours.shape != theirs.shape or not bool(torch.isfinite(ours).all()):
+        return math.inf
+    if not theirs.numel():
+        return 0.0
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1.0))

@@ -1,0 +1,134 @@
+"""The graphs of a program: made with torch once for a task, and a head's inputs bound without it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from aggregator.algorithms.program import Algorithm
+from protocol.errors import ProtofleetError
+from protocol.metadata import GraphMetadata, HeadMetadata, to_properties
+
+RUNTIME_MIN = "1.14"
+"""The first ONNX Runtime with the graphs' operator set, 18."""
+
+LOCAL = ("local_prototypes", "local_counts")
+"""What a head may ask for that only a device has."""
+
+_NO_LIMIT = 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graphs:
+    """The four ONNX files of a program; `protocol.wire.messages.Program` says what each is for."""
+
+    init: bytes
+    step: bytes
+    project: bytes
+    head: bytes
+
+
+def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
+    """Trace an algorithm's functions into ONNX files, and check each against eager torch.
+
+    The same arguments give the same bytes.
+
+    Args:
+        algorithm: its settings.
+        feature_size: L, of all backbones together.
+        num_classes: C.
+        seed: of the first weights.
+
+    Raises:
+        ProtofleetError: a graph does not compute what torch computes.
+    """
+    from aggregator.graphs.head_export import OPSET
+    from aggregator.graphs.parity import check
+    from aggregator.graphs.tracing import examples, to_onnx
+
+    functions = algorithm.functions(feature_size=feature_size, num_classes=num_classes, seed=seed)
+    tensors = examples(algorithm, functions, feature_size=feature_size, num_classes=num_classes, seed=seed)
+    files = {}
+    for role in ("init", "step", "project", "head"):
+        metadata = GraphMetadata(
+            role=role,
+            algorithm=algorithm.name,
+            classes=num_classes,
+            feature_size=feature_size,
+            projection_size=algorithm.projection_size,
+            opset=OPSET,
+            runtime_min=RUNTIME_MIN,
+            runtime_max=onnxruntime.__version__,
+        )
+        files[role] = to_onnx(getattr(functions, role), tensors, functions.dimensions, metadata=metadata)
+    check(files, algorithm, functions, feature_size=feature_size, num_classes=num_classes)
+    return Graphs(**files)
+
+
+def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
+    """Return the state of a device without a picture, by name: what `bind` gives a head for who has no device.
+
+    Args:
+        init: the program's graph of that name.
+        feature_size: L.
+    """
+    session = onnxruntime.InferenceSession(init, providers=["CPUExecutionProvider"])
+    none = {"feature": np.zeros((0, feature_size), dtype=np.float32), "labels": np.zeros(0, dtype=np.int64)}
+    values = session.run(None, {value.name: none[value.name] for value in session.get_inputs()})
+    return {output.name: value for output, value in zip(session.get_outputs(), values, strict=True)}
+
+
+def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMetadata) -> bytes:
+    """A program's head with its inputs bound, to be used as any other head.
+
+    Args:
+        head: the program's graph of that name.
+        tensors: a state, such as `untrained` gives, and the tensors of a round over it; integers and float16 are
+            converted to what the graph takes. A device's own prototypes are zeros where they are not among them.
+        metadata: what the file says of itself.
+
+    Returns:
+        A file with input `feature` float32 (n, L) and outputs `logits` and `probabilities` float32 (n, C).
+
+    Raises:
+        ProtofleetError: a tensor is missing, or has another shape than the graph takes.
+    """
+    from onnxscript import optimizer
+
+    model = onnx.load_model_from_string(head)
+    feature, *bound = model.graph.input
+    for value in bound:
+        kind = value.type.tensor_type
+        array = _fitting(value.name, [edge.dim_value or None for edge in kind.shape.dim], tensors)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        model.graph.initializer.append(
+            numpy_helper.from_array(np.asarray(array, dtype, order="C"), value.name)
+        )
+    del model.graph.input[:]
+    model.graph.input.append(feature)
+    # What follows from the bound tensors alone is computed here: of FedPCL's prototypes few rows remain.
+    format_version = model.ir_version
+    model = optimizer.optimize(model, input_size_limit=_NO_LIMIT, output_size_limit=_NO_LIMIT)
+    model.ir_version = format_version
+    model.ClearField("metadata_props")
+    onnx.helper.set_model_props(model, to_properties(metadata))
+    onnx.checker.check_model(model, full_check=True)
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def _fitting(name: str, shape: list[int | None], tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
+    """The tensor of that name, whose edges are as long as they must be; any length will do for None."""
+    array = tensors.get(name)
+    if array is None and name in LOCAL:
+        return np.zeros([edge or 0 for edge in shape], dtype=np.float32)
+    if array is None or [wanted and edge for wanted, edge in zip(shape, array.shape, strict=False)] != shape:
+        wanted = tuple("any" if edge is None else edge for edge in shape)
+        raise ProtofleetError(
+            f"the head takes {name} of shape {wanted}, got {'none' if array is None else array.shape}"
+        )
+    return array

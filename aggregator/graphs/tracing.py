@@ -1,0 +1,170 @@
+"""An algorithm's torch function as an ONNX file, whose inputs and outputs have the names of its tensors."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from aggregator.algorithms.program import Algorithm, Function, Functions
+from aggregator.graphs.head_export import OPSET, quiet, without_notes
+from aggregator.graphs.tiling import tile
+from protocol.errors import ProtofleetError
+from protocol.metadata import GraphMetadata, to_properties
+
+Examples = Mapping[str, Tensor]
+
+
+def to_torch(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
+    """Return a round's tensors as graphs take them: indices, which are uint32, as int64, all others as float32."""
+    return {
+        name: torch.from_numpy(array.astype(np.int64 if array.dtype == np.uint32 else np.float32))
+        for name, array in arrays.items()
+    }
+
+
+def examples(
+    algorithm: Algorithm, functions: Functions, *, feature_size: int, num_classes: int, seed: int
+) -> Examples:
+    """Return a tensor of the right dtype for every name that a function may take.
+
+    Only their shapes matter. No two axes that vary are of one length, nor of that of an axis that does not: the
+    tracer would take them for the same.
+
+    Args:
+        algorithm: gives the tensors of a round.
+        functions: its own.
+        feature_size: L.
+        num_classes: C.
+        seed: of the tensors of the first round.
+    """
+    first = algorithm.first_tensors(feature_size=feature_size, num_classes=num_classes, seed=seed)
+    tensors = {
+        "feature": torch.zeros(2, feature_size),
+        "labels": torch.zeros(2, dtype=torch.int64),
+        "local_prototypes": torch.zeros(num_classes, algorithm.projection_size),
+        "local_counts": torch.zeros(num_classes),
+        **to_torch(first),
+    }
+    tensors |= functions.init.apply(tensors)
+    dimensions = functions.dimensions
+    fixed = {
+        size
+        for name, tensor in tensors.items()
+        for axis, size in enumerate(tensor.shape)
+        if name not in dimensions or dimensions[name][axis] is None
+    }
+    lengths = (size for size in itertools.count(num_classes + 2) if size not in fixed)
+    length = {axis: next(lengths) for axes in dimensions.values() for axis in axes if axis is not None}
+    for name, axes in dimensions.items():
+        if name in tensors:
+            shape = [
+                size if axis is None else length[axis]
+                for axis, size in zip(axes, tensors[name].shape, strict=True)
+            ]
+            tensors[name] = tensors[name].new_zeros(shape)
+    return tensors
+
+
+def to_onnx(
+    function: Function,
+    tensors: Examples,
+    dimensions: Mapping[str, tuple[str | None, ...]],
+    *,
+    metadata: GraphMetadata,
+) -> bytes:
+    """Trace a function into an ONNX file.
+
+    `torch.onnx.export` alone cannot see through `torch.func`; what `make_fx` has traced before, it can.
+
+    Args:
+        function: what to trace.
+        tensors: what `examples` gave.
+        dimensions: the functions' own.
+        metadata: what the file says of itself.
+    """
+    names: list[str] = []
+
+    def positional(*values: Tensor) -> tuple[Tensor, ...]:
+        outputs = function.apply(dict(zip(function.inputs, values, strict=True)))
+        names[:] = outputs
+        return tuple(outputs.values())
+
+    inputs = tuple(tensors[name] for name in function.inputs)
+    with quiet():
+        traced = make_fx(positional, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+        program = torch.onnx.export(
+            traced,
+            inputs,
+            dynamic_shapes=tuple(_dynamic(dimensions.get(name, ())) for name in function.inputs),
+            opset_version=OPSET,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+    model = without_notes(program)
+    _rename(model.graph, inputs=function.inputs, outputs=names)
+    _fold_transposes(model.graph)
+    tile(model)
+    _prune(model.graph)
+    model.graph.name = metadata.role
+    model.ir_version = onnx.helper.find_min_ir_version_for(model.opset_import)
+    onnx.helper.set_model_props(model, to_properties(metadata))
+    onnx.checker.check_model(model, full_check=True)
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def _rename(graph: onnx.GraphProto, *, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Name a graph's ends; what lies between is numbered, for its names may be those of the ends."""
+    ends = [*zip(graph.input, inputs, strict=True), *zip(graph.output, outputs, strict=True)]
+    names = {value.name: name for value, name in ends} | {"": ""}
+    if len(names) <= len(ends):
+        raise ProtofleetError("a graph must compute each of its outputs, and none of them may be an input")
+
+    def renamed(name: str) -> str:
+        return names.setdefault(name, f"value_{len(names)}")
+
+    for number, node in enumerate(graph.node):
+        node.name = f"{node.op_type}_{number}"
+        node.input[:] = [renamed(name) for name in node.input]
+        node.output[:] = [renamed(name) for name in node.output]
+    for value in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+        value.name = renamed(value.name)
+
+
+def _fold_transposes(graph: onnx.GraphProto) -> None:
+    """Let `Gemm` read a transposed matrix as it lies; ONNX Runtime does so by itself, but not behind a `Reshape`."""
+    turned = {node.output[0]: node for node in graph.node if node.op_type == "Transpose"}
+    for node in graph.node:
+        if node.op_type == "Gemm":
+            for place, name in enumerate(("transA", "transB")):
+                source = turned.get(node.input[place])
+                if source is not None:
+                    node.input[place] = source.input[0]
+                    flags = {entry.name: entry for entry in node.attribute}
+                    flag = flags.get(name) or node.attribute.add(name=name, type=onnx.AttributeProto.INT)
+                    flag.i = 1 - flag.i
+
+
+def _prune(graph: onnx.GraphProto) -> None:
+    """Take out what nothing asks for any more."""
+    used = {value.name for value in graph.output}
+    nodes = []
+    for node in reversed(graph.node):
+        if used & set(node.output):
+            nodes.append(node)
+            bodies = [entry.g for entry in node.attribute if entry.type == onnx.AttributeProto.GRAPH]
+            used.update(node.input, *(inner.input for body in bodies for inner in body.node))
+    constants = [tensor for tensor in graph.initializer if tensor.name in used]
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(reversed(nodes))
+    graph.initializer.extend(constants)
+
+
+def _dynamic(axes: tuple[str | None, ...]) -> dict[int, Any]:
+    return {number: torch.export.Dim(axis) for number, axis in enumerate(axes) if axis is not None}

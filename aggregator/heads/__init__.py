@@ -1,0 +1,1 @@
+"""The life of heads: training, release, rollout, quarantine and operator commands."""

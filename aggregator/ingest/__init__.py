@@ -1,0 +1,1 @@
+"""Uploads from devices: authenticated, reassembled, validated and stored."""

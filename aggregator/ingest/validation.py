@@ -1,0 +1,253 @@
+"""What a device may hand in, pure: bytes to a checked submission or evaluation, or the reason why not."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
+from protocol.wire.codec import decode, message_kind, to_array
+from protocol.wire.messages import Evaluation, Reason, Submission, TaskManifest, Tensor
+
+MAX_PICTURES_IN_PROTOTYPE = 10**9
+
+FLOAT16_SLACK = 1.01
+"""By how much rounding to float16 may lengthen a prototype."""
+
+
+class Refused(ProtofleetError):
+    """Something from a device that is not taken, with the reason for the program and for a person.
+
+    Args:
+        reason: for the program.
+        detail: for a person.
+        sequence: with `superseded`, the one that stands.
+    """
+
+    def __init__(self, reason: Reason, detail: str, *, sequence: int = 0) -> None:
+        super().__init__(detail)
+        self.reason: Reason = reason
+        self.detail = detail
+        self.sequence = sequence
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What the current task makes of a message.
+
+    Args:
+        task: its identity.
+        manifest: its contents.
+        prototype_size: values of a prototype: L, or with a program D.
+        tensors: with a program, the shape of each tensor that a submission must carry.
+        max_norm: of a prototype, where how it is made bounds that.
+    """
+
+    task: bytes
+    manifest: TaskManifest
+    prototype_size: int
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    max_norm: float = math.inf
+
+
+@dataclass(frozen=True)
+class Prototypes:
+    """A checked submission.
+
+    Args:
+        values: float32 (m, L) prototypes; with a program (m, D).
+        labels: int64 (m,).
+        counts: int64 (m,), pictures averaged in each.
+        tensors: float32, by name, what the program has uploaded.
+    """
+
+    values: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    tensors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+
+
+def read_message(payload: bytes) -> Submission | Evaluation:
+    """The submission or evaluation in a device's payload.
+
+    Raises:
+        Refused: malformed, of another version, or of a kind that devices do not hand in.
+    """
+    try:
+        kind = message_kind(payload)
+        if kind == "submission":
+            return decode(payload, Submission, max_bytes=len(payload))
+        if kind == "evaluation":
+            return decode(payload, Evaluation, max_bytes=len(payload))
+    except VersionMismatch as error:
+        raise Refused("version", str(error)) from error
+    except MalformedMessage as error:
+        raise Refused("malformed", str(error)) from error
+    raise Refused("malformed", f"expected a submission or an evaluation, got {kind[:40]!r}")
+
+
+def check_submission(submission: Submission, expectation: Expectation) -> Prototypes:
+    """A submission's prototypes and tensors, once everything about them is right but for the round's number.
+
+    Raises:
+        Refused: another task's, a wrong shape or dtype, values that are not finite, unknown classes, prototypes
+            that average fewer pictures than the task allows, what no device can have made, or with a program two
+            of one class or not exactly the tensors that it uploads.
+    """
+    _check_envelope(submission, expectation)
+    prototypes, labels, counts = _check_prototypes(submission, expectation)
+    return Prototypes(
+        prototypes.astype(np.float32),
+        labels.astype(np.int64),
+        counts.astype(np.int64),
+        tensors=_check_tensors(submission.tensors, expectation.tensors),
+    )
+
+
+def check_labels(submission: Submission, expectation: Expectation) -> NDArray[np.unsignedinteger[Any]]:
+    """Check a submission as `check_submission` does, and return only its labels (m,): that makes no room for copies."""
+    _check_envelope(submission, expectation)
+    _, labels, _ = _check_prototypes(submission, expectation)
+    _check_tensors(submission.tensors, expectation.tensors)
+    return labels
+
+
+def _check_envelope(submission: Submission, expectation: Expectation) -> None:
+    if submission.task != expectation.task:
+        raise Refused(
+            "unknown_task",
+            f"expected task {expectation.task.hex()[:12]}, got {submission.task.hex()[:12]}",
+        )
+    if submission.round and expectation.manifest.program is None:
+        raise Refused(
+            "unknown_round", f"the task has no rounds, got a submission for round {submission.round}"
+        )
+    if expectation.manifest.differential_privacy is not None:
+        spent = submission.privacy
+        if spent is None or not (math.isfinite(spent.epsilon) and math.isfinite(spent.total_epsilon)):
+            raise Refused(
+                "malformed", "the task asks for differential privacy, and nothing says what it cost"
+            )
+    if submission.loss is not None and not math.isfinite(submission.loss):
+        raise Refused("not_finite", f"the training's loss is {submission.loss}")
+
+
+def _check_prototypes(
+    submission: Submission, expectation: Expectation
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Prototypes, labels and counts as they came."""
+    in_rounds = expectation.manifest.program is not None
+    prototypes = _array(submission.prototypes, "prototypes", dtypes="f2" if in_rounds else "f", ndim=2)
+    labels = _array(submission.labels, "labels", dtypes="u", ndim=1)
+    counts = _array(submission.counts, "counts", dtypes="u", ndim=1)
+    rows, size = prototypes.shape
+    if rows == 0 or size != expectation.prototype_size or len(labels) != rows or len(counts) != rows:
+        raise Refused(
+            "shape",
+            f"expected (m, {expectation.prototype_size}) prototypes with m labels and counts, "
+            f"got {prototypes.shape}, {labels.shape}, {counts.shape}",
+        )
+    if not _all_finite(prototypes):
+        raise Refused("not_finite", "a prototype holds NaN or infinity")
+    classes = len(expectation.manifest.classes)
+    if int(labels.max()) >= classes:
+        raise Refused("unknown_class", f"expected labels below {classes}, got {int(labels.max())}")
+    if in_rounds and len(np.unique(labels)) < rows:
+        raise Refused("malformed", "expected one prototype of each class at most, got several")
+    least = expectation.manifest.min_images
+    if not in_rounds:
+        least = min(least, expectation.manifest.batch_size)
+    if int(counts.min()) < least or int(counts.max()) > MAX_PICTURES_IN_PROTOTYPE:
+        raise Refused(
+            "malformed",
+            f"expected at least {least} pictures in every prototype, got {int(counts.min())} to {int(counts.max())}",
+        )
+    if expectation.manifest.differential_privacy is None:
+        _check_plausible(prototypes, counts, submission.pictures, expectation)
+    return prototypes, labels, counts
+
+
+def _check_plausible(
+    prototypes: NDArray[Any], counts: NDArray[Any], pictures: int, expectation: Expectation
+) -> None:
+    """Refuse what no device can have made that does what the task says; noisy figures can be anything."""
+    averaged, most = int(counts.sum(dtype=np.int64)), int(counts.max())
+    if averaged > pictures:
+        raise Refused("implausible", f"{averaged} pictures in prototypes of {pictures} that were read")
+    # What is left over when pictures are dealt into batches goes into the last one (FedTC eq. 4).
+    batch = expectation.manifest.batch_size
+    if expectation.manifest.program is None and most > 2 * batch - 1:
+        raise Refused(
+            "implausible",
+            f"expected at most {2 * batch - 1} pictures in a prototype where batches are of {batch}, got {most}",
+        )
+    if expectation.max_norm < math.inf and expectation.manifest.perturbation is None:
+        norm = float(np.linalg.norm(prototypes.astype(np.float32), axis=1).max())
+        if norm > expectation.max_norm * FLOAT16_SLACK:
+            raise Refused(
+                "implausible", f"expected prototypes no longer than {expectation.max_norm:g}, got {norm:.3g}"
+            )
+
+
+def _all_finite(values: NDArray[Any]) -> bool:
+    """Whether there is neither NaN nor infinity in float16 or float32 values, without making room for an answer each.
+
+    They are the bit patterns from infinity on, among the positive numbers as among the negative.
+    """
+    signed, unsigned = (np.int16, np.uint16) if values.dtype.itemsize == 2 else (np.int32, np.uint32)
+    infinity = values.dtype.type(np.inf)
+    bits = values.reshape(-1)
+    return bool(
+        bits.view(signed).max(initial=0) < infinity.view(signed)
+        and bits.view(unsigned).max(initial=0) < (-infinity).view(unsigned)
+    )
+
+
+def _check_tensors(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, NDArray[np.float32]]:
+    if tensors.keys() != shapes.keys():
+        expected, got = (", ".join(sorted(names)) or "none" for names in (shapes, tensors))
+        raise Refused("malformed", f"expected the tensors {expected}, got {got[:120]}")
+    taken = {}
+    for name, shape in shapes.items():
+        values = _array(tensors[name], name, dtypes="f2", ndim=len(shape))
+        if values.shape != shape:
+            raise Refused("shape", f"expected {name} of shape {shape}, got {values.shape}")
+        if not _all_finite(values):
+            raise Refused("not_finite", f"{name} holds NaN or infinity")
+        taken[name] = values.astype(np.float32)
+    return taken
+
+
+def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest_head: int) -> None:
+    """Check an evaluation against the task.
+
+    Raises:
+        Refused: another task's, a head that was never made, or counts that cannot be.
+    """
+    if evaluation.task != expectation.task:
+        raise Refused("unknown_task", "the evaluation is of another task")
+    if evaluation.head_version > newest_head:
+        raise Refused("unknown_head", f"there is no head {evaluation.head_version}, only up to {newest_head}")
+    classes = len(expectation.manifest.classes)
+    if len(evaluation.right) != classes or len(evaluation.wrong) != classes:
+        raise Refused("shape", f"expected {classes} counts of right and of wrong")
+    if evaluation.before and len(evaluation.before) != classes:
+        raise Refused("shape", f"expected {classes} counts of right before, or none")
+    if sum(evaluation.before) > sum(evaluation.right) + sum(evaluation.wrong):
+        raise Refused("malformed", "the head before got more pictures right than there are")
+
+
+def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:
+    if not tensor.dtype.startswith(dtypes):
+        raise Refused("dtype", f"expected {name} of kind {dtypes!r}, got {tensor.dtype}")
+    if len(tensor.shape) != ndim:
+        raise Refused("shape", f"expected {name} of {ndim} dimensions, got shape {tensor.shape}")
+    try:
+        return to_array(tensor)
+    except MalformedMessage as error:
+        raise Refused("shape", f"{name}: {error}") from error

@@ -1,0 +1,1 @@
+"""What the aggregator publishes, and the brokers that it can run or watch."""

@@ -1,0 +1,116 @@
+"""A broker inside the aggregator's process, for a demo, a test, or a fleet that needs no more: amqtt."""
+
+import asyncio
+import importlib.util
+import logging
+import threading
+from typing import Any
+
+from protocol.errors import ConfigError, RuntimeMissing
+from protocol.mqtt.session import Broker
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 20.0
+SHUTDOWN_TRIES = 4
+
+
+class _Subscriptions(dict[str, list[Any]]):
+    """amqtt's table of subscriptions, which may change while a message is dealt out to its subscribers.
+
+    amqtt walks over it with pauses in between, and loses the message when somebody comes or goes meanwhile; so
+    it is given a copy to walk over.
+    """
+
+    def items(self) -> Any:
+        """Every filter with its subscribers, as of now."""
+        return [(wanted, list(subscribers)) for wanted, subscribers in super().items()]
+
+
+class EmbeddedBroker:
+    """amqtt in a thread of its own. It speaks MQTT 3.1.1 and keeps retained messages in memory.
+
+    Args:
+        address: where it listens.
+    """
+
+    def __init__(self, address: Broker) -> None:
+        self._address = address
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="embedded-broker", daemon=True)
+
+    def start(self) -> None:
+        """Listen.
+
+        Raises:
+            RuntimeMissing: amqtt is not installed.
+            ConfigError: the address is taken or not ours.
+        """
+        if importlib.util.find_spec("amqtt") is None:
+            raise RuntimeMissing(
+                "the embedded broker is not installed: pip install 'protofleet[aggregator,cpu]'"
+            )
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            raise ConfigError(f"the embedded broker did not start within {START_TIMEOUT_S:.0f} s")
+        if self._failure is not None:
+            raise ConfigError(
+                f"the embedded broker cannot listen on {self._address}: {self._failure}; "
+                "choose another address with --broker"
+            ) from self._failure
+
+    def stop(self) -> None:
+        """Close every connection and end the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        # A client that hangs up while it is refused is nothing to show a stack trace for.
+        self._loop.set_exception_handler(lambda _loop, context: log.debug("%s", context.get("message")))
+        try:
+            self._loop.run_until_complete(self._serve())
+        except BaseException as error:
+            self._failure = error.__cause__ or error
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        from amqtt.broker import Broker as Amqtt
+
+        for name in ("amqtt", "transitions"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its errors are stack traces; ours are lines
+        host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
+        # amqtt's own defaults listen on every interface: every option is ours.
+        broker = Amqtt(
+            {
+                "listeners": {"default": {"type": "tcp", "bind": f"{host}:{self._address.port}"}},
+                "timeout_disconnect_delay": 5,
+                "plugins": {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}},
+            }
+        )
+        broker._subscriptions = _Subscriptions(broker._subscriptions)  # noqa: SLF001 - see there
+        await broker.start()
+        self._started.set()
+        await self._stopping.wait()
+        await _shut_down(broker)
+
+
+async def _shut_down(broker: Any) -> None:
+    """Close every connection.
+
+    amqtt waits for ever for the reader of a connection if that has missed its cancellation, which happens when
+    a packet comes in at the same moment; cancelled once more, it ends, and the rest can be closed.
+    """
+    for _ in range(SHUTDOWN_TRIES):
+        try:
+            await asyncio.wait_for(broker.shutdown(), timeout=0.5)
+        except TimeoutError:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+        else:
+            return

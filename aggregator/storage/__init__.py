@@ -1,0 +1,1 @@
+"""The aggregator's state directory: SQLite tables, migrations and device keys."""

@@ -1,0 +1,1 @@
+"""From a task file to what the fleet works on: manifests, graphs and retention."""

@@ -1,0 +1,117 @@
+"""What the fleet is told, of what the task file and the store say."""
+
+from collections.abc import Mapping, Sequence
+
+from aggregator.algorithms.program import Algorithm
+from aggregator.config.task_file import PrivacySettings, TaskFile
+from aggregator.storage.store import HeadRow
+from aggregator.tasks.noise_calibration import noise_multiplier
+from protocol.errors import ConfigError
+from protocol.wire.codec import encode
+from protocol.wire.messages import (
+    MAX_MANIFEST_BYTES,
+    BlobRef,
+    DifferentialPrivacy,
+    HeadManifest,
+    HeadRef,
+    Perturbation,
+    Program,
+    RoundManifest,
+    TaskManifest,
+)
+
+
+def program_of(learning: Algorithm, graphs: Mapping[str, BlobRef]) -> Program:
+    """How devices take part: the graphs `init`, `step`, `project` and `head`, and what goes with them."""
+    return Program(**graphs, kept=learning.kept, uploaded=learning.uploaded, batch_size=learning.batch_size)
+
+
+def task_manifest(
+    task: TaskFile, backbones: Sequence[BlobRef], *, program: Program | None = None
+) -> TaskManifest:
+    """What the fleet is told of a task file.
+
+    Raises:
+        ConfigError: it is larger than one message may be.
+    """
+    manifest = TaskManifest(
+        fleet=task.fleet,
+        algorithm=task.algorithm,
+        classes=task.classes,
+        backbones=tuple(backbones),
+        alpha=task.client.alpha if task.privacy.epsilon is None else 1.0,
+        batch_size=task.client.batch_size,
+        min_images=task.client.min_images,
+        seed=task.client.seed,
+        program=program,
+        perturbation=perturbation_of(task.privacy),
+        differential_privacy=differential_privacy_of(task.privacy),
+    )
+    size = len(encode(manifest))
+    if size > MAX_MANIFEST_BYTES:
+        raise ConfigError(f"the class names make a manifest of {size} bytes, more than {MAX_MANIFEST_BYTES}")
+    return manifest
+
+
+def perturbation_of(privacy: PrivacySettings) -> Perturbation | None:
+    """What devices are told to perturb."""
+    if privacy.perturb is None or privacy.scale is None:
+        return None
+    return Perturbation(on=privacy.perturb, noise=privacy.noise, scale=privacy.scale, shrink=privacy.shrink)
+
+
+def differential_privacy_of(privacy: PrivacySettings) -> DifferentialPrivacy | None:
+    """What devices are told of differential privacy, with as little noise as epsilon and delta allow.
+
+    Raises:
+        RuntimeMissing: dp-accounting is not installed.
+    """
+    if privacy.epsilon is None or privacy.clip_norm is None or privacy.max_epsilon is None:
+        return None
+    return DifferentialPrivacy(
+        clip_norm=privacy.clip_norm,
+        noise_multiplier=noise_multiplier(privacy.epsilon, privacy.delta),
+        delta=privacy.delta,
+        max_epsilon=privacy.max_epsilon,
+    )
+
+
+def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: BlobRef) -> RoundManifest:
+    """What the fleet is told of the open round; when all of them are over, of the one that never opens."""
+    return RoundManifest(
+        task=task,
+        number=min(number, learning.rounds),
+        rounds=learning.rounds,
+        epochs=learning.epochs_of(number) if number < learning.rounds else 0,
+        tensors=tensors,
+    )
+
+
+def head_manifest(
+    task: bytes, current: HeadRow, *, candidate: HeadRow | None = None, canaries_below: int = 0
+) -> HeadManifest:
+    """What the fleet is told to use, and the canaries to try."""
+    return HeadManifest(
+        task=task,
+        current=head_ref(current),
+        candidate=None if candidate is None else head_ref(candidate),
+        canaries_below=canaries_below,
+    )
+
+
+def head_ref(row: HeadRow) -> HeadRef:
+    """What devices are told of a head."""
+    in_rounds = row.tensors is not None
+    return HeadRef(
+        version=row.version,
+        head=BlobRef(
+            digest=row.digest,
+            size_bytes=row.size_bytes,
+            name="head.onnx" if in_rounds else f"head-{row.version}.onnx",
+        ),
+        devices=len(row.members),
+        prototypes=row.prototypes,
+        metrics=dict(row.metrics),
+        round=row.version - 1 if in_rounds else None,
+        tensors=row.tensors,
+    )

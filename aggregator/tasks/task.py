@@ -1,0 +1,95 @@
+"""What an aggregator works on: a task file, with everything that follows from it put into the store."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from aggregator.algorithms.tensors import pack_tensors
+from aggregator.config.task_file import TaskFile, read_backbone
+from aggregator.ingest.validation import Expectation
+from aggregator.storage.store import Store
+from aggregator.tasks.graph_cache import graphs_of
+from aggregator.tasks.manifests import program_of, task_manifest
+from protocol.storage.blobstore import state_errors
+from protocol.wire.codec import encode
+from protocol.wire.messages import BlobRef, TaskManifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task that can be announced.
+
+    Args:
+        file: what the operator has written.
+        manifest: what the fleet is told.
+        manifest_bytes: the very bytes, whose sha256 is the task's identity.
+        feature_size: L, of all backbones together.
+        expectation: what is expected of a submission.
+        first_tensors: with rounds, the tensors of round 0.
+    """
+
+    file: TaskFile
+    manifest: TaskManifest
+    manifest_bytes: bytes
+    feature_size: int
+    expectation: Expectation
+    first_tensors: BlobRef | None
+
+    @property
+    def digest(self) -> bytes:
+        """The task's identity."""
+        return self.expectation.task
+
+    @property
+    def blobs(self) -> set[bytes]:
+        """What devices may ask for as long as the task is this one."""
+        program = self.manifest.program
+        graphs = () if program is None else (program.init, program.step, program.project, program.head)
+        first = () if self.first_tensors is None else (self.first_tensors,)
+        return {blob.digest for blob in (*self.manifest.backbones, *graphs, *first)}
+
+
+def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
+    """Look at the backbones, make the graphs of rounds if there are to be any, and put all of it into the store.
+
+    Raises:
+        ConfigError: a backbone is no ONNX file, or the task cannot be told to a fleet.
+        BackboneMismatch: a backbone is none of ours.
+        StateError: the state directory cannot be written.
+    """
+    feature_size = sum(read_backbone(path).feature_size for path in backbones)
+    references = [_stored(path, store) for path in backbones]
+    learning = file.learning
+    program, shapes, first = None, {}, None
+    prototype_size = feature_size
+    if learning is not None:
+        graphs = graphs_of(file, feature_size=feature_size, store=store)
+        program = program_of(learning, graphs)
+        prototype_size = learning.projection_size
+        tensors = learning.first_tensors(
+            feature_size=feature_size, num_classes=len(file.classes), seed=file.client.seed
+        )
+        shapes = {name: tensors[name].shape for name in learning.uploaded}
+        payload = pack_tensors(tensors)
+        first = BlobRef(digest=store.blobs.put(payload), size_bytes=len(payload), name="tensors-0")
+    manifest = task_manifest(file, references, program=program)
+    manifest_bytes = encode(manifest)
+    digest = store.blobs.put(manifest_bytes)
+    return Task(
+        file=file,
+        manifest=manifest,
+        manifest_bytes=manifest_bytes,
+        feature_size=feature_size,
+        expectation=Expectation(
+            *(digest, manifest, prototype_size, shapes),
+            max_norm=math.inf if learning is None else learning.max_norm,
+        ),
+        first_tensors=first,
+    )
+
+
+def _stored(path: Path, store: Store) -> BlobRef:
+    with state_errors(path):
+        data = path.read_bytes()
+    return BlobRef(digest=store.blobs.put(data), size_bytes=len(data), name=path.name)

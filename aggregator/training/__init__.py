@@ -1,0 +1,1 @@
+"""Training jobs as subprocesses, and what they compute."""

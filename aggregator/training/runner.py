@@ -1,0 +1,109 @@
+"""Starts jobs as processes of their own and reports what they say, as events."""
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aggregator.training.jobs import CompileJob, HeadJob, Job, Result, RoundJob
+from protocol.storage.blobstore import state_errors, write_atomically
+
+log = logging.getLogger(__name__)
+
+
+PROGRAMS: dict[type[Job], str] = {
+    HeadJob: "aggregator.training.train_head",
+    RoundJob: "aggregator.training.aggregate_round",
+    CompileJob: "aggregator.tasks.graph_cache",
+}
+"""The module that does each kind of job."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A line of a job: device, prototypes, epoch, epochs or loss."""
+
+    figures: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job is over; without a result it failed, and `reason` says why."""
+
+    job: Job
+    result: Result | None
+    reason: str = ""
+
+
+class Trainer:
+    """At most one job at a time.
+
+    Args:
+        folder: each job gets a folder of its own in it.
+        on_event: called from a thread with Progress and Finished; it must only put them somewhere.
+    """
+
+    def __init__(self, folder: Path, *, on_event: Callable[[Progress | Finished], None]) -> None:
+        self._folder = folder
+        self._on_event = on_event
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, job: Job) -> None:
+        """Begin a job.
+
+        Raises:
+            StateError: its folder cannot be written, or the system starts no process.
+        """
+        folder = Path(job.folder)
+        with state_errors(folder):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        write_atomically(folder / "job.json", msgspec.json.encode(job))
+        with state_errors(folder), (folder / "training.log").open("wb") as errors:
+            # In a session of its own, so that Ctrl-C reaches the daemon alone, which then ends it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", PROGRAMS[type(job)], str(folder / "job.json")],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                # Threads that spin while they wait made training 11 times as slow beside other programs.
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+            )
+        threading.Thread(target=self._watch, args=(job, self._process), daemon=True).start()
+
+    def stop(self) -> None:
+        """End a running job; it will be started again by the next run of the daemon."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+    def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
+        for line in process.stdout or ():
+            try:
+                self._on_event(Progress(msgspec.json.decode(line, type=dict[str, Any])))
+            except msgspec.MsgspecError:
+                log.debug("the job said: %s", line.rstrip())
+        code = process.wait()
+        try:
+            data = (Path(job.folder) / "result.json").read_bytes()
+            self._on_event(Finished(job, msgspec.json.decode(data, type=Result)))
+        except (OSError, msgspec.MsgspecError):
+            errors = ""
+            with contextlib.suppress(OSError):
+                errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
+            last = errors.splitlines()[-1] if errors else "it said nothing"
+            self._on_event(Finished(job, None, f"exit status {code}: {last}"))

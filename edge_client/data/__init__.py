@@ -1,0 +1,1 @@
+"""Images to features to prototypes. Imports `runtime` and `storage`."""

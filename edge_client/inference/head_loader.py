@@ -1,0 +1,39 @@
+"""The head that a device has in use, opened again from what is remembered of it."""
+
+from collections.abc import Sequence
+
+from edge_client.inference.predictor import Head, open_head, open_round_head
+from edge_client.runtime.backbone import Backbone
+from edge_client.storage.device_state import InstalledHead
+from edge_client.training.local_round import read_tensors, unpack
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.messages import BlobRef
+
+
+def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequence[Backbone]) -> Head:
+    """Open a head, bound to its round's tensors and to what the device has learnt where it has rounds.
+
+    Args:
+        blobs: has all of its parts.
+        installed: what is remembered of it.
+        backbones: of the task, for a head that nothing is bound to.
+
+    Raises:
+        BackboneMismatch: it is not for these backbones or classes.
+        GraphRefused: it cannot be used.
+        StateError: a part of it is gone.
+    """
+    if not installed.tensors:
+        file = blobs.read(bytes.fromhex(installed.head))
+        return open_head(file, backbones=backbones, classes=installed.classes)
+    learnt = unpack(blobs.read(bytes.fromhex(installed.learnt)))
+    reference = BlobRef(digest=bytes.fromhex(installed.tensors), size_bytes=0, name="the round's tensors")
+    return open_round_head(
+        blobs.read(bytes.fromhex(installed.head)),
+        state=learnt.state,
+        tensors=read_tensors(blobs, reference),
+        local_prototypes=learnt.prototypes,
+        local_counts=learnt.counts,
+        feature_size=installed.feature_size,
+        classes=installed.classes,
+    )

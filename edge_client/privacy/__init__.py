@@ -1,0 +1,1 @@
+"""What limits what a device reveals: policy, noise, accounting and the guard against differencing."""

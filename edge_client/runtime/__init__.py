@@ -1,0 +1,1 @@
+"""ONNX Runtime: models validated, opened and run under a watchdog. Imports no other room."""

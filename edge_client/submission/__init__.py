@@ -1,0 +1,1 @@
+"""What a device uploads: submissions and evaluations, made from its images."""

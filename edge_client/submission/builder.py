@@ -1,0 +1,443 @@
+"""The device's pieces of work: pictures found, a submission made of them, and a head evaluated on some of them."""
+
+import contextlib
+import hmac
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.data.extraction import Alter, Extraction, extract_all
+from edge_client.data.images import Picture, find_pictures, held_out
+from edge_client.data.prototypes import batch_prototypes
+from edge_client.inference.predictor import Head, evaluate
+from edge_client.privacy.differencing_guard import NOTHING_YET, Standing, keys_of
+from edge_client.privacy.perturbation import MAX_FLOAT16, cache_tag, perturb_picture, perturb_prototypes
+from edge_client.privacy.policy import FAILED, is_private
+from edge_client.runtime.backbone import Backbone
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.training.local_round import Contribution
+from protocol.errors import ConfigError, GraphRefused, PrivacyRefused, ProtofleetError
+from protocol.preprocessing import Preprocessing
+from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.messages import Evaluation, Privacy, Submission, TaskManifest, Tensor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What of the device's own a piece of work runs on.
+
+    Args:
+        data: folder of pictures, or a CSV file.
+        holdout: share of the pictures that is kept out of the prototypes.
+        batch_size: pictures in one run of the backbone.
+        workers: threads that decode.
+        max_epsilon: what the device's owner lets all submissions together spend on privacy; None leaves it to tasks.
+    """
+
+    device_id: str
+    data: Path
+    holdout: float
+    batch_size: int
+    workers: int
+    max_epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A device's pictures whose features are in the cache, and what could not be used and why."""
+
+    usable: tuple[Picture, ...]
+    refused: tuple[tuple[Path, str], ...]
+
+    def of_class(self, label: int) -> list[Picture]:
+        """The usable ones of a class."""
+        return [picture for picture in self.usable if picture.label == label]
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """What would leave the device of one class: prototypes, and the pictures behind each."""
+
+    name: str
+    pictures: int
+    held_out: int
+    counts: tuple[int, ...]
+    waiting: int = 0
+    """Pictures that came or went since the last submission, and do not count yet: they are too few."""
+
+    @property
+    def left_out(self) -> bool:
+        """Whether there are pictures to learn from, but too few to send any prototype."""
+        return self.pictures > self.held_out and not self.counts
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A device's contribution before it has a number.
+
+    Args:
+        prototypes: float16 (m, L).
+        labels: (m,) class indices.
+        counts: (m,) pictures in each prototype.
+        classes: a report per class that has pictures.
+        refused: what could not be used, and why.
+        changes: with a program, what is uploaded beside prototypes.
+        loss: with a program, mean over the last epoch of training, if there was one.
+        privacy: with differential privacy, what it cost.
+        pictures: without rounds, of each class by name the keys of the pictures behind its prototypes.
+    """
+
+    prototypes: NDArray[np.float16]
+    labels: NDArray[np.uint32]
+    counts: NDArray[np.uint32]
+    classes: tuple[ClassReport, ...]
+    refused: tuple[tuple[Path, str], ...]
+    changes: Mapping[str, Tensor] = field(default_factory=dict)
+    loss: float | None = None
+    privacy: Privacy | None = None
+    pictures: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same prototypes, so that nothing is sent twice."""
+        parts = (self.prototypes.tobytes(), self.labels.tobytes(), self.counts.tobytes())
+        return digest_of(b"".join(map(digest_of, parts))).hex()
+
+
+def prepare(
+    *,
+    task: TaskManifest,
+    local: Local,
+    found: Found,
+    cache: FeatureCache,
+    secret: bytes = b"",
+    standing: Standing = NOTHING_YET,
+) -> Prepared:
+    """Filter and average all of a device's pictures (FedTC eq. 1-4), and perturb what comes of it if so wanted.
+
+    A class of which fewer than `batch_size` pictures have come or gone stays as it was handed in.
+
+    Args:
+        task: the task.
+        local: the device's own.
+        found: its pictures.
+        cache: has their features.
+        secret: the device's, 32 bytes: the shuffle and the noise hang on it.
+        standing: what was handed in last.
+
+    Raises:
+        ProtofleetError: no class has enough pictures, or the features do not fit float16.
+        PrivacyRefused: the task wants prototypes perturbed, and `secret` has not 32 bytes.
+    """
+    prototypes, labels, counts, reports, behind = [], [], [], [], {}
+    for label, name in enumerate(task.classes):
+        members = found.of_class(label)
+        if not members:
+            continue
+        kept = [picture for picture in members if not held_out(picture, local.holdout)]
+        waiting = standing.waiting(name, kept, least=task.batch_size)
+        used = standing.stays(name, kept) if waiting else kept
+        rows = standing.rows(label) if used is None else None
+        if rows is not None:
+            (values, sizes), behind[name] = rows, standing.pictures[name]
+        else:
+            used = kept if used is None else used
+            waiting = len(kept) - len(used)
+            values, sizes = _class_prototypes(used, task, label, local=local, cache=cache, secret=secret)
+            behind[name] = keys_of(used)
+        prototypes.append(values)
+        labels.append(np.full(len(sizes), label, dtype=np.uint32))
+        counts.append(sizes)
+        report = ClassReport(name, len(members), len(members) - len(kept), tuple(map(int, sizes)), waiting)
+        reports.append(report)
+    if not any(len(part) for part in prototypes):
+        raise ProtofleetError(_nothing_to_send(task, reports, found))
+    return Prepared(
+        prototypes=np.concatenate([part for part in prototypes if len(part)]),
+        labels=np.concatenate(labels),
+        counts=np.concatenate(counts),
+        classes=tuple(reports),
+        refused=found.refused,
+        pictures=behind,
+    )
+
+
+def prepare_round(
+    *,
+    task: TaskManifest,
+    local: Local,
+    found: Found,
+    take_part: Callable[[Sequence[Picture]], Contribution],
+    secret: bytes = b"",
+) -> tuple[Prepared, Contribution]:
+    """Take part in a round with all of a device's pictures but those held out.
+
+    Args:
+        task: the task.
+        local: the device's own.
+        found: its pictures.
+        take_part: makes a contribution of the pictures to learn from.
+        secret: the device's, where prototypes are to be perturbed.
+
+    Raises:
+        ProtofleetError: no class has enough pictures, or taking part fails.
+    """
+    kept = [picture for picture in found.usable if not held_out(picture, local.holdout)]
+    reports = []
+    for label, name in enumerate(task.classes):
+        pictures = len(found.of_class(label))
+        size = sum(picture.label == label for picture in kept)
+        if pictures:
+            counts = (size,) if size >= task.min_images else ()
+            reports.append(ClassReport(name, pictures, pictures - size, counts))
+    if not any(report.counts for report in reports):
+        raise ProtofleetError(_nothing_to_send(task, reports, found))
+    made = take_part(kept)
+    return (
+        Prepared(
+            prototypes=_leaving(made.prototypes.astype(np.float32), made.labels, task=task, secret=secret),
+            labels=made.labels,
+            counts=made.counts,
+            classes=tuple(reports),
+            refused=found.refused,
+            changes=made.changes,
+            loss=made.loss,
+        ),
+        made,
+    )
+
+
+def find(
+    *,
+    task: TaskManifest,
+    local: Local,
+    cache: FeatureCache,
+    open_backbone: Callable[[str], Backbone],
+    on_progress: Callable[[int, int], None],
+    should_stop: Callable[[], bool],
+    secret: bytes = b"",
+) -> Found:
+    """Find a device's pictures, and have the features of all of them in the cache.
+
+    Where the task wants pictures perturbed, those to learn from are, and those held out are not.
+
+    Raises:
+        ConfigError: there are no pictures, or folders that are no classes of the task.
+        Interrupted: `should_stop` said so.
+        PrivacyRefused: the task wants pictures perturbed, and `secret` has not 32 bytes.
+    """
+    pictures = find_pictures(local.data, task.classes, may_be_none=is_private(task))
+    cache.prune((picture.identity for picture in pictures), *{*digests(task), *learning_keys(task)})
+
+    def extraction_of(part: Sequence[Picture], done: int, alter: tuple[str, Alter] | None) -> Extraction:
+        return extract_all(
+            part,
+            digests(task),
+            cache,
+            open_backbone=open_backbone,
+            batch_size=local.batch_size,
+            workers=local.workers,
+            on_progress=lambda now, _: on_progress(done + now, len(pictures) * len(task.backbones)),
+            should_stop=should_stop,
+            alter=alter,
+        )
+
+    if (alter := _alteration(task, secret)) is None:
+        refused = extraction_of(pictures, 0, None).refused
+    else:
+        kept_out = [picture for picture in pictures if held_out(picture, local.holdout)]
+        learnt_from = [picture for picture in pictures if not held_out(picture, local.holdout)]
+        parts = (
+            extraction_of(kept_out, 0, None),
+            extraction_of(learnt_from, len(kept_out) * len(task.backbones), alter),
+        )
+        refused = tuple(sorted(entry for part in parts for entry in part.refused))
+    useless = {path for path, _ in refused}
+    return Found(tuple(picture for picture in pictures if picture.path not in useless), refused)
+
+
+def digests(task: TaskManifest) -> list[str]:
+    """Hex digests of a task's backbones, under which the cache has the features of pictures as they are."""
+    return [blob.digest.hex() for blob in task.backbones]
+
+
+def learning_keys(task: TaskManifest) -> list[str]:
+    """Under what the cache has the features of the pictures to learn from, which may be perturbed."""
+    how = task.perturbation
+    return [digest + (cache_tag(how) if how and how.on == "pictures" else "") for digest in digests(task)]
+
+
+def _alteration(task: TaskManifest, secret: bytes) -> tuple[str, Alter] | None:
+    """What happens to the pictures to learn from, and the tag of their features; None if nothing does."""
+    how = task.perturbation
+    if how is None or how.on != "pictures":
+        return None
+
+    def alter(picture: Picture, wanted: Preprocessing, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return perturb_picture(pixels, how, identity=picture.identity, wanted=wanted, secret=secret)
+
+    return cache_tag(how), alter
+
+
+def _leaving(
+    values: NDArray[np.float32], labels: NDArray[np.uint32], *, task: TaskManifest, secret: bytes
+) -> NDArray[np.float16]:
+    """Prototypes as they leave the device."""
+    how = task.perturbation
+    if how is not None and how.on == "prototypes":
+        return perturb_prototypes(values, labels, how, secret=secret)
+    return values.astype(np.float16)
+
+
+def submission_of(
+    prepared: Prepared, *, task: bytes, manifest: TaskManifest, sequence: int, number: int = 0
+) -> bytes:
+    """The bytes of a submission, for the round of that number where there are rounds.
+
+    Raises:
+        PrivacyRefused: the task asks for differential privacy, and this is not what came of it.
+    """
+    private = is_private(manifest)
+    if private != (prepared.privacy is not None) or (
+        private and (prepared.changes or prepared.loss is not None)
+    ):
+        raise PrivacyRefused(FAILED)
+    exact = sum(report.pictures for report in prepared.classes)
+    left_out = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
+    return encode(
+        Submission(
+            task=task,
+            sequence=sequence,
+            prototypes=to_tensor(prepared.prototypes),
+            labels=to_unsigned(prepared.labels),
+            counts=to_unsigned(prepared.counts),
+            pictures=int(prepared.counts.sum()) if private else exact,
+            left_out=() if private else left_out,
+            round=number,
+            tensors=dict(prepared.changes),
+            loss=prepared.loss,
+            privacy=prepared.privacy,
+        )
+    )
+
+
+def evaluate_head(
+    head: Head,
+    *,
+    task: bytes,
+    manifest: TaskManifest,
+    version: int,
+    local: Local,
+    cache: FeatureCache,
+    before: Head | None = None,
+) -> Evaluation:
+    """Count what a head gets right and wrong of each class among the pictures that were kept out.
+
+    Only pictures whose features are known count: those that could not be read are in neither number. Where
+    the pictures cannot be found, none counts: what is wrong with them is not wrong with the head. `before` is
+    the head that was in use, and counted on the same pictures. With differential privacy there are no pictures to
+    evaluate on: whether a head fails on one of them is not for the aggregator to know either.
+
+    Raises:
+        GraphRefused: the head fails on them.
+    """
+    pictures = [] if is_private(manifest) else known_pictures(manifest, local, cache)
+    members = [
+        [
+            picture.identity
+            for picture in pictures
+            if picture.label == label and held_out(picture, local.holdout)
+        ]
+        for label in range(len(manifest.classes))
+    ]
+
+    def right(head: Head) -> tuple[int, ...]:
+        chunks = [cache.chunks(of_class, *digests(manifest)) for of_class in members]
+        return tuple(evaluate(head, of_class, label=label) for label, of_class in enumerate(chunks))
+
+    correct = right(head)
+    earlier: tuple[int, ...] = ()
+    if before is not None:
+        with contextlib.suppress(GraphRefused):
+            earlier = right(before)
+    return Evaluation(
+        task=task,
+        head_version=version,
+        right=correct,
+        wrong=tuple(len(of_class) - count for of_class, count in zip(members, correct, strict=True)),
+        before=earlier,
+    )
+
+
+def known_pictures(manifest: TaskManifest, local: Local, cache: FeatureCache) -> list[Picture]:
+    """The device's pictures whose features are there; none where the pictures cannot be found."""
+    try:
+        pictures = find_pictures(local.data, manifest.classes)
+    except ConfigError as error:
+        log.warning("no picture to evaluate the head on: %s", error)
+        return []
+    known = set.intersection(*(cache.known(backbone) for backbone in digests(manifest)))
+    return [picture for picture in pictures if picture.identity in known]
+
+
+def _class_prototypes(
+    kept: Sequence[Picture],
+    task: TaskManifest,
+    label: int,
+    *,
+    local: Local,
+    cache: FeatureCache,
+    secret: bytes,
+) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
+    identities = [picture.identity for picture in kept]
+    # The shuffle is the same at every start, so that the same pictures make the same submission. Nobody else can
+    # tell it: who knew which pictures are in which prototype could solve several submissions for the features.
+    about = f"{task.seed}/{local.device_id}/{label}".encode()
+    key = hmac.digest(secret, about, "sha256")
+    values, counts = batch_prototypes(
+        lambda: cache.chunks(identities, *learning_keys(task)),
+        alpha=task.alpha,
+        batch_size=task.batch_size,
+        min_images=task.min_images,
+        rng=np.random.default_rng(list(key)),
+    )
+    if values.size and not np.abs(values).max() <= MAX_FLOAT16:
+        name = task.classes[label]
+        raise ProtofleetError(f"features of class {name!r} do not fit float16: the backbone cannot be used")
+    return _leaving(values, np.full(len(counts), label, np.uint32), task=task, secret=secret), counts
+
+
+def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], found: Found) -> str:
+    if not reports:
+        path, reason = found.refused[0]
+        return f"none of the {len(found.refused)} pictures can be used; the first is {path}: {reason}"
+    most = max(reports, key=lambda report: report.pictures)
+    # The fewest of which the share `alpha`, rounded up, is `min_images`.
+    alpha = Fraction(1) if task.program else Fraction(str(task.alpha))
+    needed = math.floor((task.min_images - 1) / alpha) + 1
+    return (
+        f"no class has enough pictures to send a prototype: {most.name!r} has {most.pictures}, of which "
+        f"{most.held_out} are held out, and {needed} of the rest are needed; add pictures"
+        + (" or lower --holdout" if most.held_out else "")
+    )
+
+
+def check_data(data: Path) -> None:
+    """Look at the data folder before anything else is done.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if not data.exists():
+        raise ConfigError(
+            f"no pictures at {data}: expected a folder with one sub-folder per class, or a CSV file of path,label; "
+            "give it with --data"
+        )

@@ -1,0 +1,187 @@
+"""A device's rounds on its own disk: what was handed in, what was learnt, and trainings on their way."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from edge_client.agent.upload_item import Item
+from edge_client.data.images import Picture, held_out
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.submission.builder import Found, Local, Prepared, learning_keys, prepare_round
+from edge_client.training.local_round import (
+    Contribution,
+    Learnt,
+    TrainingSet,
+    contribute,
+    feature_size,
+    pack,
+    pack_checkpoint,
+    unpack,
+    unpack_checkpoint,
+    untaught,
+)
+from edge_client.training.trainer import Checkpoint, Watch
+from protocol.errors import StateError
+from protocol.storage.blobstore import state_errors, write_atomically
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import BlobRef, RoundManifest, Submission, TaskManifest
+
+log = logging.getLogger(__name__)
+
+
+class RoundWork:
+    """Takes part in rounds, each of them once, whatever interrupts it.
+
+    Args:
+        local: the device's own.
+        state: the device's state directory.
+        cache: has the features of the pictures.
+        dry: leave nothing on the disk.
+    """
+
+    def __init__(self, local: Local, state: DeviceState, cache: FeatureCache, *, dry: bool) -> None:
+        self._local = local
+        self._kept = state
+        self._cache = cache
+        self._dry = dry
+        self._file = state.folder / "training.checkpoint"
+
+    def handed_in(self, task: bytes, opened: RoundManifest, *, above: int) -> Item | None:
+        """The submission that was made for a round before, with a sequence above `above`; None if there is none."""
+        outbox, standing = self._kept.outbox, self._kept.outbox.newest_submission()
+        made_of = (task, str(opened.number))
+        if self._dry or standing is None or (standing.task, standing.about) != made_of:
+            return None
+        if not above:
+            return standing
+        (payload,) = outbox.read(standing.digest, ((0, standing.size_bytes),)) or (b"",)
+        message = decode(payload, Submission, max_bytes=len(payload))
+        sequence = self._kept.next_number("sequence", above=above)
+        renumbered = encode(msgspec.structs.replace(message, sequence=sequence))
+        return outbox.keep("submission", renumbered, task=task, about=standing.about)
+
+    def take_part(
+        self,
+        task: bytes,
+        manifest: TaskManifest,
+        opened: RoundManifest,
+        *,
+        found: Found,
+        on_progress: Callable[[int, int], None],
+        should_stop: Callable[[], bool],
+    ) -> tuple[Prepared, Learnt]:
+        """Train on the pictures that are not held out, from where an interruption left it.
+
+        Raises:
+            GraphRefused: a graph or the round's tensors cannot be used.
+            Diverged: the training has led to NaN or infinity; what was learnt before stands.
+            Interrupted: `should_stop` said so.
+            ProtofleetError: no class has enough pictures.
+        """
+
+        def contribution(pictures: Sequence[Picture]) -> Contribution:
+            named = "\0".join(f"{picture.label} {picture.identity}" for picture in pictures)
+            trained_on = named.encode(errors="surrogateescape")
+            tensors, of = opened.tensors.digest.hex(), digest_of(trained_on).hex()
+            about = (task.hex(), opened.number, tensors, of)
+
+            def on_checkpoint(checkpoint: Checkpoint) -> None:
+                if not self._dry:
+                    write_atomically(self._file, pack_checkpoint(checkpoint, about))
+
+            return contribute(
+                manifest,
+                opened,
+                data=self._data(manifest, pictures),
+                last=self._learnt(task),
+                resumed=_checkpoint(self._file, about),
+                blobs=self._kept.blobs,
+                device_id=self._local.device_id,
+                watch=Watch(on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress),
+            )
+
+        prepared, made = prepare_round(
+            task=manifest,
+            local=self._local,
+            found=found,
+            take_part=contribution,
+            secret=self._kept.secret(keep=not self._dry) if manifest.perturbation else b"",
+        )
+        return prepared, made.learnt
+
+    def keep(
+        self,
+        task: bytes,
+        opened: RoundManifest,
+        *,
+        payload: bytes,
+        learnt: Learnt,
+        report: Mapping[str, Any],
+    ) -> Item:
+        """Put a round's submission and what it has taught on the disk, both or neither, with a report of it.
+
+        Raises:
+            ProtofleetError: the submission does not fit the outbox.
+        """
+        with self._kept.keeping:
+            taught = self._kept.blobs.put(pack(learnt))
+            facts = {"learnt": [task.hex(), taught.hex()], "report": report}
+            item = self._kept.outbox.keep(
+                "submission", payload, task=task, about=str(opened.number), facts=facts
+            )
+        self._file.unlink(missing_ok=True)
+        return item
+
+    def learnt_digest(self, task: bytes) -> str:
+        """The blob, in hex, of what earlier rounds of a task have taught; empty if nothing was, or it is lost."""
+        return digest if (digest := self._kept_digest(task)) and self._learnt(task) else ""
+
+    def _kept_digest(self, task: bytes) -> str:
+        of, digest = self._kept.get("learnt", ["", ""])
+        return str(digest) if of == task.hex() else ""
+
+    def keep_untaught(self, manifest: TaskManifest, tensors: BlobRef, found: Found) -> str:
+        """What a device that took part in no round binds a head to, as a blob, in hex."""
+        pictures = [picture for picture in found.usable if not held_out(picture, self._local.holdout)]
+        data = self._data(manifest, pictures) if pictures else None
+        packed = pack(untaught(manifest, tensors, data=data, blobs=self._kept.blobs))
+        with self._kept.keeping:
+            digest = self._kept.blobs.put(packed).hex()
+            self._kept.set(untaught=digest)
+        return digest
+
+    def _learnt(self, task: bytes) -> Learnt | None:
+        digest = self._kept_digest(task)
+        try:
+            return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if digest else None
+        except StateError as error:
+            log.warning("what earlier rounds have taught is lost, the next one begins anew: %s", error)
+            self._kept.set(learnt=["", ""])
+            return None
+
+    def _data(self, manifest: TaskManifest, pictures: Sequence[Picture]) -> TrainingSet:
+        identities = [picture.identity for picture in pictures]
+        size = feature_size(manifest, self._kept.blobs)
+        feature = self._cache.matrix(identities, *learning_keys(manifest), size=size)
+        return TrainingSet(feature, np.array([picture.label for picture in pictures], np.int64))
+
+
+def _checkpoint(file: Path, about: Sequence[str | int]) -> Checkpoint | None:
+    """Where the training of just this was interrupted, if it was."""
+    if not file.exists():
+        return None
+    with state_errors(file):
+        data = file.read_bytes()
+    try:
+        checkpoint = unpack_checkpoint(data, about)
+    except StateError as error:
+        log.warning("%s: %s; the round begins anew", file, error)
+        return None
+    if checkpoint is not None:
+        log.info("going on with the training from step %d", checkpoint.steps)
+    return checkpoint

@@ -1,0 +1,132 @@
+"""The folder that makes a machine a device of a closed fleet: written by the aggregator, read by the device.
+
+It has `enrolment.toml`, `ca.crt` (whom to believe), `device.crt` and `device.key` (who we are to the broker) and
+`signing.key` (who we are to the aggregator).
+"""
+
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.x509.oid import NameOID
+
+from protocol.errors import ConfigError
+from protocol.mqtt.tls import Access
+from protocol.storage.keyfile import read_key
+from protocol.wire.signing import public_key
+
+FORMAT = 1
+WAY_OUT = "use the folder as `aggregator enroll` has written it"
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands in `enrolment.toml`. Keys are public ones, in hex; an empty broker is for the device to know."""
+
+    format: int
+    device: str
+    fleet: str
+    broker: str = ""
+    key: str
+    aggregator_key: str
+
+
+@dataclass(frozen=True)
+class Enrolment:
+    """A device's folder, read and found to be of one piece."""
+
+    device: str
+    fleet: str
+    broker: str
+    access: Access
+    signing_key: bytes = field(repr=False)
+    """Private, 32 bytes."""
+    aggregator_key: bytes
+    """Public, 32 bytes."""
+
+
+def card_text(card: Card) -> str:
+    """`enrolment.toml`."""
+    values: dict[str, Any] = msgspec.to_builtins(card)
+    # A string of JSON is one of TOML as well.
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+
+
+def read_card(folder: Path) -> Card:
+    """What a folder says of itself.
+
+    Raises:
+        ConfigError: it is no enrolment, or one of a newer protofleet.
+    """
+    file = folder / "enrolment.toml"
+    try:
+        card = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Card)
+        keys = [bytes.fromhex(key) for key in (card.key, card.aggregator_key)]
+    except OSError as error:
+        raise ConfigError(f"no enrolment in {folder}: cannot read {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is damaged ({error}): {WAY_OUT}") from error
+    if card.format != FORMAT:
+        raise ConfigError(f"{file} has format {card.format}, expected {FORMAT}: upgrade protofleet here")
+    if any(len(key) != 32 for key in keys):
+        raise ConfigError(f"{file} is damaged (a key has 32 bytes): {WAY_OUT}")
+    return card
+
+
+def read_enrolment(folder: Path) -> Enrolment:
+    """Read a device's folder.
+
+    Raises:
+        ConfigError: something of it is missing or damaged, or its files are not of one enrolment.
+    """
+    card = read_card(folder)
+    authorities = _certificates(folder / "ca.crt")
+    (certificate, *_) = _certificates(folder / "device.crt")
+    if _names(certificate) != [card.device]:
+        raise ConfigError(f"{folder / 'device.crt'} is not that of {card.device}: {WAY_OUT}")
+    if not any(_is_issued_by(certificate, authority) for authority in authorities):
+        raise ConfigError(
+            f"{folder / 'device.crt'} is not of the authority in {folder / 'ca.crt'}: {WAY_OUT}"
+        )
+    signing_key = read_key(folder / "signing.key")
+    if public_key(signing_key).hex() != card.key.lower():
+        raise ConfigError(f"{folder / 'signing.key'} is not that of {card.device}: {WAY_OUT}")
+    return Enrolment(
+        device=card.device,
+        fleet=card.fleet,
+        broker=card.broker,
+        access=Access(
+            tls=True, ca=folder / "ca.crt", certificate=folder / "device.crt", key=folder / "device.key"
+        ),
+        signing_key=signing_key,
+        aggregator_key=bytes.fromhex(card.aggregator_key),
+    )
+
+
+def _certificates(file: Path) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}; {WAY_OUT}") from error
+    except (ValueError, x509.InvalidVersion) as error:
+        raise ConfigError(f"{file} is no certificate in PEM: {WAY_OUT}") from error
+
+
+def _names(certificate: x509.Certificate) -> list[str | bytes]:
+    """Whom a certificate is for; nobody, if that cannot be read."""
+    try:
+        return [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    except ValueError:
+        return []
+
+
+def _is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+        return False
+    return True

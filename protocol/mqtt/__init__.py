@@ -1,0 +1,1 @@
+"""A broker connection that reconnects by itself. The only room that imports paho."""

@@ -1,0 +1,56 @@
+"""Private Ed25519 keys on the disk: PEM files of PKCS #8 that only their owner can read."""
+
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from protocol.errors import ConfigError
+from protocol.storage.blobstore import state_errors, write_atomically
+
+
+def read_key(path: Path) -> bytes:
+    """The 32 bytes of a private Ed25519 key.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no such key.
+    """
+    try:
+        key = load_pem_private_key(path.read_bytes(), password=None)
+    except OSError as error:
+        raise ConfigError(f"cannot read the key {path}: {error.strerror}") from error
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{path} is not a private key in PEM without a password") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"expected an Ed25519 key in {path}, got {type(key).__name__}")
+    return key.private_bytes_raw()
+
+
+def read_or_make_key(path: Path) -> bytes:
+    """The key of a file, which is made where there is none.
+
+    Raises:
+        ConfigError: the file holds no such key.
+        StateError: it cannot be written.
+    """
+    if not path.exists():
+        key = Ed25519PrivateKey.generate()
+        write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    return read_key(path)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, at no moment otherwise; whole or not at all.
+
+    Raises:
+        StateError: it cannot be written.
+    """
+    with state_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_atomically(path, data, mode=0o600)

@@ -1,7 +1,0 @@
-"""`edge-client` that gives a graph only a few seconds: a test cannot wait for two minutes each time."""
-
-from edge_client import cli, ending
-
-if __name__ == "__main__":
-    ending.MAX_RUN_S = 4.0
-    cli.main()

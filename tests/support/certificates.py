@@ -1,0 +1,75 @@
+"""A fleet's certificates for tests, as files, and the lines with which mosquitto asks for them."""
+
+from datetime import timedelta
+from pathlib import Path
+
+from aggregator.security.pki import (
+    Issued,
+    issue_client,
+    issue_server,
+    make_authority,
+    revoked_list,
+    utc_now,
+)
+from protocol.mqtt.tls import Access
+
+HOSTS = ("localhost", "127.0.0.1")
+
+
+class Certificates:
+    """An authority and what it has issued, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.authority = make_authority("orchard", now=utc_now())
+        self.ca = folder / "ca.crt"
+        self.ca.write_bytes(self.authority.certificate)
+        self.revoked = folder / "revoked.crl"
+        self.revoke()
+        self.broker()
+
+    def broker(self, *hosts: str, ago_days: int = 0) -> None:
+        """Make the broker's certificate, that many days ago."""
+        now = utc_now() - timedelta(days=ago_days)
+        self._write("broker", issue_server(self.authority, hosts or HOSTS, now=now, days=100))
+
+    def client(self, name: str, *, ago_days: int = 0) -> Issued:
+        """Make somebody's certificate, that many days ago."""
+        now = utc_now() - timedelta(days=ago_days)
+        issued = issue_client(self.authority, name, now=now, days=100)
+        self._write(name, issued)
+        return issued
+
+    def revoke(self, *serials: int) -> None:
+        """Make the list of those that count no longer."""
+        now = utc_now()
+        self.revoked.write_bytes(revoked_list(self.authority, dict.fromkeys(serials, now), now=now))
+
+    def access(self, name: str = "") -> Access:
+        """How somebody connects, with the certificate of that name if there is one."""
+        if not name:
+            return Access(tls=True, ca=self.ca)
+        return Access(
+            tls=True, ca=self.ca, certificate=self.folder / f"{name}.crt", key=self.folder / f"{name}.key"
+        )
+
+    def mosquitto(self, *, mutual: bool = True) -> str:
+        """How a broker is told of all this."""
+        lines = [
+            f"certfile {self.folder}/broker.crt",
+            f"keyfile {self.folder}/broker.key",
+        ]
+        if mutual:
+            lines += [
+                f"cafile {self.ca}",
+                f"crlfile {self.revoked}",
+                "require_certificate true",
+                "use_identity_as_username true",
+                "use_username_as_clientid true",
+            ]
+        return "\n".join(lines)
+
+    def _write(self, name: str, issued: Issued) -> None:
+        (self.folder / f"{name}.crt").write_bytes(issued.certificate)
+        (self.folder / f"{name}.key").write_bytes(issued.key)

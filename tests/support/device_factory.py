@@ -1,0 +1,89 @@
+"""Pictures, backbones and heads made for the device's tests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+
+from edge_client.runtime.backbone import Backbone, open_backbone
+from protocol.metadata import HeadMetadata, to_properties
+from tests.support.graphs import tiny_backbone
+
+CLASSES = ("cat", "dog")
+
+
+def write_pictures(folder: Path, *, count: int, seed: int = 0, classes: tuple[str, ...] = CLASSES) -> Path:
+    """Write `count` noisy pictures a class, each class with a brightness of its own; returns the folder."""
+    random = np.random.default_rng(seed)
+    for label, name in enumerate(classes):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = random.integers(0, 80, (12, 10, 3)) + 150 * label
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number:04d}.png")
+    return folder
+
+
+def tiny(folder: Path, *, seed: int = 0, feature_size: int = 16) -> Backbone:
+    """Open a real backbone that takes a millisecond."""
+    path = folder / f"tiny-{seed}.onnx"
+    path.write_bytes(tiny_backbone(feature_size=feature_size, seed=seed))
+    return open_backbone(path, provider="cpu", threads=1)
+
+
+def choosy(folder: Path) -> Backbone:
+    """Open a backbone that gives NaN for a picture that is all white, and for no other."""
+    model = onnx.load_from_string(tiny_backbone())
+    last = model.graph.node[-1]
+    last.output[0] = "plain"
+    model.graph.node.extend(
+        [
+            helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
+            helper.make_node("Sub", ["one", "darkest"], ["left"]),
+            helper.make_node("Div", ["left", "left"], ["one_or_nan"]),
+            helper.make_node("Mul", ["plain", "one_or_nan"], ["feature"]),
+        ]
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.array(1, dtype=np.float32), "one"))
+    path = folder / "choosy.onnx"
+    path.write_bytes(model.SerializeToString())
+    return open_backbone(path, provider="cpu", threads=1)
+
+
+def linear_head(
+    backbones: Sequence[Backbone],
+    weights: np.ndarray[tuple[int, int], np.dtype[np.float32]],
+    *,
+    softmax: bool = True,
+    classes: tuple[str, ...] = CLASSES,
+    sha256s: tuple[str, ...] = (),
+) -> bytes:
+    """A head file that is one matrix, float32 (L, C), for some backbones."""
+    size = sum(backbone.metadata.feature_size for backbone in backbones)
+    outcome = "Softmax" if softmax else "Identity"
+    graph = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["feature", "weights"], ["logits"]),
+            helper.make_node(outcome, ["logits"], ["probabilities"]),
+        ],
+        "head",
+        [helper.make_tensor_value_info("feature", TensorProto.FLOAT, ["n", size])],
+        [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", weights.shape[1]])
+            for name in ("logits", "probabilities")
+        ],
+        [numpy_helper.from_array(weights.astype(np.float32), "weights")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    facts = HeadMetadata(
+        classes=classes,
+        version=3,
+        task="0" * 64,
+        backbones=sha256s or tuple(backbone.sha256 for backbone in backbones),
+        feature_size=size,
+        training={},
+    )
+    helper.set_model_props(model, to_properties(facts))
+    return bytes(model.SerializeToString())

@@ -1,0 +1,31 @@
+"""Prototypes of fleets that are made by hand: honest devices, and others."""
+
+import numpy as np
+
+from aggregator.ingest.validation import Prototypes
+from tests.support.submissions import FEATURE_SIZE
+
+CLASSES = ("cat", "dog", "fox")
+PICTURES = 5
+
+
+def honest(
+    device: int, *, labels: tuple[int, ...] = (0, 1, 2), prototypes: int = 6, shift: float = 0.1
+) -> Prototypes:
+    """A device that has these classes, in a place of its own: features are one apart from their class's mean."""
+    random = np.random.default_rng(device)
+    centres = 3 * np.random.default_rng(0).normal(size=(len(CLASSES), FEATURE_SIZE))
+    centres = centres + shift * random.normal(size=centres.shape)
+    of = np.repeat(np.array(labels), prototypes)
+    noise = random.normal(size=(len(of), FEATURE_SIZE)) / np.sqrt(PICTURES)
+    return Prototypes((centres[of] + noise).astype(np.float32), of, np.full(len(of), PICTURES))
+
+
+def flipped(part: Prototypes) -> Prototypes:
+    """The same, with each class called by the next one's name."""
+    return Prototypes(part.values, (part.labels + 1) % len(CLASSES), part.counts)
+
+
+def fleet(devices: int, *, shift: float = 0.1) -> dict[str, Prototypes]:
+    """So many honest devices."""
+    return {f"dev{device}": honest(device, shift=shift) for device in range(devices)}

@@ -1,0 +1,120 @@
+"""A task that learns by least squares in rounds, its blobs on a disk, pictures for it, and a watch that interrupts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.data.images import Picture
+from edge_client.runtime.graph import Role
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.training.trainer import Checkpoint, Watch
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import encode, to_tensor
+from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensors
+from tests.support.step_graphs import FEATURES, file, round_tensors
+
+TASK = b"t" * 32
+BACKBONE = b"b" * 32
+CLASSES = ("cat", "dog", "fox")
+COUNTS = (7, 6, 5)
+"""Pictures of each class."""
+ROLES: tuple[Role, ...] = ("init", "step", "project", "head")
+
+
+def stored(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
+    """Put a blob on the disk, as if it had been fetched."""
+    return BlobRef(digest=blobs.put(data), size_bytes=len(data), name=name)
+
+
+def make_task(
+    blobs: BlobStore,
+    *,
+    kept: tuple[str, ...] = (),
+    uploaded: tuple[str, ...] = (),
+    batch_size: int = 4,
+    min_images: int = 1,
+    graphs: Mapping[str, bytes] | None = None,
+) -> TaskManifest:
+    """A task with the least squares program; `graphs` take the places of its own."""
+    files: dict[str, bytes] = {role: file(role) for role in ROLES}
+    files |= graphs or {}
+    program = Program(
+        **{role: stored(blobs, files[role], role) for role in ROLES},
+        kept=kept,
+        uploaded=uploaded,
+        batch_size=batch_size,
+    )
+    return TaskManifest(
+        fleet="f",
+        algorithm="least-squares",
+        classes=CLASSES,
+        backbones=(BlobRef(digest=BACKBONE, size_bytes=1, name="backbone"),),
+        alpha=1.0,
+        batch_size=5,
+        min_images=min_images,
+        seed=0,
+        program=program,
+    )
+
+
+def tensors_blob(values: Mapping[str, NDArray[Any]]) -> bytes:
+    """What a round brings, as it comes over the wire."""
+    return encode(Tensors(values={name: to_tensor(array) for name, array in values.items()}))
+
+
+def open_round(
+    blobs: BlobStore,
+    *,
+    number: int = 0,
+    epochs: int = 2,
+    tensors: Mapping[str, NDArray[Any]] | None = None,
+    payload: bytes | None = None,
+) -> RoundManifest:
+    """A round with its tensors on the disk, or with `payload` in their place."""
+    data = tensors_blob({**round_tensors(), **(tensors or {})}) if payload is None else payload
+    reference = stored(blobs, data, f"tensors-{number}")
+    return RoundManifest(task=TASK, number=number, rounds=9, epochs=epochs, tensors=reference)
+
+
+def watching(
+    *, stop_before: int | None = None, on_checkpoint: Callable[[Checkpoint], None] = lambda _: None
+) -> Watch:
+    """A watch that stops the training before the step of a number."""
+    asked = iter(range(10**6))
+    return Watch(
+        on_checkpoint=on_checkpoint,
+        should_stop=lambda: stop_before is not None and next(asked) >= stop_before,
+        on_progress=lambda _done, _total: None,
+        checkpoint_s=1e9,
+    )
+
+
+def same_bits(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> bool:
+    """Whether all arrays are the same, bit for bit."""
+    return one.keys() == other.keys() and all(
+        array.dtype == other[name].dtype
+        and array.shape == other[name].shape
+        and np.ascontiguousarray(array).tobytes() == np.ascontiguousarray(other[name]).tobytes()
+        for name, array in one.items()
+    )
+
+
+def take_pictures(counts: Sequence[int] = COUNTS) -> list[Picture]:
+    """So many pictures of each class, in order of their names as they are found."""
+    return [
+        Picture(Path("data"), f"{label}/{number:03d}.png", label, 100, 1_000)
+        for label, count in enumerate(counts)
+        for number in range(count)
+    ]
+
+
+def look_at(cache: FeatureCache, pictures: Sequence[Picture]) -> None:
+    """Put features of pictures into the cache, always the same for the same file."""
+    features = [
+        (picture.identity, np.random.default_rng(list(picture.identity.encode())).normal(size=FEATURES))
+        for picture in pictures
+    ]
+    cache.put(BACKBONE.hex(), [(name, vector.astype(np.float32)) for name, vector in features], [])

@@ -1,0 +1,73 @@
+"""Sessions for tests that listen to themselves, and things that answer them."""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from protocol.mqtt.session import Broker, Event, Session
+
+E = TypeVar("E", bound=Event)
+PATIENCE_S = 120.0
+
+
+class Ear:
+    """Everything a session said, in order."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.put = self._events.put
+        self.heard: list[Event] = []
+        """What was waited for, and passed over for it."""
+
+    def wait(self, kind: type[E]) -> E:
+        """The next event of a kind; what comes before it is passed over."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
+            self.heard.append(event)
+            if isinstance(event, kind):
+                return event
+
+    def rest(self) -> list[Event]:
+        """What has come since."""
+        events = []
+        while not self._events.empty():
+            events.append(self._events.get())
+        return events
+
+
+@contextmanager
+def running(broker: Broker, client_id: str, *topics: str, **options: Any) -> Iterator[tuple[Session, Ear]]:
+    """A session that was started; it is ended with the test."""
+    ear = Ear()
+    made = Session(broker, client_id=client_id, subscriptions=topics, on_event=ear.put, **options)
+    made.start()
+    try:
+        yield made, ear
+    finally:
+        made.stop()
+
+
+@contextmanager
+def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[Broker, list[float]]]:
+    """Something that accepts connections, but is no broker; with the times at which they came."""
+    times: list[float] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                times.append(time.monotonic())
+                with connection:
+                    answer(connection)
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield Broker("127.0.0.1", server.getsockname()[1]), times
+        server.shutdown(socket.SHUT_RDWR)

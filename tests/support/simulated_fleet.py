@@ -1,0 +1,270 @@
+"""A device, an aggregator, and a network between them that loses, doubles and shuffles; time is simulated.
+
+The power may go off between any two of the device's actions: what it has on its disk is what it goes on with.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from aggregator.ingest.reassembly import Complete, Uplink
+from aggregator.ingest.validation import Refused
+from edge_client.agent import events
+from edge_client.agent.machine import step
+from edge_client.agent.state import State, head_key
+from edge_client.agent.upload_item import Item, Kind
+from edge_client.agent.uploads import WINDOW_FRAMES
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRef, Frame, Receipt
+from protocol.wire.transfer import Ranges, chunk_bytes, frames_of
+
+
+def reference(data: bytes, name: str) -> BlobRef:
+    """How a manifest names a blob."""
+    return BlobRef(digest=digest_of(data), size_bytes=len(data), name=name)
+
+
+def item_of(payload: bytes, *, kind: Kind = "submission", task: bytes = b"t" * 32, about: str = "") -> Item:
+    """How an outbox names what it holds."""
+    return Item(digest_of(payload), len(payload), kind, task, about)
+
+
+@dataclass
+class World:
+    """What is around `agent.step`, and does what it decides.
+
+    Args:
+        state: the device's.
+        random: decides what gets lost.
+        loss: share of the messages that is lost; as many come twice.
+        submission: what a build makes.
+        evaluation: what an installed head leads to.
+        served: the blobs that the aggregator has, by digest.
+        packets: sizes of the largest packet that the broker of a connection may take; None where it does not say.
+        chunks: bytes in the frames of an answer.
+        full_until_s: so long the aggregator has no space.
+        crashes: numbers of the device's actions, each counted from the one before, after which the power goes off.
+        greets: what the broker says after every connect.
+        pending: what happens next, before any time passes.
+        disk: the device's blobs and unfinished downloads.
+        box: the device's outbox: of each kind, what waits and what was received last.
+        in_use: key of the head that the device remembers to have in use.
+        evaluated: key of the head whose evaluation it remembers to have been received.
+    """
+
+    state: State
+    random: random.Random
+    loss: float
+    submission: bytes = b"submission"
+    evaluation: bytes = b"evaluation"
+    served: dict[bytes, bytes] = field(default_factory=dict)
+    packets: Sequence[int | None] = (None,)
+    chunks: Sequence[int] = (MAX_CHUNK_BYTES,)
+    full_until_s: float = 0.0
+    crashes: list[int] = field(default_factory=list)
+    greets: list[events.Event] = field(default_factory=list)
+    now_s: float = 0.0
+    exit: events.Exit | None = None
+    disk: dict[bytes, bytes] = field(default_factory=dict)
+    box: dict[tuple[Kind, bool], Item] = field(default_factory=dict)
+    in_use: bytes | None = None
+    evaluated: bytes | None = None
+    pending: list[events.Event] = field(default_factory=list)
+    payloads: dict[bytes, bytes] = field(default_factory=dict)
+    taken: list[bytes] = field(default_factory=list)
+    done: list[events.Action] = field(default_factory=list)
+    packet_bytes: int | None = None
+    uplink: Uplink = field(default_factory=lambda: Uplink(max_bytes=10**7))
+
+    def arrives(self) -> bool:
+        """Whether the network delivers the next message."""
+        return self.random.random() >= self.loss
+
+    def copies(self) -> int:
+        """How often the network delivers the next message."""
+        return self.arrives() + (not self.arrives())
+
+    def run(self, *, steps: int = 40_000) -> None:
+        """Live until the program exits, one second a step where nothing else happens."""
+        for _ in range(steps):
+            if self.pending:
+                self.take(self.pending.pop(0))
+            else:
+                self.now_s += 1.0
+                self.tick()
+                self.take(events.Ticked())
+            if self.exit is not None:
+                return
+
+    def tick(self) -> None:
+        """What happens beside the device as time passes."""
+
+    def take(self, event: events.Event) -> None:
+        """Let the device take an event, and do what it decides, as far as its power lasts."""
+        before = self.state
+        self.state, actions = step(self.state, event, now_s=self.now_s)
+        if self.state.task != before.task:
+            self.pending.insert(0, self.outbox_seen())
+        for action in actions:
+            self.perform(action)
+            if self.crashes:
+                self.crashes[0] -= 1
+                if self.crashes[0] <= 0:
+                    self.crashes.pop(0)
+                    self.restart()
+                    return
+
+    def connect(self) -> list[events.Event]:
+        """What the device sees when it is connected."""
+        self.packet_bytes = self.random.choice(self.packets)
+        return [events.Connected(self.packet_bytes), *self.greets]
+
+    def cut(self) -> None:
+        """Lose the connection, and what was on it, and get another."""
+        own = (
+            events.AggregatorStarted | events.OutboxSeen | events.DownloadStarts | events.DownloadEnded
+            | events.Built | events.Installed
+        )  # fmt: skip
+        self.pending = [event for event in self.pending if isinstance(event, own)]
+        self.pending += [events.Disconnected(), *self.connect()]
+
+    def restart(self) -> None:
+        """Take the device's power away, and start its program on what is on its disk."""
+        stored = {digest for digest, data in self.disk.items() if digest_of(data) == digest}
+        reported = {self.evaluated, *(item.head for item in self.box.values())}
+        self.state = State(
+            mode=self.state.mode,
+            stored=frozenset(stored),
+            installed=self.in_use if self.in_use in reported else None,
+            evaluated=self.evaluated,
+        )
+        recalled = [
+            replace(event, recalled=True) for event in self.greets if isinstance(event, events.TaskSeen)
+        ]
+        # A program that has just started knows of no start of the aggregator.
+        self.pending = [*recalled, *self.connect(), events.AggregatorStarted()]
+
+    def restart_aggregator(self) -> None:
+        """Forget what was on its way."""
+        self.uplink = Uplink(max_bytes=10**7)
+        self.pending.append(events.AggregatorStarted())
+
+    def perform(self, action: events.Action) -> None:
+        """Do what the device program and the aggregator would do."""
+        self.done.append(action)
+        match action:
+            case events.OpenDownload(blob=blob):
+                self.open_download(blob)
+            case events.Request(digest=digest, offset=offset, length=length):
+                self.answer(digest, ((offset, offset + length),))
+            case events.Append(digest=digest, data=data):
+                self.disk[digest] = self.disk.get(digest, b"") + data
+            case events.Finish(digest=digest):
+                good = digest_of(self.disk[digest]) == digest
+                self.pending.append(events.DownloadEnded(digest, good=good))
+            case events.Build():
+                self.build(action)
+            case events.Install():
+                self.install(action)
+            case events.Send(item=item, ranges=ranges):
+                self.upload(item, ranges)
+            case events.KeepReceipt(item=item):
+                self.keep_receipt(item)
+            case events.Exit() as end:
+                self.exit = end
+
+    # The device's disk.
+
+    def keep(self, kind: Kind, payload: bytes, *, task: bytes = b"t" * 32, about: str = "") -> Item:
+        """Put something in the outbox."""
+        item = item_of(payload, kind=kind, task=task, about=about)
+        self.payloads[item.digest] = payload
+        self.box[kind, False] = item
+        return item
+
+    def keep_receipt(self, item: Item) -> None:
+        """Remember that something was received."""
+        waiting = self.box.get((item.kind, False))
+        if waiting is None or waiting.digest != item.digest:
+            return
+        del self.box[item.kind, False]
+        if item.kind == "submission":
+            self.box[item.kind, True] = replace(item, received=True)
+        elif item.head == self.in_use:
+            self.evaluated = item.head
+
+    def newest_submission(self) -> Item | None:
+        """What waits, or else what was received last."""
+        return self.box.get(("submission", False), self.box.get(("submission", True)))
+
+    def outbox_seen(self) -> events.OutboxSeen:
+        """What the device program tells of its outbox."""
+        return events.OutboxSeen(tuple(self.box.values()))
+
+    def open_download(self, blob: BlobRef) -> None:
+        """Go on from what is on the disk, before anything else happens."""
+        offset = len(self.disk.get(blob.digest, b""))
+        if offset >= blob.size_bytes:
+            self.pending.append(events.DownloadEnded(blob.digest, good=True))
+        else:
+            self.pending.insert(0, events.DownloadStarts(blob.digest, offset))
+
+    def build(self, build: events.Build) -> None:
+        """Make a submission, or find it made."""
+        standing = self.newest_submission()
+        if standing is None or standing.digest != digest_of(self.submission):
+            standing = self.keep("submission", self.submission, task=build.task)
+        self.pending.append(events.Built(build.task, standing))
+
+    def install(self, install: events.Install) -> None:
+        """Take a head into use."""
+        self.in_use = head_key(install.head)
+        report = self.keep("evaluation", self.evaluation, task=install.task, about=self.in_use.hex())
+        self.pending.append(events.Installed(self.in_use, report))
+
+    # The network, and the aggregator.
+
+    def answer(self, digest: bytes, ranges: Ranges) -> None:
+        """Let a request travel up, and what was asked for down."""
+        if not self.arrives():
+            return
+        if digest not in self.served:
+            refusal = Receipt(digest=digest, status="refused", reason="unknown_blob")
+            self.pending.extend([events.ReceiptSeen(refusal)] if self.arrives() else [])
+            return
+        size = self.random.choice(self.chunks)
+        frames = frames_of(self.served[digest], digest=digest, ranges=ranges, chunk_bytes=size)
+        self.pending.extend(events.BlockSeen(frame) for frame in frames for _ in range(self.copies()))
+
+    def upload(self, item: Item, ranges: Ranges) -> None:
+        """Let frames travel up, and the answers down."""
+        assert len(ranges) <= WINDOW_FRAMES
+        if item.digest not in {kept.digest for kept in self.box.values()}:
+            self.pending.append(self.outbox_seen())
+            return
+        for start, stop in ranges:
+            data = self.payloads[item.digest][start:stop]
+            assert 0 < len(data) <= chunk_bytes(self.packet_bytes), "no larger than the broker takes"
+            frame = Frame(
+                v=PROTOCOL_VERSION, digest=item.digest, size_bytes=item.size_bytes, offset=start, data=data
+            )
+            for _ in range(self.copies()):
+                answer = self.hear(frame)
+                if answer is not None:
+                    self.pending.extend([events.ReceiptSeen(answer)] * self.copies())
+        self.pending.append(events.Drained())
+
+    def hear(self, frame: Frame) -> Receipt | None:
+        """What the aggregator says to a frame."""
+        if self.now_s < self.full_until_s:
+            return Receipt(digest=frame.digest, status="refused", reason="no_space")
+        try:
+            outcome = self.uplink.take("device", frame, holds=lambda _, digest: digest in self.taken)
+        except Refused as refused:
+            return Receipt(digest=frame.digest, status="refused", reason=refused.reason)
+        return self.receive(outcome) if isinstance(outcome, Complete) else outcome
+
+    def receive(self, complete: Complete) -> Receipt:
+        """The aggregator's word on a payload that is whole."""
+        self.taken.append(complete.digest)
+        return Receipt(digest=complete.digest, status="received")

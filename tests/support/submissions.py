@@ -1,0 +1,90 @@
+"""A task and what devices hand in for it, for the aggregator's tests."""
+
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from aggregator.ingest.validation import Expectation
+from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.messages import BlobRef, Evaluation, Program, Submission, TaskManifest
+
+FEATURE_SIZE = 16
+MANIFEST = TaskManifest(
+    fleet="f",
+    algorithm="fedtc",
+    classes=("cat", "dog", "fox"),
+    backbones=(BlobRef(digest=bytes(32), size_bytes=1, name="tiny.onnx"),),
+    alpha=0.99,
+    batch_size=5,
+    min_images=2,
+    seed=0,
+)
+TASK = digest_of(encode(MANIFEST))
+EXPECTATION = Expectation(TASK, MANIFEST, FEATURE_SIZE)
+
+_GRAPH = BlobRef(digest=bytes(32), size_bytes=1, name="graph.onnx")
+IN_ROUNDS = msgspec.structs.replace(
+    MANIFEST,
+    algorithm="fpl",
+    program=Program(
+        init=_GRAPH,
+        step=_GRAPH,
+        project=_GRAPH,
+        head=_GRAPH,
+        kept=(),
+        uploaded=("weight", "bias"),
+        batch_size=8,
+    ),
+)
+ROUNDS_TASK = digest_of(encode(IN_ROUNDS))
+PROJECTION_SIZE = 4
+SHAPES = {"weight": (PROJECTION_SIZE, FEATURE_SIZE), "bias": (PROJECTION_SIZE,)}
+ROUNDS_EXPECTATION = Expectation(ROUNDS_TASK, IN_ROUNDS, PROJECTION_SIZE, SHAPES)
+
+
+def round_submission(
+    *,
+    task: bytes = ROUNDS_TASK,
+    number: int = 0,
+    sequence: int = 1,
+    labels: tuple[int, ...] = (0, 2),
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+    projection_size: int = PROJECTION_SIZE,
+    seed: int = 0,
+) -> Submission:
+    """A good submission for a round: one float16 prototype of five pictures a class, and changes of the tensors."""
+    random = np.random.default_rng(seed)
+    return msgspec.structs.replace(
+        submission(task=task, sequence=sequence, labels=labels, feature_size=projection_size, seed=seed),
+        round=number,
+        tensors={
+            name: to_tensor(random.normal(size=shape).astype(np.float16)) for name, shape in shapes.items()
+        },
+        loss=0.5,
+    )
+
+
+def submission(
+    *,
+    task: bytes = TASK,
+    sequence: int = 1,
+    labels: tuple[int, ...] = (0, 0, 1, 2),
+    feature_size: int = FEATURE_SIZE,
+    seed: int = 0,
+) -> Submission:
+    """A good submission: float16 (m, L) prototypes of five pictures each."""
+    values = np.random.default_rng(seed).normal(size=(len(labels), feature_size)).astype(np.float16)
+    return Submission(
+        task=task,
+        sequence=sequence,
+        prototypes=to_tensor(values),
+        labels=to_unsigned(np.array(labels)),
+        counts=to_unsigned(np.full(len(labels), 5)),
+        pictures=5 * len(labels),
+    )
+
+
+def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:
+    """A good evaluation: nine of ten held-out pictures right."""
+    return Evaluation(task=task, head_version=head_version, right=(4, 5, 0), wrong=(1, 0, 0))

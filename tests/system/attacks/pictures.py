@@ -1,0 +1,52 @@
+"""Pictures that can be told apart from everything else, wherever they should not be, and one that is a bomb."""
+
+import struct
+import zlib
+from pathlib import Path
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from tests.support.fleet_processes import write_digits
+from tests.system.attacks.ground import HONEST
+
+IN_NAMES = "xyzzyname"
+"""Stands in the name of every picture of the honest devices."""
+IN_BYTES = "xyzzybytes"
+"""Stands in the bytes of every one."""
+BOMB = "bomb.png"
+BOMB_EDGE = 50_000
+
+
+def write_pictures(root: Path) -> dict[str, Path]:
+    """Write each honest device's pictures, half of the classes each, and a bomb among those of the first."""
+    folders = {}
+    for number, name in enumerate(HONEST):
+        folder = write_digits(root / f"pictures-{name}", classes=list(range(5 * number, 5 * number + 5)))
+        for file in sorted(folder.rglob("*.png")):
+            mark(file)
+        folders[name] = folder
+    (folders[HONEST[0]] / "0" / BOMB).write_bytes(bomb())
+    return folders
+
+
+def mark(file: Path) -> None:
+    """Give a picture a name and bytes that are found again."""
+    note = PngInfo()
+    note.add_text("Comment", IN_BYTES)
+    with Image.open(file) as picture:
+        picture.save(file.with_name(f"{IN_NAMES}-{file.name}"), pnginfo=note)
+    file.unlink()
+
+
+def bomb(edge: int = BOMB_EDGE) -> bytes:
+    """A PNG file of some kilobytes that is gigabytes once it is decoded."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", edge, edge, 8, 0, 0, 0, 0)
+    packer = zlib.compressobj(9)
+    lines = b"".join(packer.compress(bytes(edge + 1)) for _ in range(edge // 100))
+    data = lines + packer.flush()
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")

@@ -1,0 +1,35 @@
+"""What a fault of the suite is: what is done to a fleet, and how often it has to have happened."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.system.faults.fleet import Fleet
+
+Provoke = Callable[[Fleet], int]
+"""Starts a fleet of which only the broker runs, does things to it, and returns how often."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        name: as in the table.
+        least: how often it has to be provoked. Where the moment has to be met, that is less often than it is
+            tried: on a slow machine what was to be disturbed may be over by then.
+        options: lines of the broker's configuration; `{folder}` is its folder.
+        without_mqtt5: as with a broker that does not speak it.
+    """
+
+    name: str
+    provoke: Provoke
+    least: int
+    options: str
+    without_mqtt5: bool
+
+
+def fault(
+    name: str, *, least: int, options: str = "max_queued_messages 20000", without_mqtt5: bool = False
+) -> Callable[[Provoke], Fault]:
+    """Make a fault of a function."""
+    return lambda provoke: Fault(name, provoke, least, options, without_mqtt5)

@@ -1,0 +1,123 @@
+"""A fleet of real programs that gets bad heads: some devices try them, nobody keeps them, and an operator goes back."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from aggregator.storage.store import Store
+from protocol.mqtt.session import Broker
+from protocol.wire.canary import canary_rank
+from tests.support.brokers import mosquitto, mosquitto_program
+from tests.support.fleet_processes import Fleet, write_digits
+from tests.system.fleet.test_fleet import write_task
+
+CLASSES = [0, 1, 2, 3]
+GOOD = ("good-1", "good-2")
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, address: Broker) -> Iterator[Fleet]:
+    """A fleet that is taken down at the end."""
+    if mosquitto_program() is None:
+        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    with mosquitto(address, tmp_path):
+        fleet = Fleet(tmp_path, address)
+        yield fleet
+        fleet.stop()
+
+
+def _task(folder: Path) -> Path:
+    """One of three devices tries a new head."""
+    task = write_task(folder, classes=list(map(str, CLASSES)), quorum=2, feature_size=64)
+    with task.open("a") as file:
+        file.write("[training]\nepochs = 30\n[rollout]\ncanary = 0.3\n")
+    return task
+
+
+def _canary(version: int, devices: tuple[str, ...]) -> str:
+    return min(devices, key=lambda device: canary_rank(device, version))
+
+
+def _mislabel(folder: Path) -> Path:
+    """Many pictures of every class, each in the folder of the next one."""
+    right = write_digits(folder / "right", classes=CLASSES, start=60, each=110)
+    wrong = folder / "wrong"
+    wrong.mkdir()
+    for label, wanted in zip(CLASSES, CLASSES[1:] + CLASSES[:1], strict=True):
+        (right / str(label)).rename(wrong / str(wanted))
+    return wrong
+
+
+def _all_use(version: int, devices: int) -> Any:
+    return lambda summary: [row["head"] for row in summary["devices"]] == [version] * devices
+
+
+def _give_nan(state: Path) -> None:
+    """Make a head that gives NaN the newest one, as a broken training would."""
+    store = Store(state)
+    newest = store.heads()[-1]
+    model = onnx.load_from_string(store.blobs.read(newest.digest))
+    for tensor in model.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.dtype == np.float32:
+            tensor.CopyFrom(numpy_helper.from_array(np.full_like(values, np.nan), tensor.name))
+    file = model.SerializeToString()
+    digest = store.blobs.put(file)
+    store.keep_head(
+        replace(newest, version=newest.version + 1, digest=digest, size_bytes=len(file), file=digest)
+    )
+    store.close()
+
+
+def _order(fleet: Fleet, *arguments: str) -> str:
+    command = [sys.executable, "-m", "aggregator.cli", *arguments, "--state", str(fleet.root / "aggregator")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_bad_heads_do_not_reach_the_fleet(fleet: Fleet, tmp_path: Path) -> None:
+    """One canary tries a head that a mislabelling device has spoilt, and goes back; another refuses one of NaN."""
+    mislabelling = next(name for n in itertools.count() if _canary(2, (*GOOD, name := f"wrong-{n}")) in GOOD)
+    names = (*GOOD, mislabelling)
+    task = _task(tmp_path)
+    aggregator = fleet.aggregator(task)
+    for number, name in enumerate(GOOD):
+        data = write_digits(tmp_path / name, classes=CLASSES, start=30 * number, each=30)
+        fleet.device(name, data, "--holdout", "0.4")
+    fleet.wait_for("the first head", _all_use(1, 2))
+    fleet.device(mislabelling, _mislabel(tmp_path), "--holdout", "0.1")
+    summary = fleet.wait_for(
+        "the rejection", lambda s: len(s["heads"]) == 2 and s["heads"][1]["state"] == "rejected"
+    )
+    assert "held-out pictures right on 1 canary" in summary["heads"][1]["why"]
+    fleet.wait_for("everybody on the first head", _all_use(1, 3))
+    for name in names:
+        said = (tmp_path / f"{name}.log").read_text()
+        assert ("head 2 in use" in said) == (name == _canary(2, names))
+        assert ("this device tries it first" in said) == (name == _canary(2, names))
+    aggregator.terminate()
+    fleet.wait_exit(aggregator)
+    _give_nan(tmp_path / "aggregator")
+    fleet.aggregator(task)
+    summary = fleet.wait_for(
+        "the refusal", lambda s: len(s["heads"]) == 3 and s["heads"][2]["state"] == "rejected"
+    )
+    tried = _canary(3, names)
+    assert summary["heads"][2]["why"].startswith(f"{tried} does not use it: the head does not give")
+    said = (tmp_path / f"{tried}.log").read_text()
+    assert "head 3 refused, the old one stays" in said
+    assert "Traceback" not in fleet.logs()
+    assert _all_use(1, 3)(summary)
+    assert _order(fleet, "rollback", "2") == "head 2 is current\n"
+    fleet.wait_for("everybody on the second head", _all_use(2, 3))
+    assert _order(fleet, "rollback") == "head 1 is current\n"
+    fleet.wait_for("everybody back", _all_use(1, 3))
+    assert (tmp_path / f"{GOOD[0]}.log").read_text().count("fetching head-1.onnx") == 1

@@ -1,0 +1,328 @@
+"""FedPCL: pooling worked out by hand, and the loss against the paper's formulas written out."""
+
+import math
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fedpcl_step import contrast
+from aggregator.algorithms.program import ABSENT_LOGIT, Contribution
+from aggregator.graphs.tracing import to_torch
+
+PAPER: dict[str, object] = {"loss": "contrastive", "relu": True, "prior": False, "tau": 0.3}
+"""What the formulas written out below are for, at a temperature that float64 can take without logsumexp."""
+
+
+def paper(**settings: object) -> FedPCL:
+    """The paper's form, with some settings of its own."""
+    return msgspec.convert({**PAPER, "projection_size": 2, **settings}, FedPCL)
+
+
+SMALL = paper()
+
+
+def handed_in(
+    device: str, prototypes: dict[int, list[float]], counts: dict[int, int] | None = None
+) -> Contribution:
+    """A contribution of prototypes by class, of one picture each unless said otherwise."""
+    labels = sorted(prototypes)
+    return Contribution(
+        device=device,
+        values=np.array([prototypes[label] for label in labels] or np.zeros((0, 2)), dtype=np.float32),
+        labels=np.array(labels, dtype=np.int64),
+        counts=np.array([(counts or {}).get(label, 1) for label in labels], dtype=np.int64),
+        tensors={},
+    )
+
+
+def some_devices(count: int, *, classes: int, size: int = 2) -> list[Contribution]:
+    """Devices with random prototypes of some of the classes each."""
+    random = np.random.default_rng(count)
+    return [
+        handed_in(
+            f"device-{number:03}",
+            {label: random.normal(size=size).tolist() for label in range(classes) if random.random() < 0.6},
+            {label: int(random.integers(1, 9)) for label in range(classes)},
+        )
+        for number in range(count)
+    ]
+
+
+def test_global_prototypes_and_padded_sets_by_hand() -> None:
+    """Class 0 is (1*[4,0] + 3*[0,4]) / 4 = [1,3]; device b lacks class 1, so its set points at the global one."""
+    tensors = SMALL.aggregate(
+        [handed_in("b", {0: [0, 4]}, {0: 3}), handed_in("a", {0: [4, 0], 1: [2, 2]})],
+        {},
+        num_classes=3,
+        seed=0,
+    )
+    assert tensors["prototypes"].tolist() == [[1, 3], [2, 2], [0, 0], [4, 0], [2, 2], [0, 4]]
+    assert tensors["index"].tolist() == [[3, 4, 2], [5, 1, 2]]
+    assert tensors["present"].tolist() == [1, 1, 0]
+    assert {name: value.dtype.name for name, value in tensors.items()} == {
+        "prototypes": "float16",
+        "index": "uint32",
+        "present": "uint8",
+    }
+
+
+def test_nobody_and_nothing_leave_one_empty_set() -> None:
+    """Without a single prototype there is still one set to contrast with, all of it absent."""
+    for tensors in (
+        SMALL.first_tensors(feature_size=5, num_classes=3, seed=1),
+        SMALL.aggregate([handed_in("a", {})], {}, num_classes=3, seed=0),
+    ):
+        assert tensors["prototypes"].tolist() == [[0, 0]] * 3
+        assert tensors["index"].tolist() == [[0, 1, 2]]
+        assert tensors["present"].tolist() == [0, 0, 0]
+
+
+@given(
+    st.integers(0, 9),
+    st.permutations(range(9)),
+    st.sampled_from([None, 2, 5]),
+    st.sampled_from(["sample", "cluster"]),
+)
+def test_the_order_of_contributions_does_not_matter(
+    count: int, order: list[int], max_sets: int | None, sets: str
+) -> None:
+    """Bit for bit, also where sets are drawn or clustered."""
+    settings = paper(max_sets=max_sets, sets=sets)
+    devices = some_devices(count, classes=4)
+    straight = settings.aggregate(devices, {}, num_classes=4, seed=3)
+    shuffled = settings.aggregate(
+        [devices[place] for place in order if place < count], {}, num_classes=4, seed=3
+    )
+    for name, value in straight.items():
+        np.testing.assert_array_equal(value, shuffled[name])
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.sampled_from(["sample", "cluster"]))
+def test_what_is_sent_out_is_consistent(count: int, classes: int, sets: str) -> None:
+    """Rows point into the prototypes, at a class's own, and global ones are means over all devices, capped or not."""
+    devices = some_devices(count, classes=classes)
+    settings = paper(max_sets=3, sets=sets)
+    capped = settings.aggregate(devices, {}, num_classes=classes, seed=0)
+    full = SMALL.aggregate(devices, {}, num_classes=classes, seed=0)
+    np.testing.assert_array_equal(capped["prototypes"][:classes], full["prototypes"][:classes])
+    np.testing.assert_array_equal(capped["present"], full["present"])
+    owners = sum(1 for device in devices if len(device.labels))
+    assert len(full["index"]) == max(owners, 1)
+    assert 1 <= len(capped["index"]) <= 3
+    for tensors in (capped, full):
+        rows = tensors["index"]
+        assert rows.max() < len(tensors["prototypes"])
+        assert sorted(rows[rows >= classes].tolist()) == list(range(classes, len(tensors["prototypes"])))
+        np.testing.assert_array_equal(
+            rows[rows < classes], np.broadcast_to(np.arange(classes), rows.shape)[rows < classes]
+        )
+
+
+def test_another_round_draws_other_sets() -> None:
+    """The draw depends on the seed, and all that is drawn are sets of devices."""
+    devices = some_devices(30, classes=3)
+    settings = paper(max_sets=4)
+    drawn = [settings.aggregate(devices, {}, num_classes=3, seed=seed)["prototypes"][3:] for seed in range(5)]
+    assert len({rows.tobytes() for rows in drawn}) > 1
+    everybody = SMALL.aggregate(devices, {}, num_classes=3, seed=0)["prototypes"][3:].tolist()
+    assert all(row in everybody for rows in drawn for row in rows.tolist())
+
+
+def test_like_sets_are_merged_by_their_counts() -> None:
+    """Two devices alike and one that is not: the two become one set, its class 0 (1*[1,0] + 3*[1.5,0]) / 4."""
+    settings = paper(max_sets=2, sets="cluster")
+    devices = [
+        handed_in("a", {0: [1, 0], 1: [0, 1]}),
+        handed_in("b", {0: [-9, 0], 1: [0, -9]}),
+        handed_in("c", {0: [1.5, 0], 1: [0, 1]}, {0: 3}),
+    ]
+    tensors = settings.aggregate(devices, {}, num_classes=2, seed=0)
+    sets = tensors["prototypes"][tensors["index"]].tolist()
+    assert sorted(sets) == [[[-9, 0], [0, -9]], [[1.375, 0], [0, 1]]]
+
+
+def written_out(
+    z: NDArray[np.float64], labels: list[int], sets: NDArray[np.float64], present: list[int], tau: float
+) -> float:
+    """-(1/m) sum_p log( exp(z.C_p^y / tau) / sum_{a != y} exp(z.C_p^a / tau) ), mean over the samples (eq. 9, 10)."""
+    total = 0.0
+    for sample, label in zip(z, labels, strict=True):
+        others = [a for a, there in enumerate(present) if there and a != label]
+        if not present[label] or not others:
+            continue
+        for prototypes in sets:
+            against = sum(math.exp(sample @ prototypes[a] / tau) for a in others)
+            total -= math.log(math.exp(sample @ prototypes[label] / tau) / against) / len(sets)
+    return total / len(z)
+
+
+@pytest.mark.parametrize("variant", ["both", "global", "local"])
+@pytest.mark.parametrize("devices", [1, 3, 17])
+@pytest.mark.parametrize("missing", [0, 2])
+def test_the_loss_is_that_of_the_paper(variant: str, devices: int, missing: int) -> None:
+    """Eq. 8 to 10 in float64, with a class that nobody has and sets that lack classes."""
+    settings = paper(projection_size=6, variant=variant)
+    classes = 5
+    pooled = settings.aggregate(
+        some_devices(devices, classes=classes - missing, size=6), {}, num_classes=classes, seed=0
+    )
+    random = np.random.default_rng(0)
+    z = random.normal(size=(7, 6))
+    labels = random.integers(0, classes, size=7)
+    tensors = {**to_torch(pooled), "labels": torch.from_numpy(labels)}
+    found = float(contrast(settings, tensors, torch.from_numpy(z.astype(np.float32)), classes))
+
+    prototypes = pooled["prototypes"].astype(np.float64)
+    present = pooled["present"].tolist()
+    terms = {
+        "global": written_out(z, labels.tolist(), prototypes[None, :classes], present, settings.tau),
+        "local": written_out(z, labels.tolist(), prototypes[pooled["index"]], present, settings.tau),
+    }
+    expected = sum(terms.values()) if variant == "both" else terms[variant]
+    assert expected != 0
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_cross_entropy_leaves_the_own_class_in_the_denominator() -> None:
+    """With z.C/tau = (2, 1) and label 0 it is log(1 + e^-1); the paper's form is -1."""
+    tensors = {
+        "labels": torch.tensor([0]),
+        "prototypes": torch.tensor([[2.0, 0.0], [1.0, 0.0]]),
+        "present": torch.ones(2),
+    }
+    z = torch.tensor([[1.0, 0.0]])
+    losses = [
+        float(contrast(paper(variant="global", tau=1, loss=loss), tensors, z, 2))
+        for loss in ("contrastive", "cross_entropy")
+    ]
+    assert losses == pytest.approx([-1, math.log(1 + math.exp(-1))])
+
+
+@pytest.mark.parametrize("present", [[0, 0, 0], [1, 0, 0], [0, 1, 0]])
+@pytest.mark.parametrize("loss", ["contrastive", "cross_entropy"])
+def test_without_rivals_there_is_nothing_to_learn(present: list[int], loss: str) -> None:
+    """Loss and gradient are 0, not NaN, where nobody or only one class is there, at the lowest temperature."""
+    settings = paper(loss=loss, tau=0.001)
+    z = torch.eye(2).requires_grad_()
+    tensors = {
+        "labels": torch.tensor([0, 0]),
+        "prototypes": torch.ones(3, 2),
+        "index": torch.tensor([[0, 1, 2]]),
+        "present": torch.tensor(present, dtype=torch.float32),
+    }
+    value = contrast(settings, tensors, z, 3)
+    torch.autograd.backward(value)
+    assert value == 0
+    assert z.grad is not None
+    assert z.grad.abs().sum() == 0
+
+
+def test_a_head_prefers_the_devices_own_prototypes() -> None:
+    """Own prototypes where there are any, else the global ones; a class that nobody has is never predicted."""
+    functions = SMALL.functions(feature_size=2, num_classes=3, seed=0)
+    state = functions.init.apply({"feature": torch.zeros(0, 2)})
+    state |= {"weight": torch.eye(2)[None], "bias": torch.zeros(2)}
+    tensors = {
+        **state,
+        "feature": torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+        "prototypes": torch.tensor([[0.0, 1.0], [0.0, 0.5], [9.0, 9.0], [7.0, 7.0]]),
+        "present": torch.tensor([1.0, 1.0, 0.0]),
+        "local_prototypes": torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]),
+        "local_counts": torch.tensor([3.0, 0.0, 0.0]),
+    }
+    logits = functions.head.apply(tensors)["logits"] * SMALL.tau
+    np.testing.assert_allclose(logits[:, :2], np.array([[1, 0], [0, 0.5]]), atol=1e-6)
+    assert logits[:, 2].tolist() == pytest.approx([ABSENT_LOGIT * SMALL.tau] * 2)
+    own = functions.head.apply({**tensors, "local_counts": torch.tensor([3.0, 0.0, 1.0])})["logits"]
+    assert own[:, 2].tolist() == [0, 0]
+
+
+def test_a_prior_counts_in_the_loss_and_in_the_head() -> None:
+    """With 3 pictures and 1, each class is expected as often as its count and a tenth of their mean: 3.2 and 1.2.
+
+    At equal similarities the probabilities are these shares, and the loss of class 0 is -log(3.2 / 4.4).
+    """
+    settings = paper(prior=True, loss="cross_entropy", variant="global")
+    tensors = {
+        "labels": torch.tensor([0]),
+        "prototypes": torch.ones(2, 2),
+        "present": torch.ones(2),
+        "class_counts": torch.tensor([3.0, 1.0]),
+    }
+    loss = contrast(settings, tensors, torch.ones(1, 2), 2)
+    assert float(loss) == pytest.approx(-math.log(3.2 / 4.4), abs=1e-5)
+
+    functions = settings.functions(feature_size=2, num_classes=2, seed=0)
+    pictures = {"feature": torch.ones(4, 2), "labels": torch.tensor([0, 0, 1, 0])}
+    state = functions.init.apply(pictures)
+    assert state["class_counts"].tolist() == [3, 1]
+    assert "class_counts" not in settings.kept
+    local = {"local_prototypes": torch.ones(2, 2), "local_counts": state["class_counts"]}
+    shares = functions.head.apply({**pictures, **state, **tensors, **local})["probabilities"]
+    np.testing.assert_allclose(shares, [[3.2 / 4.4, 1.2 / 4.4]] * 4, atol=1e-6)
+    local["local_counts"] = torch.zeros(2)
+    shares = functions.head.apply({**pictures, **state, **tensors, **local})["probabilities"]
+    np.testing.assert_allclose(shares, 0.5, atol=1e-6)
+
+
+def test_features_are_standardised_on_the_device() -> None:
+    """Mean 0 over its own pictures, and deviation 1 over all features: one that never moves is not blown up."""
+    functions = SMALL.functions(feature_size=3, num_classes=2, seed=0)
+    feature = torch.tensor([[1.0, 10.0, 5.0], [3.0, 30.0, 5.0]])
+    state = functions.init.apply({"feature": feature})
+    assert state["mean"].tolist() == [2, 20, 5]
+    np.testing.assert_allclose(state["std"], [math.sqrt(101 / 3)] * 3, rtol=1e-6)
+    plain = paper(standardise=False).functions(feature_size=3, num_classes=2, seed=0)
+    untouched = plain.init.apply({"feature": feature})
+    assert (untouched["mean"].tolist(), untouched["std"].tolist()) == ([0, 0, 0], [1, 1, 1])
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_or_one_picture_makes_a_valid_state(rows: int) -> None:
+    """Nothing to take a deviation of: it is 1, and the projection finite."""
+    functions = SMALL.functions(feature_size=3, num_classes=2, seed=0)
+    state = functions.init.apply({"feature": torch.ones(rows, 3)})
+    assert state["std"].tolist() == [1, 1, 1]
+    projection = functions.project.apply({**state, "feature": torch.zeros(2, 3)})["projection"]
+    np.testing.assert_allclose(projection.norm(dim=1), 1, rtol=1e-5)
+
+
+def test_everybody_begins_with_the_projection_of_the_seed() -> None:
+    """The first weights depend on the seed alone."""
+    first, same, other = (
+        SMALL.functions(feature_size=3, num_classes=2, seed=seed).init.apply({"feature": feature})["weight"]
+        for seed, feature in ((0, torch.zeros(0, 3)), (0, torch.ones(4, 3)), (1, torch.zeros(0, 3)))
+    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_round_0_does_not_train() -> None:
+    """Its prototypes are those of the common first projection."""
+    assert [FedPCL(epochs=3).epochs_of(number) for number in range(3)] == [0, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"tau": 0}, {"variant": "none"}, {"max_sets": 0}, {"epoch": 1}, {"learning_rate": -1}]
+)
+def test_settings_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
+    """A table of the task file with a wrong or unknown value does not become settings."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wrong, FedPCL)
+
+
+def test_pooling_does_without_torch() -> None:
+    """The daemon's side of all algorithms is imported without it."""
+    program = (
+        "import sys; from aggregator.algorithms import fedpcl, fpl; import aggregator.graphs.program_export; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

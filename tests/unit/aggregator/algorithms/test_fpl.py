@@ -1,0 +1,213 @@
+"""FPL: pooling worked out by hand, and the loss against the paper's formulas written out."""
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fpl import FPL, cluster_means
+from aggregator.algorithms.fpl_step import PARAMETERS, loss
+from aggregator.algorithms.program import Contribution
+from aggregator.graphs.tracing import to_torch
+from protocol.errors import ProtofleetError
+
+SETTINGS = FPL(adapter_size=4, tau=0.02, regularisation=0.7)
+CLASSES = 3
+SHARED = SETTINGS.first_tensors(feature_size=5, num_classes=CLASSES, seed=0)
+
+
+def device(
+    name: str, *, classes: list[int], pictures: int = 2, change: float = 0.0, seed: int = 0
+) -> Contribution:
+    """Random prototypes of some classes, and the same change of every parameter."""
+    random = np.random.default_rng(seed)
+    return Contribution(
+        device=name,
+        values=random.normal(size=(len(classes), 4)).astype(np.float32),
+        labels=np.array(classes, dtype=np.int64),
+        counts=np.full(len(classes), pictures, dtype=np.int64),
+        tensors={key: np.full_like(SHARED[key], change) for key in PARAMETERS},
+    )
+
+
+def pool(*contributions: Contribution) -> dict[str, NDArray[Any]]:
+    """What follows round 0."""
+    return SETTINGS.aggregate(contributions, SHARED, num_classes=CLASSES, seed=0)
+
+
+def test_models_are_averaged_by_their_pictures() -> None:
+    """Changes of 1 by 6 pictures, -2 by 2, and 8 by a device without a prototype: (6*1 - 2*2) / 8 = 0.25."""
+    tensors = pool(
+        device("a", classes=[0, 1], pictures=3, change=1),
+        device("b", classes=[1], pictures=2, change=-2),
+        device("c", classes=[], change=8),
+    )
+    for name in PARAMETERS:
+        assert tensors[name].dtype == np.float32
+        np.testing.assert_allclose(tensors[name] - SHARED[name], 0.25, atol=1e-6)
+
+
+def test_clusters_and_unbiased_prototypes_by_hand() -> None:
+    """Four devices at 0 and 2 degrees and one at 90: two clusters, which count the same in the unbiased prototype.
+
+    FINCH: 0 <-> 0, 2 <-> 2 at first, and 90 -> 2 as the nearest: {0, 0} and {2, 2, 90}. The last partition with two
+    clusters is that one, for the next joins them. Means: [1, 0], and [(2 cos 2 + 0) / 3, (2 sin 2 + 1) / 3].
+    """
+    angles = np.deg2rad([0, 0, 2, 2, 90])
+    values = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    second = [float(2 * np.cos(angles[2]) / 3), float((2 * np.sin(angles[2]) + 1) / 3)]
+    means = np.array([[1, 0], second])
+    np.testing.assert_allclose(cluster_means(values), means, atol=1e-6)
+
+    settings = FPL(adapter_size=2)
+    first = settings.first_tensors(feature_size=5, num_classes=2, seed=0)
+    changes = {name: np.zeros_like(first[name]) for name in PARAMETERS}
+    one = np.ones(1, dtype=np.int64)
+    parts = [
+        Contribution(device=str(number), values=value[None], labels=one, counts=one, tensors=changes)
+        for number, value in enumerate(values)
+    ]
+    tensors = settings.aggregate(parts, first, num_classes=2, seed=0)
+    np.testing.assert_allclose(tensors["clusters"], means, atol=1e-3)
+    assert tensors["cluster_labels"].tolist() == [1, 1]
+    np.testing.assert_allclose(tensors["unbiased"], [np.zeros(2), means.mean(axis=0)], atol=1e-3)
+    assert tensors["present"].tolist() == [0, 1]
+
+
+def test_one_device_is_its_own_cluster() -> None:
+    """One prototype of a class: cluster and unbiased prototype are that prototype."""
+    part = device("a", classes=[2])
+    tensors = pool(part)
+    np.testing.assert_allclose(tensors["clusters"], part.values, atol=1e-3)
+    np.testing.assert_array_equal(tensors["unbiased"][2], tensors["clusters"][0])
+    assert tensors["cluster_labels"].tolist() == [2]
+
+
+@pytest.mark.parametrize("parts", [(), (device("a", classes=[]),)])
+def test_without_prototypes_the_model_stays_and_nothing_clusters(parts: tuple[Contribution, ...]) -> None:
+    """There is one cluster of zeros all the same, since no tensor may be empty, and no class is present."""
+    for tensors in (pool(*parts), SHARED):
+        assert tensors["clusters"].tolist() == [[0, 0, 0, 0]]
+        assert tensors["cluster_labels"].tolist() == [0]
+        assert tensors["present"].tolist() == [0, 0, 0]
+        assert all(np.array_equal(tensors[name], SHARED[name]) for name in PARAMETERS)
+
+
+@given(st.permutations(range(7)))
+def test_the_order_of_contributions_does_not_matter(order: list[int]) -> None:
+    """Bit for bit, parameters and clusters."""
+    parts = [
+        device(str(number), classes=[number % 3, 2][: 1 + number % 2], change=number / 7, seed=number)
+        for number in range(7)
+    ]
+    straight, shuffled = pool(*parts), pool(*(parts[place] for place in order))
+    for name, value in straight.items():
+        np.testing.assert_array_equal(value, shuffled[name])
+
+
+def test_a_change_that_does_not_fit_is_refused() -> None:
+    """A contribution without a parameter, or with one of another shape, names the device and the tensor."""
+    whole = device("pi", classes=[0])
+    for wrong in ({}, {**whole.tensors, "adapter_bias": np.zeros(9, dtype=np.float32)}):
+        broken = Contribution(
+            device="pi", values=whole.values, labels=whole.labels, counts=whole.counts, tensors=wrong
+        )
+        with pytest.raises(ProtofleetError, match=r"device pi must hand in the change of adapter_\w+ as \("):
+            pool(broken)
+
+
+def written_out(
+    features: NDArray[np.float64],
+    logits: NDArray[np.float64],
+    labels: list[int],
+    shared: dict[str, list[float]],
+) -> float:
+    """CE + CPCL + UPCR of each sample (eq. 7 to 12), in plain sums; the mean of them."""
+
+    def cosine(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+        return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+    total = 0.0
+    clusters, owners = np.array(shared["clusters"]), shared["cluster_labels"]
+    for feature, scores, label in zip(features, logits, labels, strict=True):
+        total -= math.log(math.exp(scores[label]) / sum(math.exp(score) for score in scores))
+        if label in owners:
+            near = [math.exp(cosine(feature, cluster) / SETTINGS.tau) for cluster in clusters]
+            mine = sum(value for value, owner in zip(near, owners, strict=True) if owner == label)
+            total -= math.log(mine / sum(near))
+            total += SETTINGS.regularisation * float(
+                np.mean((feature - np.array(shared["unbiased"])[label]) ** 2)
+            )
+    return total / len(labels)
+
+
+@pytest.mark.parametrize("owned", [[[0, 1], [0], [0, 1], [1]], [[1]], [[]]])
+def test_the_loss_is_that_of_the_paper(owned: list[list[int]]) -> None:
+    """Eq. 7 to 12 in float64, with one class that nobody has, with two, and with nothing at all."""
+    pooled = pool(*(device(str(n), classes=classes, seed=n) for n, classes in enumerate(owned)))
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(6, 4)) + 0.5
+    weight, bias = random.normal(size=(CLASSES, 4)), random.normal(size=CLASSES)
+    labels = [0, 1, 2, 0, 1, 2]
+    found = loss(
+        SETTINGS,
+        {**to_torch(pooled), "labels": torch.tensor(labels)},
+        torch.tensor(hidden, dtype=torch.float32),
+        torch.tensor(weight, dtype=torch.float32),
+        torch.tensor(bias, dtype=torch.float32),
+    )
+    features = np.maximum(hidden, 0)
+    shared = {
+        "clusters": pooled["clusters"].tolist(),
+        "cluster_labels": pooled["cluster_labels"].tolist() if any(owned) else [],
+        "unbiased": pooled["unbiased"].tolist(),
+    }
+    expected = written_out(features, features @ weight.T + bias, labels, shared)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_dead_feature_is_no_nan() -> None:
+    """A sample that the adapter's ReLU turns into zeros has a finite loss and gradient, at the lowest temperature."""
+    settings = FPL(adapter_size=4, tau=0.001, regularisation=1)
+    pooled = to_torch(pool(device("a", classes=[0, 1]), device("b", classes=[1], seed=1)))
+    hidden = torch.full((2, 4), -1.0).requires_grad_()
+    value = loss(
+        settings,
+        {**pooled, "labels": torch.tensor([1, 2])},
+        hidden,
+        torch.ones(CLASSES, 4),
+        torch.ones(CLASSES),
+    )
+    torch.autograd.backward(value)
+    assert math.isfinite(value.item())
+    assert hidden.grad is not None
+    assert bool(torch.isfinite(hidden.grad).all())
+
+
+def test_the_first_model_is_that_of_the_seed() -> None:
+    """The same seed gives the same one; its values lie in +-1/sqrt(inputs)."""
+    again, other = (
+        SETTINGS.first_tensors(feature_size=5, num_classes=CLASSES, seed=seed)["adapter_weight"]
+        for seed in (0, 1)
+    )
+    np.testing.assert_array_equal(again, SHARED["adapter_weight"])
+    assert not np.array_equal(other, again)
+    assert np.abs(again).max() <= 5**-0.5
+
+
+def test_every_round_trains() -> None:
+    """Round 0 as well: with cross-entropy alone, for there are no prototypes yet."""
+    assert [FPL(epochs=4).epochs_of(number) for number in range(2)] == [4, 4]
+
+
+@pytest.mark.parametrize("wrong", [{"tau": 0}, {"momentum": 1}, {"adapter_size": 0}, {"temperature": 1}])
+def test_settings_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
+    """A table of the task file with a wrong or unknown value does not become settings."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(wrong, FPL)

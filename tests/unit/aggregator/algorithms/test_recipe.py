@@ -1,0 +1,20 @@
+"""Which recipe a head is trained by, of what the task file says and whether prototypes bear noise."""
+
+import pytest
+
+from aggregator.algorithms.fedtc import RECIPES
+from aggregator.config.task_file import Training
+from aggregator.training.train_head import recipe_of
+
+
+@pytest.mark.parametrize(
+    ("written", "private", "restored"),
+    [(None, False, True), (None, True, False), (True, True, True), (False, False, False)],
+)
+def test_noise_is_not_restored_unless_it_is_asked_for(
+    *, written: bool | None, private: bool, restored: bool
+) -> None:
+    """Under differential privacy the default recipe leaves out what would multiply the noise; the file may say so."""
+    recipe = recipe_of(Training(restore=written), private=private)
+    assert (recipe.restore, recipe.mix) == (restored, restored)
+    assert recipe.epochs == RECIPES["default"].epochs

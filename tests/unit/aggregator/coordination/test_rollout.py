@@ -1,0 +1,349 @@
+"""Which head the fleet uses: canaries, decisions, replacements, orders; whatever the order of events."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from aggregator.coordination.rollout import (
+    KEPT_HEADS,
+    Action,
+    Answer,
+    Decline,
+    Evaluated,
+    Event,
+    Made,
+    Ordered,
+    Reject,
+    Settings,
+    State,
+    Ticked,
+    Trial,
+    Try,
+    Use,
+    begun,
+    figures_of,
+    kept,
+    step,
+)
+from protocol.wire.canary import canary_rank
+
+CANARY = Settings(canary=0.2, margin=0.02, patience_s=600.0)
+FLEET = frozenset(f"d{number}" for number in range(10))
+GOOD = Answer(right=90, pictures=100, before=91)
+WORSE = Answer(right=88, pictures=100, before=91)
+BROKEN = Answer(right=0, pictures=0, problem="it gives NaN")
+
+
+def play(state: State, *events: Event, by: Settings = CANARY) -> tuple[State, list[Action]]:
+    """Take events, one after the other, each over a restart."""
+    done: list[Action] = []
+    for event in events:
+        state, actions = step(state, event, settings=by)
+        state = msgspec.json.decode(msgspec.json.encode(state), type=State)
+        done.extend(actions)
+    return state, done
+
+
+def ranked(version: int, devices: frozenset[str] = FLEET) -> list[str]:
+    """Devices by their ranks, the first one first."""
+    return sorted(devices, key=lambda device: canary_rank(device, version))
+
+
+def trying(version: int = 2, online: frozenset[str] = FLEET) -> State:
+    """A fleet that uses the head before, with canaries at work."""
+    state, _ = play(begun([version - 1]), Made(version, 0.0), Ticked(1.0, online))
+    return state
+
+
+def heads(*versions: int, gone: Sequence[int] = ()) -> dict[int, bool]:
+    """Heads with what devices need of them."""
+    return {version: version not in gone for version in versions}
+
+
+def test_without_canaries_every_head_goes_to_all() -> None:
+    """As it comes, and no device is asked."""
+    state, done = play(State(), Made(1, 0.0), Ticked(1.0, FLEET), Made(2, 2.0), by=Settings())
+    assert (state.current, state.trial, state.earlier) == (2, None, (1,))
+    assert done == [Use(1, ""), Use(2, "")]
+
+
+def test_the_first_head_goes_to_all() -> None:
+    """There is nothing to compare it with."""
+    assert play(State(), Made(1, 0.0))[1] == [Use(1, "")]
+
+
+def test_a_candidate_is_tried_by_those_of_the_lowest_ranks() -> None:
+    """A fifth of the ten that are there: a share is rounded up, and it is one at least."""
+    state = trying()
+    assert state.current == 1
+    assert state.trial is not None
+    assert list(state.trial.canaries) == ranked(2)[:2]
+    assert state.trial.below == canary_rank(ranked(2)[1], 2) + 1
+    for devices, wanted in ((1, 1), (5, 1), (6, 2)):
+        online = frozenset(ranked(2)[:devices])
+        trial = trying(online=online).trial
+        assert trial is not None
+        assert len(trial.canaries) == wanted
+
+
+def test_a_candidate_waits_for_the_first_device() -> None:
+    """Nobody is there: nobody is a canary, and time does not change that."""
+    state, done = play(begun([1]), Made(2, 0.0), Ticked(1.0, frozenset()), Ticked(1e6, frozenset()))
+    assert state.trial == Trial(2, 1e6)
+    assert done == []
+    state, done = play(state, Ticked(1e6 + 1, frozenset({"late"})))
+    assert state.trial is not None
+    assert done == [Try(state.trial)]
+    assert state.trial.canaries == ("late",)
+
+
+@pytest.mark.parametrize(
+    ("answers", "current"),
+    [
+        ((GOOD, GOOD), 2),
+        ((GOOD, WORSE), 2),
+        ((WORSE, WORSE), 1),
+        ((Answer(89, 100, 91), Answer(89, 100, 91)), 2),
+        ((Answer(889, 1000, 910), Answer(0, 0)), 1),
+        ((Answer(0, 9), Answer(0, 0, 0)), 2),
+        ((Answer(5, 5), WORSE), 1),
+        ((GOOD, BROKEN), 1),
+    ],
+)
+def test_the_pooled_pictures_decide(answers: tuple[Answer, Answer], current: int) -> None:
+    """Not worse by more than the margin over all pictures; without a comparison it is enough that it runs."""
+    state = trying()
+    assert state.trial is not None
+    events = [
+        Evaluated(device, 2, answer) for device, answer in zip(state.trial.canaries, answers, strict=True)
+    ]
+    state, done = play(state, *events)
+    assert (state.current, state.trial) == (current, None)
+    assert isinstance(done[-1], Use if current == 2 else Reject)
+    assert state.rejected.keys() == ({2} if current == 1 else set())
+
+
+def test_the_reason_has_the_figures() -> None:
+    """Of both heads, and how many pictures and devices."""
+    state = trying()
+    assert state.trial is not None
+    assert figures_of(state.trial) == "no canary has answered"
+    state, _ = play(state, *[Evaluated(device, 2, WORSE) for device in state.trial.canaries])
+    assert state.rejected[2] == (
+        "88.0% of 200 held-out pictures right on 2 canaries, 91.0% with the head before"
+    )
+
+
+def test_a_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
+    """Without waiting for the others; and another device's word does not count."""
+    state = trying()
+    assert state.trial is not None
+    bystander, canary = ranked(2)[5], state.trial.canaries[0]
+    state, done = play(state, Evaluated(bystander, 2, BROKEN))
+    assert done == []
+    state, done = play(state, Evaluated(canary, 2, BROKEN))
+    assert done == [Reject(2, f"{canary} does not use it: it gives NaN")]
+
+
+def test_canaries_that_do_not_answer_are_replaced() -> None:
+    """After a while, by the next that are there; who is a canary stays one, and may still answer."""
+    state = trying()
+    first = state.trial
+    assert first is not None
+    slow = first.canaries[1]
+    state, done = play(state, Evaluated(first.canaries[0], 2, GOOD), Ticked(600.0, FLEET))
+    assert done == []
+    state, done = play(state, Ticked(601.0, FLEET - {ranked(2)[2]}))
+    assert state.trial is not None
+    assert done == [Try(state.trial)]
+    assert state.trial.canaries == (first.canaries[0], ranked(2)[3])
+    assert state.trial.below == canary_rank(ranked(2)[3], 2) + 1
+    again, done = play(state, Evaluated(slow, 2, GOOD), Ticked(1201.0, frozenset()))
+    assert done == [Use(2, figures_of(replace(first, answers=dict.fromkeys(first.canaries, GOOD))))]
+    assert again.current == 2
+
+
+def test_with_nobody_else_there_it_waits() -> None:
+    """For those that were asked, however long; what was told to devices does not change."""
+    only = frozenset(ranked(2)[:1])
+    state = trying(online=only)
+    state, done = play(state, *(Ticked(601.0 * n, only) for n in range(1, 9)))
+    assert done == []
+    assert state.trial is not None
+    assert set(state.trial.canaries) == only
+
+
+def test_a_clock_that_is_set_back_does_no_harm() -> None:
+    """Patience begins anew."""
+    state, _ = play(trying(), Ticked(-1e6, FLEET), Ticked(-1e6 + 601.0, FLEET))
+    assert state.trial is not None
+    assert set(state.trial.canaries) == set(ranked(2)[2:4])
+
+
+def test_a_newer_head_takes_the_place_of_a_candidate() -> None:
+    """The older one is not tried any more, and what is said of it is passed over."""
+    state, done = play(trying(), Made(3, 5.0))
+    assert done == [Reject(2, "head 3 has taken its place")]
+    assert (state.current, state.trial) == (1, Trial(3, 5.0))
+    assert play(state, Evaluated(ranked(2)[0], 2, BROKEN), Made(2, 6.0), Made(3, 7.0)) == (state, [])
+
+
+def test_no_canaries_any_more() -> None:
+    """A candidate that waits goes to all when the task file asks for no canaries any more."""
+    state, done = play(trying(), Ticked(2.0, FLEET), by=Settings())
+    assert (state.current, state.trial) == (2, None)
+    assert [type(action) for action in done] == [Use]
+
+
+def test_a_rollback_goes_further_back_each_time() -> None:
+    """To what was current before; what was rolled back says so, and a later head goes out as usual."""
+    known = heads(1, 2, 3)
+    back = Ordered("rollback", None, known)
+    state, done = play(begun([1, 2, 3]), back, back)
+    assert [action.version for action in done if isinstance(action, Use)] == [2, 1]
+    assert state.rejected == {3: "rolled back to head 2", 2: "rolled back to head 1"}
+    assert play(state, back)[1] == [
+        Decline("no other head was current before: name one of the heads there are (1, 2, 3)")
+    ]
+    state, _ = play(state, Made(4, 0.0), by=Settings())
+    assert (state.current, state.earlier) == (4, (1,))
+
+
+def test_a_rollback_to_a_head_by_its_version() -> None:
+    """Also a newer one, or one that was rejected; from there, back is where it was."""
+    known = heads(1, 2, 3)
+    state, _ = play(begun([1, 2, 3]), Ordered("rollback", 1, known), Ordered("rollback", 3, known))
+    assert (state.current, state.earlier, state.rejected) == (3, (1,), {})
+    state, _ = play(state, Ordered("rollback", None, known))
+    assert state.current == 1
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (Ordered("rollback", 9, heads(1, 2)), "there is no head 9; there are 1, 2"),
+        (Ordered("rollback", 1, heads(1, 2)), "head 1 is current already"),
+        (
+            Ordered("rollback", 2, heads(1, 2)),
+            "is being tried: give it to all devices with `aggregator promote`",
+        ),
+        (Ordered("promote", 2, heads(1, 2, gone=[2])), "is gone from the disk"),
+        (Ordered("promote", 1, heads(1, 2)), "head 1 is not being tried any more"),
+    ],
+)
+def test_orders_that_cannot_be_carried_out(order: Ordered, words: str) -> None:
+    """Each says why, and nothing changes."""
+    state = trying()
+    after, (declined,) = play(state, order)
+    assert after == state
+    assert isinstance(declined, Decline)
+    assert words in declined.why
+
+
+def test_an_order_without_a_candidate() -> None:
+    """There is nothing to promote."""
+    (declined,) = play(begun([1]), Ordered("promote", None, heads(1)))[1]
+    assert isinstance(declined, Decline)
+    assert "nothing to promote" in declined.why
+
+
+def test_a_candidate_is_promoted_or_given_up_by_an_operator() -> None:
+    """Promoted without its canaries; given up with the head that was current, where the fleet goes back."""
+    known = heads(1, 2, 3)
+    state, done = play(trying(), Ordered("promote", None, known))
+    assert done == [Use(2, "promoted by an operator")]
+    assert (state.current, state.trial, state.earlier) == (2, None, (1,))
+    state, _ = play(begun([1, 2]), Made(3, 0.0), Ordered("rollback", None, known))
+    assert (state.current, state.trial) == (1, None)
+    assert state.rejected == {2: "rolled back to head 1", 3: "rolled back to head 1"}
+    assert play(state, Made(3, 9.0)) == (state, [])
+
+
+def test_what_may_be_gone_back_to_is_kept() -> None:
+    """The current head, the one before, the candidate, and the last few."""
+    state = State(newest=20, current=3, earlier=(1, 2), trial=Trial(9, 0.0))
+    assert kept(state, range(1, 21)) == {2, 3, 9, *range(21 - KEPT_HEADS, 21)}
+
+
+DEVICES = st.sampled_from(sorted(FLEET)[:5])
+ANSWERS = st.one_of(
+    st.just(BROKEN),
+    st.builds(Answer, st.just(0), st.just(0)),
+    st.builds(Answer, st.integers(0, 9), st.just(9), st.one_of(st.none(), st.integers(0, 9))),
+)
+
+
+@settings(deadline=None)
+@given(
+    answers=st.lists(ANSWERS, min_size=5, max_size=5),
+    order=st.permutations(range(5)),
+    again=st.lists(st.integers(0, 4), max_size=4),
+)
+def test_the_order_of_answers_does_not_matter(
+    answers: list[Answer], order: list[int], again: list[int]
+) -> None:
+    """Nor does hearing one twice, or a restart after each: the outcome is the same."""
+    by = replace(CANARY, canary=0.5)
+    state, _ = play(begun([1]), Made(2, 0.0), Ticked(1.0, FLEET), by=by)
+    assert state.trial is not None
+    said = [
+        Evaluated(device, 2, answer) for device, answer in zip(state.trial.canaries, answers, strict=True)
+    ]
+    straight, _ = play(state, *said, by=by)
+    shuffled, _ = play(state, *(said[number] for number in [*order[:2], *again, *order]), by=by)
+    assert straight.trial is shuffled.trial is None
+    assert straight.current == shuffled.current
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(Made, st.integers(1, 6), st.floats(0, 1e4)),
+        st.builds(Ticked, st.floats(0, 1e4), st.frozensets(DEVICES)),
+        st.builds(Evaluated, DEVICES, st.integers(1, 6), ANSWERS),
+        st.builds(
+            Ordered,
+            st.sampled_from(["rollback", "promote"]),
+            st.one_of(st.none(), st.integers(1, 6)),
+            st.just(heads(*range(1, 7), gone=[2])),
+        ),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(events=EVENTS)
+def test_whatever_happens_there_is_one_good_head(events: list[Event]) -> None:
+    """Never a rejected one that no operator wants; canaries stay canaries; and once devices answer, it is decided."""
+    state, before = State(), State()
+    for event in events:
+        before, (state, done) = state, play(state, event)
+        assert state.current not in state.rejected
+        assert state.current or not state.newest
+        assert state.trial is None or state.trial.version == state.newest
+        if before.trial and state.trial and before.trial.version == state.trial.version:
+            assert state.trial.below >= before.trial.below
+        used = [action.version for action in done if isinstance(action, Use)]
+        assert not used or used == [state.current]
+        if used and not isinstance(event, Ordered):
+            assert used[0] not in before.rejected
+    last_s = state.trial.since_s if state.trial else 0.0
+    state, _ = play(state, Ticked(last_s + 1e5, FLEET), Ticked(last_s + 2e5, FLEET))
+    state, _ = play(state, *(Evaluated(device, state.newest, GOOD) for device in FLEET))
+    assert state.trial is None
+
+
+def test_canaries_without_pictures_to_tell_of_say_that_it_runs() -> None:
+    """Under differential privacy all counts are 0: a head that runs on all canaries is taken, and no other."""
+    silent = Answer(right=0, pictures=0, before=0)
+    first, second = ranked(2)[:2]
+    state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, silent))
+    assert state.current == 2
+    (use,) = [action for action in actions if isinstance(action, Use)]
+    assert use.why == "it runs on 2 canaries, without pictures to compare it on"
+    state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, BROKEN))
+    assert (state.current, [type(action) for action in actions]) == (1, [Reject])

@@ -1,0 +1,170 @@
+"""A head becomes an ONNX graph that computes what torch computes, alone and behind its backbone."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from numpy.typing import NDArray
+from onnx import version_converter
+from torch import Tensor, nn
+
+from aggregator.graphs.fuse import fuse
+from aggregator.graphs.head_export import OPSET, head_to_onnx, max_abs_difference
+from protocol.errors import BackboneMismatch
+from protocol.metadata import HeadMetadata, head_metadata, model_metadata
+from tests.support.graphs import EDGE, tiny_backbone
+
+FEATURE_SIZE = 16
+CLASSES = ("ant", "bee", "crow", "dog", "elk")
+
+
+class UnitLength(nn.Module):
+    """Rows divided by their Euclidean length."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return them."""
+        return nn.functional.normalize(values, dim=1)
+
+
+def network(*, seed: int = 0) -> nn.Module:
+    """Adapter and head as FedTC's Table 5 has them, narrower."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(FEATURE_SIZE, 64), nn.ReLU(), UnitLength(),
+        nn.Linear(64, 32), nn.ReLU(), UnitLength(),
+        nn.Linear(32, len(CLASSES)),
+    ).eval()  # fmt: skip
+
+
+def described(backbone: bytes) -> HeadMetadata:
+    """What the head of such a network says."""
+    return HeadMetadata(
+        classes=CLASSES,
+        version=4,
+        task="a" * 64,
+        backbones=(hashlib.sha256(backbone).hexdigest(),),
+        feature_size=FEATURE_SIZE,
+        training={"loss": 0.25},
+    )
+
+
+def random_features(count: int) -> NDArray[np.float32]:
+    """(count, L)."""
+    return np.random.default_rng(count).normal(size=(count, FEATURE_SIZE)).astype(np.float32)
+
+
+def random_pictures(count: int) -> NDArray[np.uint8]:
+    """(count, H, W, 3)."""
+    return np.random.default_rng(count).integers(0, 256, (count, EDGE, EDGE, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def backbone() -> bytes:
+    """A backbone file."""
+    return tiny_backbone(feature_size=FEATURE_SIZE)
+
+
+@pytest.fixture(scope="module")
+def head(backbone: bytes) -> bytes:
+    """A head file for it."""
+    return head_to_onnx(network(), metadata=described(backbone))
+
+
+def test_the_head_says_what_it_takes_and_gives(backbone: bytes, head: bytes) -> None:
+    """Names, types, shapes and metadata are those of the contract, for any number of rows."""
+    session = onnxruntime.InferenceSession(head)
+    (feature,), outputs = session.get_inputs(), session.get_outputs()
+    assert (feature.name, feature.type, feature.shape) == ("feature", "tensor(float)", ["n", FEATURE_SIZE])
+    assert [(output.name, output.type, output.shape) for output in outputs] == [
+        ("logits", "tensor(float)", ["n", len(CLASSES)]),
+        ("probabilities", "tensor(float)", ["n", len(CLASSES)]),
+    ]
+    assert head_metadata(session.get_modelmeta().custom_metadata_map) == described(backbone)
+    assert onnx.load_model_from_string(head).opset_import[0].version == OPSET
+
+
+def test_the_head_computes_what_torch_computes(head: bytes) -> None:
+    """Logits and probabilities agree with torch for 1, 3 and 400 rows, and probabilities add up to 1."""
+    session = onnxruntime.InferenceSession(head)
+    for count in (1, 3, 400):
+        features = random_features(count)
+        with torch.inference_mode():
+            expected = network()(torch.from_numpy(features)).numpy()
+        logits, probabilities = session.run(["logits", "probabilities"], {"feature": features})
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+        odds = np.exp(expected - expected.max(axis=1, keepdims=True))
+        np.testing.assert_allclose(probabilities, odds / odds.sum(axis=1, keepdims=True), atol=1e-5)
+        np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
+
+
+def test_a_row_of_zeros_has_probabilities_too(head: bytes) -> None:
+    """A feature without length is no division by zero."""
+    zeros = np.zeros((2, FEATURE_SIZE), dtype=np.float32)
+    assert np.isfinite(onnxruntime.InferenceSession(head).run(["probabilities"], {"feature": zeros})[0]).all()
+
+
+def test_the_same_head_has_the_same_bytes_and_nothing_of_the_machine(backbone: bytes, head: bytes) -> None:
+    """A digest names a head, and no path of the machine that trained it goes out with it."""
+    assert head_to_onnx(network(), metadata=described(backbone)) == head
+    assert b".py" not in head
+    assert str(Path.cwd()).encode() not in head
+
+
+def test_the_difference_is_small_for_the_head_and_large_for_another(backbone: bytes, head: bytes) -> None:
+    """The difference from torch is float32's for the module of the file, and real for another."""
+    assert max_abs_difference(network(), head, random_features(5)) < 1e-5
+    assert max_abs_difference(network(seed=1), head, random_features(5)) > 1e-2
+
+
+def test_features_that_are_not_finite_are_an_infinite_difference(head: bytes) -> None:
+    """NaN never passes for agreement."""
+    features = random_features(3)
+    features[1, 2] = np.nan
+    assert max_abs_difference(network(), head, features) == float("inf")
+
+
+@pytest.mark.parametrize("opset", [17, OPSET, 20])
+def test_backbone_and_head_in_one_file_compute_the_same(head: bytes, backbone: bytes, opset: int) -> None:
+    """The fused file gives what head after backbone gives, whatever operator set the backbone is of."""
+    other = version_converter.convert_version(onnx.load_model_from_string(backbone), opset)
+    file = bytes(other.SerializeToString())
+    head_of_it = head_to_onnx(network(), metadata=described(file))
+    fused = onnxruntime.InferenceSession(fuse(file, head_of_it))
+
+    assert [entry.name for entry in fused.get_inputs()] == ["image"]
+    assert [entry.name for entry in fused.get_outputs()] == ["logits", "probabilities"]
+    for count in (1, 4):
+        (features,) = onnxruntime.InferenceSession(file).run(["feature"], {"image": random_pictures(count)})
+        expected = onnxruntime.InferenceSession(head).run(["logits", "probabilities"], {"feature": features})
+        given = fused.run(["logits", "probabilities"], {"image": random_pictures(count)})
+        for ours, theirs in zip(given, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_the_fused_file_knows_both(backbone: bytes, head: bytes) -> None:
+    """Its metadata holds how to prepare pictures and what the classes are, and no other kind is claimed."""
+    session = onnxruntime.InferenceSession(fuse(backbone, head))
+    properties = session.get_modelmeta().custom_metadata_map
+    facts = model_metadata(properties)
+    assert facts.head == described(backbone)
+    assert facts.backbone.preprocessing.height == EDGE
+    assert list(properties) == ["protofleet"]
+
+
+def test_a_head_of_another_backbone_is_not_fused(head: bytes, backbone: bytes) -> None:
+    """Features of another network mean something else: both digests are named."""
+    other = tiny_backbone(feature_size=FEATURE_SIZE, seed=1)
+    with pytest.raises(BackboneMismatch) as caught:
+        fuse(other, head)
+    for file in (backbone, other):
+        assert hashlib.sha256(file).hexdigest() in str(caught.value)
+
+
+def test_a_head_is_no_backbone(head: bytes) -> None:
+    """Two heads are not fused."""
+    with pytest.raises(BackboneMismatch, match="expected a protofleet backbone"):
+        fuse(head, head)

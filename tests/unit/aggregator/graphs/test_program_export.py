@@ -1,0 +1,305 @@
+"""Programs as ONNX: what the files promise, that they compute what torch does, and that a wrong one is caught."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.program import Algorithm, Contribution
+from aggregator.graphs.parity import TOLERANCE, check
+from aggregator.graphs.program_export import Graphs, bind, build, untrained
+from protocol.errors import ProtofleetError
+from protocol.metadata import GraphMetadata, HeadMetadata, graph_metadata, head_metadata
+
+ROLES = ("init", "step", "project", "head")
+L, C, D = 12, 4, 8
+ALGORITHMS: dict[str, Algorithm] = {
+    "fedpcl": FedPCL(projection_size=D, tau=0.1, learning_rate=1e-2),
+    "fpl": FPL(adapter_size=D, tau=0.1, learning_rate=1e-2, regularisation=1, standardise=True),
+}
+METADATA = HeadMetadata(
+    classes=("ant", "bee", "crow", "dog"),
+    version=2,
+    task="a" * 64,
+    backbones=("b" * 64,),
+    feature_size=L,
+    training={},
+)
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@pytest.fixture(scope="module", params=list(ALGORITHMS))
+def name(request: pytest.FixtureRequest) -> str:
+    """Each algorithm."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def graphs(name: str) -> Graphs:
+    """Its program."""
+    return build(ALGORITHMS[name], feature_size=L, num_classes=C, seed=0)
+
+
+def pooled(algorithm: Algorithm, *, devices: int) -> Arrays:
+    """A round's tensors after devices have handed in prototypes of the first three classes."""
+    random = np.random.default_rng(devices)
+    first = algorithm.first_tensors(feature_size=L, num_classes=C, seed=0)
+    contributions = [
+        Contribution(
+            device=f"device-{number}",
+            values=random.normal(size=(3, D)).astype(np.float32),
+            labels=np.arange(3),
+            counts=random.integers(2, 9, size=3),
+            tensors={key: np.zeros_like(first[key]) for key in algorithm.uploaded},
+        )
+        for number in range(devices)
+    ]
+    return algorithm.aggregate(contributions, first, num_classes=C, seed=0) if devices else first
+
+
+@functools.lru_cache(maxsize=8)
+def opened(file: bytes) -> Any:
+    """A session for a graph."""
+    return onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+
+
+def run(file: bytes, arrays: Arrays) -> Arrays:
+    """All outputs of a graph, its inputs bound by name as the device binds them."""
+    session = opened(file)
+    kinds = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+    feeds = {
+        value.name: np.asarray(arrays[value.name], dtype=kinds[value.type]) for value in session.get_inputs()
+    }
+    return dict(zip((value.name for value in session.get_outputs()), session.run(None, feeds), strict=True))
+
+
+def pictures(count: int, *, classes: int = C) -> Arrays:
+    """Features that tell the classes apart, and labels."""
+    random = np.random.default_rng(count)
+    labels = np.arange(count) % classes
+    feature = random.normal(size=(count, L)) + 3 * np.eye(L)[labels]
+    return {"feature": feature.astype(np.float32), "labels": labels}
+
+
+def trained(graphs: Graphs, data: Arrays, tensors: Arrays, *, steps: int) -> tuple[Arrays, list[float]]:
+    """The state after steps on the whole of the data, and the loss of each."""
+    state = {**run(graphs.init, data)}
+    state |= {key: value for key, value in tensors.items() if key in state}
+    losses = []
+    for _ in range(steps):
+        after = run(graphs.step, {**tensors, **data, **state})
+        losses.append(float(after.pop("loss")))
+        state |= {key.removeprefix("next_"): value for key, value in after.items()}
+    return state, losses
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_graph_says_what_it_is(graphs: Graphs, name: str, role: str) -> None:
+    """Role, sizes, operator set and the ONNX Runtimes that run it are in its metadata."""
+    session = onnxruntime.InferenceSession(getattr(graphs, role))
+    metadata = graph_metadata(session.get_modelmeta().custom_metadata_map)
+    assert metadata == GraphMetadata(
+        role=metadata.role,
+        algorithm=name,
+        classes=C,
+        feature_size=L,
+        projection_size=D,
+        opset=18,
+        runtime_min="1.14",
+        runtime_max=onnxruntime.__version__,
+    )
+    assert metadata.role == role
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_graph_is_plain_onnx_in_one_piece(graphs: Graphs, role: str) -> None:
+    """ONNX's own operators, a format as old as they are, no float64, no other file, nothing of this machine."""
+    file = getattr(graphs, role)
+    model = onnx.load_model_from_string(file)
+    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 18)]
+    assert {node.domain for node in model.graph.node} == {""}
+    assert model.ir_version == 8
+    assert not model.functions
+    assert all(tensor.data_location == onnx.TensorProto.DEFAULT for tensor in model.graph.initializer)
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    dtypes = {value.type.tensor_type.elem_type for value in (*inferred.value_info, *inferred.input)}
+    assert onnx.TensorProto.DOUBLE not in dtypes
+    assert b".py" not in file
+    assert str(Path.cwd()).encode() not in file
+
+
+def test_the_same_program_has_the_same_bytes(graphs: Graphs, name: str) -> None:
+    """A digest names a program, which a restart of the aggregator must not change, nor what torch has drawn before."""
+    torch.manual_seed(len(name))
+    before = torch.random.get_rng_state()
+    assert build(ALGORITHMS[name], feature_size=L, num_classes=C, seed=0) == graphs
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_states_round_the_graphs_fit(graphs: Graphs, name: str) -> None:
+    """Every input is a batch, state, round or local tensor; each `next_NAME` is like the state's NAME."""
+    algorithm = ALGORITHMS[name]
+    state = run(graphs.init, pictures(0))
+    assert {*algorithm.kept, *algorithm.uploaded} <= set(state)
+    known = {*state, *pooled(algorithm, devices=2), "feature", "labels"}
+    for role in ROLES:
+        session = onnxruntime.InferenceSession(getattr(graphs, role))
+        local = {"local_prototypes", "local_counts"} if role == "head" else set()
+        assert {value.name for value in session.get_inputs()} <= known | local
+    after = run(graphs.step, {**pooled(algorithm, devices=2), **pictures(3), **state})
+    assert after.pop("loss").shape == ()
+    for key, value in after.items():
+        before = state[key.removeprefix("next_")]
+        assert (value.shape, value.dtype) == (before.shape, before.dtype)
+
+
+@pytest.mark.parametrize("devices", [0, 1, 17])
+@pytest.mark.parametrize("batch", [1, 5, 32])
+def test_nothing_is_ever_nan(graphs: Graphs, name: str, devices: int, batch: int) -> None:
+    """Batches of one, fleets of none and of one, classes that nobody has: losses, states and heads are finite."""
+    algorithm = ALGORITHMS[name]
+    tensors = pooled(algorithm, devices=devices)
+    data = pictures(batch)
+    state, losses = trained(graphs, data, tensors, steps=3)
+    assert np.isfinite(losses).all()
+    assert all(np.isfinite(value).all() for value in state.values())
+    projection = run(graphs.project, {**data, **state})["projection"]
+    assert projection.shape == (batch, D)
+    local = {"local_prototypes": np.zeros((C, D)), "local_counts": np.zeros(C)}
+    head = run(graphs.head, {**tensors, **local, **data, **state})
+    assert head["logits"].shape == (batch, C)
+    np.testing.assert_allclose(head["probabilities"].sum(axis=1), 1, atol=1e-5)
+
+
+def test_training_learns(graphs: Graphs, name: str) -> None:
+    """A hundred steps lower the loss."""
+    tensors = pooled(ALGORITHMS[name], devices=3)
+    _, losses = trained(graphs, pictures(24, classes=3), tensors, steps=100)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_state_of_no_picture_is_that_of_the_seed(graphs: Graphs) -> None:
+    """It is valid, and what `untrained` gives."""
+    state = untrained(graphs.init, feature_size=L)
+    expected = run(graphs.init, pictures(0))
+    assert list(state) == list(expected)
+    for key, value in expected.items():
+        np.testing.assert_array_equal(state[key], value)
+    assert state["std"].tolist() == [1] * L
+
+
+def test_a_bound_head_computes_what_the_unbound_one_does(graphs: Graphs, name: str) -> None:
+    """With the same tensors, for any number of rows, and as an ordinary head with its metadata."""
+    tensors = pooled(ALGORITHMS[name], devices=30)
+    bound = {**untrained(graphs.init, feature_size=L), **tensors}
+    head = bind(graphs.head, bound, metadata=METADATA)
+    session = onnxruntime.InferenceSession(head)
+    assert [value.name for value in session.get_inputs()] == ["feature"]
+    assert [value.name for value in session.get_outputs()] == ["logits", "probabilities"]
+    assert head_metadata(session.get_modelmeta().custom_metadata_map) == METADATA
+    local = {"local_prototypes": np.zeros((C, D)), "local_counts": np.zeros(C)}
+    for rows in (1, 9):
+        data = pictures(rows)
+        expected = run(graphs.head, {**bound, **local, **data})
+        for key, value in run(head, data).items():
+            np.testing.assert_allclose(value, expected[key], atol=1e-5)
+
+
+def test_a_bound_head_carries_no_more_than_it_needs(graphs: Graphs, name: str) -> None:
+    """Of the prototypes of three hundred devices, none but those of the classes remain."""
+    algorithm = ALGORITHMS[name]
+    state = untrained(graphs.init, feature_size=L)
+    few, many = (
+        bind(graphs.head, {**state, **pooled(algorithm, devices=devices)}, metadata=METADATA)
+        for devices in (1, 300)
+    )
+    assert len(many) == pytest.approx(len(few), abs=200)
+    assert [entry.version for entry in onnx.load_model_from_string(many).opset_import] == [18]
+
+
+def test_a_devices_own_prototypes_can_be_bound(graphs: Graphs, name: str) -> None:
+    """What a device has of its own takes the place of zeros."""
+    data, tensors = pictures(5), pooled(ALGORITHMS[name], devices=2)
+    own = {"local_prototypes": np.eye(C, D, dtype=np.float32), "local_counts": np.ones(C, dtype=np.float32)}
+    bound = {**untrained(graphs.init, feature_size=L), **tensors, **own}
+    expected = run(graphs.head, {**bound, **data})["logits"]
+    np.testing.assert_allclose(
+        run(bind(graphs.head, bound, metadata=METADATA), data)["logits"], expected, atol=1e-4
+    )
+
+
+def test_a_head_is_not_bound_to_what_does_not_fit(graphs: Graphs, name: str) -> None:
+    """A tensor that is missing or of another shape is named."""
+    whole = {**untrained(graphs.init, feature_size=L), **pooled(ALGORITHMS[name], devices=2)}
+    without = {key: value for key, value in whole.items() if key != "mean"}
+    with pytest.raises(ProtofleetError, match=r"takes mean of shape \(12,\), got none"):
+        bind(graphs.head, without, metadata=METADATA)
+    with pytest.raises(ProtofleetError, match=r"takes mean of shape \(12,\), got \(3,\)"):
+        bind(graphs.head, {**whole, "mean": np.zeros(3)}, metadata=METADATA)
+
+
+def test_a_difference_from_torch_is_small(graphs: Graphs, name: str) -> None:
+    """Outputs, loss, gradients and ten steps, over several batches and fleets, with classes missing."""
+    algorithm = ALGORITHMS[name]
+    functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
+    files = {role: getattr(graphs, role) for role in ROLES}
+    found = check(files, algorithm, functions, feature_size=L, num_classes=C)
+    assert found.keys() == TOLERANCE.keys()
+    assert all(0 <= difference <= TOLERANCE[key] for key, difference in found.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tau": 0.11}, "in (loss|outputs) by"),
+        ({"weight_decay": 1e-2}, "in (gradients|steps) by"),
+        ({"learning_rate": 1.1e-2}, "in (gradients|steps) by"),
+    ],
+)
+def test_a_graph_that_computes_something_else_is_not_published(
+    graphs: Graphs, name: str, change: dict[str, float], message: str
+) -> None:
+    """Another temperature, decay or rate than the graph's own is noticed."""
+    table = {**msgspec.to_builtins(ALGORITHMS[name]), **change}
+    algorithm: Algorithm = msgspec.convert(table, type(ALGORITHMS[name]))
+    functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
+    files = {role: getattr(graphs, role) for role in ROLES}
+    with pytest.raises(ProtofleetError, match=message):
+        check(files, algorithm, functions, feature_size=L, num_classes=C)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "classes"),
+    [
+        (FedPCL(projection_size=D, variant="local", relu=True, loss="contrastive", prior=False, tau=0.07), 1),
+        (
+            FedPCL(
+                projection_size=D, variant="global", standardise=False, learning_rate=0.1, weight_decay=0.0
+            ),
+            3,
+        ),
+        (FPL(adapter_size=D, standardise=False, momentum=0.0, tau=0.004, learning_rate=0.5), 3),
+    ],
+)
+def test_settings_far_from_the_defaults_make_programs_too(algorithm: Algorithm, classes: int) -> None:
+    """Also with one class, and where rounding alone moves what is learnt."""
+    graphs = build(algorithm, feature_size=7, num_classes=classes, seed=1)
+    assert untrained(graphs.init, feature_size=7)["mean"].shape == (7,)
+
+
+def test_a_large_projection_is_worked_on_by_tiles() -> None:
+    """What would not fit a processor's cache is cut: the state is a stack of tiles, and the optimiser one `Scan`."""
+    graphs = build(FedPCL(projection_size=32), feature_size=4096, num_classes=3, seed=0)
+    assert untrained(graphs.init, feature_size=4096)["weight"].shape == (2, 16, 4096)
+    operators = [node.op_type for node in onnx.load_model_from_string(graphs.step).graph.node]
+    assert operators.count("Scan") == 1

@@ -1,0 +1,183 @@
+"""From submissions to heads without a network: what a failure and a restart in the middle of a pooling do."""
+
+import logging
+import queue
+import shutil
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from aggregator.config.task_file import load_task
+from aggregator.coordination import rounds
+from aggregator.heads import orchestrator as learning_module
+from aggregator.heads.orchestrator import Learning
+from aggregator.storage.store import Store, SubmissionRow
+from aggregator.tasks.task import Task, prepare_task
+from aggregator.training.jobs import RoundJob
+from aggregator.training.runner import Finished, Progress
+from protocol.errors import StateError
+from protocol.wire.codec import digest_of, encode
+from tests.support.submissions import round_submission
+
+PATIENCE_S = 300.0
+Events = queue.SimpleQueue[Progress | Finished]
+
+
+@pytest.fixture
+def store(prepared: Path, tmp_path: Path) -> Store:
+    """A state that has the graphs of a task of rounds."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return Store(tmp_path / "state")
+
+
+@pytest.fixture
+def task(store: Store) -> Task:
+    """A task of three rounds, which two devices close."""
+    return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
+
+
+def _take(learning: Learning, task: Task, device: str, *, number: int = 0) -> rounds.Answer:
+    submission = round_submission(
+        task=task.digest, number=number, shapes=task.expectation.tensors, seed=ord(device)
+    )
+    payload = encode(submission)
+    entry = rounds.Entry(1, digest_of(payload), time.time(), number)
+    answer = learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+    learning.settle()
+    learning.tick()
+    return answer
+
+
+def _end(events: Events) -> Finished:
+    event = events.get(timeout=PATIENCE_S)
+    assert isinstance(event, Finished)
+    return event
+
+
+def test_a_round_that_fails_is_told_and_tried_again(
+    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line with the reason; the round stays open, and a further submission begins the pooling anew."""
+    caplog.set_level(logging.INFO)
+    events: Events = queue.SimpleQueue()
+    learning = Learning(task, store, on_event=events.put)
+    assert task.first_tensors is not None
+    blob = store.blobs.path(task.first_tensors.digest)
+    whole = blob.read_bytes()
+    blob.write_bytes(b"damaged")
+    for device in "ab":
+        assert _take(learning, task, device).verdict == "new"
+    assert not learning.finish(_end(events))
+    assert "round 0 failed: exit status 1: " in caplog.text
+    assert "was changed on disk" in caplog.text
+    assert "tried again in 1000 s, when a submission comes" in caplog.text
+    assert store.round_state(task.digest).training is None
+    assert (learning.round is not None and learning.round.number, store.heads()) == (0, [])
+    learning.tick()
+    assert events.empty()
+    blob.write_bytes(whole)
+    _take(learning, task, "c")
+    assert learning.finish(_end(events))
+    assert [len(head.members) for head in store.heads()] == [3]
+
+
+def test_a_failure_that_cannot_be_stored_holds_nothing_up(task: Task, store: Store) -> None:
+    """The disk is full when a pooling fails and when the next batch comes; with room again, it is done."""
+    events: Events = queue.SimpleQueue()
+    learning = Learning(task, store, on_event=events.put)
+    assert task.first_tensors is not None
+    blob = store.blobs.path(task.first_tensors.digest)
+    whole = blob.read_bytes()
+    blob.write_bytes(b"damaged")
+    for device in "ab":
+        _take(learning, task, device)
+    learning.settle()
+    learning.tick()
+    failure = _end(events)
+    store._db.execute("PRAGMA query_only = 1")
+    assert not learning.finish(failure)
+    learning.go_back()
+    store._db.execute("PRAGMA query_only = 0")
+    blob.write_bytes(whole)
+    learning.retry()
+    learning.tick()
+    assert learning.finish(_end(events))
+    assert [len(head.members) for head in store.heads()] == [2]
+
+
+def test_a_pooling_that_was_cut_off_is_done_again(
+    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On the very same submissions: who came after the round had closed is in the next one."""
+    caplog.set_level(logging.INFO)
+    before = Learning(task, store, on_event=lambda _: None)
+    for device in "abc":
+        _take(before, task, device)
+    before.stop()
+    events: Events = queue.SimpleQueue()
+    after = Learning(task, store, on_event=events.put)
+    assert "going on with head 1, which was cut off" in caplog.text
+    finished = _end(events)
+    assert isinstance(finished.job, RoundJob)
+    assert sorted(finished.job.members) == ["a", "b"]
+    assert after.finish(finished)
+    assert sorted(after.state.covered) == ["a", "b"]
+    assert sorted(after.state.submissions) == ["a", "b", "c"]
+
+
+def test_what_is_refused_leaves_nothing(task: Task, store: Store) -> None:
+    """A submission for a round to come is neither stored nor counted."""
+    learning = Learning(task, store, on_event=lambda _: None)
+    before = set(store.blobs.digests())
+    assert _take(learning, task, "a", number=1).verdict == "unknown_round"
+    assert set(store.blobs.digests()) == before
+    assert store.submissions(task.digest) == {}
+
+
+def test_what_could_not_be_stored_was_never_taken(task: Task, store: Store) -> None:
+    """A batch that is taken back closes no round, and leaves neither blob nor row; it can come again."""
+    events: Events = queue.SimpleQueue()
+    learning = Learning(task, store, on_event=events.put)
+    before = set(store.blobs.digests())
+    with pytest.raises(StateError), store.together():
+        _take_both(learning, task)
+    learning.go_back()
+    learning.tick()
+    assert learning.state == store.round_state(task.digest) == rounds.State()
+    assert (set(store.blobs.digests()), events.empty()) == (before, True)
+    for device in "ab":
+        assert _take(learning, task, device).verdict == "new"
+    assert learning.finish(_end(events))
+
+
+def _take_both(learning: Learning, task: Task) -> None:
+    for device in "ab":
+        payload = encode(
+            round_submission(task=task.digest, shapes=task.expectation.tensors, seed=ord(device))
+        )
+        entry = rounds.Entry(1, digest_of(payload), time.time(), 0)
+        learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+    raise StateError("the disk is full")
+
+
+def test_what_is_replaced_does_not_fill_the_disk(
+    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that hands in all day leaves a bounded number of submissions, and its newest one among them."""
+    learning = Learning(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
+    before = set(store.blobs.digests())
+    message = round_submission(task=task.digest, number=0, shapes=task.expectation.tensors)
+    size_bytes = len(encode(message))
+    monkeypatch.setattr(learning_module, "MAX_REPLACED_BYTES", 3 * size_bytes)
+    for number in range(1, 30):
+        payload = encode(msgspec.structs.replace(message, sequence=number))
+        entry = rounds.Entry(number, digest_of(payload), time.time())
+        learning.take(SubmissionRow("a", entry, len(payload), 10, 2, {0: 1}), payload)
+        learning.settle()
+        learning.tick()
+        left = set(store.blobs.digests())
+        assert entry.digest in left
+        assert before <= left
+        assert len(left - before) <= 6

@@ -1,0 +1,201 @@
+"""The aggregator as a process among neighbours: nobody speaks for another, and nothing is said twice to any effect."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aggregator.security.enrollment import Wanted, enrol, revoke
+from aggregator.storage.store import Store
+from protocol.enrollment import read_enrolment
+from protocol.mqtt.session import Broker
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import BlobRequest, DeviceInfo, Evaluation, Receipt, Submission
+from protocol.wire.signing import public_key, sign_frame, sign_manifest
+from protocol.wire.topics import device_topic, fleet_topic
+from protocol.wire.transfer import Ranges, frames_of
+from tests.support.aggregator_process import FLEET, PATIENT, Daemon, Device, aggregator, key_of, write_task
+from tests.support.brokers import amqtt
+from tests.support.submissions import evaluation, submission
+
+
+@pytest.fixture
+def alone(address: Broker) -> Iterator[Broker]:
+    """One kind of broker: what is tested does not depend on it."""
+    with amqtt(address):
+        yield address
+
+
+def captured(
+    message: Submission | Evaluation, name: str, *, key: bytes | None = None, ranges: Ranges | None = None
+) -> tuple[bytes, list[bytes]]:
+    """The digest of what a device hands in, and what the broker sees of it; signed with its own key or another one."""
+    payload = encode(message)
+    frames = frames_of(payload, digest=digest_of(payload), ranges=ranges)
+    signed = (sign_frame(frame, key=key or key_of(name), fleet=FLEET, device=name) for frame in frames)
+    return digest_of(payload), [encode(frame) for frame in signed]
+
+
+def put(device: Device, name: str, caught: tuple[bytes, list[bytes]]) -> None:
+    """Publish under a name what was seen on the broker."""
+    for payload in caught[1]:
+        device.say(device_topic(FLEET, name, "up"), payload)
+
+
+def counts(summary: dict[str, Any]) -> dict[tuple[str, str], int]:
+    """How often each device was refused for each reason."""
+    return {(row["device"], row["reason"]): row["count"] for row in summary["refusals"]}
+
+
+def refused(receipt: Receipt) -> str | None:
+    """Why, if it was."""
+    return receipt.reason if receipt.status == "refused" else None
+
+
+def test_nobody_speaks_for_another(alone: Broker, tmp_path: Path) -> None:
+    """Not with a key of its own, nor with what the other has signed: it is refused, counted, and changes nothing."""
+    with (
+        aggregator(write_task(tmp_path, PATIENT), alone) as daemon,
+        Device(alone, "a") as a,
+        Device(alone, "b") as b,
+    ):
+        task = digest_of(a.task())
+        good = submission(task=task)
+        assert a.hand_in(good).status == "received"
+        assert b.hand_in(submission(task=task, seed=1)).status == "received"
+        forged = captured(submission(task=task, sequence=9, seed=2), "a", key=key_of("b"))
+        put(b, "a", forged)
+        assert refused(a.receipt(forged[0])) == "signature"
+        lied = captured(evaluation(task=task), "a", key=key_of("b"))
+        put(b, "a", lied)
+        assert refused(a.receipt(lied[0])) == "signature"
+        stolen = captured(submission(task=task, sequence=9, seed=3), "a")
+        put(b, "b", stolen)
+        assert refused(b.receipt(stolen[0])) == "signature"
+        summary = daemon.until(lambda summary: len(counts(summary)) == 2)
+        assert counts(summary) == {("a", "signature"): 2, ("b", "signature"): 1}
+        standing = Store(daemon.state, read_only=True).submissions(task)
+        assert [row.entry.sequence for row in standing.values()] == [1, 1]
+        assert standing["a"].entry.digest == digest_of(encode(good))
+        assert (daemon.log().count("refused from a (signature)"), daemon.log().count("refused from b")) == (
+            1,
+            1,
+        )
+
+
+def test_what_was_captured_never_takes_the_place_of_something_newer(alone: Broker, tmp_path: Path) -> None:
+    """An old submission is superseded, the newest one is received again: after a restart too, the same one stands."""
+    task_file = write_task(tmp_path, PATIENT)
+    with Device(alone, "a") as a, Device(alone, "mallory") as mallory:
+        with aggregator(task_file, alone) as daemon:
+            a.aggregator_is("online")
+            task = digest_of(a.task())
+            caught = [captured(submission(task=task, sequence=n, seed=n), "a") for n in (1, 2, 3)]
+            for one in caught[1:]:
+                put(a, "a", one)
+                assert a.receipt(one[0]).status == "received"
+            _replay(mallory, a, caught)
+            assert _standing(daemon, task) == (3, caught[-1][0])
+        with aggregator(task_file, alone) as daemon:
+            a.aggregator_is("online")
+            _replay(mallory, a, caught)
+            assert _standing(daemon, task) == (3, caught[-1][0])
+
+
+def _replay(mallory: Device, a: Device, caught: list[tuple[bytes, list[bytes]]]) -> None:
+    for one, reason in zip(caught, ("superseded", "superseded", None), strict=True):
+        put(mallory, "a", one)
+        assert refused(a.receipt(one[0])) == reason
+
+
+def _standing(daemon: Daemon, task: bytes) -> tuple[int, bytes]:
+    entry = Store(daemon.state, read_only=True).submissions(task)["a"].entry
+    return entry.sequence, entry.digest
+
+
+def test_a_transfer_that_goes_on_after_a_restart_is_still_its_devices(alone: Broker, tmp_path: Path) -> None:
+    """What another one adds to it is refused and spoils nothing."""
+    task_file = write_task(tmp_path, PATIENT)
+    with Device(alone, "a") as a, Device(alone, "mallory") as mallory:
+        with aggregator(task_file, alone) as daemon:
+            a.aggregator_is("online")
+            task = digest_of(a.task())
+            good = submission(task=task, labels=(0, 1, 2) * 20)
+            size = len(encode(good))
+            put(a, "a", captured(good, "a", ranges=((size - 9, size),)))
+            assert a.receipt(digest_of(encode(good))).missing == ((0, size - 9),)
+            daemon.process.kill()
+            daemon.process.wait()
+        with aggregator(task_file, alone):
+            a.aggregator_is("online")
+            put(mallory, "a", captured(good, "a", key=key_of("mallory"), ranges=((0, 5),)))
+            assert refused(a.receipt(digest_of(encode(good)))) == "signature"
+            put(a, "a", captured(good, "a", ranges=((0, size - 9),)))
+            assert a.receipt(digest_of(encode(good))).status == "received"
+
+
+def test_a_fleet_is_closed_and_a_key_revoked_while_it_runs(alone: Broker, tmp_path: Path) -> None:
+    """By another process: who is not enrolled is not heard on any channel, and who is revoked no more."""
+    with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
+        task = digest_of(a.task())
+        assert a.hand_in(submission(task=task)).status == "received"
+        operator = Store(daemon.state)
+        operator.keys.close_fleet()
+        assert refused(a.hand_in(submission(task=task, sequence=2))) == "unknown_device"
+        a.send("get", encode(BlobRequest(digest=task, offset=0, length=1)))
+        assert refused(a.receipt(task)) == "unknown_device"
+        info = DeviceInfo(epoch=1, software="", runtime="", backbones=(), pictures={}, refused=0)
+        a.send("info", encode(info))
+        summary = daemon.until(lambda summary: counts(summary).get(("a", "unknown_device")) == 3)
+        assert summary["devices"][0]["seen_s"] is None
+        assert summary["keys"] == {"closed": True, "enrolled": 0, "first_use": 1, "revoked": 0}
+        operator.keys.enrol_key("a", public_key(key_of("a")), now_s=0.0)
+        assert a.hand_in(submission(task=task, sequence=3)).status == "received"
+        large = submission(task=task, sequence=4, labels=(0, 1, 2) * 20)
+        size = len(encode(large))
+        a.send_payload(encode(large), ranges=((size - 9, size),))
+        assert a.receipt(digest_of(encode(large))).status == "missing"
+        assert operator.keys.revoke_key("a", now_s=0.0)
+        a.send_payload(encode(large), ranges=((0, size - 9),))
+        assert refused(a.receipt(digest_of(encode(large)))) == "revoked"
+        assert Store(daemon.state, read_only=True).submissions(task)["a"].entry.sequence == 3
+        operator.close()
+
+
+def test_what_is_written_over_the_fleets_topics_does_not_stay(alone: Broker, tmp_path: Path) -> None:
+    """Where no access list keeps others off: whoever comes later finds the aggregator's own task, and it is counted."""
+    forged = sign_manifest(b"x", key=key_of("a"), fleet=FLEET, channel="task", release=2**62)
+    with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
+        genuine = a.signed("task")
+        for written in (forged, b""):
+            a.say(fleet_topic(FLEET, "task"), written, retain=True)
+            while a.signed("task") != genuine:
+                pass  # what was written comes to everybody first
+        daemon.until(lambda summary: counts(summary) == {("?", "signature"): 1})
+        with Device(alone, "b") as late:
+            assert late.signed("task") == genuine
+
+
+def test_who_is_enrolled_begins_anew(alone: Broker, tmp_path: Path) -> None:
+    """Whatever somebody has handed in under its name before, with the greatest number there is, stands in no way."""
+    with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
+        task = digest_of(a.task())
+        assert a.hand_in(submission(task=task, sequence=2**63 - 1)).status == "received"
+        store = Store(daemon.state)
+        enrol(store, Wanted("a"), fleet=FLEET, out=tmp_path / "a")
+        own = captured(submission(task=task, sequence=5, seed=5), "a", key=_signing_key(tmp_path / "a"))
+        put(a, "a", own)
+        assert a.receipt(own[0]).status == "received"
+        assert _standing(daemon, task) == (5, own[0])
+        revoke(store, "a")
+        enrol(store, Wanted("a", renew=True), fleet=FLEET, out=tmp_path / "again")
+        assert store.submissions(task) == {}
+        again = captured(submission(task=task, sequence=4, seed=6), "a", key=_signing_key(tmp_path / "again"))
+        put(a, "a", again)
+        assert a.receipt(again[0]).status == "received"
+        store.close()
+
+
+def _signing_key(folder: Path) -> bytes:
+    return read_enrolment(folder).signing_key

@@ -1,0 +1,321 @@
+"""What devices hand in is taken only if everything about it is right, and told apart by reason if not."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aggregator.ingest.validation import (
+    Expectation,
+    Refused,
+    check_evaluation,
+    check_submission,
+    read_message,
+)
+from protocol.wire.codec import encode, to_tensor, to_unsigned
+from protocol.wire.messages import (
+    DifferentialPrivacy,
+    Evaluation,
+    Perturbation,
+    Presence,
+    Privacy,
+    Submission,
+    Tensor,
+)
+from tests.support.submissions import (
+    EXPECTATION,
+    FEATURE_SIZE,
+    ROUNDS_EXPECTATION,
+    evaluation,
+    round_submission,
+    submission,
+)
+
+GOOD = submission()
+GOOD_IN_ROUNDS = round_submission()
+
+
+def _changed(**fields: Any) -> Submission:
+    return msgspec.structs.replace(GOOD, **fields)
+
+
+def _floats(values: float, *shape: int, dtype: str = "f2") -> Tensor:
+    return to_tensor(np.full(shape, values, dtype=dtype))
+
+
+def _refused(spoilt: Submission, expectation: Expectation = EXPECTATION) -> Refused:
+    """The refusal of a submission that came as bytes, as all do."""
+    message = read_message(encode(spoilt))
+    assert isinstance(message, Submission)
+    with pytest.raises(Refused) as caught:
+        check_submission(message, expectation)
+    return caught.value
+
+
+def test_a_good_submission_becomes_arrays() -> None:
+    """Values, labels and counts come out as sent, ready to train on."""
+    message = read_message(encode(GOOD))
+    assert isinstance(message, Submission)
+    taken = check_submission(message, EXPECTATION)
+    arrays = (taken.values, taken.labels, taken.counts)
+    assert [str(array.dtype) for array in arrays] == ["float32", "int64", "int64"]
+    assert taken.values.shape == (4, FEATURE_SIZE)
+    np.testing.assert_array_equal(taken.values, np.frombuffer(GOOD.prototypes.data, "<f2").reshape(4, -1))
+    assert taken.labels.tolist() == [0, 0, 1, 2]
+    assert taken.counts.tolist() == [5, 5, 5, 5]
+
+
+def test_float32_prototypes_are_taken_too() -> None:
+    """A device may spend more bytes than it needs to."""
+    check_submission(_changed(prototypes=_floats(1.5, 4, FEATURE_SIZE, dtype="f4")), EXPECTATION)
+
+
+REFUSED: dict[str, tuple[Submission, str, str]] = {
+    "other task": (_changed(task=bytes(32)), "unknown_task", "expected task .*, got 000000000000"),
+    "prototypes of integers": (
+        _changed(prototypes=to_tensor(np.zeros((4, 16), "u1"))),
+        "dtype",
+        "prototypes",
+    ),
+    "labels of floats": (_changed(labels=_floats(0, 4)), "dtype", "labels of kind 'u', got f2"),
+    "counts of floats": (_changed(counts=_floats(5, 4)), "dtype", "counts of kind 'u', got f2"),
+    "flat prototypes": (_changed(prototypes=_floats(0, 64)), "shape", "of 2 dimensions"),
+    "labels in a table": (_changed(labels=to_tensor(np.zeros((4, 1), "u1"))), "shape", "of 1 dimensions"),
+    "another backbone's size": (submission(feature_size=17), "shape", r"expected \(m, 16\) .* got \(4, 17\)"),
+    "one label too few": (_changed(labels=to_unsigned(np.zeros(3, int))), "shape", r"\(3,\)"),
+    "one count too many": (_changed(counts=to_unsigned(np.full(5, 5))), "shape", r"\(5,\)"),
+    "no prototype": (submission(labels=()), "shape", r"\(0, 16\)"),
+    "bytes missing": (_changed(prototypes=Tensor("f2", (4, 16), bytes(127))), "shape", "expected 128 bytes"),
+    "bytes to spare": (_changed(labels=Tensor("u1", (4,), bytes(5))), "shape", "labels: expected 4 bytes"),
+    "a shape beyond memory": (
+        _changed(prototypes=Tensor("f2", (2**31 - 1, 2**31 - 1), b"")),
+        "shape",
+        "expected 9223372",
+    ),
+    "NaN": (_changed(prototypes=_floats(float("nan"), 4, 16)), "not_finite", "NaN or infinity"),
+    "infinity": (_changed(prototypes=_floats(float("-inf"), 4, 16)), "not_finite", "NaN or infinity"),
+    "a class too many": (submission(labels=(0, 3)), "unknown_class", "labels below 3, got 3"),
+    "a picture by itself": (
+        _changed(counts=to_unsigned(np.array([5, 5, 1, 5]))),
+        "malformed",
+        "at least 2 pictures",
+    ),
+    "no picture at all": (_changed(counts=to_unsigned(np.array([5, 5, 0, 5]))), "malformed", "got 0 to 5"),
+    "more pictures than there are": (
+        _changed(counts=to_unsigned(np.array([5, 5, 5, 2**32 - 1]))),
+        "malformed",
+        "to 4294967295",
+    ),
+    "pictures that were never read": (
+        _changed(pictures=19),
+        "implausible",
+        "20 pictures in prototypes of 19",
+    ),
+    "more than batches have": (
+        _changed(counts=to_unsigned(np.array([5, 9, 10, 5])), pictures=99),
+        "implausible",
+        "at most 9 pictures in a prototype where batches are of 5, got 10",
+    ),
+    "a round": (_changed(round=1), "unknown_round", "no rounds, got a submission for round 1"),
+    "tensors": (_changed(tensors={"bias": _floats(0, 4)}), "malformed", "tensors none, got bias"),
+}
+
+
+@pytest.mark.parametrize(("spoilt", "reason", "detail"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_wrong_submission_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
+    """The reason is for programs; the detail says what was expected and what came."""
+    refused = _refused(spoilt)
+    assert refused.reason == reason
+    assert re.search(detail, refused.detail)
+
+
+def test_a_good_submission_of_a_round_becomes_arrays() -> None:
+    """Its tensors come out as float32; it may be of any round, and need not have trained."""
+    taken = check_submission(GOOD_IN_ROUNDS, ROUNDS_EXPECTATION)
+    assert taken.values.shape == (2, 4)
+    assert {name: (str(array.dtype), array.shape) for name, array in taken.tensors.items()} == {
+        "weight": ("float32", (4, 16)),
+        "bias": ("float32", (4,)),
+    }
+    check_submission(_in_rounds(loss=None, round=7), ROUNDS_EXPECTATION)
+
+
+def _in_rounds(**fields: Any) -> Submission:
+    return msgspec.structs.replace(GOOD_IN_ROUNDS, **fields)
+
+
+def _tensors(**changes: Tensor) -> Submission:
+    return _in_rounds(tensors={**GOOD_IN_ROUNDS.tensors, **changes})
+
+
+REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
+    "other task": (_in_rounds(task=bytes(32)), "unknown_task", "expected task"),
+    "a feature": (_in_rounds(prototypes=_floats(0, 2, 16)), "shape", r"expected \(m, 4\) .* got \(2, 16\)"),
+    "more than half precision": (
+        _in_rounds(prototypes=_floats(1e30, 2, 4, dtype="f4")),
+        "dtype",
+        "prototypes of kind 'f2', got f4",
+    ),
+    "no prototype": (
+        _in_rounds(
+            **{name: getattr(submission(labels=()), name) for name in ("labels", "counts")},
+            prototypes=_floats(0, 0, 4),
+        ),
+        "shape",
+        r"\(0, 4\)",
+    ),
+    "two of a class": (
+        _in_rounds(labels=to_unsigned(np.array([1, 1]))),
+        "malformed",
+        "one prototype of each class at most",
+    ),
+    "a class too many": (_in_rounds(labels=to_unsigned(np.array([0, 3]))), "unknown_class", "got 3"),
+    "NaN": (_in_rounds(prototypes=_floats(float("nan"), 2, 4)), "not_finite", "a prototype holds NaN"),
+    "too few pictures": (
+        _in_rounds(counts=to_unsigned(np.array([5, 1]))),
+        "malformed",
+        "at least 2 pictures",
+    ),
+    "a loss that is none": (_in_rounds(loss=float("nan")), "not_finite", "loss is nan"),
+    "a loss without end": (_in_rounds(loss=float("inf")), "not_finite", "loss is inf"),
+    "pictures that were never read": (
+        _in_rounds(pictures=9),
+        "implausible",
+        "10 pictures in prototypes of 9",
+    ),
+    "no tensors": (_in_rounds(tensors={}), "malformed", "tensors bias, weight, got none"),
+    "a tensor too few": (
+        _in_rounds(tensors={"bias": GOOD_IN_ROUNDS.tensors["bias"]}),
+        "malformed",
+        "got bias",
+    ),
+    "a tensor too many": (_tensors(momentum=_floats(0, 4)), "malformed", "got bias, momentum, weight"),
+    "a tensor of another shape": (_tensors(bias=_floats(0, 5)), "shape", r"bias of shape \(4,\), got \(5,\)"),
+    "a tensor lying down": (_tensors(weight=_floats(0, 16, 4)), "shape", r"\(4, 16\), got \(16, 4\)"),
+    "a flat tensor": (_tensors(weight=_floats(0, 64)), "shape", "weight of 2 dimensions"),
+    "a tensor of integers": (_tensors(bias=to_unsigned(np.zeros(4))), "dtype", "bias of kind 'f2', got u1"),
+    "a tensor of NaN": (_tensors(bias=_floats(float("nan"), 4)), "not_finite", "bias holds NaN"),
+    "a tensor with bytes missing": (
+        _tensors(bias=Tensor("f2", (4,), b"")),
+        "shape",
+        "bias: expected 8 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason", "detail"), REFUSED_IN_ROUNDS.values(), ids=REFUSED_IN_ROUNDS.keys()
+)
+def test_a_wrong_submission_of_a_round_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
+    """So nothing reaches a round's pool that is not exactly what the program makes."""
+    refused = _refused(spoilt, ROUNDS_EXPECTATION)
+    assert refused.reason == reason
+    assert re.search(detail, refused.detail)
+
+
+def test_what_is_longer_than_can_be_is_implausible() -> None:
+    """Where the algorithm bounds a prototype's norm; rounding is let pass, and noise that the task asks for."""
+    bounded = replace(ROUNDS_EXPECTATION, max_norm=1.0)
+    longest = np.eye(4, dtype=np.float16)[:2] * np.float16(1.005)
+    check_submission(_in_rounds(prototypes=to_tensor(longest)), bounded)
+    long = _in_rounds(prototypes=to_tensor(longest * np.float16(2)))
+    refused = _refused(long, bounded)
+    assert (refused.reason, refused.detail) == (
+        "implausible",
+        "expected prototypes no longer than 1, got 2.01",
+    )
+    noise = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
+    noisy = msgspec.structs.replace(bounded.manifest, perturbation=noise)
+    check_submission(long, replace(bounded, manifest=noisy))
+
+
+def test_noisy_counts_may_be_anything_plausible_or_not() -> None:
+    """Under differential privacy, how many pictures there are is said with noise."""
+    private = DifferentialPrivacy(clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=1.0)
+    manifest = msgspec.structs.replace(EXPECTATION.manifest, differential_privacy=private)
+    spent = Privacy(epsilon=1.0, total_epsilon=1.0, delta=1e-5, releases=1)
+    taken = check_submission(_changed(pictures=3, privacy=spent), replace(EXPECTATION, manifest=manifest))
+    assert taken.counts.sum() == 20
+
+
+@given(st.data())
+def test_one_bad_value_anywhere_is_found(data: st.DataObject) -> None:
+    """A single NaN or infinity among all prototypes refuses the submission."""
+    values = np.zeros((4, FEATURE_SIZE), dtype=np.float16)
+    place = data.draw(st.tuples(st.integers(0, 3), st.integers(0, FEATURE_SIZE - 1)))
+    values[place] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    assert _refused(_changed(prototypes=to_tensor(values))).reason == "not_finite"
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", "malformed"),
+        (b"\x00", "malformed"),
+        (b"not msgpack at all", "malformed"),
+        (encode(Presence(state="online", epoch=1)), "malformed"),
+        (encode(GOOD)[:-1], "malformed"),
+        (encode(GOOD) + b"\x00", "malformed"),
+        (encode(_changed(v=2)), "version"),
+        (encode(msgspec.structs.replace(evaluation(), v=0)), "version"),
+    ],
+)
+def test_what_is_no_submission_is_refused(payload: bytes, reason: str) -> None:
+    """Noise, cut messages, other kinds and other versions are told apart from wrong contents."""
+    with pytest.raises(Refused) as caught:
+        read_message(payload)
+    assert caught.value.reason == reason
+    assert caught.value.detail == str(caught.value) != ""
+
+
+def test_a_good_evaluation_is_taken() -> None:
+    """It may be of any head up to the newest."""
+    message = read_message(encode(evaluation(head_version=2)))
+    assert isinstance(message, Evaluation)
+    check_evaluation(message, EXPECTATION, newest_head=2)
+    check_evaluation(message, EXPECTATION, newest_head=3)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason"),
+    [
+        (evaluation(task=bytes(32)), "unknown_task"),
+        (evaluation(head_version=3), "unknown_head"),
+        (msgspec.structs.replace(evaluation(), right=(1, 2)), "shape"),
+        (msgspec.structs.replace(evaluation(), wrong=(1, 2, 3, 4)), "shape"),
+    ],
+)
+def test_a_wrong_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
+    """Another task's, a head that was never made, and a wrong number of classes."""
+    with pytest.raises(Refused) as caught:
+        check_evaluation(spoilt, EXPECTATION, newest_head=2)
+    assert caught.value.reason == reason
+
+
+PRIVATE_MANIFEST = msgspec.structs.replace(
+    EXPECTATION.manifest,
+    differential_privacy=DifferentialPrivacy(
+        clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=8.0
+    ),
+)
+PRIVATE = Expectation(EXPECTATION.task, PRIVATE_MANIFEST, FEATURE_SIZE)
+
+
+@pytest.mark.parametrize("total", [None, float("inf")])
+def test_a_private_task_takes_nothing_that_does_not_say_what_it_cost(total: float | None) -> None:
+    """A device that knows nothing of differential privacy hands in what has no noise: that is not taken."""
+    spent = None if total is None else Privacy(epsilon=1.0, total_epsilon=total, delta=1e-5, releases=1)
+    refused = _refused(_changed(privacy=spent), PRIVATE)
+    assert (refused.reason, "what it cost" in refused.detail) == ("malformed", True)
+
+
+def test_a_private_task_takes_what_was_paid_for() -> None:
+    """Noisy prototypes with noisy counts are prototypes."""
+    spent = Privacy(epsilon=1.0, total_epsilon=2.0, delta=1e-5, releases=2)
+    taken = check_submission(_changed(privacy=spent, pictures=20), PRIVATE)
+    assert taken.counts.tolist() == [5, 5, 5, 5]

@@ -1,0 +1,131 @@
+"""What the aggregator keeps on its disk: all that is needed, and nothing that is not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from aggregator.config.task_file import TaskFile
+from aggregator.coordination.rollout import State, Trial
+from aggregator.coordination.rounds import Entry
+from aggregator.ingest.validation import Expectation
+from aggregator.storage.store import Closing, HeadRow, Store, SubmissionRow
+from aggregator.tasks.graph_cache import FACTS
+from aggregator.tasks.retention import forget_lost, needed_blobs, served_blobs
+from aggregator.tasks.task import Task
+from protocol.wire.codec import encode
+from protocol.wire.messages import BlobRef
+from tests.support.submissions import IN_ROUNDS, MANIFEST, PROJECTION_SIZE, ROUNDS_TASK, SHAPES, TASK
+
+ONE_SHOT = Task(
+    file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",)),
+    manifest=MANIFEST,
+    manifest_bytes=encode(MANIFEST),
+    feature_size=16,
+    expectation=Expectation(TASK, MANIFEST, 16),
+    first_tensors=None,
+)
+FIRST = BlobRef(digest=b"f" * 32, size_bytes=1, name="tensors-0")
+ROUNDS = Task(
+    file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), algorithm="fpl"),
+    manifest=IN_ROUNDS,
+    manifest_bytes=encode(IN_ROUNDS),
+    feature_size=16,
+    expectation=Expectation(ROUNDS_TASK, IN_ROUNDS, PROJECTION_SIZE, SHAPES),
+    first_tensors=FIRST,
+)
+
+
+def _row(device: str, *, number: int = 0) -> SubmissionRow:
+    return SubmissionRow(device, Entry(1, f"{device}{number}".encode(), 0.0, number), 1, 1, 1, {0: 1})
+
+
+def _head(task: bytes, version: int, *, tensors: bool) -> HeadRow:
+    blob = BlobRef(digest=bytes([version]) * 32, size_bytes=1, name="tensors") if tensors else None
+    digest = b"graph" if tensors else f"head{version}".encode()
+    return HeadRow(version, task, digest, 1, 0.0, 1, {}, {}, blob, b"file%d" % version if tensors else digest)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A state of both tasks: heads, submissions, and graphs of a third."""
+    store = Store(tmp_path)
+    for version in (1, 2, 3):
+        store.keep_head(_head(ROUNDS_TASK, version, tensors=True))
+        store.keep_head(_head(TASK, version, tensors=False))
+    for number in range(4):
+        store.keep_submission(ROUNDS_TASK, _row(f"r{number}", number=number))
+    for device in "ab":
+        store.keep_submission(TASK, _row(device))
+    graph = BlobRef(digest=b"g" * 32, size_bytes=1, name="init.onnx")
+    store.set_fact(f"{FACTS}key", msgspec.json.encode({"init": graph}).decode())
+    return store
+
+
+def test_rounds_need_what_may_yet_count(store: Store) -> None:
+    """Submissions within the staleness, what usable heads are bound to, the graphs; of other tasks, everything."""
+    for version in range(4, 9):
+        store.keep_head(_head(ROUNDS_TASK, version, tensors=True))
+    store.keep_rollout(ROUNDS_TASK, State(newest=8, current=2, earlier=(1,), trial=Trial(3, 0.0)))
+    for number in (7, 8):
+        store.keep_submission(ROUNDS_TASK, _row(f"r{number}", number=number))
+    needed = needed_blobs(ROUNDS, store)
+    assert {b"r77", b"r88"} <= needed
+    assert not {b"r00", b"r11", b"r22", b"r33"} & needed
+    assert {FIRST.digest, ROUNDS_TASK} <= needed
+    for version in range(1, 9):
+        assert bytes([version]) * 32 in needed
+        assert b"file%d" % version in needed
+    store.keep_rollout(ROUNDS_TASK, State(newest=8, current=3, trial=None))
+    needed = needed_blobs(ROUNDS, store)
+    for version in range(1, 9):
+        assert (bytes([version]) * 32 in needed) == (version >= 3)
+        assert (b"file%d" % version in needed) == (version >= 3)
+    assert {b"a0", b"b0", b"head1", b"head2", b"head3", b"g" * 32} <= needed
+
+
+def test_without_rounds_every_device_counts(store: Store) -> None:
+    """Whatever the age of its submission; of a task of rounds, it keeps what that would go on with."""
+    needed = needed_blobs(ONE_SHOT, store)
+    assert {b"a0", b"b0", TASK, b"r00", b"r33", b"\x03" * 32, b"g" * 32} <= needed
+    assert {b"\x01" * 32, b"\x02" * 32} <= needed
+
+
+def test_of_many_heads_the_last_few_are_kept(store: Store) -> None:
+    """Else the disk would fill: the last five, the current one and the one before it; likewise of other tasks."""
+    for version in range(4, 11):
+        store.keep_head(_head(TASK, version, tensors=False))
+    state = State(newest=10, current=2, earlier=(1, 4))
+    store.keep_rollout(TASK, state)
+    kept = {f"head{version}".encode() for version in (2, 4, 6, 7, 8, 9, 10)}
+    heads = {f"head{version}".encode() for version in range(1, 11)}
+    assert needed_blobs(ONE_SHOT, store) & heads == kept
+    assert needed_blobs(ROUNDS, store) & heads == kept
+    assert served_blobs(ONE_SHOT, store.heads(TASK), state) & heads == kept
+
+
+def test_what_is_being_pooled_is_needed(store: Store) -> None:
+    """A submission that was superseded meanwhile is still read."""
+    entry = Entry(1, b"superseded", 0.0, 2)
+    store.set_closing(Closing(ROUNDS_TASK, 4, {"x": entry}))
+    assert b"superseded" in needed_blobs(ROUNDS, store)
+    store.set_closing(None)
+    assert b"superseded" not in needed_blobs(ROUNDS, store)
+
+
+def test_devices_may_ask_for_what_they_are_told_of() -> None:
+    """The task's blobs, the heads that may be used, and what these are bound to."""
+    heads = [_head(ROUNDS_TASK, version, tensors=True) for version in range(1, 9)]
+    served = served_blobs(ROUNDS, heads, State(newest=8, current=2))
+    assert {FIRST.digest, b"graph", b"\x02" * 32, b"\x08" * 32, bytes(32)} <= served
+    assert not {b"\x01" * 32, b"\x03" * 32} & served
+    assert served_blobs(ONE_SHOT, [], State()) == {bytes(32)}
+
+
+def test_a_submission_without_its_blob_is_asked_for_again(store: Store) -> None:
+    """Its device hears that it does not stand; one that cannot count any more is left as it is."""
+    store.keep_submission(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 3)))
+    forget_lost(ROUNDS, store)
+    assert sorted(store.submissions(ROUNDS_TASK)) == ["here", "r0", "r1"]
+    assert sorted(store.submissions(TASK)) == ["a", "b"]

@@ -1,0 +1,297 @@
+"""The aggregator as a process on real brokers: what it announces, takes, refuses and serves."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from protocol.mqtt.session import Broker
+from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.messages import (
+    MAX_CHUNK_BYTES,
+    BlobRequest,
+    DeviceInfo,
+    Frame,
+    Presence,
+    TaskManifest,
+)
+from protocol.wire.topics import device_topic, fleet_topic
+from tests.support.aggregator_process import (
+    FLEET,
+    MAX_BYTES,
+    PATIENT,
+    Daemon,
+    Device,
+    aggregator,
+    signed,
+    spoil,
+    write_task,
+)
+from tests.support.brokers import free_address, mosquitto, mosquitto_program
+from tests.support.submissions import evaluation, submission
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Broker, Daemon]]:
+    """One aggregator with its embedded broker that several tests talk to, each as another device."""
+    address = free_address()
+    task = write_task(tmp_path_factory.mktemp("embedded"), PATIENT + "\nmax_submission_mb = 0.1")
+    with aggregator(task, address, "--embedded-broker") as daemon:
+        yield address, daemon
+
+
+def test_the_task_is_there_for_who_comes(broker: Broker, tmp_path: Path) -> None:
+    """The retained manifest says what the task file says, and names the backbone that can be fetched."""
+    with aggregator(write_task(tmp_path, "[client]\nalpha = 0.5"), broker), Device(broker) as device:
+        assert device.aggregator_is("online").epoch > 0
+        manifest = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES)
+        assert (manifest.fleet, manifest.classes, manifest.alpha) == (FLEET, ("cat", "dog", "fox"), 0.5)
+        (backbone,) = manifest.backbones
+        assert backbone.name == "tiny.onnx"
+        assert device.fetch(backbone) == (tmp_path / "tiny.onnx").read_bytes()
+
+
+def test_a_head_that_it_does_not_have_is_forgotten(broker: Broker, tmp_path: Path) -> None:
+    """What another aggregator has left on the broker is not shown to devices that come later."""
+    with Device(broker, "early") as early:
+        early.say(fleet_topic(FLEET, "head"), b"a head of old", retain=True)
+        with aggregator(write_task(tmp_path), broker):
+            early.aggregator_is("online")
+            with Device(broker, "late") as late:
+                late.aggregator_is("online")
+                late.task()
+                assert fleet_topic(FLEET, "head") not in late.topics()
+
+
+def test_a_presence_that_nobody_can_have_left_ends_nothing(broker: Broker, tmp_path: Path) -> None:
+    """The broker keeps it for ever; the aggregator starts all the same, and says its own in its place."""
+    with Device(broker, "early") as early:
+        left = encode(Presence(state="online", epoch=2**63 - 1))
+        early.say(fleet_topic(FLEET, "state"), left, retain=True)
+        with aggregator(write_task(tmp_path), broker) as daemon:
+            daemon.until(lambda summary: any(row["reason"] == "implausible" for row in summary["refusals"]))
+            with Device(broker, "late") as late:
+                assert late.aggregator_is("online").epoch < 2**63 - 1
+
+
+def test_its_presence_follows_its_life(broker: Broker, tmp_path: Path) -> None:
+    """Online, stopped after SIGTERM, offline after it was killed; a new start has a greater epoch."""
+    task = write_task(tmp_path)
+    with Device(broker) as device:
+        with aggregator(task, broker) as daemon:
+            first = device.aggregator_is("online")
+            assert daemon.stop() == 0
+            assert device.aggregator_is("stopped").epoch == first.epoch
+        with aggregator(task, broker) as daemon:
+            second = device.aggregator_is("online")
+            assert second.epoch > first.epoch
+            daemon.stop(signal.SIGKILL)
+            assert device.aggregator_is("offline").epoch == second.epoch
+
+
+def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
+    """Channel, payload and the reason for which it must be refused."""
+    good = submission(task=task)
+    unseen = digest_of(b"unseen")
+    floats = to_tensor(np.full((4, 16), np.nan, dtype=np.float16))
+    big = 200_000
+
+    def frame(payload: bytes) -> bytes:
+        whole = Frame(v=1, digest=digest_of(payload), size_bytes=len(payload), offset=0, data=payload)
+        return signed(whole, "mallory")
+
+    def piece(*, size_bytes: int, offset: int = 0, data: bytes = b"x", v: int = 1) -> bytes:
+        return signed(Frame(v=v, digest=unseen, size_bytes=size_bytes, offset=offset, data=data), "mallory")
+
+    def spoilt(**fields: object) -> bytes:
+        return frame(encode(msgspec.structs.replace(good, **fields)))
+
+    return [
+        *(
+            (channel, payload, "malformed")
+            for channel in ("info", "get", "up/0")
+            for payload in (b"\x00", b"\xff" * 99)
+        ),
+        ("state", b"\xc1", "malformed"),
+        ("state", b"\x91" * 1000, "malformed"),
+        ("state", spoil(Presence(state="online", epoch=1), epoch=-1), "malformed"),
+        ("state", spoil(Presence(state="online", epoch=1), v=9), "version"),
+        ("info", b"\x00" * 200_000, "malformed"),
+        ("get", encode(Presence(state="online", epoch=1)), "malformed"),
+        ("get", spoil(BlobRequest(digest=unseen, offset=0, length=1), length=2**40), "malformed"),
+        ("get", encode(BlobRequest(digest=unseen, offset=0, length=1)), "unknown_blob"),
+        ("up/0", piece(size_bytes=2**31), "oversized"),
+        ("up/0", piece(size_bytes=big), "oversized"),
+        ("up/0", piece(size_bytes=1, v=2), "version"),
+        ("up/0", piece(size_bytes=1), "digest"),
+        ("up/0", piece(size_bytes=2, offset=1, data=b"xy"), "digest"),
+        ("up/0", piece(size_bytes=2, data=b""), "digest"),
+        ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=1, offset=0, data=b"x")), "signature"),
+        ("up/0", frame(b"noise"), "malformed"),
+        ("up/0", frame(encode(Presence(state="online", epoch=1))), "malformed"),
+        ("up/0", frame(encode(good)[:-1]), "malformed"),
+        ("up/0", spoilt(v=2), "version"),
+        ("up/0", spoilt(task=bytes(32)), "unknown_task"),
+        ("up/0", spoilt(prototypes=floats), "not_finite"),
+        ("up/0", spoilt(prototypes=to_tensor(np.zeros((4, 17), np.float16))), "shape"),
+        ("up/0", spoilt(labels=to_tensor(np.zeros(4, np.float16))), "dtype"),
+        ("up/0", spoilt(labels=to_unsigned(np.array([0, 1, 2, 3]))), "unknown_class"),
+        ("up/0", spoilt(counts=to_unsigned(np.array([5, 5, 5, 1]))), "malformed"),
+        ("up/0", frame(encode(evaluation(task=task))), "unknown_head"),
+        ("up/0", frame(encode(evaluation(task=bytes(32)))), "unknown_task"),
+    ]
+
+
+def test_hostile_messages_are_counted_and_everything_goes_on(embedded: tuple[Broker, Daemon]) -> None:
+    """Each is counted by reason, each reason is logged once, and a good submission is taken afterwards."""
+    broker, daemon = embedded
+    with Device(broker, "mallory") as device:
+        task = digest_of(device.task())
+        hostile = _hostile(task)
+        expected: dict[str, int] = {}
+        for channel, payload, reason in hostile * 2:
+            device.say(f"pf/1/{FLEET}/d/mallory/{channel}", payload)
+            expected[reason] = expected.get(reason, 0) + 1
+        summary = daemon.until(
+            lambda summary: (
+                sum(row["count"] for row in summary["refusals"] if row["device"] == "mallory")
+                >= len(hostile) * 2
+            )
+        )
+        counted = {row["reason"]: row["count"] for row in summary["refusals"] if row["device"] == "mallory"}
+        assert counted == expected
+        for reason in expected:
+            assert daemon.log().count(f"refused from mallory ({reason})") == 1
+        assert "Traceback" not in daemon.log()
+        assert device.hand_in(submission(task=task)).status == "received"
+
+
+def test_what_is_refused_is_told_to_the_device(embedded: tuple[Broker, Daemon]) -> None:
+    """The receipt carries the reason and the detail."""
+    broker, _ = embedded
+    with Device(broker, "told") as device:
+        receipt = device.hand_in(submission(task=bytes(32)))
+        assert (receipt.status, receipt.reason) == ("refused", "unknown_task")
+        assert "got 000000000000" in receipt.detail
+        unseen = digest_of(b"unseen")
+        device.send("get", encode(BlobRequest(digest=unseen, offset=0, length=1)))
+        assert device.receipt(unseen).reason == "unknown_blob"
+
+
+def test_topics_of_strangers_do_no_harm(embedded: tuple[Broker, Daemon]) -> None:
+    """A device that is no name, and a shard that is none, are counted without a device; others are not heard."""
+    broker, daemon = embedded
+    with Device(broker, "stranger") as device:
+        for topic in (f"pf/1/{FLEET}/d/a b/state", f"pf/1/{FLEET}/d/x/up/9", "pf/1/other/d/x/state"):
+            device.say(topic, b"\x00")
+        summary = daemon.until(
+            lambda summary: any(row["device"] == "?" and row["count"] == 2 for row in summary["refusals"])
+        )
+        assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
+
+
+def test_a_transfer_with_holes_is_asked_for(embedded: tuple[Broker, Daemon]) -> None:
+    """The tail is answered with what is missing; once that is there, so is the receipt; and again when asked."""
+    broker, _ = embedded
+    with Device(broker, "holes") as device:
+        payload = encode(submission(task=digest_of(device.task())))
+        digest = device.send_payload(payload, ranges=((200, len(payload)),))
+        receipt = device.receipt(digest)
+        assert (receipt.status, receipt.missing) == ("missing", ((0, 200),))
+        device.send_payload(payload, ranges=receipt.missing)
+        assert device.receipt(digest).status == "received"
+        device.send_payload(payload, ranges=((len(payload) - 1, len(payload)),))
+        assert device.receipt(digest).status == "received"
+
+
+def test_the_newest_submission_stands(embedded: tuple[Broker, Daemon]) -> None:
+    """An older one is refused with the sequence that stands; a newer one replaces it; it is one submission."""
+    broker, daemon = embedded
+    with Device(broker, "newest") as device:
+        task = digest_of(device.task())
+        before = daemon.status()["submissions"]
+        assert device.hand_in(submission(task=task, sequence=5)).status == "received"
+        old = device.hand_in(submission(task=task, sequence=4))
+        assert (old.status, old.reason, old.sequence) == ("refused", "superseded", 5)
+        assert device.hand_in(submission(task=task, sequence=6, labels=(0, 1))).status == "received"
+        assert daemon.status()["submissions"] == before + 1
+        (row,) = [row for row in daemon.status()["devices"] if row["device"] == "newest"]
+        assert (row["prototypes"], row["classes"]) == (2, 2)
+
+
+def test_what_a_device_says_of_itself_is_shown(embedded: tuple[Broker, Daemon]) -> None:
+    """Presence and info reach the status; an old will does not; a cleared topic is no message."""
+    broker, daemon = embedded
+    with Device(broker, "shown") as device:
+        info = DeviceInfo(
+            epoch=7,
+            software="0.1.0",
+            runtime="ONNX Runtime",
+            backbones=(),
+            pictures={"cat": 3, "dog": 4},
+            refused=1,
+        )
+        device.send("info", encode(info))
+        device.send("state", encode(Presence(state="online", epoch=7)))
+        device.send("state", encode(Presence(state="offline", epoch=6)))
+        device.send("state", b"")
+        device.send("info", b"")
+        device.hand_in(submission(task=bytes(32)))  # answered in order, so all before it was seen
+        (row,) = [row for row in daemon.status()["devices"] if row["device"] == "shown"]
+        assert (row["state"], row["pictures"], row["runtime"]) == ("online", 7, "ONNX Runtime")
+        assert {row["reason"] for row in daemon.status()["refusals"] if row["device"] == "shown"} == {
+            "unknown_task"
+        }
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "expected"),
+    [(0, 10, [(0, 10)]), (100, 10**6, [(100, -1)]), (10**6, 10, []), (0, 16 * MAX_CHUNK_BYTES, [(0, -1)])],
+)
+def test_a_part_of_a_blob(
+    embedded: tuple[Broker, Daemon], offset: int, length: int, expected: list[tuple[int, int]]
+) -> None:
+    """Exactly the bytes asked for come, clipped to the blob; past its end, nothing."""
+    broker, _ = embedded
+    with Device(broker, "parts") as device:
+        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        length = min(length, 16 * MAX_CHUNK_BYTES)
+        device.send("get", encode(BlobRequest(digest=backbone.digest, offset=offset, length=length)))
+        device.send("get", encode(BlobRequest(digest=backbone.digest, offset=7, length=1)))
+        topic = device_topic(FLEET, "parts", "blk")
+        got = []
+        while (frame := device.wait(topic, Frame)).offset != 7:
+            assert frame.size_bytes == backbone.size_bytes
+            got.append((frame.offset, len(frame.data)))
+        assert got == [(start, size if size > 0 else backbone.size_bytes - start) for start, size in expected]
+
+
+@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+def test_a_blob_goes_out_in_packets_that_the_broker_takes(address: Broker, tmp_path: Path) -> None:
+    """Over a broker that takes 1,000 bytes at a time a device gets a whole blob, in frames that are as small."""
+    options = "allow_anonymous true\nmax_packet_size 1000"
+    with (
+        mosquitto(address, tmp_path, options=options),
+        aggregator(write_task(tmp_path), address),
+        Device(address) as device,
+    ):
+        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        assert backbone.size_bytes > 1000
+        assert digest_of(device.fetch(backbone)) == backbone.digest
+
+
+def test_only_listed_devices_take_part(broker: Broker, tmp_path: Path) -> None:
+    """A device that is not in the task file's list is refused whatever it says, and the others are not."""
+    task = write_task(tmp_path, PATIENT + '\ndevices = ["friend"]')
+    with aggregator(task, broker) as daemon, Device(broker, "friend") as friend, Device(broker, "foe") as foe:
+        friend.aggregator_is("online")
+        good = submission(task=digest_of(friend.task()))
+        foe.send_payload(encode(good))
+        foe.send("state", encode(Presence(state="online", epoch=1)))
+        assert friend.hand_in(good).status == "received"
+        summary = daemon.until(lambda summary: bool(summary["refusals"]))
+        assert {(row["device"], row["reason"]) for row in summary["refusals"]} == {("foe", "unknown_device")}
+        assert [row["device"] for row in summary["devices"]] == ["friend"]

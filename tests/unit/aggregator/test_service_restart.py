@@ -1,0 +1,243 @@
+"""From submissions to a head, and what the aggregator survives on the way: restarts, failures, a full disk."""
+
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from aggregator.config.task_file import Training, load_task
+from aggregator.coordination.rounds import Entry, State
+from aggregator.service import Aggregator
+from aggregator.storage.store import Store
+from aggregator.tasks.task import prepare_task
+from aggregator.training.jobs import HeadJob, Result
+from aggregator.training.runner import Finished
+from protocol.metadata import head_metadata
+from protocol.mqtt.session import Broker
+from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.messages import (
+    BlobRequest,
+    Submission,
+    TaskManifest,
+)
+from tests.support.aggregator_process import MAX_BYTES, PATIENT, Daemon, Device, aggregator, write_task
+from tests.support.brokers import amqtt
+from tests.support.graphs import tiny_backbone
+from tests.support.submissions import evaluation, submission
+
+
+@pytest.fixture
+def alone(address: Broker) -> Iterator[Broker]:
+    """One kind of broker, for what takes long and has nothing to do with brokers."""
+    with amqtt(address):
+        yield address
+
+
+def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
+    """Sixty prototypes of three classes that any head can tell apart."""
+    rng = np.random.default_rng(seed)
+    labels = np.repeat([0, 1, 2], 20)
+    values = rng.normal(size=(60, 16)) * 0.1 + np.eye(16)[labels] * 3
+    return Submission(
+        task=task,
+        sequence=sequence,
+        prototypes=to_tensor(values.astype(np.float16)),
+        labels=to_unsigned(labels),
+        counts=to_unsigned(np.full(60, 5)),
+        pictures=300,
+    )
+
+
+def _accuracy(head: bytes) -> float:
+    session = onnxruntime.InferenceSession(head, providers=["CPUExecutionProvider"])
+    labels = np.array([0, 1, 2])
+    (probabilities,) = session.run(
+        ["probabilities"], {"feature": (np.eye(16)[labels] * 3).astype(np.float32)}
+    )
+    return float((probabilities.argmax(axis=1) == labels).mean())
+
+
+def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: Path) -> None:
+    """Quorum, training, head over the wire, evaluation; after a restart all of it stands, and a late device counts."""
+    task_file = write_task(tmp_path, "quorum = 2\ndeadline_s = 1000\n[training]\nepochs = 5")
+    with Device(alone, "a") as a, Device(alone, "b") as b:
+        with aggregator(task_file, alone) as daemon:
+            a.aggregator_is("online")
+            task = digest_of(a.task())
+            assert a.hand_in(_separable(task)).status == "received"
+            assert b.hand_in(_separable(task, seed=1)).status == "received"
+            manifest = a.head()
+            assert (manifest.version, manifest.devices, manifest.prototypes) == (1, 2, 120)
+            head = a.fetch(manifest.head)
+            assert _accuracy(head) == 1.0
+            assert head == (daemon.state / "head.onnx").read_bytes()
+            assert (daemon.state / "model.onnx").is_file()
+            properties = onnxruntime.InferenceSession(head).get_modelmeta().custom_metadata_map
+            assert head_metadata(properties).classes == ("cat", "dog", "fox")
+            assert a.hand_in(evaluation(task=task)).status == "received"
+        assert daemon.process.returncode == 0
+        with aggregator(task_file, alone) as daemon:
+            with Device(alone, "c") as c:
+                assert c.head() == manifest
+                c.aggregator_is("online")
+                assert c.hand_in(_separable(task, seed=2)).status == "received"
+                assert c.head(2).devices == 3
+            summary = daemon.status()
+            assert [head["version"] for head in summary["heads"]] == [1, 2]
+            assert summary["heads"][0]["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
+            assert (summary["submissions"], summary["waiting"]) == (3, 0)
+
+
+def test_several_backbones_make_one_feature(alone: Broker, tmp_path: Path) -> None:
+    """A head takes the features of all of them one after the other; no single graph holds them, so none is written."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "model.onnx").write_bytes(b"of an earlier task")
+    task_file = write_task(tmp_path, "[training]\nepochs = 1")
+    (tmp_path / "eight.onnx").write_bytes(tiny_backbone(feature_size=8))
+    text = task_file.read_text().replace('["tiny.onnx"]', '["tiny.onnx", "eight.onnx"]')
+    task_file.write_text(text)
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        backbones = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        assert [backbone.name for backbone in backbones] == ["tiny.onnx", "eight.onnx"]
+        task = digest_of(device.task())
+        assert device.hand_in(submission(task=task, feature_size=16)).reason == "shape"
+        assert device.hand_in(submission(task=task, feature_size=24)).status == "received"
+        session = onnxruntime.InferenceSession(device.fetch(device.head().head))
+        metadata = head_metadata(session.get_modelmeta().custom_metadata_map)
+        assert metadata.feature_size == 24
+        assert metadata.backbones == tuple(backbone.digest.hex() for backbone in backbones)
+        assert not (daemon.state / "model.onnx").exists()
+        assert daemon.status()["model_path"] is None
+
+
+def test_a_training_that_fails_is_told_and_not_repeated(alone: Broker, tmp_path: Path) -> None:
+    """The reason is one line; submissions go on, and there is no head."""
+    task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cuda:99"')
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        task = digest_of(device.task())
+        assert device.hand_in(_separable(task)).status == "received"
+        daemon.until(lambda _: "training head 1 failed" in daemon.log())
+        daemon.until(lambda summary: summary["training"] is None)
+        assert device.hand_in(_separable(task)).status == "received"
+        assert daemon.log().count("training head 1 failed") == 1
+        assert "Traceback" not in daemon.log()
+        assert daemon.status()["heads"] == []
+
+
+def _limit_files(daemon: Daemon, size_bytes: int) -> None:
+    """Let every write past so many bytes of a file fail, as on a full disk."""
+    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_stops_the_intake_and_nothing_else(alone: Broker, tmp_path: Path) -> None:
+    """Devices are told to keep what they have, blobs are served, `status` says why; with room again, it goes on."""
+    task_file = write_task(tmp_path, PATIENT)
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device, Device(alone, "b") as other:
+        device.aggregator_is("online")
+        task = digest_of(device.task())
+        assert device.hand_in(submission(task=task)).status == "received"
+        payload = encode(submission(task=task, sequence=2, labels=(0, 1, 2) * 5000))
+        _limit_files(daemon, len(payload) // 2)
+        receipt = device.receipt(device.send_payload(payload))
+        assert (receipt.status, receipt.reason) == ("refused", "no_space")
+        told = other.hand_in(submission(task=task))
+        assert (told.status, told.reason) == ("refused", "no_space")
+        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        assert device.fetch(backbone) == tiny_backbone()
+        command = [sys.executable, "-m", "aggregator.cli", "status", "--state", str(daemon.state)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "intake: stopped since 2" in shown
+        assert "cannot use" in shown
+        assert daemon.status()["submissions"] == 1
+        assert daemon.status()["refusals"] == []
+        _limit_files(daemon, resource.RLIM_INFINITY)
+        daemon.until(lambda summary: summary["intake"]["stopped_s"] is None)
+        assert device.receipt(device.send_payload(payload)).status == "received"
+        assert device.hand_in(submission(task=task)).reason == "superseded"
+        assert other.hand_in(submission(task=task)).status == "received"
+        assert daemon.status()["submissions"] == 2
+        assert daemon.log().count("intake is stopped") == daemon.log().count("intake goes on") == 1
+        assert "Traceback" not in daemon.log()
+
+
+def test_a_kill_in_the_middle_of_a_transfer_costs_nothing_that_was_told(
+    alone: Broker, tmp_path: Path
+) -> None:
+    """What a receipt says of is on the disk: after SIGKILL the same is missing as before."""
+    task_file = write_task(tmp_path, PATIENT)
+    with Device(alone, "a") as device:
+        with aggregator(task_file, alone) as daemon:
+            device.aggregator_is("online")
+            payload = encode(submission(task=digest_of(device.task()), labels=(0, 1, 2) * 5000))
+            size = len(payload)
+            digest = device.send_payload(payload, ranges=((0, 100_000), (size - 1, size)))
+            assert device.receipt(digest).missing == ((100_000, size - 1),)
+            daemon.stop(signal.SIGKILL)
+            device.aggregator_is("offline")
+        with aggregator(task_file, alone) as daemon:
+            device.aggregator_is("online")
+            device.send_payload(payload, ranges=((size - 1, size),))
+            assert device.receipt(digest).missing == ((100_000, size - 1),)
+            device.send_payload(payload, ranges=((90_000, size - 1),))
+            assert device.receipt(digest).status == "received"
+            device.send_payload(payload)
+            assert device.receipt(digest).status == "received"
+            assert daemon.status()["submissions"] == 1
+
+
+def test_an_address_that_is_taken_is_told(tmp_path: Path, address: Broker) -> None:
+    """An embedded broker that cannot listen ends the program with 1 and one line."""
+    task_file = write_task(tmp_path)
+    with amqtt(address), aggregator(task_file, address, "--embedded-broker") as daemon:
+        assert daemon.process.wait(timeout=60) == 1
+        assert "error: the embedded broker cannot listen on" in daemon.log()
+        assert "Traceback" not in daemon.log()
+
+
+def test_a_broker_that_is_away_is_waited_for(tmp_path: Path, address: Broker) -> None:
+    """The aggregator says so, stays, and serves once the broker is there."""
+    with aggregator(write_task(tmp_path), address) as daemon:
+        daemon.until(lambda _: "no broker at" in daemon.log())
+        with amqtt(address), Device(address) as device:
+            device.aggregator_is("online")
+
+
+def test_a_blob_that_was_deleted_by_hand_is_told(alone: Broker, tmp_path: Path) -> None:
+    """Who asks for it gets nothing, the log says what is wrong, and everything else goes on."""
+    with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as device:
+        device.aggregator_is("online")
+        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
+        (daemon.state / "blobs" / backbone.digest.hex()).unlink()
+        device.send("get", encode(BlobRequest(digest=backbone.digest, offset=0, length=1)))
+        assert device.hand_in(submission(task=digest_of(device.task()))).status == "received"
+        assert f"{backbone.digest.hex()}: No such file" in daemon.log()
+
+
+def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
+    """The round does not wait for it for ever: the next submission begins another training."""
+    store = Store(tmp_path / "state")
+    task = prepare_task(*load_task(write_task(tmp_path, "quorum = 2")), store=store)
+    daemon = Aggregator(task, store, broker=Broker("127.0.0.1", 1))
+    entries = {"a": Entry(1, b"a", 0.0)}
+    daemon._learning.state = State(submissions=entries, training=entries)
+    metrics = {"seconds": 1.0, "onnx_max_abs_diff": 0.0}
+    job = HeadJob(
+        version=1,
+        task="",
+        members={},
+        blobs="",
+        feature_size=16,
+        training=Training(),
+        folder=str(tmp_path / "gone"),
+    )
+    daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
+    assert daemon._learning.state == State(submissions=entries, failed=entries)
+    assert store.heads(task.digest) == []

@@ -1,0 +1,377 @@
+"""Rounds with the aggregator as a process: who is told what, what is refused, and what outlives a restart."""
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnxruntime
+import pytest
+
+from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
+from aggregator.heads.operator_commands import order
+from aggregator.storage.store import Store
+from protocol.metadata import graph_metadata, head_metadata
+from protocol.mqtt.session import Broker
+from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.messages import BlobRequest, DeviceInfo, HeadManifest, Receipt, Submission, TaskManifest
+from protocol.wire.topics import fleet_topic
+from tests.support.aggregator_process import (
+    FLEET,
+    IN_ROUNDS,
+    MAX_BYTES,
+    Daemon,
+    Device,
+    aggregator,
+    write_task,
+)
+from tests.support.brokers import amqtt
+from tests.support.submissions import round_submission
+
+SHAPES = {
+    "adapter_weight": (4, 16),
+    "adapter_bias": (4,),
+    "classifier_weight": (3, 4),
+    "classifier_bias": (3,),
+}
+
+
+@pytest.fixture
+def task_file(prepared: Path, tmp_path: Path) -> Path:
+    """A task file of the test's own, beside such a state."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "task.toml"
+
+
+@pytest.fixture
+def alone(address: Broker) -> Iterator[Broker]:
+    """One kind of broker, for what has nothing to do with brokers."""
+    with amqtt(address):
+        yield address
+
+
+def _made(device: Device, number: int, *, sequence: int = 1) -> Submission:
+    """What a device hands in for a round, other than what other devices do."""
+    return round_submission(
+        task=digest_of(device.task()),
+        number=number,
+        sequence=sequence,
+        shapes=SHAPES,
+        seed=sum(device.name.encode()) + 1000 * number,
+    )
+
+
+def _hand_in(device: Device, number: int, *, sequence: int = 1) -> Receipt:
+    return device.hand_in(_made(device, number, sequence=sequence))
+
+
+def test_three_rounds(broker: Broker, task_file: Path) -> None:
+    """Each round is announced, handed out once for all, closed by its quorum, and leaves a head; then it is over."""
+    with aggregator(task_file, broker) as daemon, Device(broker, "a") as a, Device(broker, "b") as b:
+        a.aggregator_is("online")
+        task = decode(a.task(), TaskManifest, max_bytes=MAX_BYTES)
+        assert task.program is not None
+        assert task.program.uploaded == tuple(SHAPES)
+        opened = a.round()
+        assert (opened.task, opened.rounds, opened.epochs) == (digest_of(a.task()), 3, FPL().epochs)
+        before = unpack_tensors(a.fetch(opened.tensors))
+        for number in range(3):
+            submissions = {device.name: _made(device, number) for device in (a, b)}
+            for device in (a, b):
+                assert device.hand_in(submissions[device.name]).status == "received"
+            opened = a.round(number + 1)
+            after = unpack_tensors(a.catch(opened.tensors))
+            changes = [
+                np.frombuffer(each.tensors["adapter_bias"].data, "<f2") for each in submissions.values()
+            ]
+            expected = before["adapter_bias"] + np.mean(changes, axis=0, dtype=np.float32)
+            np.testing.assert_allclose(after["adapter_bias"], expected, atol=1e-6)
+            head = a.head(number + 1)
+            assert (head.version, head.round, head.devices, head.prototypes) == (number + 1, number, 2, 4)
+            assert (head.head, head.tensors) == (task.program.head, opened.tensors)
+            before = after
+        assert (opened.number, opened.rounds, opened.epochs) == (3, 3, 0)
+        assert "round 2 of 3: 2 devices (0 from earlier rounds), 2 classes" in daemon.log()
+        assert "all 3 rounds are over; head 3 is the last" in daemon.log()
+        late = _hand_in(a, 2, sequence=2)
+        assert (late.status, late.reason) == ("refused", "late")
+        assert late.detail == "the submission is for round 2, but all 3 rounds are over"
+        _the_head_works_by_itself(daemon)
+
+
+def _the_head_works_by_itself(daemon: Daemon) -> None:
+    """`head.onnx` and `model.onnx` need nothing beside them, and say what they are."""
+    for name, example in (
+        ("head.onnx", {"feature": np.ones((2, 16), np.float32)}),
+        ("model.onnx", {"image": np.ones((2, 8, 8, 3), np.uint8)}),
+    ):
+        session = onnxruntime.InferenceSession(daemon.state / name, providers=["CPUExecutionProvider"])
+        (probabilities,) = session.run(["probabilities"], example)
+        np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
+    session = onnxruntime.InferenceSession(daemon.state / "head.onnx")
+    metadata = head_metadata(session.get_modelmeta().custom_metadata_map)
+    assert (metadata.version, metadata.classes) == (3, ("cat", "dog", "fox"))
+
+
+def test_what_everybody_needs_is_sent_once(broker: Broker, task_file: Path) -> None:
+    """However many devices listen, a round's tensors cross each device's link once; who missed them asks."""
+    with (
+        Device(broker, "a") as a,
+        Device(broker, "b") as b,
+        Device(broker, "c") as c,
+        aggregator(task_file, broker),
+    ):
+        for device in (a, b, c):
+            device.aggregator_is("online")
+        first = a.round().tensors
+        for device in (a, b):
+            assert _hand_in(device, 0).status == "received"
+        second = c.round(1).tensors
+        c.head()
+        assert [frame.digest for frame in c.casts()] == [first.digest, second.digest]
+        with Device(broker, "late") as late:
+            assert late.round(1).tensors == second
+            assert digest_of(late.fetch(second)) == second.digest
+            assert late.casts() == []
+        assert digest_of(c.fetch(first)) == first.digest
+
+
+def test_graphs_are_served(alone: Broker, task_file: Path) -> None:
+    """Each of the program's graphs can be fetched, and says what it is."""
+    with aggregator(task_file, alone), Device(alone) as device:
+        program = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).program
+        assert program is not None
+        for role in ("init", "step", "project", "head"):
+            session = onnxruntime.InferenceSession(device.fetch(getattr(program, role)))
+            metadata = graph_metadata(session.get_modelmeta().custom_metadata_map)
+            assert (metadata.role, metadata.algorithm, metadata.projection_size) == (role, "fpl", 4)
+
+
+def test_what_does_not_count_is_refused_and_the_round_goes_on(alone: Broker, task_file: Path) -> None:
+    """Malformed, not finite, for a round to come, superseded: told with its reason, and the round closes."""
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
+        a.aggregator_is("online")
+        good = _made(a, 0, sequence=5)
+        nan = to_tensor(np.full((2, 4), np.nan, np.float16))
+        for changes, reason in (
+            ({"prototypes": nan}, "not_finite"),
+            ({"tensors": {**good.tensors, "adapter_bias": nan}}, "shape"),
+            ({"loss": float("nan")}, "not_finite"),
+            ({"tensors": {}}, "malformed"),
+            ({"labels": to_unsigned(np.array([0, 0]))}, "malformed"),
+            ({"labels": to_unsigned(np.array([0, 3]))}, "unknown_class"),
+            ({"round": 1}, "unknown_round"),
+            ({"task": bytes(32)}, "unknown_task"),
+        ):
+            receipt = a.hand_in(msgspec.structs.replace(good, **changes))
+            assert (receipt.status, receipt.reason) == ("refused", reason)
+        assert a.receipt(a.send_payload(encode(good)[:-1])).reason == "malformed"
+        assert a.hand_in(good).status == "received"
+        older = _hand_in(a, 0, sequence=4)
+        assert (older.reason, older.sequence) == ("superseded", 5)
+        assert _hand_in(b, 0).status == "received"
+        assert a.head().devices == 2
+        assert "Traceback" not in daemon.log()
+
+
+def test_late_devices_count_as_long_as_they_are_not_stale(alone: Broker, task_file: Path) -> None:
+    """One round behind, a submission is taken into the open round; two behind, it is refused as late."""
+    with (
+        aggregator(task_file, alone) as daemon,
+        Device(alone, "a") as a,
+        Device(alone, "b") as b,
+        Device(alone, "c") as c,
+    ):
+        a.aggregator_is("online")
+        for device in (a, b):
+            assert _hand_in(device, 0).status == "received"
+        assert c.round(1).number == 1
+        assert _hand_in(c, 0).status == "received"
+        assert daemon.status()["round"] == {
+            "number": 1,
+            "min_devices": 1,
+            "rounds": 3,
+            "over": False,
+            "devices": [],
+            "carried": ["a", "b", "c"],
+        }
+        for device in (a, b):
+            assert _hand_in(device, 1).status == "received"
+        head = c.head(2)
+        assert (head.devices, head.metrics["carried"]) == (3, 1.0)
+        assert "round 1 of 3: 3 devices (1 from earlier rounds), 2 classes" in daemon.log()
+        receipt = _hand_in(c, 0, sequence=2)
+        assert (receipt.status, receipt.reason) == ("refused", "late")
+        assert receipt.detail == "the submission is for round 0, but round 2 is open"
+
+
+def test_a_restart_in_the_middle_of_a_round(alone: Broker, task_file: Path) -> None:
+    """What was handed in counts, the round goes on with the very same tensors, and no graph is made again."""
+    with Device(alone, "a") as a, Device(alone, "b") as b:
+        with aggregator(task_file, alone) as daemon:
+            a.aggregator_is("online")
+            for device in (a, b):
+                assert _hand_in(device, 0).status == "received"
+            opened = a.round(1)
+            task = a.task()
+            a.head()
+            assert _hand_in(a, 1).status == "received"
+            daemon.stop(signal.SIGKILL)
+        with aggregator(task_file, alone) as daemon:
+            with Device(alone, "new") as new:
+                new.aggregator_is("online")
+                assert (new.round(), new.task()) == (opened, task)
+            assert daemon.status()["round"]["devices"] == ["a"]
+            assert a.receipt(a.send_payload(encode(_made(a, 1)))).status == "received"
+            assert _hand_in(b, 1).status == "received"
+            head = b.head(2)
+            assert (head.devices, head.metrics["carried"]) == (2, 0.0)
+            assert "making the graphs" not in daemon.log()
+
+
+def test_what_can_no_longer_count_is_deleted(alone: Broker, task_file: Path) -> None:
+    """After each round: superseded and old submissions; what the last heads are bound to stays."""
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
+        a.aggregator_is("online")
+        first = a.round().tensors
+        superseded = _made(a, 0)
+        sent = [superseded, *(_made(a, number, sequence=2) for number in range(3))]
+        for submission in sent:
+            assert a.hand_in(submission).status == "received"
+            if submission is not superseded:
+                assert _hand_in(b, submission.round).status == "received"
+                a.head(submission.round + 1)
+        old = {digest_of(encode(submission)).hex() for submission in sent}
+        daemon.until(lambda _: not old & {file.name for file in (daemon.state / "blobs").iterdir()})
+        kept = {file.name for file in (daemon.state / "blobs").iterdir()}
+        assert first.digest.hex() in kept
+        second, third, fourth = (head.tensors for head in Store(daemon.state, read_only=True).heads())
+        for blob in (second, third, fourth):
+            assert blob is not None
+            assert blob.digest.hex() in kept
+            assert digest_of(a.fetch(blob)) == blob.digest
+        gone = digest_of(encode(sent[0]))
+        a.send("get", encode(BlobRequest(digest=gone, offset=0, length=1)))
+        assert a.receipt(gone).reason == "unknown_blob"
+
+
+def test_a_task_without_rounds_clears_what_was_announced(broker: Broker, task_file: Path) -> None:
+    """A fleet that goes back to one shot finds no open round on the broker."""
+    with aggregator(task_file, broker), Device(broker, "early") as early:
+        early.round()
+    task_file.write_text(task_file.read_text().split("algorithm")[0])
+    with aggregator(task_file, broker), Device(broker, "during") as during:
+        during.aggregator_is("online")
+        with Device(broker, "late") as late:
+            late.aggregator_is("online")
+            late.task()
+            assert fleet_topic(FLEET, "round") not in late.topics()
+
+
+def test_a_devices_problem_is_shown(alone: Broker, task_file: Path) -> None:
+    """It is logged once, and stands in the status until the device says that it is gone."""
+    with aggregator(task_file, alone) as daemon, Device(alone, "poor") as device:
+        device.aggregator_is("online")
+        info = DeviceInfo(
+            epoch=1,
+            software="",
+            runtime="",
+            backbones=(),
+            pictures={},
+            refused=0,
+            problem="no room for graphs",
+        )
+        for _ in range(2):
+            device.send("info", encode(info))
+        daemon.until(
+            lambda summary: any(row["problem"] == "no room for graphs" for row in summary["devices"])
+        )
+        device.send("info", encode(msgspec.structs.replace(info, problem="")))
+        daemon.until(lambda summary: all(not row["problem"] for row in summary["devices"]))
+        assert daemon.log().count("poor cannot take part: no room for graphs") == 1
+
+
+def test_graphs_that_cannot_be_made_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program ends with 1 and one line, which says where more stands."""
+    task = write_task(tmp_path, IN_ROUNDS)
+    broken = tmp_path / "torch.py"
+    broken.write_text("raise MemoryError('no room')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "aggregator.cli",
+            "run",
+            "--task",
+            str(task),
+            "--state",
+            str(tmp_path / "state"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("error: cannot make the graphs of fpl: exit status 1: ")
+    assert last.endswith(f"more in {tmp_path / 'state' / 'training' / 'graphs'}")
+    assert "Traceback" not in done.stderr
+
+
+def test_making_graphs_can_be_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C ends the program and what it has started, without a stack trace."""
+    task = write_task(tmp_path, IN_ROUNDS)
+    with aggregator(task, Broker("127.0.0.1", 1)) as daemon:
+        job = tmp_path / "state" / "training" / "graphs" / "job.json"
+        while not job.exists():
+            assert daemon.process.poll() is None
+        assert daemon.stop(signal.SIGINT) == 130
+        assert "making the graphs of fpl for 16 features and 3 classes" in daemon.log()
+        assert "Traceback" not in daemon.log()
+        running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+        assert str(job) not in running
+
+
+def test_tensors_travel_unchanged() -> None:
+    """Packing and unpacking gives the same arrays of the same dtypes."""
+    tensors: dict[str, np.ndarray[Any, Any]] = {
+        "a": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "b": np.ones((0, 4), np.float16),
+    }
+    again = unpack_tensors(pack_tensors(tensors))
+    assert again.keys() == tensors.keys()
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(again[name], values, strict=True)
+
+
+def test_a_rounds_head_can_be_gone_back_to(alone: Broker, task_file: Path) -> None:
+    """Devices get what it was bound to, the files are its own, and learning goes on from the newest round."""
+    with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
+        for device in (a, b):
+            device.aggregator_is("online")
+        first, second = (_head_of(number, a, b) for number in range(2))
+        assert order(Store(daemon.state), "rollback") == "head 1 is current"
+        back = a.wait(fleet_topic(FLEET, "head"), HeadManifest, when=lambda head: head != second)
+        assert (back.current, back.candidate) == (first.current, None)
+        assert back.current.tensors is not None
+        assert digest_of(a.fetch(back.current.tensors)) == back.current.tensors.digest
+        row = Store(daemon.state, read_only=True).heads()[0]
+        assert digest_of((daemon.state / "head.onnx").read_bytes()) == row.file
+        assert second.current.tensors is not None
+        assert a.round(2).tensors == second.current.tensors
+        assert _head_of(2, a, b).current.version == 3
+
+
+def _head_of(number: int, *devices: Device) -> HeadManifest:
+    """Close a round; the manifest that it leads to."""
+    for device in devices:
+        assert _hand_in(device, number).status == "received"
+    topic = fleet_topic(FLEET, "head")
+    return devices[0].wait(topic, HeadManifest, when=lambda head: head.current.version == number + 1)

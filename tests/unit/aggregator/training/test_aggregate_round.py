@@ -1,0 +1,160 @@
+"""One round's pooling: what goes in, what comes out, and that it needs no training framework."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.tensors import unpack_tensors
+from aggregator.config.task_file import TaskFile, load_task
+from aggregator.storage.store import Store
+from aggregator.tasks.task import Task, prepare_task
+from aggregator.training.aggregate_round import run
+from aggregator.training.jobs import Result, RoundJob
+from protocol.errors import ProtofleetError
+from protocol.wire.codec import encode, to_array, to_tensor
+from protocol.wire.messages import Submission, Tensors
+from tests.support.submissions import evaluation, round_submission
+
+WITHOUT_TORCH = """\
+import sys
+sys.modules["torch"] = None
+sys.argv = ["pooling", sys.argv[1]]
+import runpy
+runpy.run_module("aggregator.training.aggregate_round", run_name="__main__")
+"""
+"""The program, on a machine that has no torch."""
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path) -> Path:
+    """Where the task file and the state of the test are."""
+    shutil.copytree(prepared, tmp_path / "task")
+    return tmp_path / "task"
+
+
+@pytest.fixture
+def task(folder: Path) -> Task:
+    """A task of rounds, with its graphs."""
+    store = Store(folder / "state")
+    found = prepare_task(*load_task(folder / "task.toml"), store=store)
+    store.close()
+    return found
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """Where the job writes."""
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def _submission(task: Task, *, number: int = 0, seed: int = 0) -> Submission:
+    shapes = task.expectation.tensors
+    return round_submission(task=task.digest, number=number, shapes=shapes, seed=seed)
+
+
+def _job(
+    task: Task, folder: Path, to: Path, payloads: dict[str, bytes], *, tensors: bytes | None = None
+) -> RoundJob:
+    """The job that closes round 1, of those submissions by device."""
+    blobs = Store(folder / "state").blobs
+    first = task.first_tensors
+    assert first is not None
+    return RoundJob(
+        version=2,
+        task=task.digest.hex(),
+        task_file=task.file,
+        members={device: blobs.put(payload).hex() for device, payload in payloads.items()},
+        tensors=(first.digest if tensors is None else blobs.put(tensors)).hex(),
+        blobs=str(blobs.folder),
+        feature_size=task.feature_size,
+        folder=str(to),
+    )
+
+
+def _first(task: Task, folder: Path) -> dict[str, NDArray[Any]]:
+    assert task.first_tensors is not None
+    return unpack_tensors(Store(folder / "state").blobs.read(task.first_tensors.digest))
+
+
+def test_what_comes_out_is_the_algorithms(task: Task, folder: Path, out: Path) -> None:
+    """The next round's tensors are what the algorithm makes of the submissions; the figures say of how many."""
+    fresh, stale = _submission(task, number=1, seed=1), _submission(task, number=0, seed=2)
+    fresh = msgspec.structs.replace(fresh, loss=None)
+    job = _job(task, folder, out, {"a": encode(fresh), "b": encode(stale)})
+    result = run(job)
+    assert result.prototypes == 4
+    assert (result.metrics["classes"], result.metrics["carried"], result.metrics["loss"]) == (2.0, 1.0, 0.5)
+    after = unpack_tensors((out / "tensors.bin").read_bytes())
+    first = _first(task, folder)
+    assert after.keys() == first.keys()
+    changes = [to_array(each.tensors["classifier_bias"]).astype(np.float32) for each in (fresh, stale)]
+    np.testing.assert_allclose(
+        after["classifier_bias"], first["classifier_bias"] + np.mean(changes, axis=0), atol=1e-6
+    )
+
+
+def test_the_order_of_the_members_does_not_matter(task: Task, folder: Path, out: Path) -> None:
+    """The same submissions give the very same bytes."""
+    payloads = {device: encode(_submission(task, number=1, seed=seed)) for seed, device in enumerate("abc")}
+    found = []
+    for name, members in (("one", payloads), ("other", dict(reversed(payloads.items())))):
+        (out / name).mkdir()
+        run(_job(task, folder, out / name, members))
+        found.append([(out / name / file).read_bytes() for file in ("tensors.bin", "head.onnx")])
+    assert found[0] == found[1]
+
+
+def test_it_does_without_torch(task: Task, folder: Path, out: Path) -> None:
+    """As a program, where torch is not installed, it writes everything, the result last."""
+    job = _job(task, folder, out, {"a": encode(_submission(task, number=1))})
+    (out / "job.json").write_bytes(msgspec.json.encode(job))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(out / "job.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert msgspec.json.decode((out / "result.json").read_bytes(), type=Result).prototypes == 2
+    assert {file.name for file in out.iterdir()} >= {"tensors.bin", "head.onnx", "model.onnx"}
+
+
+def test_what_is_not_finite_is_not_published(task: Task, folder: Path, out: Path) -> None:
+    """A model that has run away fails the round with its tensor's name, and leaves no result."""
+    runaway = {**_first(task, folder), "adapter_bias": np.full(4, np.inf, np.float32)}
+    payload = encode(Tensors(values={name: to_tensor(values) for name, values in runaway.items()}))
+    job = _job(task, folder, out, {"a": encode(_submission(task, number=1))}, tensors=payload)
+    with pytest.raises(
+        ProtofleetError, match="the round's adapter_bias holds NaN or infinity: not published"
+    ):
+        run(job)
+    assert list(out.iterdir()) == []
+
+
+def test_what_cannot_be_pooled_is_told(task: Task, folder: Path, out: Path) -> None:
+    """A stored payload that is no submission of this task, and a task that has no rounds."""
+    with pytest.raises(ProtofleetError, match="got an evaluation"):
+        run(_job(task, folder, out, {"a": encode(evaluation())}))
+    with pytest.raises(ProtofleetError, match="expected task"):
+        run(_job(task, folder, out, {"a": encode(round_submission())}))
+    job = _job(task, folder, out, {})
+    other = TaskFile(classes=("a",), backbones=("b",))
+    with pytest.raises(ProtofleetError, match="fedtc has no rounds"):
+        run(msgspec.structs.replace(job, task_file=other))
+
+
+def test_the_settings_travel_with_the_job(task: Task, folder: Path, out: Path) -> None:
+    """A job that was written and read is the same job, with the algorithm's settings in it."""
+    job = _job(task, folder, out, {})
+    again = msgspec.json.decode(msgspec.json.encode(job), type=RoundJob)
+    assert again == job
+    assert again.task_file.learning == FPL(rounds=3, adapter_size=4)

@@ -1,0 +1,175 @@
+"""Who is set aside: those that are far from the others, in words; and that nobody can have another set aside."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from aggregator.ingest.validation import Prototypes
+from aggregator.training.outlier_detection import MIN_DEVICES, far_off, judge
+from tests.support.prototype_sets import CLASSES, fleet, flipped, honest
+from tests.support.submissions import FEATURE_SIZE
+
+THRESHOLD = 8.0
+
+
+def _judged(parts: dict[str, Prototypes], **more: tuple[str, ...]) -> dict[str, str]:
+    return dict(judge(parts, classes=CLASSES, threshold=THRESHOLD, **more).aside)
+
+
+def _changed(part: Prototypes, factor: float = 1.0, offset: float = 0.0, noise: float = 0.0) -> Prototypes:
+    random = np.random.default_rng(5)
+    values = part.values * factor + offset + noise * random.normal(size=part.values.shape)
+    return Prototypes(values.astype(np.float32), part.labels, part.counts)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_honest_devices_are_not_set_aside(shift: int) -> None:
+    """Neither where all see the same, nor where each is in another place, nor who has few pictures or classes."""
+    parts = fleet(9, shift=shift)
+    parts["few"] = honest(20, prototypes=1)
+    parts["one class"] = honest(21, labels=(1,), shift=shift)
+    assert _judged(parts) == {}
+
+
+def test_flipped_labels_are_told_in_words() -> None:
+    """The class that is farthest off, how far, and from how many."""
+    parts = {**fleet(8), "liar": flipped(honest(9))}
+    aside = _judged(parts)
+    assert aside.keys() == {"liar"}
+    assert "robust standard deviations from the median of 9 devices" in aside["liar"]
+    assert aside["liar"].startswith("class '")
+
+
+def test_noise_about_the_right_mean_is_found_by_its_scatter() -> None:
+    """The mean is nearly right, the prototypes are useless."""
+    noisy = honest(9)
+    for label in range(len(CLASSES)):
+        mine = noisy.labels == label
+        noisy.values[mine] += 5 * (noisy.values[mine] - noisy.values[mine].mean(axis=0))
+    aside = _judged({**fleet(8), "noisy": noisy})
+    assert aside.keys() == {"noisy"}
+    assert "more scattered than the median of 9 devices" in aside["noisy"]
+
+
+def test_scale_is_seen_where_no_class_has_enough_devices() -> None:
+    """Of classes that only two devices have, lengths can be compared all the same."""
+    parts = {f"dev{device}": honest(device, labels=(device % 3,)) for device in range(6)}
+    parts["loud"] = _changed(parts.pop("dev5"), factor=30)
+    assert _judged(parts)["loud"].startswith("all classes: ")
+
+
+def test_too_few_devices_say_nothing() -> None:
+    """Of a class that fewer have than it takes, everything is taken as it is."""
+    parts = {**fleet(MIN_DEVICES - 2), "liar": flipped(honest(9))}
+    assert _judged(parts) == {}
+    assert _judged({**parts, "another": honest(10)}).keys() == {"liar"}
+
+
+def test_who_is_readmitted_is_not_set_aside_again() -> None:
+    """The others are."""
+    parts = {**fleet(8), "x": flipped(honest(9)), "y": _changed(honest(10), offset=50)}
+    assert _judged(parts, readmitted=("x",)).keys() == {"y"}
+
+
+def test_where_most_are_far_off_nobody_is_set_aside() -> None:
+    """It is said, with an example, and something is trained."""
+    parts = {f"dev{device}": honest(device, labels=(device // 5,)) for device in range(15)}
+    for device in (*range(3, 5), *range(8, 10), *range(13, 15)):
+        parts[f"dev{device}"] = _changed(parts[f"dev{device}"], offset=100.0 + device)
+    far = far_off(parts, classes=CLASSES, threshold=0.0)
+    judgement = judge(parts, classes=CLASSES, threshold=0.0)
+    assert len(far) > 7
+    assert judgement.aside == {}
+    assert judgement.doubt.startswith(
+        f"{len(far)} of 15 devices are far from each other, so nobody is set aside"
+    )
+
+
+def test_equal_devices_and_one_that_is_not() -> None:
+    """Where nothing scatters, rounding is no reason, and everything else is."""
+    parts = {f"dev{device}": honest(1, prototypes=1) for device in range(6)}
+    assert _judged(parts) == {}
+    parts["rounded"] = _changed(parts["dev0"], factor=1.0001)
+    assert _judged(parts) == {}
+    parts["liar"] = flipped(parts["dev0"])
+    assert _judged(parts).keys() == {"liar"}
+    assert "over 10000" in _judged({**parts, "liar": _changed(parts["dev0"], offset=1e5)})["liar"]
+
+
+@st.composite
+def _parts(draw: st.DrawFn) -> dict[str, Prototypes]:
+    """Anything that intake lets in, with few dimensions."""
+    parts = {}
+    for device in range(draw(st.integers(1, 8))):
+        rows = draw(st.integers(1, 4))
+        values = draw(npst.arrays(np.float16, (rows, 2), elements=st.floats(-65504, 65504, width=16)))
+        labels = draw(npst.arrays(np.int64, rows, elements=st.integers(0, 2)))
+        counts = draw(npst.arrays(np.int64, rows, elements=st.integers(1, 10**9)))
+        parts[f"dev{device}"] = Prototypes(values.astype(np.float32), labels, counts)
+    return parts
+
+
+@given(_parts(), st.randoms())
+@settings(deadline=None)
+def test_whatever_comes_is_judged_whatever_the_order(parts: dict[str, Prototypes], random: st.DrawFn) -> None:
+    """Figures are numbers, never NaN, and never of a device that is not there."""
+    shuffled = list(parts.items())
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    found = far_off(parts, classes=CLASSES, threshold=0.0)
+    assert far_off(dict(shuffled), classes=CLASSES, threshold=0.0) == found
+    assert found.keys() <= parts.keys()
+    assert all(one.deviations > 0 for one in found.values())
+    judgement = judge(parts, classes=CLASSES, threshold=THRESHOLD)
+    assert len(judgement.aside) <= len(parts) / 2
+
+
+@given(st.integers(0, 1000), st.integers(-20, 20))
+@settings(deadline=None, max_examples=30)
+def test_the_scale_of_features_does_not_matter(seed: int, exponent: int) -> None:
+    """A backbone whose features are c times as large gives the same verdicts."""
+    parts = {f"dev{device}": honest(seed + device) for device in range(7)} | {
+        "liar": flipped(honest(seed + 9))
+    }
+    found = far_off(parts, classes=CLASSES, threshold=0.0)
+    scaled = {device: _changed(part, factor=2.0**exponent) for device, part in parts.items()}
+    again = far_off(scaled, classes=CLASSES, threshold=0.0)
+    assert again.keys() == found.keys()
+    for device, one in found.items():
+        assert again[device].deviations == pytest.approx(one.deviations, rel=1e-6)
+
+
+_lie = st.tuples(
+    st.sampled_from(["offset", "flip", "scatter", "scale"]),
+    st.floats(1, 1e6),
+    st.integers(1, 12),
+    st.sampled_from([1, 5, 10**9]),
+)
+
+
+@given(st.integers(0, 1000), st.lists(_lie, min_size=1, max_size=3))
+@settings(deadline=None, max_examples=100)
+def test_liars_cannot_have_an_honest_device_set_aside(
+    seed: int, lies: list[tuple[str, float, int, int]]
+) -> None:
+    """Up to 30 % of a fleet may lie about anything, together or each by itself: the other seven stay in."""
+    parts = {f"dev{device}": honest(seed + device) for device in range(7)}
+    for number, (kind, size, prototypes, pictures) in enumerate(lies):
+        part = honest(seed + 100 + number, prototypes=prototypes)
+        changes = {
+            "offset": {"offset": size},
+            "scatter": {"noise": size},
+            "scale": {"factor": size},
+            "flip": {},
+        }
+        part = _changed(flipped(part) if kind == "flip" else part, **changes[kind])
+        parts[f"liar{number}"] = Prototypes(part.values, part.labels, np.full(len(part.labels), pictures))
+    assert [device for device in _judged(parts) if device.startswith("dev")] == []
+
+
+def test_liars_far_away_are_found_together() -> None:
+    """Three of ten that say the same."""
+    parts = fleet(7) | {f"liar{number}": _changed(honest(20 + number), offset=100.0) for number in range(3)}
+    assert _judged(parts).keys() == {"liar0", "liar1", "liar2"}
+    assert next(iter(parts.values())).values.shape[1] == FEATURE_SIZE

@@ -1,0 +1,61 @@
+"""What a head is trained on: everything, or what a few bad prototypes do little to."""
+
+import numpy as np
+import pytest
+
+from aggregator.ingest.validation import Prototypes
+from aggregator.training.robust_training_set import TRIMMED_SHARE, pool, withstanding
+from tests.support.prototype_sets import fleet, flipped, honest
+
+
+def _class_mean(data: Prototypes, label: int) -> np.ndarray:
+    mine = data.labels == label
+    return np.average(data.values[mine], axis=0, weights=data.counts[mine])
+
+
+def test_by_default_all_is_taken_as_it_is() -> None:
+    """One part after the other."""
+    parts = list(fleet(3).values())
+    data = withstanding(parts, by="none")
+    assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
+    assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
+
+
+def test_what_is_farthest_is_trimmed() -> None:
+    """A fifth of each class, and of those first what a liar has sent."""
+    parts = [*fleet(6).values(), flipped(honest(9))]
+    data = withstanding(parts, by="trimmed")
+    everything = pool(parts)
+    for label in range(3):
+        before, after = (int((one.labels == label).sum()) for one in (everything, data))
+        assert after == before - int(TRIMMED_SHARE * before)
+    lies = {value.tobytes() for value in parts[-1].values}
+    assert lies.isdisjoint(value.tobytes() for value in data.values)
+
+
+def test_means_are_moved_to_their_median() -> None:
+    """Nothing is left out; what a device's prototypes differ by from each other stays."""
+    parts = [*fleet(6).values(), flipped(honest(9))]
+    data = withstanding(parts, by="median")
+    everything = pool(parts)
+    assert np.array_equal(data.labels, everything.labels)
+    for label in range(3):
+        honest_mean = _class_mean(pool(parts[:-1]), label)
+        moved, lied = (np.linalg.norm(_class_mean(one, label) - honest_mean) for one in (data, everything))
+        assert moved < 0.3 * lied
+        mine, was = (one.values[one.labels == label][-6:] for one in (data, everything))
+        assert np.allclose(mine - mine[0], was - was[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("by", ["trimmed", "median"])
+def test_a_class_of_few_devices_stays_as_it_is(by: str) -> None:
+    """Of two devices that differ, nobody knows which one is right."""
+    parts = [honest(1), honest(2, labels=(0,)), honest(3, labels=(0,))]
+    data = withstanding(parts, by="trimmed" if by == "trimmed" else "median")
+    everything = pool(parts)
+    for label in (1, 2):
+        assert np.array_equal(
+            data.values[data.labels == label], everything.values[everything.labels == label]
+        )
+    zero = everything.values[everything.labels == 0]
+    assert not np.array_equal(data.values[data.labels == 0], zero)

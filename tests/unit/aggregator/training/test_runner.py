@@ -1,0 +1,117 @@
+"""Trainings as processes: what they say becomes events, and every end is told."""
+
+import queue
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from aggregator.config.task_file import Training
+from aggregator.training.jobs import HeadJob
+from aggregator.training.runner import Finished, Progress, Trainer
+from protocol.errors import StateError
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import encode
+from tests.support.submissions import FEATURE_SIZE, MANIFEST, submission
+
+PATIENCE_S = 300.0
+
+
+def _job(folder: Path, *payloads: bytes) -> HeadJob:
+    blobs = BlobStore(folder / "blobs")
+    return HeadJob(
+        version=1,
+        task=blobs.put(encode(MANIFEST)).hex(),
+        members={f"dev{number}": blobs.put(payload).hex() for number, payload in enumerate(payloads)},
+        blobs=str(blobs.folder),
+        feature_size=FEATURE_SIZE,
+        training=Training(device="cpu"),
+        folder=str(folder / "training" / "head-1"),
+    )
+
+
+def _end(job: HeadJob, folder: Path) -> tuple[Finished, list[Progress]]:
+    """Run a job to its end."""
+    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+    Trainer(folder / "training", on_event=events.put).start(job)
+    said: list[Progress] = []
+    while not isinstance(event := events.get(timeout=PATIENCE_S), Finished):
+        said.append(event)
+    return event, said
+
+
+def test_a_submission_that_is_gone_fails_the_training(tmp_path: Path) -> None:
+    """The end is told with the exit status and the process's own one line."""
+    job = _job(tmp_path, encode(submission()))
+    (tmp_path / "blobs" / job.members["dev0"]).unlink()
+    finished, _ = _end(job, tmp_path)
+    assert finished.result is None
+    assert finished.reason.startswith("exit status 1: cannot use ")
+    assert "No such file" in finished.reason
+
+
+def test_the_same_submissions_make_the_same_head(tmp_path: Path) -> None:
+    """Byte for byte, so that a training that was cut off and begun again changes nothing."""
+    manifest = structs.replace(MANIFEST, backbones=MANIFEST.backbones * 2)  # of which no model.onnx is made
+    task = BlobStore(tmp_path / "blobs").put(encode(manifest))
+    job = _job(tmp_path, encode(submission(task=task)))
+    job = structs.replace(job, task=task.hex(), training=Training(device="cpu", epochs=2))
+    heads = []
+    for _ in range(2):
+        finished, _ = _end(job, tmp_path)
+        assert finished.result is not None
+        assert finished.result.metrics["seconds"] > 0
+        heads.append((Path(job.folder) / "head.onnx").read_bytes())
+    assert heads[0] == heads[1]
+
+
+def test_a_process_that_is_killed_is_a_failed_training(tmp_path: Path) -> None:
+    """Stopping ends it, and waits for it."""
+    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+    trainer = Trainer(tmp_path / "training", on_event=events.put)
+    trainer.stop()
+    trainer.start(_job(tmp_path, encode(submission())))
+    trainer.stop()
+    finished = events.get(timeout=PATIENCE_S)
+    assert isinstance(finished, Finished)
+    assert finished.reason.startswith("exit status -15")
+
+
+def test_lines_that_are_no_figures_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a library prints beside the figures does no harm."""
+    program = tmp_path / "program"
+    program.write_text(
+        '#!/bin/sh\necho hello; echo 3; echo "[1]"; echo \'{"epoch": 1}\'; echo oops >&2; exit 4\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    finished, said = _end(_job(tmp_path), tmp_path)
+    assert said == [Progress({"epoch": 1})]
+    assert finished.reason == "exit status 4: oops"
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    """No process is started."""
+    (tmp_path / "training").write_text("a file")
+    with pytest.raises(StateError, match="cannot use"):
+        Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
+
+
+def test_a_process_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon lives on, and can say why."""
+    program = tmp_path / "program"
+    program.write_text("no program")
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(StateError, match="Permission denied"):
+        Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
+
+
+def test_a_training_whose_folder_vanishes_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is left to be read, its end is told."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\nrm -r {tmp_path}/training; exit 4\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    finished, _ = _end(_job(tmp_path), tmp_path)
+    assert finished.reason == "exit status 4: it said nothing"

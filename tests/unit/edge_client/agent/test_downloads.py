@@ -1,0 +1,218 @@
+"""One transfer down: what comes ahead of its turn is kept, and only gaps are asked for again."""
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.agent import downloads
+from edge_client.agent.backoff import patience_s
+from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, WINDOW_BYTES
+from edge_client.agent.events import Request
+from edge_client.agent.state import Download
+from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
+from protocol.wire.transfer import frames_of
+from tests.support.simulated_fleet import reference
+
+BLOB = random.Random(0).randbytes(3 * WINDOW_BYTES + 12_345)
+REFERENCE = reference(BLOB, "blob")
+
+
+def frame(start: int, stop: int) -> Frame:
+    """Some bytes of the blob."""
+    return Frame(v=1, digest=REFERENCE.digest, size_bytes=len(BLOB), offset=start, data=BLOB[start:stop])
+
+
+def answer(request: Request, *, chunk_bytes: int = MAX_CHUNK_BYTES) -> list[Frame]:
+    """What a request is answered with."""
+    ranges = ((request.offset, request.offset + request.length),)
+    return list(frames_of(BLOB, digest=REFERENCE.digest, ranges=ranges, chunk_bytes=chunk_bytes))
+
+
+def in_chunks(requests: tuple[Request, ...]) -> list[tuple[int, int]]:
+    """Offsets and lengths of requests, in full frames."""
+    return [(each.offset // MAX_CHUNK_BYTES, each.length // MAX_CHUNK_BYTES) for each in requests]
+
+
+@dataclass
+class Receiver:
+    """A download, and the file that it ends in."""
+
+    download: Download
+    file: bytes = b""
+    now_s: float = 0.0
+
+    def ask(self) -> tuple[Request, ...]:
+        """What is asked for, if it is time to."""
+        if not downloads.is_due(self.download, now_s=self.now_s):
+            return ()
+        self.download, requests = downloads.ask(self.download, now_s=self.now_s)
+        return requests
+
+    def take(self, frame: Frame) -> None:
+        """Write what comes next."""
+        self.download, data = downloads.take(self.download, frame, now_s=self.now_s)
+        self.file += data
+        assert len(self.file) == self.download.offset
+        assert all(offset > self.download.offset for offset, _ in self.download.ahead)
+
+
+@pytest.fixture
+def receiver() -> Receiver:
+    """A download that begins."""
+    return Receiver(Download(REFERENCE, offset=0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    loss=st.sampled_from([0.0, 0.1, 0.5]),
+    shuffled=st.booleans(),
+    chunks=st.lists(st.sampled_from([MAX_CHUNK_BYTES, 20_000, 7_777]), min_size=1, max_size=3),
+)
+def test_any_order_and_any_loss_gives_the_blob(
+    seed: int, loss: float, chunks: list[int], *, shuffled: bool
+) -> None:
+    """Frames of whatever size get lost, come twice or in another order; in the end every byte is there, in its turn."""
+    chance = random.Random(seed)
+    receiver = Receiver(Download(REFERENCE, offset=0))
+    for _ in range(5_000):
+        if receiver.download.offset == len(BLOB):
+            break
+        requests = receiver.ask()
+        chunk = chance.choice(chunks)
+        frames = [each for request in requests for each in answer(request, chunk_bytes=chunk)]
+        came = [each for each in frames for _ in range(chance.choice([1, 1, 2])) if chance.random() >= loss]
+        if shuffled:
+            chance.shuffle(came)
+        for each in came:
+            receiver.take(each)
+        receiver.now_s += 1.0
+    assert receiver.file == BLOB
+
+
+def test_a_gap_is_asked_for_at_once_and_alone(receiver: Receiver) -> None:
+    """The last frame that was asked for says that what has not come before it will not come.
+
+    With the gaps goes the question for what follows, so that there is never more than a window on its way.
+    """
+    (request,) = receiver.ask()
+    assert (request.offset, request.length) == (0, WINDOW_BYTES)
+    frames = answer(request)
+    for number, each in enumerate(frames):
+        if number not in {3, 4, 9}:
+            assert receiver.ask() == ()
+            receiver.take(each)
+    assert receiver.download.offset == 3 * MAX_CHUNK_BYTES
+    gaps = receiver.ask()
+    assert in_chunks(gaps) == [(3, 2), (9, 1), (16, 3)]
+    for gap in gaps:
+        for each in answer(gap):
+            receiver.take(each)
+    assert receiver.file == BLOB[: 19 * MAX_CHUNK_BYTES]
+    (following,) = receiver.ask()
+    assert following.offset == 19 * MAX_CHUNK_BYTES
+
+
+def test_a_lost_end_is_asked_for_in_its_time(receiver: Receiver) -> None:
+    """Nothing tells that it will not come; of the rest nothing is asked for again."""
+    frames = answer(receiver.ask()[0])
+    for each in (*frames[:2], *frames[3:-1]):
+        receiver.take(each)
+    assert receiver.ask() == ()
+    receiver.now_s = patience_s(0)
+    assert in_chunks(receiver.ask()) == [(2, 1), (15, 3)]
+
+
+def test_a_cut_costs_what_was_on_its_way(receiver: Receiver) -> None:
+    """What is held ahead stays in memory; after a restart the file tells where to go on."""
+    frames = answer(receiver.ask()[0])
+    for each in (frames[0], frames[2]):
+        receiver.take(each)
+    receiver.download = downloads.afresh(receiver.download)
+    assert in_chunks(receiver.ask()) == [(1, 1), (3, 14)]
+    restarted = Receiver(Download(REFERENCE, offset=len(receiver.file)), file=receiver.file)
+    (request,) = restarted.ask()
+    assert (request.offset, request.length) == (MAX_CHUNK_BYTES, WINDOW_BYTES)
+
+
+def test_of_what_is_sent_to_everybody_only_gaps_are_asked_for(receiver: Receiver) -> None:
+    """It comes without being asked for, and its last frame ends the wait; more than a window is held."""
+    receiver.download = replace(receiver.download, until=len(BLOB), due_s=3.0)
+    frames = list(frames_of(BLOB, digest=REFERENCE.digest))
+    lost = {0, 20, len(frames) - 2}
+    for number, each in enumerate(frames):
+        if number not in lost:
+            receiver.take(each)
+    asked: list[Request] = []
+    while requests := receiver.ask():
+        asked += requests
+        for request in requests:
+            for each in answer(request):
+                receiver.take(each)
+    assert receiver.file == BLOB
+    assert [request.offset // MAX_CHUNK_BYTES for request in asked] == sorted(lost)
+    assert sum(request.length for request in asked) == 3 * MAX_CHUNK_BYTES
+
+
+def test_what_is_held_is_bounded(receiver: Receiver) -> None:
+    """In bytes and in pieces; what does not fit is asked for when its time comes."""
+    huge = reference(bytes(2 * MAX_AHEAD_BYTES), "huge")
+    for size in (MAX_CHUNK_BYTES, 256):
+        receiver.download = Download(huge, offset=0)
+        for start in range(size, huge.size_bytes, size):
+            data = bytes(min(size, huge.size_bytes - start))
+            piece = Frame(v=1, digest=huge.digest, size_bytes=huge.size_bytes, offset=start, data=data)
+            receiver.download, _ = downloads.take(receiver.download, piece, now_s=0)
+        held = [len(data) for _, data in receiver.download.ahead]
+        assert len(held) <= MAX_AHEAD
+        assert sum(held) <= MAX_AHEAD_BYTES
+        assert len(held) == MAX_AHEAD or sum(held) > MAX_AHEAD_BYTES - size
+
+
+def test_many_gaps_are_asked_for_some_at_a_time(receiver: Receiver) -> None:
+    """So that one bad window is not answered with a flood of requests."""
+    (request,) = receiver.ask()
+    for each in answer(request, chunk_bytes=5_000)[1::2]:
+        receiver.take(each)
+    receiver.now_s = patience_s(0)
+    assert len(receiver.ask()) == MAX_REQUESTS
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Frame(v=1, digest=b"o" * 32, size_bytes=len(BLOB), offset=0, data=b"x"),
+        Frame(v=1, digest=REFERENCE.digest, size_bytes=9, offset=0, data=b"x"),
+        Frame(v=1, digest=REFERENCE.digest, size_bytes=len(BLOB), offset=len(BLOB) - 1, data=b"xx"),
+        Frame(v=1, digest=REFERENCE.digest, size_bytes=len(BLOB), offset=7, data=b""),
+    ],
+)
+def test_what_is_none_of_it_is_ignored(receiver: Receiver, wrong: Frame) -> None:
+    """Of another blob, of another size, past the end, or empty."""
+    receiver.ask()
+    before = receiver.download
+    receiver.take(wrong)
+    assert receiver.download == before
+
+
+def test_what_is_there_already_says_nothing(receiver: Receiver) -> None:
+    """A frame that comes once more is no sign that those before it are lost."""
+    frames = answer(receiver.ask()[0])
+    for each in frames:
+        receiver.take(each)
+    receiver.ask()
+    before = receiver.download
+    for each in frames:
+        receiver.take(each)
+    assert receiver.download == before
+    ahead = frame(WINDOW_BYTES + 100, WINDOW_BYTES + 200)
+    receiver.take(ahead)
+    before = receiver.download
+    receiver.take(ahead)
+    receiver.take(frame(WINDOW_BYTES + 100, WINDOW_BYTES + 150))
+    assert receiver.download == before
+    receiver.take(frame(WINDOW_BYTES - 50, WINDOW_BYTES + 150))
+    assert receiver.file == BLOB[: WINDOW_BYTES + 200]

@@ -1,0 +1,477 @@
+"""The life of a device in rounds, against a simulated aggregator that goes from round to round without waiting."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from aggregator.ingest.reassembly import Complete
+from edge_client.agent import events, selectors
+from edge_client.agent.backoff import CAST_PATIENCE_S
+from edge_client.agent.machine import step
+from edge_client.agent.state import Mode, State, head_key
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import (
+    HeadManifest,
+    HeadRef,
+    Program,
+    Reason,
+    Receipt,
+    RoundManifest,
+    TaskManifest,
+)
+from protocol.wire.transfer import frames_of
+from tests.support.simulated_fleet import World, item_of, reference
+
+ROUNDS = 4
+STALENESS = 1
+TASK = b"t" * 32
+GRAPHS = {name: f"the {name} graph ".encode() * 9_000 for name in ("init", "step", "project", "head")}
+BACKBONE = b"backbone" * 40_000
+TENSORS = tuple(bytes([number]) * 150_000 for number in range(ROUNDS + 1))
+"""Of each round; the last are the last head's alone."""
+
+MANIFEST = TaskManifest(
+    fleet="default",
+    algorithm="fedpcl",
+    classes=("a", "b"),
+    backbones=(reference(BACKBONE, "backbone"),),
+    alpha=0.99,
+    batch_size=5,
+    min_images=2,
+    seed=0,
+    program=Program(
+        **{name: reference(data, name) for name, data in GRAPHS.items()}, kept=(), uploaded=(), batch_size=32
+    ),
+)
+
+
+ITEM = item_of(b"submission", about="0")
+
+
+def round_manifest(number: int) -> RoundManifest:
+    """What the fleet is told of a round."""
+    tensors = reference(TENSORS[number], f"tensors-{number}")
+    return RoundManifest(task=TASK, number=number, rounds=ROUNDS, epochs=1, tensors=tensors)
+
+
+def head_manifest(number: int) -> HeadManifest:
+    """What the fleet is told of the head that the round of a number has led to."""
+    return HeadManifest(
+        task=TASK,
+        current=HeadRef(
+            version=number + 1,
+            head=reference(GRAPHS["head"], "head"),
+            devices=1,
+            prototypes=1,
+            round=number,
+            tensors=reference(TENSORS[number + 1], f"tensors-{number + 1}"),
+        ),
+    )
+
+
+@dataclass
+class RoundsWorld(World):
+    """A fleet whose rounds close in their own time, and a device program with one thread for its work.
+
+    Args:
+        lasts_s: how long each round is open.
+        joins_s: when the device comes.
+        works_s: how long a piece of work may take at most.
+        failing: rounds whose submission cannot be made, and whether a later one may go better.
+        standing: sequence of the submission that the aggregator has for a round.
+    """
+
+    lasts_s: tuple[float, ...] = (60.0,) * ROUNDS
+    joins_s: float = 0.0
+    works_s: float = 5.0
+    failing: Mapping[int, bool] = field(default_factory=dict)
+    standing: dict[int, int] = field(default_factory=dict)
+    number: int = 0
+    closes_s: float = 0.0
+    seen: int | None = None
+    jobs: list[tuple[float, events.Build | events.Install]] = field(default_factory=list)
+    sequence: int = 0
+    whole: set[bytes] = field(default_factory=set)
+    counted: list[int] = field(default_factory=list)
+    begun: list[tuple[int, int | None]] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Open the first round."""
+        self.closes_s = self.lasts_s[0]
+        self.served = {digest_of(data): data for data in (*GRAPHS.values(), BACKBONE)}
+        self.served[digest_of(TENSORS[0])] = TENSORS[0]
+
+    # The fleet.
+
+    def tick(self) -> None:
+        """Let rounds close and pieces of work end."""
+        if self.number < ROUNDS and self.now_s >= self.closes_s:
+            self.number += 1
+            self.closes_s = self.now_s + self.lasts_s[min(self.number, ROUNDS - 1)]
+            for data in TENSORS[max(self.number - 1, 0) : self.number + 1]:
+                self.served[digest_of(data)] = data
+            if self.number >= 2:
+                self.served.pop(digest_of(TENSORS[self.number - 2]), None)
+            if self.state.connected:
+                self.announce()
+        if not self.state.connected and self.now_s >= self.joins_s:
+            self.packet_bytes = self.random.choice(self.packets)
+            self.pending.append(events.Connected(self.packet_bytes))
+            self.pending.append(events.TaskSeen(TASK, MANIFEST))
+            self.announce(cast=False)
+        if self.jobs and self.now_s >= self.jobs[0][0]:
+            self.finish(self.jobs.pop(0)[1])
+
+    def announce(self, *, cast: bool = True) -> None:
+        """Tell of the round, send its tensors to the whole fleet, and tell of the head."""
+        self.pending.append(events.RoundSeen(round_manifest(self.number)))
+        if cast:
+            self.cast(TENSORS[self.number])
+        if self.number:
+            self.pending.append(events.HeadSeen(head_manifest(self.number - 1)))
+
+    def cast(self, data: bytes) -> None:
+        """Send a blob to the whole fleet: frames get lost, come twice, or in another order."""
+        digest = digest_of(data)
+        sent = list(frames_of(data, digest=digest))
+        frames = [frame for frame in sent if self.arrives()]
+        frames += [frame for frame in frames if not self.arrives()]
+        if not self.arrives():
+            self.random.shuffle(frames)
+        before = {event.frame.digest for event in self.pending if isinstance(event, events.BlockSeen)}
+        self.pending.extend(map(events.BlockSeen, frames))
+        asked = any(isinstance(action, events.Request) and action.digest == digest for action in self.done)
+        # A gap in what was sent before, and has not been looked at yet, is still to be asked for.
+        if frames[: len(sent)] == sent and not asked and digest not in before:
+            self.whole.add(digest)
+
+    def receive(self, complete: Complete) -> Receipt:
+        """Take a submission for the open round, or for one that is not too old; of several, the last one."""
+        kind, *numbers = complete.payload.split()
+        number, sequence = map(int, numbers)
+        if kind == b"submission":
+            reason = self.verdict(number, sequence)
+            if reason is not None:
+                standing = self.standing.get(number, 0)
+                return Receipt(digest=complete.digest, status="refused", reason=reason, sequence=standing)
+            self.standing[number] = sequence
+            self.counted.append(number)
+        return super().receive(complete)
+
+    def verdict(self, number: int, sequence: int) -> Reason | None:
+        """Why a submission is refused."""
+        if self.number >= ROUNDS or number < self.number - STALENESS:
+            return "late"
+        if number > self.number:
+            return "unknown_round"
+        return "superseded" if sequence < self.standing.get(number, 0) else None
+
+    def restart_aggregator(self) -> None:
+        """Forget what was on its way."""
+        super().restart_aggregator()
+        started = self.pending.pop()
+        if self.state.connected:
+            self.pending.append(events.TaskSeen(TASK, MANIFEST))
+            self.announce()
+            self.pending.append(started)
+
+    # The device program.
+
+    def take(self, event: events.Event) -> None:
+        """Let the worker know of the round before the agent does, as the program does."""
+        if isinstance(event, events.RoundSeen):
+            self.seen = event.manifest.number
+        super().take(event)
+
+    def build(self, build: events.Build) -> None:
+        """Begin to train, after what is being done."""
+        assert build.round is not None
+        assert all(
+            blob.digest in self.state.stored for blob in selectors.needed(self.state) if _for_work(blob)
+        )
+        self.begun.append((build.round.number, self.seen))
+        self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), build))
+
+    def install(self, install: events.Install) -> None:
+        """Begin to take a head into use."""
+        self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), install))
+
+    def finish(self, job: events.Build | events.Install) -> None:
+        """End a piece of work; one for a round that is not the newest any more comes to nothing."""
+        if isinstance(job, events.Install):
+            self.in_use = head_key(job.head)
+            payload = b"evaluation %d 0" % job.head.version
+            report = self.keep("evaluation", payload, task=job.task, about=self.in_use.hex())
+            self.pending.append(events.Installed(self.in_use, report))
+            return
+        assert job.round is not None
+        number = job.round.number
+        if number != self.seen:
+            return
+        if number in self.failing:
+            self.failed.append(number)
+            may_pass = self.failing[number]
+            self.pending.append(events.Built(job.task, None, number, reason="no", may_pass=may_pass))
+            return
+        standing = self.newest_submission()
+        if standing is None or standing.about != str(number) or job.above:
+            self.sequence = max(self.sequence, job.above) + 1
+            payload = b"submission %d %d".ljust(100_000) % (number, self.sequence)
+            standing = self.keep("submission", payload, task=job.task, about=str(number))
+        self.pending.append(events.Built(job.task, standing, number))
+
+    def cut(self) -> None:
+        """Lose the connection, and what was on it."""
+        kept = (
+            events.OutboxSeen | events.DownloadStarts | events.DownloadEnded | events.Built | events.Installed
+        )
+        self.whole -= {event.frame.digest for event in self.pending if isinstance(event, events.BlockSeen)}
+        self.pending = [event for event in self.pending if isinstance(event, kept)]
+        self.joins_s = self.now_s + self.random.uniform(1, 60)
+        self.pending.append(events.Disconnected())
+
+    def restart(self) -> None:
+        """Kill the device program, and start it on what is on its disk."""
+        self.cut()
+        was = self.state
+        super().restart()
+        self.pending.clear()
+        self.jobs.clear()
+        self.seen = None
+        if was.task is not None:
+            self.pending.append(events.TaskSeen(TASK, MANIFEST, recalled=True))
+        if was.round is not None:
+            self.pending.append(events.RoundSeen(was.round))
+
+
+def _for_work(blob: object) -> bool:
+    return blob in (reference(BACKBONE, "backbone"), *(reference(d, n) for n, d in GRAPHS.items()))
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """Something that happens after a number of steps."""
+
+    after: int
+    kind: str
+
+
+open_for_s = st.tuples(*[st.floats(1, 120)] * ROUNDS)
+mishaps = st.lists(
+    st.builds(Mishap, st.integers(1, 120), st.sampled_from(["cut", "restart", "restart_aggregator"])),
+    max_size=6,
+)
+
+
+def live(world: RoundsWorld, happens: list[Mishap]) -> None:
+    """Let things happen, and then everything come to its end."""
+    for mishap in happens:
+        world.run(steps=mishap.after)
+        if world.exit is None:
+            getattr(world, mishap.kind)()
+    world.run()
+
+
+def begin(mode: Mode = Mode.ONCE, *, seed: int = 0, loss: float = 0.0, **more: object) -> RoundsWorld:
+    """A device that has never seen the fleet."""
+    return RoundsWorld(State(mode=mode), random.Random(seed), loss, **more)  # type: ignore[arg-type]
+
+
+def check_laws(world: RoundsWorld) -> None:
+    """What holds in every life."""
+    assert len(world.counted) == len(set(world.counted)), "one submission a round"
+    assert all(number == seen for number, seen in world.begun), (
+        "no work for an older round than the newest seen"
+    )
+    requests = {action.digest for action in world.done if isinstance(action, events.Request)}
+    assert not requests & world.whole, "what came to the whole fleet was not asked for again"
+
+
+@settings(max_examples=100, deadline=None)
+@example(
+    seed=80,
+    loss=0.3,
+    lasts_s=(2.0, 31.0, 2.0, 1.0),
+    joins_s=0.0,
+    works_s=0.0,
+    happens=[Mishap(50, "cut"), Mishap(43, "restart_aggregator")],
+    more={"crashes": [], "packets": [None], "full_until_s": 0.0},
+)
+@given(
+    seed=st.integers(0, 10**6),
+    loss=st.sampled_from([0.0, 0.05, 0.3, 0.5]),
+    lasts_s=open_for_s,
+    joins_s=st.floats(0, 300),
+    works_s=st.floats(0, 100),
+    happens=mishaps,
+    more=st.fixed_dictionaries(
+        {
+            "crashes": st.lists(st.integers(1, 60), max_size=4),
+            "packets": st.lists(st.sampled_from([None, 20_000, 3_000]), min_size=1, max_size=2),
+            "full_until_s": st.sampled_from([0.0, 0.0, 150.0]),
+        }
+    ),
+)
+def test_every_run_ends(
+    seed: int,
+    loss: float,
+    lasts_s: tuple[float, ...],
+    joins_s: float,
+    works_s: float,
+    happens: list[Mishap],
+    more: dict[str, Any],
+) -> None:
+    """Whatever is lost, cut, full or restarted, a single run ends with the last round's head evaluated."""
+    world = begin(seed=seed, loss=loss, lasts_s=lasts_s, joins_s=joins_s, works_s=works_s, **more)
+    live(world, happens)
+    assert world.exit == events.Exit(0)
+    assert world.state.evaluated == digest_of(TENSORS[ROUNDS])
+    check_laws(world)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), lasts_s=open_for_s, failing=st.dictionaries(st.integers(0, 3), st.just(True))
+)
+def test_a_round_that_fails_is_left_to_the_others(
+    seed: int, lasts_s: tuple[float, ...], failing: dict[int, bool]
+) -> None:
+    """A service whose training diverges in some rounds says so, takes part in the others, and has the last head."""
+    world = begin(Mode.SERVICE, seed=seed, loss=0.1, lasts_s=lasts_s, failing=failing)
+    world.run(steps=1_500)
+    assert world.exit is None
+    assert world.state.evaluated == digest_of(TENSORS[ROUNDS])
+    assert not set(world.counted) & set(failing)
+    told = [action for action in world.done if action == events.Tell("no", error=True)]
+    assert len(told) == len(world.failed)
+    check_laws(world)
+
+
+@pytest.mark.parametrize(("mode", "may_pass"), [(Mode.ONCE, True), (Mode.ONCE, False), (Mode.SERVICE, False)])
+def test_a_first_failure_that_a_person_has_to_see_ends_the_program(mode: Mode, *, may_pass: bool) -> None:
+    """A single run ends with the reason, and so does a service that has nothing to go on with."""
+    world = begin(mode, failing={0: may_pass})
+    world.run(steps=1_500)
+    assert world.exit == events.Exit(1, "no")
+
+
+def test_a_later_failure_is_told_and_the_next_round_joined() -> None:
+    """Once something was handed in, not even a failure that will not pass by itself ends a service."""
+    world = begin(Mode.SERVICE, failing={1: False})
+    world.run(steps=1_500)
+    assert world.exit is None
+    assert world.counted == [0, 2, 3]
+    assert events.Tell("no", error=True) in world.done
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), standing=st.dictionaries(st.integers(0, 3), st.integers(1, 99)))
+def test_a_device_that_lost_its_count_goes_above_it(seed: int, standing: dict[int, int]) -> None:
+    """What is superseded is handed in once more for the same round, with a greater sequence."""
+    world = begin(seed=seed, standing=dict(standing))
+    world.run()
+    assert world.exit == events.Exit(0)
+    assert world.counted == [0, 1, 2, 3]
+    assert all(world.standing[number] >= sequence for number, sequence in standing.items())
+
+
+def test_a_device_that_comes_late_joins_the_round_that_is_open() -> None:
+    """It makes nothing up for the rounds that it missed."""
+    world = begin(joins_s=150)
+    world.run()
+    assert world.exit == events.Exit(0)
+    assert world.begun == [(2, 2), (3, 3)]
+    assert world.counted == [2, 3]
+
+
+def test_a_device_that_comes_after_the_rounds_takes_their_head() -> None:
+    """There is nothing to hand in any more, and the head is evaluated."""
+    world = begin(joins_s=1_000)
+    world.run()
+    assert world.exit == events.Exit(0)
+    assert (world.begun, world.counted) == ([], [])
+    assert [action.head.round for action in world.done if isinstance(action, events.Install)] == [ROUNDS - 1]
+
+
+def test_what_is_for_the_whole_fleet_is_asked_for_where_it_does_not_come() -> None:
+    """A device that hears of a round waits for its tensors a moment before it asks for them alone."""
+    digest = digest_of(TENSORS[1])
+    state, actions = step(handed_in(), events.RoundSeen(round_manifest(1)), now_s=0)
+    assert actions == (events.OpenDownload(round_manifest(1).tensors),)
+    state, actions = step(state, events.DownloadStarts(digest, 0), now_s=0)
+    assert actions == ()
+    state, actions = step(state, events.Ticked(), now_s=CAST_PATIENCE_S - 0.1)
+    assert actions == ()
+    _, actions = step(state, events.Ticked(), now_s=CAST_PATIENCE_S)
+    assert actions == (events.Request(digest, 0, len(TENSORS[1])),)
+
+
+@pytest.mark.parametrize("lasts_s", [60.0, 7.0])
+def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
+    """It ends with the first round that it could have handed in for."""
+    world = begin(Mode.DRY_RUN, lasts_s=(lasts_s,) * (ROUNDS - 1) + (60.0,))
+    world.run()
+    assert world.exit == events.Exit(0)
+    sent = (events.Announce, events.Send, events.Install)
+    assert not [action for action in world.done if isinstance(action, sent)]
+    assert world.counted == []
+
+
+def test_a_dry_run_after_the_last_round_says_so() -> None:
+    """There is nothing that would leave the device."""
+    world = begin(Mode.DRY_RUN, joins_s=1_000)
+    world.run()
+    assert isinstance(world.exit, events.Exit)
+    assert (world.exit.code, "over" in world.exit.text) == (1, True)
+
+
+def handed_in() -> State:
+    """A device in a single run whose submission for round 0 is on its way."""
+    stored = frozenset(digest_of(data) for data in (*GRAPHS.values(), BACKBONE, TENSORS[0]))
+    state = State(mode=Mode.ONCE, stored=stored, connected=True)
+    for event in (
+        events.TaskSeen(TASK, MANIFEST),
+        events.RoundSeen(round_manifest(0)),
+        events.Built(TASK, ITEM, 0),
+    ):
+        state, _ = step(state, event, now_s=0)
+    assert [upload.item for upload in state.uploads] == [ITEM]
+    return state
+
+
+@pytest.mark.parametrize("reason", ["late", "unknown_round"])
+def test_a_submission_of_the_wrong_round_is_given_up(reason: Reason) -> None:
+    """It is no fault of the device's: it says so, sends it no more, and waits for the round that comes."""
+    receipt = Receipt(digest=ITEM.digest, status="refused", reason=reason)
+    state, actions = step(handed_in(), events.ReceiptSeen(receipt), now_s=1)
+    assert [type(action) for action in actions] == [events.Tell]
+    assert state.uploads == ()
+    state = replace(state, stored=state.stored | {digest_of(TENSORS[1])})
+    _, actions = step(state, events.RoundSeen(round_manifest(1)), now_s=2)
+    assert actions == (events.Build(TASK, MANIFEST, round_manifest(1)),)
+
+
+def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
+    """The newer round's tensors may not be there yet; its submission is made when they are, and once."""
+    state, _ = step(handed_in(), events.RoundSeen(round_manifest(1)), now_s=1)
+    receipt = Receipt(digest=ITEM.digest, status="refused", reason="superseded", sequence=41)
+    state, actions = step(state, events.ReceiptSeen(receipt), now_s=1)
+    assert not [action for action in actions if isinstance(action, events.Build)]
+    state, actions = step(state, events.DownloadEnded(digest_of(TENSORS[1]), good=True), now_s=2)
+    assert actions == (events.Build(TASK, MANIFEST, round_manifest(1)),)
+
+
+def test_a_submission_that_is_newer_takes_the_place_of_an_older_one() -> None:
+    """What was not received of the last round is not sent any more once there is something for this one."""
+    state = replace(handed_in(), stored=handed_in().stored | {digest_of(TENSORS[1])})
+    state, _ = step(state, events.RoundSeen(round_manifest(1)), now_s=1)
+    newer = item_of(b"newer", about="1")
+    state, actions = step(state, events.Built(TASK, newer, 1), now_s=2)
+    assert actions == (events.Send(newer, ((0, newer.size_bytes),)),)
+    assert [upload.item for upload in state.uploads] == [newer]

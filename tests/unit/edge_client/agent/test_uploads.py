@@ -1,0 +1,204 @@
+"""One transfer up: few bytes ask, and what is missing goes out in windows with the question behind it."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_client.agent import events, uploads
+from edge_client.agent.backoff import LAST_PATIENCE_S
+from edge_client.agent.machine import step
+from edge_client.agent.state import Mode, State, Upload
+from edge_client.agent.uploads import QUESTION_BYTES, WINDOW_FRAMES
+from protocol.wire.messages import MAX_CHUNK_BYTES, Receipt
+from protocol.wire.transfer import ENVELOPE_BYTES, Ranges
+from tests.support.simulated_fleet import item_of
+
+SIZE = 40 * MAX_CHUNK_BYTES + 5
+ITEM = item_of(bytes(SIZE))
+QUESTION = (SIZE - QUESTION_BYTES, SIZE)
+
+
+def begin(mode: Mode = Mode.SERVICE, **more: object) -> State:
+    """A device that has something to hand in, and a connection."""
+    state = State(mode=mode, task=ITEM.task, uploads=(Upload(ITEM),), **more)  # type: ignore[arg-type]
+    state, _ = step(state, events.Connected(), now_s=0)
+    return state
+
+
+def answer(state: State, missing: Ranges, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
+    """Let the aggregator say what it misses; returns what is sent then."""
+    receipt = Receipt(digest=ITEM.digest, status="missing", missing=missing)
+    state, actions = step(state, events.ReceiptSeen(receipt), now_s=now_s)
+    return state, sent(actions)
+
+
+def drain(state: State, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
+    """Let all that was sent reach the broker; returns what is sent then."""
+    state, actions = step(state, events.Drained(), now_s=now_s)
+    return state, sent(actions)
+
+
+def sent(actions: Iterable[events.Action]) -> list[Ranges]:
+    """The ranges of each window."""
+    return [action.ranges for action in actions if isinstance(action, events.Send)]
+
+
+@given(
+    bounds=st.lists(st.integers(0, SIZE), max_size=40, unique=True),
+    chunk_bytes=st.integers(256, MAX_CHUNK_BYTES),
+    frames=st.integers(1, 9),
+)
+def test_windows_are_what_they_were_cut_of(bounds: list[int], chunk_bytes: int, frames: int) -> None:
+    """Nothing is left out or doubled, no frame is too large, and no window holds too many."""
+    ordered = sorted(bounds)
+    rest: Ranges = tuple(zip(ordered[::2], ordered[1::2], strict=False))
+    whole = sum(stop - start for start, stop in rest)
+    frames_cut: list[tuple[int, int]] = []
+    last = 0
+    while rest:
+        window, rest = uploads.cut_window(rest, chunk_bytes=chunk_bytes, frames=frames)
+        assert 1 <= len(window) <= frames
+        frames_cut.extend(window)
+    for start, stop in frames_cut:
+        assert last <= start < stop <= start + chunk_bytes
+        last = stop
+    assert sum(stop - start for start, stop in frames_cut) == whole
+
+
+def test_a_window_at_a_time() -> None:
+    """The next one goes out when the last one has reached the broker, and the question ends them."""
+    state = begin()
+    state, windows = answer(state, ((0, QUESTION[0]),))
+    while len(windows) < 20:
+        assert len(windows[-1]) == WINDOW_FRAMES or state.uploads[0].ranges == ()
+        state, more = drain(state)
+        if not more:
+            break
+        windows += more
+    frames = [each for window in windows for each in window]
+    assert frames[-1] == QUESTION
+    assert sum(stop - start for start, stop in frames) == SIZE
+    assert (len(windows), len(frames)) == (6, 41)
+
+
+def test_the_question_is_asked_after_the_first_of_many_gaps() -> None:
+    """A receipt that names only the first ranges has an end elsewhere: what else is missing is asked for at once."""
+    state, windows = answer(begin(), ((0, 9), (20, 30)))
+    assert windows == [((0, 9), (20, 30), QUESTION)]
+    state, _ = drain(state)
+    _, windows = answer(state, ((40, 50), QUESTION))
+    assert windows == [((40, 50), QUESTION)]
+
+
+def test_another_answer_does_not_begin_again_what_is_being_sent() -> None:
+    """A question that was asked twice is answered twice."""
+    state, windows = answer(begin(), ((0, QUESTION[0]),))
+    state, more = answer(state, ((0, QUESTION[0]),))
+    assert (len(windows), more) == (1, [])
+    _, more = drain(state)
+    assert more[0][0] == (*windows[0][-1][1:], windows[0][-1][1] + MAX_CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("missing", [(), ((SIZE, SIZE + 9),), ((9, 9),), ((9, 4),)])
+def test_an_answer_that_names_nothing_is_no_answer(missing: Ranges) -> None:
+    """It is asked again when its time comes."""
+    state, windows = answer(begin(), missing)
+    assert windows == []
+    state, _ = drain(state)
+    _, actions = step(state, events.Ticked(), now_s=LAST_PATIENCE_S)
+    assert sent(actions) == [(QUESTION,)]
+
+
+def test_a_smaller_packet_makes_smaller_frames() -> None:
+    """Each connection's broker says what it takes; a payload that is one frame is its own question."""
+    state, _ = step(begin(), events.Connected(10_000 + ENVELOPE_BYTES), now_s=1)
+    _, (window,) = answer(state, ((0, SIZE),))
+    assert {stop - start for start, stop in window} == {10_000}
+    small = item_of(b"small")
+    state = State(mode=Mode.SERVICE, task=small.task, uploads=(Upload(small),))
+    _, actions = step(state, events.Connected(), now_s=0)
+    assert sent(actions) == [((0, 5),)]
+
+
+def test_frames_that_never_arrive_are_sent_ever_more_rarely() -> None:
+    """Where questions get through and frames do not, the device does not fill the line with them."""
+    state, asked, whole = begin(), True, 0
+    for second in range(3000):
+        for _ in range(3):  # questions are answered at once, and again at once
+            if not asked:
+                break
+            state, windows = answer(state, ((0, QUESTION[0]),), now_s=second)
+            asked = bool(windows)
+            whole += asked
+            while windows:
+                state, windows = drain(state, now_s=second)
+        state, actions = step(state, events.Ticked(), now_s=second)
+        asked = asked or bool(sent(actions))
+    assert 3 < whole < 30
+
+
+@pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.ONCE])
+def test_no_space_is_waited_for(mode: Mode) -> None:
+    """The submission is kept, a person is told once, the device asks ever more rarely, and does not end."""
+    state = begin(mode)
+    refusal = events.ReceiptSeen(Receipt(digest=ITEM.digest, status="refused", reason="no_space"))
+    said: list[events.Action] = []
+    asked: list[int] = []
+    for second in range(1, 4000):
+        if state.uploads[0].due_s is None:
+            state, actions = step(state, refusal, now_s=second)
+            said.extend(actions)
+        state, actions = step(state, events.Ticked(), now_s=second)
+        asked.extend(second for _ in sent(actions))
+    hinder, tell = said
+    assert isinstance(hinder, events.Hinder)
+    assert isinstance(tell, events.Tell)
+    assert "no space" in hinder.reason == state.hindrance
+    assert 5 < len(asked) < 25
+    received = Receipt(digest=ITEM.digest, status="received")
+    state, actions = step(state, events.ReceiptSeen(received), now_s=4000)
+    assert actions[:2] == (events.Hinder(""), events.KeepReceipt(ITEM))
+    assert (state.uploads, state.hindrance) == ((), "")
+
+
+def test_what_the_broker_does_not_take_is_kept() -> None:
+    """It is told once, and tried again in a while: somebody may change the broker's mind."""
+    state = begin()
+    state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
+    assert [type(action) for action in actions] == [events.Hinder, events.Tell]
+    assert "not authorized" in state.hindrance
+    state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
+    assert actions == ()
+    state, windows = drain(state)
+    assert windows == []
+    _, actions = step(state, events.Ticked(), now_s=LAST_PATIENCE_S)
+    assert sent(actions) == [(QUESTION,)]
+
+
+def test_what_has_left_the_outbox_is_not_sent() -> None:
+    """Something newer takes its place as soon as it is seen there, and what is under way goes on."""
+    state, _ = answer(begin(), ((0, QUESTION[0]),))
+    newer = item_of(b"newer")
+    other = item_of(b"other", task=b"o" * 32)
+    on_its_way = state.uploads
+    state, actions = step(state, events.OutboxSeen((ITEM, other)), now_s=1)
+    assert (state.uploads, actions) == (on_its_way, ())
+    state, actions = step(state, events.OutboxSeen((newer, other)), now_s=1)
+    assert sent(actions) == [((0, 5),)]
+    assert [upload.item for upload in state.uploads] == [newer]
+
+
+def test_what_has_to_let_another_go_first_begins_again_after_it() -> None:
+    """What the broker acknowledges meanwhile belongs to the other one: nothing waits for a word that has passed."""
+    report = item_of(b"report", kind="evaluation", about="aa")
+    state = State(mode=Mode.SERVICE, task=ITEM.task, uploads=(Upload(report),))
+    state, actions = step(state, events.Connected(), now_s=0)
+    assert sent(actions) == [((0, 6),)]
+    state, actions = step(state, events.OutboxSeen((ITEM, report)), now_s=1)
+    assert sent(actions) == [(QUESTION,)]
+    state, _ = drain(state)
+    receipt = Receipt(digest=ITEM.digest, status="received")
+    _, actions = step(state, events.ReceiptSeen(receipt), now_s=2)
+    assert sent(actions) == [((0, 6),)]

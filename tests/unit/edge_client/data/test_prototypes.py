@@ -1,0 +1,218 @@
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from edge_client.data.prototypes import batch_prototypes, class_means
+from protocol.errors import ConfigError, ProtofleetError
+
+Features = NDArray[np.float32]
+
+
+def _prototypes_of(
+    *chunks: Features, alpha: float = 1.0, batch_size: int = 5, min_images: int = 2, seed: int = 0
+) -> tuple[Features, NDArray[np.uint32]]:
+    return batch_prototypes(
+        lambda: chunks,
+        alpha=alpha,
+        batch_size=batch_size,
+        min_images=min_images,
+        rng=np.random.default_rng(seed),
+    )
+
+
+def _random_features(count: int, size: int = 3) -> Features:
+    return np.random.default_rng(count).random((count, size), dtype=np.float32)
+
+
+# Multiples of 1/4 within 16 bits: sums of them are exact, so that laws can be compared without tolerance.
+features_of_a_class = arrays(
+    np.float32,
+    st.tuples(st.integers(0, 60), st.integers(1, 4)),
+    elements=st.integers(0, 4000).map(lambda quarter: quarter / 4),
+)
+settings_in_range = st.integers(1, 12).flatmap(
+    lambda batch_size: st.tuples(st.just(batch_size), st.integers(1, batch_size))
+)
+
+
+@given(
+    features=features_of_a_class, settings=settings_in_range, alpha=st.sampled_from([0.07, 0.5, 0.99, 1.0])
+)
+def test_counts_add_up_to_the_kept_pictures(
+    features: Features, settings: tuple[int, int], alpha: float
+) -> None:
+    """No kept picture is lost, and none but a class too small for any prototype sends nothing."""
+    batch_size, min_images = settings
+    _, counts = _prototypes_of(features, alpha=alpha, batch_size=batch_size, min_images=min_images)
+    hundredths = round(alpha * 100)
+    kept = -(-hundredths * len(features) // 100)
+    assert counts.sum() == (kept if kept >= min_images else 0)
+
+
+@given(features=features_of_a_class, settings=settings_in_range)
+def test_a_prototype_averages_at_least_a_batch(features: Features, settings: tuple[int, int]) -> None:
+    """Counts lie in B to 2B - 1; only a class smaller than B sends one smaller prototype."""
+    batch_size, min_images = settings
+    _, counts = _prototypes_of(features, batch_size=batch_size, min_images=min_images)
+    if len(features) >= batch_size:
+        assert (counts[:-1] == batch_size).all()
+        assert batch_size <= counts[-1] < 2 * batch_size
+    else:
+        assert counts.tolist() == ([len(features)] if len(features) >= min_images else [])
+
+
+@given(features=features_of_a_class, settings=settings_in_range, seed=st.integers(0, 5))
+def test_weighted_mean_of_prototypes_is_mean_of_features(
+    features: Features, settings: tuple[int, int], seed: int
+) -> None:
+    """Averaging in batches moves no class mean."""
+    batch_size, min_images = settings
+    prototypes, counts = _prototypes_of(features, batch_size=batch_size, min_images=min_images, seed=seed)
+    if len(counts):
+        mean = np.average(prototypes, axis=0, weights=counts)
+        np.testing.assert_allclose(mean, features.mean(axis=0, dtype=np.float64), rtol=1e-5)
+
+
+@given(
+    features=arrays(np.float32, (40, 3), elements=st.floats(-1e3, 1e3, width=32)),
+    cuts=st.lists(st.integers(0, 40), max_size=8),
+)
+def test_any_chunking_gives_the_same_bits(features: Features, cuts: list[int]) -> None:
+    """How the caller cuts a class into chunks, empty ones included, does not show in the result."""
+    chunks = [features[start:stop] for start, stop in pairwise([0, *sorted(cuts), 40])]
+    whole, whole_counts = _prototypes_of(features, alpha=0.8)
+    cut, cut_counts = _prototypes_of(*chunks, alpha=0.8)
+    np.testing.assert_array_equal(cut, whole)
+    np.testing.assert_array_equal(cut_counts, whole_counts)
+
+
+def test_chunks_across_block_borders_give_the_same_bits() -> None:
+    """The same holds for more pictures than are added up in one block."""
+    features = _random_features(1000, 17)
+    whole, _ = _prototypes_of(features, alpha=0.97)
+    for size in (1, 100, 255, 256, 257, 999):
+        cut, _ = _prototypes_of(*(features[i : i + size] for i in range(0, 1000, size)), alpha=0.97)
+        np.testing.assert_array_equal(cut, whole)
+
+
+def test_matches_the_equations_written_out() -> None:
+    """With B = 1 the prototypes are the features with the highest cosines to the mean."""
+    features = _random_features(50)
+    prototypes, _ = _prototypes_of(features, alpha=0.9, batch_size=1, min_images=1)
+    mean = features.mean(axis=0)
+    cosines = features @ mean / np.linalg.norm(features, axis=1) / np.linalg.norm(mean)
+    expected = features[np.argsort(cosines)[5:]]
+    np.testing.assert_allclose(np.sort(prototypes, axis=0), np.sort(expected, axis=0))
+
+
+def test_the_outlier_is_left_out() -> None:
+    """A picture that points away from its class does not reach any prototype."""
+    features = np.full((100, 3), 1.0, dtype=np.float32)
+    features[42] = [50.0, 0.0, 0.0]
+    prototypes, counts = _prototypes_of(features, alpha=0.99)
+    assert counts.sum() == 99
+    np.testing.assert_array_equal(prototypes, np.ones_like(prototypes))
+
+
+def test_equal_scores_keep_the_earlier_pictures() -> None:
+    """Ties fall to the order of the pictures, so that a device sends the same thing after a restart."""
+    powers_of_two = 2.0 ** np.arange(10, dtype=np.float32)
+    features = powers_of_two[:, None] * np.array([[1.0, 2.0]], dtype=np.float32)
+    prototypes, _ = _prototypes_of(features, alpha=0.5, batch_size=1, min_images=1)
+    assert sorted(prototypes[:, 0].tolist()) == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+@pytest.mark.parametrize(("alpha", "pictures", "kept"), [(0.07, 100, 7), (0.29, 100, 29), (0.99, 100, 99)])
+def test_the_share_kept_is_exact(alpha: float, pictures: int, kept: int) -> None:
+    """ceil(alpha n) is taken of the decimal as written, not of its binary neighbour: 0.07 * 100 > 7."""
+    _, counts = _prototypes_of(_random_features(pictures), alpha=alpha)
+    assert counts.sum() == kept
+
+
+def test_pictures_are_shuffled_before_they_are_averaged() -> None:
+    """Another seed averages other pictures together; the same seed the same ones."""
+    features = _random_features(50)
+    first, second, again = (_prototypes_of(features, seed=seed)[0] for seed in (1, 2, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("pictures", "counts"), [(0, []), (1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])]
+)
+def test_small_classes(pictures: int, counts: list[int]) -> None:
+    """A lone picture never leaves, a few make one prototype, a remainder joins the last."""
+    prototypes, got = _prototypes_of(_random_features(pictures))
+    assert got.tolist() == counts
+    assert prototypes.shape == (len(counts), 3)
+    assert [array.dtype.name for array in (prototypes, got)] == ["float32", "uint32"]
+
+
+def test_a_class_without_any_chunk_is_empty() -> None:
+    """An absent class is no error."""
+    prototypes, counts = _prototypes_of()
+    assert len(prototypes) == len(counts) == 0
+
+
+def test_zero_features_are_finite() -> None:
+    """A feature without direction scores 0 instead of 0 / 0, and is the first to go."""
+    features = np.vstack([np.zeros((1, 3), dtype=np.float32), np.ones((9, 3), dtype=np.float32)])
+    prototypes, _ = _prototypes_of(features, alpha=0.9, batch_size=3)
+    np.testing.assert_array_equal(prototypes, np.ones((3, 3)))
+    nothing_but_zeros, counts = _prototypes_of(np.zeros((7, 3), dtype=np.float32))
+    np.testing.assert_array_equal(nothing_but_zeros, np.zeros((1, 3)))
+    assert counts.tolist() == [7]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_are_refused(value: float) -> None:
+    """One NaN would spoil every prototype of its class."""
+    features = _random_features(10)
+    features[3, 1] = value
+    with pytest.raises(ProtofleetError, match="finite"):
+        _prototypes_of(features)
+
+
+@pytest.mark.parametrize("alpha", [0.0, -0.5, 1.01, float("nan")])
+def test_alpha_out_of_range_is_refused(alpha: float) -> None:
+    """Keeping nothing, or more than there is, is a wrong setting."""
+    with pytest.raises(ConfigError, match="alpha"):
+        _prototypes_of(_random_features(10), alpha=alpha)
+
+
+@pytest.mark.parametrize(("batch_size", "min_images"), [(5, 0), (5, 6), (0, 0)])
+def test_min_images_out_of_range_is_refused(batch_size: int, min_images: int) -> None:
+    """A promise of more pictures per prototype than a batch holds could not be kept."""
+    with pytest.raises(ConfigError, match="min_images"):
+        _prototypes_of(_random_features(10), batch_size=batch_size, min_images=min_images)
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 4), st.randoms(use_true_random=False))
+def test_class_means_are_the_means_of_the_classes(
+    labels: list[int], min_images: int, shuffler: random.Random
+) -> None:
+    """Every class with enough pictures has its plain mean, whatever the order; no other class has any."""
+    projection = _random_features(len(labels), size=4)
+    means, classes, counts = class_means(
+        projection, np.array(labels, np.int64), num_classes=7, min_images=min_images
+    )
+    wanted = [label for label in range(7) if labels.count(label) >= max(min_images, 1)]
+    assert classes.tolist() == wanted
+    assert counts.tolist() == [labels.count(label) for label in wanted]
+    assert means.shape == (len(wanted), 4)
+    for mean, label in zip(means, wanted, strict=True):
+        of_class = projection[np.array(labels) == label].astype(np.float64)
+        np.testing.assert_allclose(mean, of_class.mean(axis=0), rtol=1e-6)
+    order = list(range(len(labels)))
+    shuffler.shuffle(order)
+    moved = class_means(
+        projection[order], np.array(labels, np.int64)[order], num_classes=7, min_images=min_images
+    )
+    np.testing.assert_allclose(moved[0], means, rtol=1e-6)
+    assert moved[1].tolist() == wanted

@@ -1,0 +1,200 @@
+"""Heads on the device: which are taken into use, and what they say."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from PIL import Image
+
+from edge_client.data.images import decode
+from edge_client.inference.predictor import Head, evaluate, open_head, open_round_head, predict
+from edge_client.runtime import watchdog
+from edge_client.runtime.backbone import Backbone
+from protocol.errors import BackboneMismatch, GraphRefused
+from protocol.preprocessing import preprocess
+from tests.support import step_graphs
+from tests.support.device_factory import CLASSES, choosy, linear_head, tiny, write_pictures
+from tests.system.attacks.graphs import endless, spoilt
+
+
+def _weights(backbone: Backbone, pictures: list[Path]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """Weights that tell the first picture's class from the last one's."""
+    spec = backbone.metadata.preprocessing
+    features = backbone.features(np.stack([preprocess(decode(p), spec) for p in pictures]))
+    middle = features.mean(axis=0)
+    direction = features[-1] - features[0]
+    scaled = 20 * direction / np.abs(features @ direction - middle @ direction).max()
+    offset = middle @ scaled / (middle @ middle)
+    return np.stack([np.zeros_like(scaled), scaled - offset * middle], axis=1).astype(np.float32)
+
+
+def test_prediction_names_the_class(tmp_path: Path) -> None:
+    """A head that separates two classes names them, the likeliest first, with probabilities that add up to 1."""
+    data = write_pictures(tmp_path / "data", count=3)
+    backbone = tiny(tmp_path)
+    pictures = [data / "cat" / "0000.png", data / "dog" / "0000.png"]
+    head = open_head(
+        linear_head([backbone], _weights(backbone, pictures)), backbones=[backbone], classes=CLASSES
+    )
+    cat, dog = predict(pictures, [backbone], head, top=2)
+    assert (cat.label, dog.label) == ("cat", "dog")
+    assert sum(score for _, score in cat.top) == pytest.approx(1, abs=1e-5)
+    assert cat.top[0][1] > cat.top[1][1]
+
+
+def test_an_unreadable_picture_does_not_end_the_rest(tmp_path: Path) -> None:
+    """What cannot be read is told, and the next picture is predicted."""
+    data = write_pictures(tmp_path / "data", count=1)
+    backbone = tiny(tmp_path)
+    head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
+    missing, there = predict([tmp_path / "none.png", data / "cat" / "0000.png"], [backbone], head, top=5)
+    assert "none.png" in missing.error
+    assert not there.error
+    assert len(there.top) == len(CLASSES)
+
+
+def test_predictions_come_in_order_whatever_is_among_them(tmp_path: Path) -> None:
+    """Broken pictures and those with NaN features take their places in the row, over any cut into batches."""
+    data = write_pictures(tmp_path / "data", count=4)
+    Image.new("RGB", (12, 10), "white").save(tmp_path / "white.png")
+    (tmp_path / "junk.png").write_text("junk")
+    backbone = choosy(tmp_path)
+    head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
+    cats = sorted((data / "cat").iterdir())
+    paths = [cats[0], tmp_path / "white.png", cats[1], tmp_path / "junk.png", cats[2], cats[3]]
+    for batch_size in (1, 3, 10):
+        predictions = list(predict(paths, [backbone], head, top=1, batch_size=batch_size))
+        assert [prediction.path for prediction in predictions] == paths
+        assert [bool(prediction.error) for prediction in predictions] == [
+            False,
+            True,
+            False,
+            True,
+            False,
+            False,
+        ]
+        assert "white.png: the backbone gives NaN" in predictions[1].error
+
+
+def test_evaluation_counts(tmp_path: Path) -> None:
+    """Right answers are counted over all chunks."""
+    backbone = tiny(tmp_path)
+    weights = np.zeros((16, 2), dtype=np.float32)
+    weights[0, 1] = 1
+    head = open_head(linear_head([backbone], weights), backbones=[backbone])
+    positive, negative = np.ones((3, 16), dtype=np.float32), -np.ones((2, 16), dtype=np.float32)
+    assert evaluate(head, [positive, negative], label=1) == 3
+    assert evaluate(head, [positive, negative], label=0) == 2
+    assert evaluate(head, [], label=0) == 0
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Another backbone's head (with both digests), other classes, NaN, no probabilities, no ONNX: refused."""
+    backbone, other = tiny(tmp_path), tiny(tmp_path, seed=1)
+    good = np.zeros((16, 2), dtype=np.float32)
+    with pytest.raises(BackboneMismatch, match=f"{other.sha256}.*{backbone.sha256}"):
+        open_head(linear_head([other], good), backbones=[backbone])
+    with pytest.raises(BackboneMismatch, match=f"{backbone.sha256}, {other.sha256}"):
+        open_head(linear_head([other, backbone], np.zeros((32, 2), np.float32)), backbones=[backbone, other])
+    with pytest.raises(BackboneMismatch, match="classes"):
+        open_head(linear_head([backbone], good), backbones=[backbone], classes=("cat", "cow"))
+    with pytest.raises(GraphRefused, match="add up"):
+        open_head(linear_head([backbone], good, softmax=False), backbones=[backbone])
+    with pytest.raises(GraphRefused, match="add up"):
+        open_head(linear_head([backbone], np.full((16, 2), np.nan, dtype=np.float32)), backbones=[backbone])
+    with pytest.raises(GraphRefused, match="expected an ONNX file"):
+        open_head(b"junk", backbones=[backbone])
+    wide = tiny(tmp_path, seed=2, feature_size=8)
+    with pytest.raises(BackboneMismatch, match="features"):
+        open_head(linear_head([wide], good[:8], sha256s=(backbone.sha256,)), backbones=[backbone])
+
+
+def test_a_head_from_elsewhere_is_looked_through(tmp_path: Path) -> None:
+    """A head with operators that are not ONNX's own is refused as every other graph is."""
+    backbone = tiny(tmp_path)
+    head = onnx.load_from_string(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)))
+    head.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    with pytest.raises(GraphRefused, match="ONNX's own"):
+        open_head(head.SerializeToString(), backbones=[backbone])
+
+
+def test_a_head_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop without end in a head takes its time and no more; a good head runs on after it."""
+    backbone = tiny(tmp_path)
+    good = linear_head([backbone], np.zeros((16, 2), dtype=np.float32))
+    monkeypatch.setattr(watchdog, "MAX_RUN_S", 0.5)
+    with pytest.raises(GraphRefused, match="has not come to an end within"):
+        open_head(spoilt(good, endless), backbones=[backbone])
+    assert open_head(good, backbones=[backbone]).probabilities(np.zeros((1, 16), np.float32)).shape == (1, 2)
+
+
+def test_features_of_several_backbones_stand_in_their_order(tmp_path: Path) -> None:
+    """A picture is decoded once; the head is given what each backbone makes of it, one after the other."""
+    data = write_pictures(tmp_path / "data", count=2)
+    Image.new("RGB", (12, 10), "white").save(tmp_path / "white.png")
+    backbones = [tiny(tmp_path, feature_size=5), choosy(tmp_path), tiny(tmp_path, seed=1, feature_size=3)]
+    weights = np.random.default_rng(0).normal(size=(5 + 16 + 3, 2)).astype(np.float32)
+    head = open_head(linear_head(backbones, weights), backbones=backbones, classes=CLASSES)
+    paths = [data / "cat" / "0000.png", tmp_path / "white.png", data / "dog" / "0001.png"]
+    cat, white, dog = predict(paths, backbones, head, top=2)
+    assert "NaN" in white.error
+    for path, prediction in ((paths[0], cat), (paths[2], dog)):
+        pixels = preprocess(decode(path), backbones[0].metadata.preprocessing)[None]
+        logits = np.concatenate([backbone.features(pixels) for backbone in backbones], axis=1) @ weights
+        assert dict(prediction.top)["dog"] == pytest.approx(
+            1 / (1 + np.exp(logits[0, 0] - logits[0, 1])), rel=1e-4
+        )
+
+
+def round_head(**replaced: Any) -> Head:
+    """The head of a round on a device that has prototypes of the last class alone."""
+    return open_round_head(
+        **{
+            "file": step_graphs.file("head"),
+            "state": {"weight": np.eye(4, 2, dtype=np.float32)},
+            "tensors": step_graphs.round_tensors(),
+            "local_prototypes": np.array([[0, 0], [0, 0], [5, 5]], dtype=np.float32),
+            "local_counts": np.array([0, 0, 2], dtype=np.float32),
+            "feature_size": 4,
+            "classes": ("a", "b", "c"),
+            **replaced,
+        }
+    )
+
+
+def test_a_rounds_head_takes_what_the_device_has() -> None:
+    """State, tensors of the round and local prototypes are bound once, and features decide."""
+    head = round_head()
+    features = np.array([[1, 0, 9, 9], [0, 1, 9, 9], [1, 1, 9, 9]], dtype=np.float32)
+    logits = features[:, :2] @ np.array([[1, 0], [0, 1], [5, 5]]).T
+    expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(head.probabilities(features), expected, rtol=1e-5)
+    assert evaluate(head, [features, features[:1]], label=2) == 4
+    strange = round_head(local_counts=np.zeros(3, np.float32))
+    assert evaluate(strange, [features], label=0) == 2
+
+
+def test_what_a_head_holds_is_not_copied() -> None:
+    """The state that a head is bound to is the one that was given."""
+    state = {"weight": np.eye(4, 2, dtype=np.float32)}
+    assert round_head(state=state).bound["weight"] is state["weight"]
+
+
+def test_a_rounds_head_that_cannot_be_satisfied_is_refused() -> None:
+    """What is missing, of another shape or size, for another role, or NaN: each is named."""
+    with pytest.raises(GraphRefused, match="the head graph asks for weight; there are targets"):
+        round_head(state={})
+    with pytest.raises(GraphRefused, match=r"'local_counts' must be float32 \(3\), and is float32 \(2\)"):
+        round_head(local_counts=np.zeros(2, np.float32))
+    with pytest.raises(GraphRefused, match="for 5 features and 2 classes, got one for 4 and 3"):
+        round_head(feature_size=5, classes=("a", "b"))
+    with pytest.raises(GraphRefused, match="expected the graph for head, got the one for step"):
+        round_head(file=step_graphs.file("step"))
+    with pytest.raises(GraphRefused, match="one probability per class"):
+        round_head(state={"weight": np.full((4, 2), np.nan, np.float32)})
+    broken = """h (float[n, 4] feature, float[4, 2] weight) => (float[n, k] probabilities)
+        { probabilities = Concat<axis = 1>(feature, weight) }"""
+    with pytest.raises(GraphRefused, match="the head does not run"):
+        round_head(file=step_graphs.file("head", body=broken))

@@ -1,0 +1,92 @@
+"""The accountant: what it says is what the closed form says, and what it cannot say is too much."""
+
+import builtins
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtr
+
+from aggregator.tasks.noise_calibration import noise_multiplier
+from edge_client.privacy.accountant import MOST_LOSS, NO_ACCOUNTANT, epsilon_of
+from edge_client.privacy.policy import MAX_DELTA
+from protocol.errors import PrivacyRefused, RuntimeMissing
+
+
+def delta_of(epsilon: float, mu: float) -> float:
+    """Delta of a Gaussian mechanism of sensitivity mu and noise 1 (Balle and Wang 2018, Theorem 8)."""
+    second = math.exp(epsilon + float(log_ndtr(-mu / 2 - epsilon / mu)))
+    return float(ndtr(mu / 2 - epsilon / mu)) - second
+
+
+def closed_form(releases: Mapping[float, int], delta: float) -> float:
+    """Epsilon of Gaussian releases together: they are one whose 1 / z^2 is the sum of theirs."""
+    mu = math.sqrt(sum(times / multiplier**2 for multiplier, times in releases.items()))
+    if delta_of(0.0, mu) <= delta:
+        return 0.0
+    return float(brentq(lambda epsilon: delta_of(epsilon, mu) - delta, 0.0, 1000.0))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    releases=st.dictionaries(st.floats(1.0, 50.0), st.integers(1, 4), min_size=1, max_size=3),
+    delta=st.sampled_from([1e-3, 1e-5, 1e-8]),
+)
+def test_what_is_spent_is_what_the_closed_form_says(releases: dict[float, int], delta: float) -> None:
+    """Of any releases, of different noise too: never less than is true, and hardly more."""
+    exact, said = closed_form(releases, delta), epsilon_of(releases, delta=delta)
+    assert exact - 1e-9 <= said <= exact * 1.001 + 1e-3
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
+def test_the_noise_is_just_enough(epsilon: float) -> None:
+    """The calibrated multiplier gives epsilon, and a hundredth less noise does not."""
+    multiplier = noise_multiplier(epsilon, 1e-5)
+    assert closed_form({multiplier: 1}, 1e-5) <= epsilon < closed_form({multiplier * 0.99: 1}, 1e-5)
+    assert epsilon_of({multiplier: 1}, delta=1e-5) <= epsilon
+
+
+@pytest.mark.parametrize("multiplier", [0.0, -1.0, math.nan, math.inf, 1e-6, 0.14])
+def test_hardly_any_noise_costs_more_than_anybody_has(multiplier: float) -> None:
+    """Without noise there is no bound, and nobody who asks for next to none makes a device work that out."""
+    assert epsilon_of({multiplier: 1, 5.0: 1}, delta=1e-5) == math.inf
+
+
+def test_what_is_not_worked_out_is_beyond_all_that_may_be_asked_for() -> None:
+    """Where the accountant stops, epsilon is above the 40 that a task file may allow, at the largest delta too."""
+    assert closed_form({MOST_LOSS**-0.5: 1}, MAX_DELTA) > 40
+
+
+def without_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take dp-accounting away, as on a device that was installed without it."""
+    real = builtins.__import__
+
+    def refuse(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "dp_accounting":
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+
+def test_a_device_without_the_accountant_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not guess what a release costs."""
+    without_accountant(monkeypatch)
+    with pytest.raises(PrivacyRefused, match=r"protofleet\[privacy\]"):
+        epsilon_of({1.0: 1}, delta=1e-5)
+    with pytest.raises(RuntimeMissing, match=r"protofleet\[aggregator\]"):
+        noise_multiplier.__wrapped__(1.0, 1e-5)
+    assert "pip install" in NO_ACCOUNTANT
+
+
+def test_nobody_pays_for_the_accountant_who_does_not_need_it() -> None:
+    """Importing a device's work brings neither dp-accounting nor scipy."""
+    program = "import edge_client.runner, sys; print({'dp_accounting', 'scipy'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,198 @@
+"""The mechanism: what one picture can change, how much noise there is, and that nothing else is in it."""
+
+import math
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edge_client.privacy import gaussian_mechanism
+from edge_client.privacy.gaussian_mechanism import COUNT_WEIGHT, MAX_PROTOTYPES, Mechanism, private_prototypes
+from edge_client.privacy.noise import gaussian
+from protocol.errors import PrivacyRefused
+
+SECRET = b"s" * 32
+HOW = Mechanism(clip_norm=2.0, noise_multiplier=1.5, batch_size=10, min_images=3)
+QUIET = replace(HOW, noise_multiplier=1e-9)
+
+
+def _features(count: int, size: int = 8, *, seed: int = 0, scale: float = 1.0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(scale=scale, size=(count, size)).astype(np.float32)
+
+
+def _names(count: int) -> list[str]:
+    return [f"picture-{number}" for number in range(count)]
+
+
+def _clipped(features: NDArray[np.float32], norm: float) -> NDArray[np.float64]:
+    wide = features.astype(np.float64)
+    clipped: NDArray[np.float64] = wide * np.minimum(1, norm / np.linalg.norm(wide, axis=1, keepdims=True))
+    return clipped
+
+
+def test_without_noise_it_is_the_mean_of_clipped_features() -> None:
+    """Every picture is in exactly one batch, and weighted with the counts the batches have the class's mean."""
+    features = _features(105, scale=3.0)
+    values, counts = private_prototypes(features, _names(105), QUIET, secret=SECRET, key=os.urandom(32))
+    assert len(values) == 10
+    assert counts.sum() == 105
+    mean = (values * counts[:, None]).sum(axis=0) / 105
+    np.testing.assert_allclose(mean, _clipped(features, 2.0).mean(axis=0), atol=1e-5)
+
+
+def _released(features: NDArray[np.float32], names: list[str], batches: int) -> NDArray[np.float64]:
+    """What noise is added to in both steps, for M batches: the counts weighted, and the sums in S."""
+    dealt = np.array([gaussian_mechanism._batch_of(name, batches, SECRET) for name in names], np.intp)
+    sums = gaussian_mechanism._clipped_sums(features, dealt, batches=batches, clip_norm=2.0)
+    counts = COUNT_WEIGHT * np.bincount(dealt, minlength=batches)
+    return np.concatenate([[COUNT_WEIGHT * len(features)], sums.ravel(), counts])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 40),
+    batches=st.integers(1, 7),
+    scale=st.sampled_from([1e-6, 1.0, 1e6, 1e30]),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+def test_one_picture_changes_what_is_released_by_no_more_than_the_sensitivity(
+    count: int, batches: int, scale: float, seed: int, data: st.DataObject
+) -> None:
+    """Take any picture out of any set: the two steps together move by at most sqrt(1 + 2 w^2), however long it is."""
+    features, names = _features(count, seed=seed, scale=scale), _names(count)
+    gone = data.draw(st.integers(0, count - 1))
+    rest = [number for number in range(count) if number != gone]
+    whole = _released(features, names, batches)
+    less = _released(features[rest], [names[number] for number in rest], batches)
+    assert np.linalg.norm(whole - less) <= math.sqrt(1 + 2 * COUNT_WEIGHT**2) + 1e-12
+    moved = (whole - less)[1 : 1 + batches * 8].reshape(batches, 8).any(axis=1)
+    assert moved.sum() <= 1, "no other batch knows of it"
+
+
+def test_the_sensitivity_is_reached() -> None:
+    """A feature of norm S moves both steps by all of it: less noise would be too little."""
+    one = np.zeros((1, 8), np.float32)
+    one[0, 0] = 2.0
+    moved = _released(one, ["a"], 3)
+    assert np.linalg.norm(moved) == pytest.approx(math.sqrt(1 + 2 * COUNT_WEIGHT**2))
+    assert QUIET.noise / QUIET.noise_multiplier == pytest.approx(np.linalg.norm(moved))
+
+
+def test_the_noise_has_the_deviation_that_was_promised() -> None:
+    """Over many releases, class counts, sums and batch counts spread as s and s / w do."""
+    how = replace(HOW, batch_size=400, noise_multiplier=2.0)
+    features, names = _features(600, size=64), _names(600)
+    clean, size = private_prototypes(features, names, replace(how, noise_multiplier=1e-9), secret=SECRET,
+                                     key=os.urandom(32))  # fmt: skip
+    assert size.tolist() == [600]
+    sums, counts = [], []
+    for _ in range(300):
+        values, noisy = private_prototypes(features, names, how, secret=SECRET, key=os.urandom(32))
+        sums.append((values[0] * noisy[0] - clean[0] * 600) / how.clip_norm)
+        counts.append(int(noisy[0]))
+    assert how.noise == pytest.approx(2.0 * math.sqrt(1.125))
+    assert np.std(counts) == pytest.approx(how.noise / COUNT_WEIGHT, rel=0.2)
+    assert np.std(np.array(sums)) == pytest.approx(how.noise, rel=0.1)
+    assert np.mean(counts) == pytest.approx(600, abs=3)
+
+
+def test_the_number_of_prototypes_hangs_on_the_noisy_count() -> None:
+    """Without noise M = floor(n / B), and none below B; with it, a class without pictures may seem to have some."""
+
+    def batches(pictures: int, how: Mechanism = QUIET) -> int:
+        key = os.urandom(32)
+        return len(private_prototypes(_features(pictures), _names(pictures), how, secret=SECRET, key=key)[0])
+
+    assert [batches(pictures) for pictures in (0, 9, 11, 19, 21, 105)] == [0, 0, 1, 1, 2, 10]
+    loud = replace(HOW, noise_multiplier=20.0)
+    of_nothing = [batches(0, loud) for _ in range(40)]
+    assert min(of_nothing) == 0
+    assert max(of_nothing) > 0
+
+
+def test_no_prototype_says_that_it_has_fewer_than_min_images() -> None:
+    """Noisy counts are rounded and raised: negative and tiny ones never leave."""
+    loud = replace(HOW, noise_multiplier=20.0)
+    smallest = []
+    for _ in range(40):
+        values, counts = private_prototypes(
+            _features(30), _names(30), loud, secret=SECRET, key=os.urandom(32)
+        )
+        assert np.isfinite(values).all()
+        assert len(values) == len(counts)
+        smallest += counts.tolist()
+    assert min(smallest) == HOW.min_images
+
+
+def test_the_same_key_is_the_same_release() -> None:
+    """Nothing but the key is random: a release can be made once more, at no cost, and another key is another one."""
+    features, names, key = _features(50), _names(50), os.urandom(32)
+    one = private_prototypes(features, names, HOW, secret=SECRET, key=key)
+    again = private_prototypes(features, names, HOW, secret=SECRET, key=key)
+    np.testing.assert_array_equal(one[0], again[0])
+    np.testing.assert_array_equal(one[1], again[1])
+    other, _ = private_prototypes(features, names, HOW, secret=SECRET, key=os.urandom(32))
+    assert other.shape != one[0].shape or (other != one[0]).all()
+
+
+def test_no_other_picture_moves_one_to_another_batch() -> None:
+    """A picture's batch is a matter of its identity and the device's secret, and of the number of batches."""
+    batch_of = gaussian_mechanism._batch_of
+    assert {batch_of(name, 7, SECRET) for name in _names(200)} == set(range(7))
+    assert [batch_of(name, 7, SECRET) for name in _names(9)] == [
+        batch_of(name, 7, SECRET) for name in _names(9)
+    ]
+    assert [batch_of(name, 7, SECRET) for name in _names(40)] != [
+        batch_of(name, 7, b"o" * 32) for name in _names(40)
+    ]
+
+
+def test_noise_without_end_does_not_take_memory_without_end() -> None:
+    """However great the multiplier is that somebody chose, a class has so many prototypes and no more."""
+    loudest = replace(HOW, noise_multiplier=1e6, batch_size=1, min_images=1)
+    sizes = set()
+    for _ in range(12):
+        values, _ = private_prototypes(_features(4, 2), _names(4), loudest, secret=SECRET, key=os.urandom(32))
+        sizes.add(len(values))
+    assert max(sizes) == MAX_PROTOTYPES
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_a_feature_that_is_not_finite_sends_nothing(wrong: float) -> None:
+    """NaN or infinity has no norm to clip to: there is no prototype at all."""
+    features = _features(30)
+    features[7, 3] = wrong
+    with pytest.raises(PrivacyRefused, match="not finite"):
+        private_prototypes(features, _names(30), HOW, secret=SECRET, key=os.urandom(32))
+
+
+@pytest.mark.parametrize(
+    ("how", "names", "problem"),
+    [
+        (replace(HOW, clip_norm=0.0), 30, "above 0"),
+        (replace(HOW, noise_multiplier=0.0), 30, "above 0"),
+        (replace(HOW, noise_multiplier=math.nan), 30, "above 0"),
+        (HOW, 29, "one feature of each picture"),
+    ],
+)
+def test_what_bounds_nothing_is_refused(how: Mechanism, names: int, problem: str) -> None:
+    """No noise, no norm, or features that are of nobody knows which pictures: nothing is made."""
+    with pytest.raises(PrivacyRefused, match=problem):
+        private_prototypes(_features(30), _names(names), how, secret=SECRET, key=os.urandom(32))
+
+
+def test_a_picture_that_is_there_twice_is_refused() -> None:
+    """Twice in the sums, it would weigh twice what one picture may."""
+    with pytest.raises(PrivacyRefused, match="each picture once"):
+        private_prototypes(_features(2), ["a", "a"], HOW, secret=SECRET, key=os.urandom(32))
+
+
+def test_a_short_key_is_no_key() -> None:
+    """Noise from too little randomness is none."""
+    with pytest.raises(ValueError, match="32 bytes"):
+        gaussian(b"", (3,))

@@ -1,0 +1,228 @@
+"""Perturbation: what is added, to what, and that asking again does not take it away."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from edge_client.data.images import find_pictures, held_out
+from edge_client.privacy.noise import gaussian, laplace, subkey
+from edge_client.privacy.perturbation import perturb_picture, perturb_prototypes, to_half
+from edge_client.privacy.policy import check_task
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.submission.builder import Found, Local, digests, find, learning_keys, prepare
+from protocol.errors import PrivacyRefused
+from protocol.preprocessing import Preprocessing
+from protocol.wire.messages import BlobRef, Perturbation, Program, TaskManifest
+from tests.support.device_factory import CLASSES, tiny, write_pictures
+
+SECRET, OTHER = b"s" * 32, b"o" * 32
+HOW = Perturbation(on="prototypes", noise="gaussian", scale=0.5, shrink=0.25)
+WANTED = Preprocessing(height=8, width=8)
+BLOB = BlobRef(digest=b"b" * 32, size_bytes=1, name="tiny")
+
+
+def manifest(how: Perturbation | None, program: Program | None = None) -> TaskManifest:
+    """A task that wants something perturbed."""
+    return TaskManifest(
+        fleet="f",
+        algorithm="fedtc",
+        classes=CLASSES,
+        backbones=(BLOB,),
+        alpha=1.0,
+        batch_size=5,
+        min_images=2,
+        seed=0,
+        perturbation=how,
+        program=program,
+    )
+
+
+def on_pictures(scale: float = 0.2) -> Perturbation:
+    """Noise on pictures."""
+    return Perturbation(on="pictures", noise="gaussian", scale=scale)
+
+
+def _local(data: Path) -> Local:
+    return Local(device_id="device", data=data, holdout=0.3, batch_size=4, workers=2)
+
+
+def _find(folder: Path, task: TaskManifest, cache: FeatureCache, secret: bytes = SECRET) -> Found:
+    return find(
+        task=task,
+        local=_local(folder / "data"),
+        cache=cache,
+        open_backbone=lambda _: tiny(folder),
+        on_progress=lambda _done, _total: None,
+        should_stop=lambda: False,
+        secret=secret,
+    )
+
+
+@pytest.mark.parametrize(
+    ("noise", "deviation", "fourth"), [(gaussian, 1.0, 3.0), (laplace, math.sqrt(2), 6.0)]
+)
+def test_noise_has_its_moments(noise: object, deviation: float, fourth: float) -> None:
+    """Mean 0, the deviation that was said, and the kurtosis that tells a Gaussian from a Laplacian."""
+    values = noise(subkey(SECRET, b"a test"), (400, 1001))  # type: ignore[operator]
+    assert abs(values.mean()) < 0.01
+    assert values.std() == pytest.approx(deviation, rel=0.01)
+    assert (values**4).mean() / values.var() ** 2 == pytest.approx(fourth, rel=0.05)
+    assert np.abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.01
+
+
+def test_noise_is_its_keys() -> None:
+    """The same key gives the same noise, another one has nothing to do with it, and a short one is none."""
+    one = gaussian(subkey(SECRET, b"a", b"b"), (1000,))
+    np.testing.assert_array_equal(one, gaussian(subkey(SECRET, b"a", b"b"), (1000,)))
+    for key in (subkey(OTHER, b"a", b"b"), subkey(SECRET, b"ab"), subkey(SECRET, b"b", b"a")):
+        assert abs(np.corrcoef(one, gaussian(key, (1000,)))[0, 1]) < 0.2
+    with pytest.raises(ValueError, match="32 bytes, got 5"):
+        gaussian(b"short", (3,))
+
+
+def test_prototypes_are_shrunk_and_get_noise() -> None:
+    """FedTC eq. 6: the mean over many prototypes is shrunk by p, and they spread as e does."""
+    clean = np.full((2000, 16), 4.0, np.float32) + np.arange(2000, dtype=np.float32)[:, None] * 1e-3
+    labels = np.zeros(2000, np.uint32)
+    noise = perturb_prototypes(clean, labels, HOW, secret=SECRET).astype(np.float64) - 0.75 * clean
+    assert abs(noise.mean()) < 0.02
+    assert noise.std() == pytest.approx(0.5, rel=0.02)
+
+
+def test_a_prototype_that_stays_keeps_its_noise() -> None:
+    """New pictures of one class do not make new noise for another: asking again averages nothing away."""
+    clean = np.arange(12, dtype=np.float32).reshape(3, 4)
+    labels = np.array([0, 1, 1], np.uint32)
+    before = perturb_prototypes(clean, labels, HOW, secret=SECRET)
+    clean[0] += 1
+    after = perturb_prototypes(clean, labels, HOW, secret=SECRET)
+    np.testing.assert_array_equal(before[1:], after[1:])
+    assert (before[0] != after[0]).any()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Perturbation(on="prototypes", noise="gaussian", scale=1.0, shrink=0.25),
+        Perturbation(on="prototypes", noise="gaussian", scale=0.5),
+    ],
+)
+def test_other_settings_give_noise_of_their_own(other: Perturbation) -> None:
+    """Two tasks that differ in p or s cannot be solved for the prototype: their noises are not the same."""
+    clean = np.ones((1, 2000), np.float32)
+    labels = np.zeros(1, np.uint32)
+
+    def noise(how: Perturbation) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        made = perturb_prototypes(clean, labels, how, secret=SECRET).astype(np.float64)
+        return (made - (1 - how.shrink) * clean).ravel()
+
+    assert abs(np.corrcoef(noise(HOW), noise(other))[0, 1]) < 0.1
+
+
+def test_nobody_without_the_secret_can_take_the_noise_off() -> None:
+    """Another secret gives other noise, and without one nothing is perturbed, or sent."""
+    clean, labels = np.ones((1, 64), np.float32), np.zeros(1, np.uint32)
+    made = perturb_prototypes(clean, labels, HOW, secret=SECRET)
+    assert (made != perturb_prototypes(clean, labels, HOW, secret=OTHER)).any()
+    with pytest.raises(PrivacyRefused, match="no secret"):
+        perturb_prototypes(clean, labels, HOW, secret=b"")
+    with pytest.raises(PrivacyRefused, match="not finite"):
+        perturb_prototypes(clean * np.float32(np.nan), labels, HOW, secret=SECRET)
+
+
+@given(
+    values=arrays.arrays(np.float32, (2, 5), elements=st.floats(-65504, 65504, width=32)),
+    scale=st.floats(1e-6, 1e6),
+    noise=st.sampled_from(["gaussian", "laplace"]),
+)
+def test_a_perturbed_prototype_is_finite(
+    values: np.ndarray[tuple[int, int], np.dtype[np.float32]], scale: float, noise: str
+) -> None:
+    """However much noise there is, what leaves is float16, and neither NaN nor infinite."""
+    how = Perturbation(on="prototypes", noise=noise, scale=scale)  # type: ignore[arg-type]
+    made = perturb_prototypes(values, np.zeros(2, np.uint32), how, secret=SECRET)
+    assert made.dtype == np.float16
+    assert np.isfinite(made).all()
+    assert np.isfinite(to_half(values.astype(np.float64) * 1e30)).all()
+
+
+def test_a_picture_gets_its_noise_once() -> None:
+    """The same picture is perturbed in the same way at every extraction; another one, or another size, otherwise."""
+    grey = np.full((8, 8, 3), 128, np.uint8)
+    made = perturb_picture(grey, on_pictures(), identity="one", wanted=WANTED, secret=SECRET)
+    again = perturb_picture(grey, on_pictures(), identity="one", wanted=WANTED, secret=SECRET)
+    np.testing.assert_array_equal(made, again)
+    wider = Preprocessing(height=8, width=8, crop_pct=0.9)
+    for identity, wanted in (("two", WANTED), ("one", wider)):
+        other = perturb_picture(grey, on_pictures(), identity=identity, wanted=wanted, secret=SECRET)
+        assert (made != other).mean() > 0.5
+    assert made.astype(np.float64).std() / 255 == pytest.approx(0.2, rel=0.2)
+
+
+def test_pictures_to_learn_from_are_perturbed_and_those_held_out_are_not(tmp_path: Path) -> None:
+    """The cache keeps both apart, a second look computes nothing, and a task without noise gets clean features."""
+    write_pictures(tmp_path / "data", count=12)
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    noisy, clean = manifest(on_pictures()), manifest(None)
+    found = _find(tmp_path, noisy, cache)
+    kept_out = {picture.identity for picture in found.usable if held_out(picture, 0.3)}
+    assert 0 < len(kept_out) < 24
+    assert cache.known(*digests(noisy)) == kept_out
+    assert cache.known(*learning_keys(noisy)) == {p.identity for p in found.usable} - kept_out
+    mean_noisy = prepare(task=noisy, local=_local(tmp_path / "data"), found=found, cache=cache)
+    assert len(_find(tmp_path, clean, cache).usable) == len(found.usable)
+    mean_clean = prepare(task=clean, local=_local(tmp_path / "data"), found=found, cache=cache)
+    assert np.abs(mean_noisy.prototypes.astype(float) - mean_clean.prototypes).max() > 0.01
+    other_secret = _find(tmp_path, noisy, cache, OTHER)
+    again = prepare(task=noisy, local=_local(tmp_path / "data"), found=other_secret, cache=cache)
+    assert again.fingerprint == mean_noisy.fingerprint, "the noise was drawn once"
+
+
+def test_a_refused_picture_is_told_of_where_pictures_are_perturbed(tmp_path: Path) -> None:
+    """What cannot be read is left out and named, held out or not."""
+    data = write_pictures(tmp_path / "data", count=10)
+    for picture in find_pictures(data, CLASSES)[:8]:
+        picture.path.write_text("broken")
+    found = _find(tmp_path, manifest(on_pictures()), FeatureCache(tmp_path / "features.sqlite"))
+    assert len(found.refused) == 8
+    assert len(found.usable) == 12
+
+
+def test_without_a_secret_pictures_do_not_become_features(tmp_path: Path) -> None:
+    """A fault of the noise is no fault of the picture: all of the work ends, and nothing is kept of it."""
+    write_pictures(tmp_path / "data", count=6)
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    with pytest.raises(PrivacyRefused, match="no secret"):
+        _find(tmp_path, manifest(on_pictures()), cache, b"")
+    assert not cache.known(*learning_keys(manifest(on_pictures())))
+
+
+def test_prototypes_leave_perturbed(tmp_path: Path) -> None:
+    """What is prepared is what `perturb_prototypes` makes, and the same pictures make the same submission."""
+    write_pictures(tmp_path / "data", count=12)
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    found = _find(tmp_path, manifest(HOW), cache)
+    local = _local(tmp_path / "data")
+    clean = prepare(task=manifest(None), local=local, found=found, cache=cache)
+    noisy = prepare(task=manifest(HOW), local=local, found=found, cache=cache, secret=SECRET)
+    difference = noisy.prototypes.astype(np.float64) - 0.75 * clean.prototypes.astype(np.float64)
+    assert difference.std() == pytest.approx(0.5, rel=0.3)
+    again = prepare(task=manifest(HOW), local=local, found=found, cache=cache, secret=SECRET)
+    assert again.fingerprint == noisy.fingerprint
+    with pytest.raises(PrivacyRefused, match="no secret"):
+        prepare(task=manifest(HOW), local=local, found=found, cache=cache)
+
+
+def test_a_device_does_not_perturb_half_of_what_it_hands_in() -> None:
+    """A program that uploads parameters beside perturbed prototypes is refused; one that does not is taken."""
+    fields = {"kept": (), "batch_size": 32, "init": BLOB, "step": BLOB, "project": BLOB, "head": BLOB}
+    uploading = Program(**fields, uploaded=("weight",))  # type: ignore[arg-type]
+    with pytest.raises(PrivacyRefused, match="parameters beside them"):
+        check_task(manifest(HOW, uploading))
+    check_task(manifest(on_pictures(), uploading))
+    check_task(manifest(HOW, Program(**fields, uploaded=())))  # type: ignore[arg-type]

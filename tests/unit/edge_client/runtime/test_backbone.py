@@ -1,0 +1,263 @@
+"""Backbones in ONNX Runtime: what is loaded, what is refused, and on what they run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import msgspec
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper
+
+import edge_client
+from edge_client.runtime.backbone import (
+    Provider,
+    _coverage,
+    _profile_once,
+    open_backbone,
+    open_session,
+    release_memory,
+)
+from protocol.errors import BackboneMismatch, ProtofleetError
+from protocol.metadata import backbone_metadata, to_properties
+from protocol.storage.blobstore import file_digest
+from tests.support.device_factory import tiny
+from tests.support.graphs import tiny_backbone
+
+
+def test_backbone_says_what_it_is(tmp_path: Path) -> None:
+    """Digest, metadata and provider are the file's and the runtime's own; features are (n, L) for any n."""
+    backbone = tiny(tmp_path)
+    assert backbone.sha256 == file_digest(tmp_path / "tiny-0.onnx").hex()
+    assert backbone.metadata.feature_size == 16
+    assert (backbone.provider, backbone.note) == ("cpu", "")
+    for count in (1, 5):
+        features = backbone.features(np.zeros((count, 8, 8, 3), dtype=np.uint8))
+        assert features.shape == (count, 16)
+        assert features.dtype == np.float32
+
+
+@pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this runtime has CUDA"
+)
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_a_missing_provider_is_told_in_one_line(tmp_path: Path, provider: Provider) -> None:
+    """Where what was asked for is not there, the CPU runs it, and a line says so; auto says nothing."""
+    (tmp_path / "b.onnx").write_bytes(tiny_backbone())
+    backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
+    assert backbone.provider == "cpu"
+    assert provider in backbone.note
+    assert "\n" not in backbone.note
+    assert open_backbone(tmp_path / "b.onnx", provider="auto", threads=1).note == ""
+
+
+@pytest.fixture
+def seeming_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime lists CUDA, as its GPU package does on every machine, and leaves it out when it is asked for it."""
+    present = onnxruntime.get_available_providers()
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *present])
+
+
+@pytest.mark.usefixtures("seeming_cuda")
+@pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider':UserWarning")
+@pytest.mark.parametrize("provider", ["auto", "cuda", "tensorrt"])
+def test_a_provider_that_is_silently_left_out_is_noticed(
+    tmp_path: Path, provider: Provider, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A GPU package without a GPU runs on the CPU, and one line says so; ONNX Runtime's own lines do not."""
+    (tmp_path / "b.onnx").write_bytes(tiny_backbone())
+    backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
+    assert backbone.provider == "cpu"
+    assert "cuda does not work here" in backbone.note
+    assert backbone.note.endswith("running on cpu")
+    assert "\n" not in backbone.note
+    assert backbone.features(np.zeros((2, 8, 8, 3), dtype=np.uint8)).shape == (2, 16)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("seeming_cuda")
+@pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider':UserWarning")
+def test_a_broken_file_is_not_blamed_on_the_gpu(tmp_path: Path) -> None:
+    """What nothing can load is refused for what it is."""
+    (tmp_path / "b.onnx").write_bytes(b"junk")
+    with pytest.raises(BackboneMismatch, match=r"cannot load b\.onnx"):
+        open_backbone(tmp_path / "b.onnx", provider="cuda", threads=1)
+
+
+@pytest.mark.parametrize(("covered", "provider"), [(1.0, "cuda"), (0.7, "cuda"), (0.3, "cpu")])
+def test_an_accelerator_that_runs_little_of_the_graph_is_told_or_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covered: float, provider: str
+) -> None:
+    """What a GPU runs all of, it runs quietly; most of, with a note; little of, not at all."""
+    cpu = open_session(tiny_backbone(), provider="cpu", threads=1).session
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr("edge_client.runtime.backbone._create_accelerated", lambda *_: (cpu, covered))
+    opened = open_session(tiny_backbone(), provider="auto", threads=1)
+    assert opened.provider == provider
+    assert ("%" in opened.note) == (covered < 1)
+
+
+def test_coverage_is_the_share_of_data_that_the_cpu_did_not_put_out(tmp_path: Path) -> None:
+    """Read from ONNX Runtime's own profile of a run: nothing on the CPU; what another provider put out, if one did."""
+    options = onnxruntime.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "run")
+    session = onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
+    profile = _profile_once(session, "cpu")
+    assert _coverage(profile) == 0.0
+    events = json.loads(profile.read_text())
+    nodes = [event for event in events if event["cat"] == "Node"]
+    sizes = [int(node["args"]["output_size"]) for node in nodes]
+    nodes[0]["args"]["provider"] = "CUDAExecutionProvider"
+    profile.write_text(json.dumps(events))
+    assert _coverage(profile) == pytest.approx(sizes[0] / sum(sizes))
+
+
+def test_the_threads_are_those_asked_for() -> None:
+    """`--threads` reaches ONNX Runtime; without it the runtime takes all cores."""
+    for threads, expected in ((3, 3), (None, 0)):
+        session = open_session(tiny_backbone(), provider="cpu", threads=threads).session
+        assert session.get_session_options().intra_op_num_threads == expected
+
+
+def _without_metadata() -> bytes:
+    model = onnx.load_from_string(tiny_backbone())
+    del model.metadata_props[:]
+    return bytes(model.SerializeToString())
+
+
+def _with_another_input() -> bytes:
+    model = onnx.load_from_string(tiny_backbone())
+    model.graph.input[0].name = model.graph.node[0].input[0] = "picture"
+    return bytes(model.SerializeToString())
+
+
+def _with_edge(end: str, axis: int, edge: int) -> bytes:
+    model = onnx.load_from_string(tiny_backbone())
+    (value,) = getattr(model.graph, end)
+    value.type.tensor_type.shape.dim[axis].dim_value = edge
+    return bytes(model.SerializeToString())
+
+
+def _with_a_foreign_operator() -> bytes:
+    model = onnx.load_model_from_string(tiny_backbone())
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    return bytes(model.SerializeToString())
+
+
+def _with_data_elsewhere() -> bytes:
+    model = onnx.load_model_from_string(tiny_backbone())
+    tensor = model.graph.initializer[0]
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="../signing.key")
+    return bytes(model.SerializeToString())
+
+
+def _with_feature_size(size: int) -> bytes:
+    model = onnx.load_from_string(tiny_backbone())
+    metadata = backbone_metadata({entry.key: entry.value for entry in model.metadata_props})
+    helper.set_model_props(model, to_properties(msgspec.structs.replace(metadata, feature_size=size)))
+    return bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        (b"", "cannot load"),
+        (b"not an onnx file", "cannot load"),
+        (tiny_backbone()[:-200], "cannot load"),
+        (_without_metadata(), "metadata"),
+        (_with_another_input(), "picture"),
+        (_with_edge("input", 0, 1), r"must have image .*\('n', 8, 8, 3\).* has image .*\(1, 8, 8, 3\)"),
+        (_with_edge("input", 1, 9), r"\('n', 9, 8, 3\)"),
+        (_with_edge("output", 1, 15), "has .*feature"),
+        (_with_a_foreign_operator(), "ONNX's own operators alone, got some of 'com.microsoft'"),
+        (_with_data_elsewhere(), "one file, got one that keeps tensors in other files"),
+        (_with_feature_size(15), r"must have .*\('n', 15\), and has .*\('n', 16\)"),
+    ],
+    ids=[
+        "empty",
+        "text",
+        "truncated",
+        "no metadata",
+        "another input",
+        "one picture at a time",
+        "another height",
+        "another output",
+        "foreign operators",
+        "data in other files",
+        "another size than it says",
+    ],
+)
+def test_what_is_no_backbone_is_refused(tmp_path: Path, file: bytes, said: str) -> None:
+    """Whatever is not a backbone of ours is refused in one line that says what is wrong."""
+    path = tmp_path / "b.onnx"
+    path.write_bytes(file)
+    with pytest.raises(BackboneMismatch, match=said) as caught:
+        open_backbone(path, provider="cpu", threads=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_that_fails_is_one_line(tmp_path: Path) -> None:
+    """Whatever ONNX Runtime raises over a batch becomes an error of ours that says what to try."""
+    with pytest.raises(ProtofleetError, match=r"failed on 2 pictures on cpu: .*--batch-size") as caught:
+        tiny(tmp_path).features(np.zeros((2, 8, 7, 3), dtype=np.uint8))
+    assert "\n" not in str(caught.value)
+
+
+_BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def test_onnx_runtimes_own_format_is_refused(tmp_path: Path) -> None:
+    """ONNX Runtime would run a file of its own format as well, which nobody here can look through."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "tiny.ort")
+    onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
+    own = (tmp_path / "tiny.ort").read_bytes()
+    onnxruntime.InferenceSession(own, providers=["CPUExecutionProvider"])
+    with pytest.raises(BackboneMismatch, match="cannot load"):
+        open_session(own, provider="cpu", threads=1)
+
+
+def test_memory_is_given_back_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another C library than glibc it stays where it is, and nothing fails."""
+    release_memory()
+    for library in (object(), OSError()):
+        monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=[library]))
+        release_memory()
+
+
+def test_the_device_program_never_loads_a_training_framework() -> None:
+    """Everything of the device program imports with torch, timm, onnx and scipy out of reach."""
+    blocked = {"torch", "timm", "onnx", "onnxscript", "scipy", "sklearn", "rich", "amqtt"}
+    modules = sorted(path.stem for path in Path(edge_client.__file__).parent.glob("[a-z]*.py"))
+    assert {"cli", "trainer"} <= set(modules)
+    imports = "".join(f"import edge_client.{module}\n" for module in modules)
+    program = _BLOCK.format(blocked=blocked) + imports
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("arguments", [["--broker", "127.0.0.1"], ["predict", "a.png"]])
+def test_without_onnx_runtime_one_line_says_what_to_install(tmp_path: Path, arguments: list[str]) -> None:
+    """With neither extra installed, the program ends with what to install."""
+    program = _BLOCK.format(blocked={"onnxruntime"}) + (
+        f"sys.argv = ['edge-client', *{arguments!r}]\nfrom edge_client.cli import main\nmain()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert "pip install 'protofleet[cpu]'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

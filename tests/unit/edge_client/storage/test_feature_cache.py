@@ -1,0 +1,219 @@
+"""The features on the disk: found again under any name, forgotten in time, never trusted when damaged."""
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edge_client.storage.feature_cache import OTHERS_MAX_AGE_S, FeatureCache
+from protocol.errors import BackboneMismatch, StateError
+from tests.support.machine import full_disk, open_folder, read_only
+
+ANY_NAME = st.binary(max_size=40).map(lambda name: name.decode(errors="surrogateescape"))
+
+
+def rows(count: int, length: int = 8, start: int = 0) -> list[tuple[str, NDArray[np.float32]]]:
+    """Identities and features that are all different."""
+    return [(str(number), np.full(length, number, np.float32)) for number in range(start, start + count)]
+
+
+def test_every_name_a_file_can_have_is_found_again(tmp_path: Path) -> None:
+    """File names are bytes: features and refusals come back under exactly the name they were kept under."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    backbones = iter(range(10**6))
+
+    @given(st.lists(ANY_NAME, unique=True, min_size=1, max_size=5))
+    def check(names: list[str]) -> None:
+        backbone = str(next(backbones))
+        features = [(name, np.full(3, number, np.float32)) for number, name in enumerate(names)]
+        cache.put(backbone, features[1:], [(names[0], "broken")])
+        assert cache.lookup(names[0], backbone) == "broken"
+        assert all(cache.lookup(name, backbone) == "" for name in names[1:])
+        assert cache.known(backbone) == set(names[1:])
+        found = [chunk for part in cache.chunks(names[1:], backbone) for chunk in part]
+        assert [int(feature[0]) for feature in found] == list(range(1, len(names)))
+
+    check()
+
+
+def test_nothing_is_known_of_another_picture_or_backbone(tmp_path: Path) -> None:
+    """A feature belongs to one picture and one backbone; reading what is not there is an error."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    cache.put("b", rows(1), [("bad", "broken")])
+    assert cache.lookup("1", "b") is None
+    assert cache.lookup("0", "c") is None
+    for identity in ("1", "bad"):
+        with pytest.raises(StateError, match="start again"):
+            list(cache.chunks([identity], "b"))
+
+
+def test_chunks_are_small_and_in_order(tmp_path: Path) -> None:
+    """However many features there are, at most 256 are in memory at a time, in the order asked for."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    cache.put("b", rows(600), [])
+    order = [str(number) for number in reversed(range(600))]
+    chunks = list(cache.chunks(order, "b"))
+    assert [chunk.shape for chunk in chunks] == [(256, 8), (256, 8), (88, 8)]
+    assert all(chunk.dtype == np.float32 for chunk in chunks)
+    assert np.concatenate(chunks)[:, 0].tolist() == [float(number) for number in reversed(range(600))]
+
+
+def test_features_of_several_backbones_stand_one_after_the_other(tmp_path: Path) -> None:
+    """Chunks and the whole matrix have a column for every feature, in the order of the backbones."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    cache.put("b", rows(300, length=2), [])
+    cache.put("c", [(name, -vector) for name, vector in rows(300, length=3)], [])
+    order = [str(number) for number in reversed(range(300))]
+    numbers = np.arange(299.0, -1, -1)[:, None]
+    expected = np.concatenate([-numbers, -numbers, -numbers, numbers, numbers], axis=1)
+    np.testing.assert_array_equal(cache.matrix(order, "c", "b", size=5), expected)
+    chunks = list(cache.chunks(order, "c", "b"))
+    assert [len(chunk) for chunk in chunks] == [256, 44]
+    np.testing.assert_array_equal(np.concatenate(chunks), expected)
+    assert cache.matrix([], "c", "b", size=5).shape == (0, 5)
+    with pytest.raises(BackboneMismatch, match="expected 4 features from 2 backbones, got 5"):
+        cache.matrix(order, "c", "b", size=4)
+
+
+def test_a_picture_is_known_to_several_backbones_if_it_is_to_each(tmp_path: Path) -> None:
+    """What one backbone has not seen, or refuses, is not known to all."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    cache.put("b", rows(4), [])
+    cache.put("c", rows(2, start=1), [("0", "broken")])
+    assert cache.known("b", "c") == {"1", "2"}
+
+
+def test_a_task_may_use_several_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of those in use is forgotten, however large and old the cache is."""
+    now = [1e9]
+    cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
+    identities = [identity for identity, _ in rows(3)]
+    for backbone in ("one", "two", "other"):
+        cache.prune(identities, backbone)
+        cache.put(backbone, rows(3), [])
+    now[0] += 2 * OTHERS_MAX_AGE_S
+    monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 0)
+    cache.prune(identities, "one", "two")
+    assert cache.known("one", "two") == set(identities)
+    assert cache.known("other") == set()
+
+
+def test_pictures_that_are_gone_are_forgotten_and_their_room_given_back(tmp_path: Path) -> None:
+    """Pruning keeps what there is, for every backbone, and makes the file smaller."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    for backbone in ("old", "new"):
+        cache.put(backbone, rows(200, length=1000), [("bad", "broken")])
+        cache.prune([identity for identity, _ in rows(200)], backbone)
+    cache.close()
+    before = (tmp_path / "features.sqlite").stat().st_size
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    cache.prune(["3", "5", "unheard of"], "new")
+    assert cache.known("new") == cache.known("old") == {"3", "5"}
+    assert cache.lookup("bad", "new") is None
+    cache.close()
+    assert (tmp_path / "features.sqlite").stat().st_size < before / 10
+
+
+def test_a_backbone_out_of_use_is_kept_for_a_while(tmp_path: Path) -> None:
+    """A task that returns to its old backbone finds its features, but not for ever."""
+    now = [1e9]
+    cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
+    identities = [identity for identity, _ in rows(3)]
+    for backbone in ("old", "new"):
+        cache.prune(identities, backbone)
+        cache.put(backbone, rows(3), [])
+    now[0] += OTHERS_MAX_AGE_S
+    cache.prune(identities, "new")
+    assert cache.known("old") == set(identities)
+    now[0] += 1
+    cache.prune(identities, "new")
+    assert cache.known("old") == set()
+    assert cache.known("new") == set(identities)
+
+
+def test_a_large_cache_forgets_the_oldest_backbone_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond its bound the cache drops backbones out of use, the oldest first and no more than it must."""
+    now = [0.0]
+    cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
+    identities = [identity for identity, _ in rows(50)]
+    for backbone in ("oldest", "older", "new"):
+        now[0] += 1
+        cache.prune(identities, backbone)
+        cache.put(backbone, rows(50, length=2000), [])
+    monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 1_000_000)
+    cache.prune(identities, "new")
+    assert cache.known("oldest") == set()
+    assert len(cache.known("older")) == len(cache.known("new")) == 50
+    monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 0)
+    cache.prune(identities, "new")
+    assert cache.known("older") == set()
+    assert len(cache.known("new")) == 50
+
+
+def test_a_file_of_another_version_is_begun_anew(tmp_path: Path) -> None:
+    """What another version of the program left is no reason to fail, and not believed."""
+    with sqlite3.connect(tmp_path / "features.sqlite") as other:
+        other.execute("CREATE TABLE features (something TEXT)")
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    assert cache.known("b") == set()
+    cache.put("b", rows(1), [])
+    cache.close()
+    assert FeatureCache(tmp_path / "features.sqlite").known("b") == {"0"}
+
+
+@pytest.mark.parametrize("data", [b"no database" * 500, b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_file_that_is_no_database_is_put_aside(
+    tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is neither trusted nor deleted, a warning says where it went, and what belonged to it goes as well."""
+    file = tmp_path / "features.sqlite"
+    file.write_bytes(data)
+    (tmp_path / "features.sqlite-wal").write_bytes(b"left over" * 100)
+    cache = FeatureCache(file)
+    cache.put("b", rows(3), [])
+    cache.close()
+    assert FeatureCache(file).known("b") == {"0", "1", "2"}
+    assert (tmp_path / "features.damaged").read_bytes() == data
+    assert "features.damaged" in caplog.text
+
+
+def test_damage_in_the_middle_is_found_and_the_cache_begun_anew(tmp_path: Path) -> None:
+    """Damage that only reading meets ends that reading with one line; the next start computes anew."""
+    file = tmp_path / "features.sqlite"
+    cache = FeatureCache(file)
+    cache.put("b", rows(300, length=1000), [])
+    cache.close()
+    size = file.stat().st_size
+    with file.open("r+b") as damaged:
+        damaged.seek(4096)
+        damaged.write(b"\xa5" * (size - 4096))
+    cache = FeatureCache(file)
+    with pytest.raises(StateError, match="damaged and has been begun anew"):
+        cache.known("b")
+    assert cache.known("b") == set()
+    cache.put("b", rows(3), [])
+    assert FeatureCache(file).known("b") == {"0", "1", "2"}
+    assert (tmp_path / "features.damaged").stat().st_size == size
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    """A batch that finds no room is not there at all, and the cache goes on when there is room again."""
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    cache.put("b", rows(3), [])
+    with full_disk(after_bytes=100_000), pytest.raises(StateError, match=r"cannot use .*features\.sqlite"):
+        cache.put("b", rows(100, length=2000, start=10), [])
+    assert cache.known("b") == {"0", "1", "2"}
+    cache.put("b", rows(100, length=2000, start=10), [])
+    assert len(cache.known("b")) == 103
+
+
+def test_a_read_only_state_is_told() -> None:
+    """Without the right to write there is one line that names the file."""
+    with open_folder() as folder, read_only(folder), pytest.raises(StateError, match=r"features\.sqlite"):
+        FeatureCache(folder / "features.sqlite")

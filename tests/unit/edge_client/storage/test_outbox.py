@@ -1,0 +1,229 @@
+"""What is handed in, on the disk: until it was received, whatever happens in between."""
+
+import itertools
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.agent.upload_item import Item
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.outbox import MIB
+from protocol.errors import ProtofleetError, StateError
+from protocol.wire.codec import digest_of
+from tests.support.machine import full_disk
+
+TASK = b"t" * 32
+KEY = "ab" * 32
+
+
+def keep(state: DeviceState, payload: bytes, *, about: str = "made of this", **facts: object) -> Item:
+    """Have a submission to hand in."""
+    return state.outbox.keep("submission", payload, task=TASK, about=about, facts=facts)
+
+
+def payload_of(state: DeviceState, item: Item) -> bytes:
+    """All of an item's bytes."""
+    (payload,) = state.outbox.read(item.digest, ((0, item.size_bytes),)) or (b"",)
+    return payload
+
+
+@given(payload=st.binary(min_size=1, max_size=2000), cuts=st.lists(st.integers(0, 2000), max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_any_bytes_of_it_can_be_read(
+    tmp_path_factory: pytest.TempPathFactory, payload: bytes, cuts: list[int]
+) -> None:
+    """What is asked for, and nothing else of it; also by a program that was started again."""
+    folder = tmp_path_factory.mktemp("state")
+    item = keep(DeviceState(folder), payload)
+    assert (item.digest, item.size_bytes) == (digest_of(payload), len(payload))
+    bounds = sorted(min(cut, len(payload)) for cut in cuts)
+    ranges = tuple(itertools.pairwise(bounds))
+    again = DeviceState(folder)
+    assert again.outbox.items() == (item,)
+    assert again.outbox.read(item.digest, ranges) == [payload[start:stop] for start, stop in ranges]
+    assert again.outbox.read(b"n" * 32, ranges) is None
+
+
+def test_newer_takes_the_place_of_what_waits(tmp_path: Path) -> None:
+    """And not of what was received last, before it was received itself: an aggregator may ask for that again."""
+    state = DeviceState(tmp_path)
+    first = keep(state, b"first", report=1)
+    second = keep(state, b"second", report=2)
+    assert state.outbox.items() == (second,)
+    assert not state.outbox.receive(first.digest)
+    assert state.outbox.receive(second.digest)
+    received = state.outbox.newest_submission()
+    assert received is not None
+    assert (received.digest, received.received) == (second.digest, True)
+    third = keep(state, b"third", report=3)
+    assert state.outbox.newest_submission() == third
+    assert state.outbox.items() == (third, received)
+    assert payload_of(state, received) == b"second"
+    assert state.outbox.receive(third.digest)
+    assert [item.digest for item in state.outbox.items()] == [third.digest]
+    assert not state.outbox.receive(third.digest)
+    assert state.get("report") == 3
+
+
+def test_an_evaluation_goes_when_it_was_received(tmp_path: Path) -> None:
+    """Beside submissions, and with what is to be remembered of it."""
+    state = DeviceState(tmp_path)
+    submission = keep(state, b"submission")
+    evaluation = state.outbox.keep("evaluation", b"5 right", task=TASK, about=KEY, facts={"installed": 7})
+    assert evaluation.head == bytes.fromhex(KEY)
+    assert submission.head is None
+    assert state.outbox.items() == (submission, evaluation)
+    assert state.outbox.receive(evaluation.digest, facts={"evaluated": KEY})
+    assert state.outbox.items() == (submission,)
+    assert (state.get("installed"), state.get("evaluated")) == (7, KEY)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """The line says what it is and the way out; what was there before stays, with what was remembered."""
+    state = DeviceState(tmp_path, outbox_bytes=100)
+    there = keep(state, b"x" * 100, report=1)
+    with pytest.raises(ProtofleetError, match=r"submission has 101 bytes .* holds 100: raise --outbox-mb"):
+        keep(state, b"y" * 101, report=2)
+    assert state.outbox.items() == (there,)
+    assert state.get("report") == 1
+    assert keep(DeviceState(tmp_path, outbox_bytes=200), b"y" * 101).size_bytes == 101
+
+
+def test_what_was_received_makes_way(tmp_path: Path) -> None:
+    """Where there is no room for both, the one that waits stays."""
+    state = DeviceState(tmp_path, outbox_bytes=100)
+    state.outbox.receive(keep(state, b"x" * 50).digest)
+    keep(state, b"y" * 50)
+    assert len(state.outbox.items()) == 2
+    waits = keep(state, b"z" * 51)
+    assert state.outbox.items() == (waits,)
+
+
+def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
+    """Wherever it is full: the old item and its facts, or the new one and its."""
+    outcomes = set()
+    state = DeviceState(tmp_path)
+    before = keep(state, b"old" * 1000, report="old")
+    size = (tmp_path / "device.sqlite-wal").stat().st_size
+    for room in range(0, size + 200_000, 10_000):
+        try:
+            with full_disk(after_bytes=room):
+                now = keep(state, b"new%d" % room * 3000, report=f"new {room}")
+        except StateError:
+            outcomes.add("old")
+        else:
+            before = now
+            outcomes.add("new")
+        for each in (state, DeviceState(tmp_path)):
+            assert each.outbox.items() == (before,)
+            assert digest_of(payload_of(each, before)) == before.digest
+    assert outcomes == {"old", "new"}
+
+
+def test_what_cannot_be_remembered_is_not_kept(tmp_path: Path) -> None:
+    """A failure in the middle leaves the old item, and is no reason for the next one to fail."""
+    state = DeviceState(tmp_path)
+    there = keep(state, b"old", report=1)
+    with pytest.raises(TypeError):
+        keep(state, b"new", report=object())
+    assert state.outbox.items() == (there,)
+    newer = keep(state, b"newer", report=2)
+    assert (state.outbox.items(), state.get("report")) == ((newer,), 2)
+
+
+def test_what_the_disk_has_changed_is_made_once_more(tmp_path: Path) -> None:
+    """It would be refused by the aggregator each time: it is deleted, and nothing else is."""
+    state = DeviceState(tmp_path)
+    keep(state, b"damaged" * 1000)
+    whole = state.outbox.keep("evaluation", b"5 right", task=TASK, about=KEY)
+    assert state.outbox.drop_damaged() == 0
+    with sqlite3.connect(tmp_path / "device.sqlite") as other:
+        other.execute("UPDATE payloads SET bytes = zeroblob(7000) WHERE length(bytes) = 7000")
+    again = DeviceState(tmp_path)
+    assert again.outbox.drop_damaged() == 1
+    assert again.outbox.items() == (whole,)
+
+
+_VERSION_1 = """
+CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+PRAGMA user_version = 1;
+INSERT INTO facts VALUES ('device_id', '"camera"'), ('sequence', '7'), ('fingerprint', '["a", "b"]');
+"""
+
+
+def test_a_state_without_an_outbox_gets_one(tmp_path: Path) -> None:
+    """A device that was upgraded is the same device, and makes its submission once more."""
+    with sqlite3.connect(tmp_path / "device.sqlite") as old:
+        old.executescript(_VERSION_1)
+    with pytest.raises(StateError, match="start edge-client on it once"):
+        DeviceState(tmp_path, read_only=True)
+    state = DeviceState(tmp_path)
+    assert state.outbox.items() == ()
+    assert state.device_id(None) == "camera"
+    assert (state.get("sequence"), state.get("fingerprint")) == (7, None)
+    keep(state, b"made once more")
+    assert len(DeviceState(tmp_path, read_only=True).outbox.items()) == 1
+
+
+_KEEP = """
+import pathlib, sys
+from edge_client.storage.device_state import DeviceState
+
+state = DeviceState(pathlib.Path(sys.argv[1]))
+number = state.get("report", 0)
+while True:
+    number += 1
+    payload = b"%8d" % number * 40_000
+    item = state.outbox.keep(
+        "submission", payload, task=b"t" * 32, about=str(number), facts={"report": number}
+    )
+    print(number, flush=True)
+    if number % 3 == 0:
+        state.outbox.receive(item.digest, facts={"received": number})
+"""
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_program_that_is_killed_leaves_one_of_them(tmp_path: Path, seed: int) -> None:
+    """Whenever it is killed while it keeps submissions: the last one that it said it had, or the next."""
+    chance = random.Random(seed)
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", _KEEP, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        for _ in range(chance.randint(1, 8)):
+            process.stdout.readline()
+        time.sleep(chance.uniform(0, 0.02))
+        process.send_signal(signal.SIGKILL)
+        said = [int(line) for line in process.stdout.read().split()]
+        process.wait()
+        state = DeviceState(tmp_path)
+        number = state.get("report")
+        newest = state.outbox.newest_submission()
+        assert newest is not None
+        assert number in ({said[-1], said[-1] + 1} if said else {number})
+        assert newest.about == str(number)
+        assert payload_of(state, newest) == b"%8d" % number * 40_000
+        received = [item.about for item in state.outbox.items() if item.received]
+        assert received == ([str(state.get("received"))] if state.get("received") else [])
+        assert state.outbox.drop_damaged() == 0
+
+
+def test_the_file_does_not_grow(tmp_path: Path) -> None:
+    """However many submissions were kept, there is room for two, and for the log of the last transaction."""
+    state = DeviceState(tmp_path)
+    for number in range(12):
+        item = keep(state, bytes([number]) * MIB)
+        if number % 2:
+            state.outbox.receive(item.digest)
+    with sqlite3.connect(tmp_path / "device.sqlite") as other:
+        assert other.execute("SELECT count(*) FROM payloads").fetchone() == (1,)
+    used = sum(file.stat().st_size for file in tmp_path.glob("device.sqlite*"))
+    assert used < 6 * MIB

@@ -1,0 +1,172 @@
+"""From pictures to what leaves the device, and from a head to its evaluation."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from aggregator.ingest.validation import Expectation, check_submission, read_message
+from edge_client.data.images import find_pictures, held_out
+from edge_client.inference.predictor import open_head
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.submission.builder import Local, Prepared, evaluate_head, find, prepare, submission_of
+from protocol.errors import ConfigError, ProtofleetError
+from protocol.wire.messages import BlobRef, Submission, TaskManifest
+from tests.support.device_factory import CLASSES, linear_head, tiny, write_pictures
+
+TASK = b"t" * 32
+
+
+def _manifest(**changes: object) -> TaskManifest:
+    values = {"alpha": 1.0, "batch_size": 5, "min_images": 2, "seed": 0, **changes}
+    blob = BlobRef(digest=b"b" * 32, size_bytes=1, name="tiny")
+    return TaskManifest(fleet="f", algorithm="fedtc", classes=CLASSES, backbones=(blob,), **values)  # type: ignore[arg-type]
+
+
+def _local(data: Path, *, holdout: float = 0.2, device_id: str = "device") -> Local:
+    return Local(device_id=device_id, data=data, holdout=holdout, batch_size=4, workers=2)
+
+
+def _prepare(folder: Path, local: Local, manifest: TaskManifest, *, secret: bytes = b"s" * 32) -> Prepared:
+    cache = FeatureCache(folder / "features.sqlite")
+    found = find(
+        task=manifest,
+        local=local,
+        cache=cache,
+        open_backbone=lambda _: tiny(folder),
+        on_progress=lambda _done, _total: None,
+        should_stop=lambda: False,
+    )
+    return prepare(task=manifest, local=local, found=found, cache=cache, secret=secret)
+
+
+def test_held_out_pictures_stay_out(tmp_path: Path) -> None:
+    """Every picture is either behind exactly one prototype or held out, and the report says how many."""
+    data = write_pictures(tmp_path / "data", count=30)
+    prepared = _prepare(tmp_path, _local(data), _manifest())
+    pictures = find_pictures(data, CLASSES)
+    kept = [picture for picture in pictures if not held_out(picture, 0.2)]
+    assert 0 < len(pictures) - len(kept) < 30
+    assert prepared.counts.sum() == len(kept)
+    assert [report.pictures for report in prepared.classes] == [30, 30]
+    assert sum(report.held_out for report in prepared.classes) == len(pictures) - len(kept)
+    assert prepared.prototypes.dtype == np.float16
+
+
+def test_the_same_pictures_make_the_same_submission(tmp_path: Path) -> None:
+    """A restart has nothing new to send; another device shuffles differently."""
+    data = write_pictures(tmp_path / "data", count=12)
+    first = _prepare(tmp_path, _local(data), _manifest())
+    assert _prepare(tmp_path, _local(data), _manifest()).fingerprint == first.fingerprint
+    other = _prepare(tmp_path, _local(data, device_id="other"), _manifest())
+    assert other.fingerprint != first.fingerprint
+
+
+def test_nobody_else_can_tell_how_pictures_were_shuffled(tmp_path: Path) -> None:
+    """Task, device and class, which the server knows, do not say which pictures are in which prototype."""
+    data = write_pictures(tmp_path / "data", count=12)
+    first, other = (_prepare(tmp_path, _local(data), _manifest(), secret=bytes([i] * 32)) for i in range(2))
+    assert first.counts.tolist() == other.counts.tolist()
+    assert first.fingerprint != other.fingerprint
+
+
+def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:
+    """A submission passes the aggregator's checks and holds the device's prototypes."""
+    prepared = _prepare(tmp_path, _local(write_pictures(tmp_path / "data", count=12)), _manifest())
+    payload = submission_of(prepared, task=TASK, manifest=_manifest(), sequence=7)
+    message = read_message(payload)
+    assert isinstance(message, Submission)
+    assert message.sequence == 7
+    taken = check_submission(message, Expectation(TASK, _manifest(), 16))
+    np.testing.assert_array_equal(taken.values, prepared.prototypes.astype(np.float32))
+    np.testing.assert_array_equal(taken.counts, prepared.counts)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(counts=st.tuples(st.integers(0, 9), st.integers(0, 9)), min_images=st.integers(1, 4))
+def test_no_prototype_of_fewer_than_min_images(
+    tmp_path_factory: pytest.TempPathFactory, counts: tuple[int, int], min_images: int
+) -> None:
+    """Whatever classes a device has, no prototype averages fewer pictures than the task allows."""
+    folder = tmp_path_factory.mktemp("work")
+    for name, count in zip(CLASSES, counts, strict=True):
+        write_pictures(folder / "data", count=count, classes=(name,))
+    manifest = _manifest(batch_size=4, min_images=min_images)
+    local = _local(folder / "data", holdout=0.0)
+    if max(counts) < min_images:
+        with pytest.raises(ProtofleetError, match=r"no class has enough|holds no pictures"):
+            _prepare(folder, local, manifest)
+        return
+    prepared = _prepare(folder, local, manifest)
+    assert prepared.counts.min() >= min_images
+    for report, count in zip(prepared.classes, [count for count in counts if count], strict=True):
+        assert report.left_out == (count < min_images)
+        assert sum(report.counts) == (0 if report.left_out else count)
+
+
+def test_nothing_to_learn_from_is_one_line(tmp_path: Path) -> None:
+    """Only broken pictures, or no data at all: what is wrong, and nothing to send."""
+    data = write_pictures(tmp_path / "data", count=2)
+    for picture in data.rglob("*.png"):
+        picture.write_text("broken")
+    with pytest.raises(ProtofleetError, match="none of the 4 pictures can be used"):
+        _prepare(tmp_path, _local(data), _manifest())
+    with pytest.raises(ConfigError):
+        _prepare(tmp_path, _local(tmp_path / "nowhere"), _manifest())
+
+
+@pytest.mark.parametrize(
+    ("alpha", "min_images", "needed"), [(0.99, 2, 2), (1.0, 5, 5), (0.5, 2, 3), (0.5, 1, 1)]
+)
+def test_the_number_that_is_needed_is_enough(
+    tmp_path: Path, alpha: float, min_images: int, needed: int
+) -> None:
+    """One picture fewer than the message asks for sends nothing, and that many send a prototype."""
+    manifest = _manifest(alpha=alpha, min_images=min_images)
+    data = write_pictures(tmp_path / "data", count=needed)
+    assert len(_prepare(tmp_path, _local(data, holdout=0.0), manifest).counts) == len(CLASSES)
+    if needed > 1:
+        for name in CLASSES:
+            (data / name / "0000.png").unlink()
+        with pytest.raises(ProtofleetError, match=f" {needed} of the rest are needed; add pictures$"):
+            _prepare(tmp_path, _local(data, holdout=0.0), manifest)
+
+
+def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
+    """Per class, right and wrong add up to the readable pictures that were kept out."""
+    data = write_pictures(tmp_path / "data", count=25)
+    (data / "cat" / "broken.png").write_text("broken")
+    local, manifest = _local(data, holdout=0.4), _manifest()
+    prepared = _prepare(tmp_path, local, manifest)
+    backbone = tiny(tmp_path)
+    head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
+    evaluation = evaluate_head(
+        head,
+        task=TASK,
+        manifest=manifest,
+        version=1,
+        local=local,
+        cache=FeatureCache(tmp_path / "features.sqlite"),
+    )
+    totals = [right + wrong for right, wrong in zip(evaluation.right, evaluation.wrong, strict=True)]
+    assert totals == [report.held_out for report in prepared.classes]
+    assert evaluation.right == (totals[0], 0)
+
+
+def test_pictures_that_are_not_the_tasks_do_not_stand_in_a_heads_way(tmp_path: Path) -> None:
+    """A folder that is no class, or a disk that is away, leaves nothing to evaluate on; the head is good."""
+    backbone = tiny(tmp_path)
+    head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
+    data = write_pictures(tmp_path / "data", count=2, classes=("cat", "zebra"))
+    for folder in (data, tmp_path / "away"):
+        evaluation = evaluate_head(
+            head,
+            task=TASK,
+            manifest=_manifest(),
+            version=1,
+            local=_local(folder),
+            cache=FeatureCache(tmp_path / "features.sqlite"),
+        )
+        assert (evaluation.right, evaluation.wrong) == ((0, 0), (0, 0))

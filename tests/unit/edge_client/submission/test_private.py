@@ -1,0 +1,596 @@
+"""A device under differential privacy: what it pays, what it refuses to pay, and that it fails closed."""
+
+import math
+import os
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from aggregator.ingest.validation import Expectation, check_submission, read_message
+from edge_client.agent import events
+from edge_client.agent.upload_item import Item
+from edge_client.data.images import find_pictures, held_out
+from edge_client.privacy.accountant import NO_ACCOUNTANT
+from edge_client.privacy.policy import (
+    BOTH,
+    BUDGET,
+    CANNOT,
+    FAILED,
+    FILTERS,
+    HEAD_REFUSED,
+    IN_ROUNDS,
+    LARGE_DELTA,
+    NOT_PRIVATE,
+    NOTHING,
+    check_task,
+)
+from edge_client.runner import Device
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.privacy_ledger import LOST
+from edge_client.submission import private
+from edge_client.submission.builder import submission_of
+from edge_client.worker import Crashed, Worker
+from protocol.errors import PrivacyRefused, StateError
+from protocol.wire import messages
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import (
+    BlobRef,
+    DeviceInfo,
+    DifferentialPrivacy,
+    Evaluation,
+    HeadRef,
+    Perturbation,
+    Program,
+    Submission,
+    TaskManifest,
+)
+from tests.support.device_factory import CLASSES, linear_head, tiny, write_pictures
+from tests.support.graphs import tiny_backbone
+from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
+from tests.unit.edge_client.test_runner import make_settings
+
+WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
+ONE = closed_form({2.0: 1}, 1e-5)
+TWO = closed_form({2.0: 2}, 1e-5)
+
+
+class Bench:
+    """A device with pictures, on a task that asks for differential privacy; every piece of work is done at once."""
+
+    def __init__(
+        self, folder: Path, *, count: int = 40, max_epsilon: float | None = None, **task: Any
+    ) -> None:
+        self.folder = folder
+        self.data = write_pictures(folder / "data", count=count)
+        self.max_epsilon = max_epsilon
+        self.kept = DeviceState(folder / "state")
+        digest = self.kept.blobs.put(tiny_backbone())
+        self.manifest = TaskManifest(
+            **{
+                "fleet": "f",
+                "algorithm": "fedtc",
+                "classes": CLASSES,
+                "backbones": (BlobRef(digest=digest, size_bytes=1, name="tiny"),),
+                "alpha": 1.0,
+                "batch_size": 10,
+                "min_images": 3,
+                "seed": 0,
+                "differential_privacy": WANTED,
+                **task,
+            }
+        )
+        self.start()
+
+    def start(self) -> None:
+        """Start the program on what is on the disk."""
+        self.said: list[events.Event | Crashed] = []
+        settings = make_settings(self.folder)
+        local = replace(settings.local, holdout=0.2, max_epsilon=self.max_epsilon)
+        self.settings = replace(settings, local=local)
+        self.worker = Worker(self.settings, self.kept, emit=self.said.append, show=None)
+
+    def restart(self) -> None:
+        """Begin once more with the state folder alone."""
+        self.kept = DeviceState(self.folder / "state")
+        self.start()
+
+    @property
+    def task(self) -> bytes:
+        """The task's identity."""
+        return self.kept.blobs.put(encode(self.manifest))
+
+    def build(self) -> events.Built:
+        """Make a submission."""
+        self.worker.focus = self.task
+        self.worker._build(events.Build(self.task, self.manifest))
+        built = self.said.pop()
+        assert isinstance(built, events.Built)
+        return built
+
+    def hand_in(self) -> Submission:
+        """Make a submission, which has to succeed, and read what would be sent."""
+        built = self.build()
+        assert built.item is not None, built.reason
+        return self.read(built.item)
+
+    def read(self, item: Item) -> Submission:
+        """The submission in the outbox."""
+        (payload,) = self.kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (b"",)
+        message = read_message(payload)
+        assert isinstance(message, Submission)
+        return message
+
+    def refused(self) -> str:
+        """Why nothing is handed in: nothing is in the outbox either."""
+        before = self.kept.outbox.items()
+        built = self.build()
+        assert built.item is None
+        assert built.may_pass, "the program goes on, and takes heads"
+        assert self.kept.outbox.items() == before
+        return built.reason
+
+    def add_pictures(self, *, seed: int) -> None:
+        """Have other pictures than before."""
+        write_pictures(self.data / f"more-{seed}", count=0)
+        more = write_pictures(self.folder / f"more-{seed}", count=3, seed=seed)
+        for picture in more.rglob("*.png"):
+            picture.rename(self.data / picture.parent.name / f"{seed}-{picture.name}")
+        for name in CLASSES:
+            (self.data / f"more-{seed}" / name).rmdir()
+        (self.data / f"more-{seed}").rmdir()
+
+    def info(self) -> DeviceInfo:
+        """What the device says of itself."""
+        device = Device(self.settings, self.kept)
+        device._state = replace(device._state, task=self.task, manifest=self.manifest)
+        device._problem = self.kept.get("problem", "")
+        return device._info()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """One for each test."""
+    return Bench(tmp_path)
+
+
+def test_a_submission_says_what_it_cost(bench: Bench) -> None:
+    """By the accountant, which agrees with the closed form; the aggregator takes it as it is."""
+    submission = bench.hand_in()
+    spent = submission.privacy
+    assert spent is not None
+    assert spent.epsilon == spent.total_epsilon == pytest.approx(ONE, rel=1e-3)
+    assert (spent.delta, spent.releases) == (1e-5, 1)
+    taken = check_submission(submission, Expectation(bench.task, bench.manifest, 16))
+    assert taken.counts.min() >= 3
+    assert submission.pictures == taken.counts.sum()
+    assert (submission.left_out, submission.loss, submission.tensors, submission.round) == ((), None, {}, 0)
+
+
+def test_the_same_pictures_are_paid_for_once(bench: Bench) -> None:
+    """Looked at again, also after a restart, they make the very same submission, and nothing is spent."""
+    first = bench.build()
+    assert bench.build() == first
+    bench.restart()
+    assert bench.build() == first
+    assert len(bench.kept.ledger.releases()) == 1
+
+
+def test_a_release_that_was_lost_on_its_way_is_made_again_as_it_was(bench: Bench) -> None:
+    """An outbox that was damaged costs nothing: the noise is the one that was paid for."""
+    first = bench.hand_in()
+    with bench.kept._database.transaction() as database:
+        database.execute("DELETE FROM outbox")
+    bench.restart()
+    again = bench.hand_in()
+    assert (again.prototypes, again.counts, again.labels) == (first.prototypes, first.counts, first.labels)
+    assert again.privacy == first.privacy
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_other_pictures_are_paid_for_on_top(bench: Bench, *, restarts: bool) -> None:
+    """New noise for new pictures, and what was spent before counts, restart or not."""
+    first = bench.hand_in()
+    bench.add_pictures(seed=1)
+    if restarts:
+        bench.restart()
+    second = bench.hand_in()
+    assert second.privacy is not None
+    assert second.privacy.total_epsilon == pytest.approx(TWO, rel=1e-3)
+    assert second.privacy.epsilon == pytest.approx(ONE, rel=1e-3)
+    assert second.privacy.releases == 2
+    assert second.prototypes != first.prototypes
+    assert [release.key is None for release in bench.kept.ledger.releases()] == [True, False]
+
+
+def test_another_task_does_not_begin_anew(bench: Bench) -> None:
+    """What earlier tasks were given counts, with other noise too; what is shown is of all of it."""
+    bench.hand_in()
+    other = msgspec.structs.replace(WANTED, noise_multiplier=3.0)
+    bench.manifest = msgspec.structs.replace(bench.manifest, seed=1, differential_privacy=other)
+    second = bench.hand_in()
+    assert second.privacy is not None
+    assert second.privacy.total_epsilon == pytest.approx(closed_form({2.0: 1, 3.0: 1}, 1e-5), rel=1e-3)
+    assert second.privacy.epsilon == pytest.approx(closed_form({3.0: 1}, 1e-5), rel=1e-3)
+    assert bench.kept.get("privacy")["releases"] == 2
+
+
+@pytest.mark.parametrize(("of_task", "own"), [((ONE + TWO) / 2, None), (50.0, (ONE + TWO) / 2)])
+def test_nobody_spends_more_than_the_task_and_the_owner_allow(
+    tmp_path: Path, of_task: float, own: float | None
+) -> None:
+    """The second submission would be too much: it is refused in constant words, and the first one stands."""
+    wanted = msgspec.structs.replace(WANTED, max_epsilon=of_task)
+    bench = Bench(tmp_path, max_epsilon=own, differential_privacy=wanted)
+    first = bench.build()
+    bench.add_pictures(seed=1)
+    assert bench.refused() == BUDGET
+    assert bench.kept.outbox.newest_submission() == first.item
+    assert len(bench.kept.ledger.releases()) == 1
+    bench.restart()
+    assert bench.refused() == BUDGET
+
+
+def test_what_was_drawn_is_spent_even_if_it_is_never_sent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Power that goes off between paying and handing in: the release is in the record, and is made from it."""
+
+    def ends(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(private, "private_prototypes", ends)
+        with pytest.raises(KeyboardInterrupt):
+            bench.build()
+    assert bench.kept.outbox.items() == ()
+    bench.restart()
+    assert len(bench.kept.ledger.releases()) == 1
+    spent = bench.hand_in().privacy
+    assert spent is not None
+    assert spent.releases == 1
+
+
+def test_a_dry_run_pays_nothing(bench: Bench) -> None:
+    """It shows what would be spent, and leaves the record as it is."""
+    shown: list[Any] = []
+    bench.worker = Worker(
+        bench.settings, bench.kept, emit=bench.said.append, show=lambda prepared, _: shown.append(prepared)
+    )
+    bench.build()
+    assert shown[0].privacy.releases == 1
+    assert bench.kept.ledger.releases() == ()
+    assert bench.kept.get("privacy") is None
+    assert bench.kept.outbox.items() == ()
+
+
+def _forget(bench: Bench, *statements: str) -> None:
+    """Do something to the device's database behind its back."""
+    with bench.kept._database.transaction() as connection:
+        for statement in statements:
+            connection.execute(statement)
+
+
+def _lose_database(bench: Bench) -> None:
+    for file in (bench.folder / "state").glob("device.sqlite*"):
+        file.unlink()
+
+
+def _fails(error: Exception) -> Callable[..., Any]:
+    """Something that ends in this error, whatever it is asked."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
+def _not_a_number(names: Sequence[str], *_: object, **__: object) -> NDArray[np.float32]:
+    return np.full((len(names), 16), np.nan, np.float32)
+
+
+FULL = "CREATE TRIGGER full BEFORE INSERT ON releases BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+
+Break = Callable[[Bench, pytest.MonkeyPatch], object]
+FAILURES: dict[str, tuple[str, Break]] = {
+    "no accountant": (NO_ACCOUNTANT, lambda _, patch: without_accountant(patch)),
+    "the accountant fails": (
+        FAILED,
+        lambda _, patch: patch.setattr(private, "epsilon_of", _fails(ArithmeticError("too small"))),
+    ),
+    "the record cannot be written": (FAILED, lambda bench, _: _forget(bench, FULL)),
+    "the marker cannot be written": (FAILED, lambda bench, _: (bench.folder / "state" / "releases").mkdir()),
+    "the record cannot be read": (FAILED, lambda bench, _: _forget(bench, "DROP TABLE releases")),
+    "a feature is not finite": (
+        "a feature is not finite: nothing is handed in",
+        lambda bench, patch: patch.setattr(bench.worker._cache, "matrix", _not_a_number),
+    ),
+    "features are gone": (
+        FAILED,
+        lambda bench, patch: patch.setattr(bench.worker._cache, "matrix", _fails(StateError("secret.png"))),
+    ),
+    "clipping fails": (
+        FAILED,
+        lambda _, patch: patch.setattr(private, "private_prototypes", _fails(FloatingPointError("secret"))),
+    ),
+    "no randomness": (FAILED, lambda _, patch: patch.setattr(os, "urandom", _fails(NotImplementedError()))),
+    "no secret": (FAILED, lambda bench, patch: patch.setattr(bench.kept, "secret", lambda **_: b"")),
+    "out of memory": (
+        FAILED,
+        lambda _, patch: patch.setattr(private, "private_prototypes", _fails(MemoryError())),
+    ),
+}
+"""What may go wrong on the way to a submission, the reason that is told then, and how it is brought about."""
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_whatever_fails_nothing_is_handed_in(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Each step of the way, broken: no submission, a problem that names no picture, and the program goes on."""
+    reason, bring_about = FAILURES[what]
+    with monkeypatch.context() as patched:
+        bring_about(bench, patched)
+        assert bench.refused() == reason
+    bench.kept.set(problem=reason)
+    assert "secret" not in bench.info().problem
+    assert bench.info().problem
+
+
+def test_an_accountant_that_knows_nothing_is_not_believed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not a number is not within the budget."""
+    monkeypatch.setattr(private, "epsilon_of", lambda *_, **__: math.inf)
+    assert bench.refused() == BUDGET
+
+
+LOSSES: dict[str, Callable[[Bench], object]] = {
+    "all rows": lambda bench: _forget(bench, "DELETE FROM releases"),
+    "the last row": lambda bench: _forget(bench, "DELETE FROM releases WHERE number = 2"),
+    "a row in between": lambda bench: _forget(bench, "DELETE FROM releases WHERE number = 1"),
+    "rows and facts": lambda bench: _forget(bench, "DELETE FROM releases", "DELETE FROM facts"),
+    "no noise": lambda bench: _forget(bench, "UPDATE releases SET noise_multiplier = 0 WHERE number = 1"),
+    "the whole database": _lose_database,
+    "the marker": lambda bench: (bench.folder / "state" / "releases").unlink(),
+    "a damaged marker": lambda bench: (bench.folder / "state" / "releases").write_bytes(b"\0\0"),
+}
+
+
+@pytest.mark.parametrize("lost", LOSSES)
+def test_a_record_that_was_lost_is_not_begun_anew(bench: Bench, lost: str) -> None:
+    """Where it is known that there were releases and not all are there, nobody knows what is left to spend."""
+    bench.hand_in()
+    bench.add_pictures(seed=1)
+    bench.hand_in()
+    bench.add_pictures(seed=2)
+    LOSSES[lost](bench)
+    bench.restart()
+    bench.kept.blobs.put(tiny_backbone())
+    assert bench.refused() == LOST
+
+
+def test_power_may_go_off_between_the_record_and_its_marker(bench: Bench) -> None:
+    """The marker is one behind then, and the record is whole."""
+    bench.hand_in()
+    bench.add_pictures(seed=1)
+    bench.hand_in()
+    (bench.folder / "state" / "releases").write_bytes(b"1\n")
+    bench.restart()
+    assert len(bench.kept.ledger.releases()) == 2
+    bench.hand_in()
+
+
+def test_no_picture_at_all_is_no_telling_difference(tmp_path: Path) -> None:
+    """A device without pictures releases its noise as all do: that there is nothing to learn from is not told."""
+    loud = msgspec.structs.replace(WANTED, noise_multiplier=40.0)
+    bench = Bench(tmp_path, count=0, batch_size=3, differential_privacy=loud)
+    reasons = set()
+    for seed in range(12):
+        bench.manifest = msgspec.structs.replace(bench.manifest, seed=seed)
+        built = bench.build()
+        reasons.add(built.reason)
+        if built.item is not None:
+            assert bench.read(built.item).pictures >= 3
+    assert reasons <= {"", NOTHING}
+    assert "" in reasons
+    assert len(bench.kept.ledger.releases()) == 12, "nothing was paid for as well"
+
+
+def test_noise_that_leaves_nothing_is_not_drawn_until_it_does(tmp_path: Path) -> None:
+    """Too few pictures for a prototype: looking again is the same release, and costs nothing."""
+    bench = Bench(tmp_path, count=3, batch_size=200)
+    assert [bench.refused(), bench.refused()] == [NOTHING, NOTHING]
+    bench.restart()
+    assert bench.refused() == NOTHING
+    assert len(bench.kept.ledger.releases()) == 1
+
+
+PROGRAM = Program(
+    **{
+        role: BlobRef(digest=bytes(32), size_bytes=1, name=role)
+        for role in ("init", "step", "project", "head")
+    },
+    kept=(),
+    uploaded=(),
+    batch_size=1,
+)
+NOISE = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"program": PROGRAM}, IN_ROUNDS),
+        ({"perturbation": NOISE}, BOTH),
+        ({"alpha": 0.99}, FILTERS),
+        ({"differential_privacy": msgspec.structs.replace(WANTED, delta=0.5)}, LARGE_DELTA),
+        ({"differential_privacy": msgspec.structs.replace(WANTED, noise_multiplier=0.3)}, BUDGET),
+    ],
+)
+def test_a_task_that_promises_what_cannot_be_kept_gets_nothing(
+    bench: Bench, changes: dict[str, Any], reason: str
+) -> None:
+    """The device looks for itself, whatever the aggregator has overlooked or made up."""
+    bench.manifest = msgspec.structs.replace(bench.manifest, **changes)
+    assert bench.refused() == reason
+
+
+def test_an_owner_may_take_private_tasks_alone(tmp_path: Path) -> None:
+    """With --max-epsilon a task without differential privacy, whose epsilon is infinite, gets nothing."""
+    bench = Bench(tmp_path, max_epsilon=5.0, differential_privacy=None)
+    assert bench.refused() == NOT_PRIVATE
+    check_task(bench.manifest)
+
+
+def test_nothing_else_can_be_encoded(bench: Bench) -> None:
+    """Prototypes that were made without noise do not become a submission to a task that wants it."""
+    bench.hand_in()
+    shown: list[Any] = []
+    plain = msgspec.structs.replace(bench.manifest, differential_privacy=None)
+    worker = Worker(
+        bench.settings, bench.kept, emit=bench.said.append, show=lambda made, _: shown.append(made)
+    )
+    worker.focus = bench.task
+    worker._build(events.Build(bench.task, plain))
+    assert shown
+    with pytest.raises(PrivacyRefused):
+        submission_of(shown[0], task=bench.task, manifest=bench.manifest, sequence=1)
+
+
+# What leaves under differential privacy, field by field.
+
+DECISIONS: dict[type[Any], dict[str, str]] = {
+    messages.Presence: {"v": "constant", "state": "no picture", "epoch": "time of the start"},
+    DeviceInfo: {
+        "v": "constant",
+        "epoch": "time of the start",
+        "software": "no picture",
+        "runtime": "no picture",
+        "backbones": "no picture",
+        "pictures": "empty",
+        "refused": "zero",
+        "problem": "constant words",
+        "head_version": "no picture",
+        "refusals": "no picture",
+    },
+    Submission: {
+        "v": "constant",
+        "task": "no picture",
+        "sequence": "time of the submission",
+        "prototypes": "noisy",
+        "labels": "noisy",
+        "counts": "noisy",
+        "pictures": "noisy",
+        "left_out": "empty",
+        "round": "zero",
+        "tensors": "empty",
+        "loss": "none",
+        "privacy": "no picture",
+    },
+    messages.Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no picture"),
+    Evaluation: {
+        "v": "constant",
+        "task": "no picture",
+        "head_version": "no picture",
+        "right": "zeros",
+        "wrong": "zeros",
+        "before": "zeros",
+        "problem": "constant words",
+    },
+    messages.Frame: {
+        "v": "constant",
+        "digest": "of one of the above",
+        "size_bytes": "of one of the above",
+        "offset": "of one of the above",
+        "data": "of one of the above",
+        "signature": "of one of the above",
+        "key": "no picture",
+    },
+    messages.BlobRequest: {
+        "v": "constant",
+        "digest": "no picture",
+        "offset": "no picture",
+        "length": "no picture",
+    },
+    messages.Tensor: {"dtype": "noisy", "shape": "noisy", "data": "noisy"},
+}
+
+
+@pytest.mark.parametrize("message", DECISIONS, ids=lambda message: message.__name__)
+def test_every_field_that_leaves_was_thought_of(message: type[Any]) -> None:
+    """A field that is added to what devices send needs a word on what it says of pictures."""
+    assert DECISIONS[message].keys() == set(message.__struct_fields__)
+
+
+def test_no_other_message_leaves_a_device() -> None:
+    """What only the aggregator says, and what devices say, are all the messages there are."""
+    aggregators = {
+        "Signed", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program", "Perturbation",
+        "DifferentialPrivacy", "HeadRef", "BlobRef",
+    }  # fmt: skip
+    sent = {message.__name__ for message in messages.WIRE_TYPES} - aggregators
+    assert sent == {message.__name__ for message in DECISIONS}
+
+
+def test_what_a_device_says_of_itself_names_no_picture(bench: Bench) -> None:
+    """The owner sees counts, refused files and why; the aggregator sees none of it."""
+    (bench.data / "cat" / "broken.png").write_text("broken")
+    bench.hand_in()
+    report = bench.kept.get("report")
+    assert report["classes"][0]["pictures"] == 40
+    assert len(report["refused"]) == 1
+    info = bench.info()
+    assert (info.pictures, info.refused, info.problem) == ({}, 0, "")
+    bench.kept.set(problem="/home/anna/pictures/secret.png: truncated")
+    assert bench.info().problem == CANNOT
+    bench.kept.set(problem=BUDGET)
+    assert bench.info().problem == BUDGET
+
+
+def test_before_a_task_is_known_nothing_is_told_of_pictures(bench: Bench) -> None:
+    """A program that has just started may be on a private task, whatever its last report was."""
+    bench.hand_in()
+    info = Device(bench.settings, bench.kept)._info()
+    assert (info.pictures, info.refused) == ({}, 0)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_head_is_judged_without_pictures(bench: Bench, *, works: bool) -> None:
+    """An evaluation says that the head runs, or in constant words that it does not, and nothing of pictures."""
+    bench.hand_in()
+    pictures = find_pictures(bench.data, CLASSES)
+    assert any(held_out(picture, 0.2) for picture in pictures)
+    weights = np.ones((16, 2), dtype=np.float32)
+    file = linear_head([tiny(bench.folder)], weights, softmax=works)
+    digest = bench.kept.blobs.put(file)
+    head = HeadRef(
+        version=1, head=BlobRef(digest=digest, size_bytes=len(file), name="h"), devices=1, prototypes=1
+    )
+    bench.worker.install(events.Install(bench.task, bench.manifest, head))
+    job = bench.worker._jobs.get()
+    assert job is not None
+    job()
+    installed = bench.said.pop()
+    assert isinstance(installed, events.Installed)
+    report = installed.report
+    (payload,) = bench.kept.outbox.read(report.digest, ((0, report.size_bytes),)) or (b"",)
+    evaluation = decode(payload, Evaluation, max_bytes=len(payload))
+    assert (evaluation.right, evaluation.wrong) == ((0, 0), (0, 0))
+    assert evaluation.problem == ("" if works else HEAD_REFUSED)
+
+
+def test_an_older_state_gets_a_record(tmp_path: Path) -> None:
+    """A device that was there before differential privacy was has released nothing under it."""
+    state = DeviceState(tmp_path / "state")
+    with sqlite3.connect(tmp_path / "state" / "device.sqlite") as database:
+        database.execute("DROP TABLE releases")
+        database.execute("PRAGMA user_version = 2")
+    del state
+    assert DeviceState(tmp_path / "state").ledger.releases() == ()

@@ -1,0 +1,362 @@
+"""A device's part in a round, with a program that is no algorithm, in real ONNX Runtime."""
+
+import io
+import json
+import tracemalloc
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edge_client.data.extraction import Interrupted
+from edge_client.submission.builder import Prepared, submission_of
+from edge_client.training.local_round import (
+    Contribution,
+    Learnt,
+    TrainingSet,
+    contribute,
+    feature_size,
+    pack,
+    pack_checkpoint,
+    read_tensors,
+    unpack,
+    unpack_checkpoint,
+    untaught,
+)
+from edge_client.training.trainer import Checkpoint, Diverged, Watch
+from protocol.errors import GraphRefused, StateError
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import digest_of, encode, to_array
+from protocol.wire.messages import Receipt, RoundManifest, TaskManifest
+from tests.support.round_factory import (
+    TASK,
+    make_task,
+    open_round,
+    same_bits,
+    stored,
+    tensors_blob,
+    watching,
+)
+from tests.support.step_graphs import FEATURES, PROJECTION, data, file, round_tensors
+
+DATA = TrainingSet(*data(23))
+ABOUT = ("task", 3, "tensors", "pictures")
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobStore:
+    """A disk."""
+    return BlobStore(tmp_path / "blobs")
+
+
+def take_part(
+    blobs: BlobStore,
+    manifest: TaskManifest,
+    opened: RoundManifest,
+    *,
+    last: Learnt | None = None,
+    resumed: Checkpoint | None = None,
+    watch: Watch | None = None,
+) -> Contribution:
+    """What the device of all these tests makes of a round."""
+    return contribute(
+        manifest, opened, data=DATA, last=last, resumed=resumed, blobs=blobs, device_id="device",
+        watch=watch or watching(),
+    )  # fmt: skip
+
+
+def sent(made: Contribution, manifest: TaskManifest) -> bytes:
+    """What would leave the device."""
+    prepared = Prepared(made.prototypes, made.labels, made.counts, (), (), made.changes, made.loss)
+    return submission_of(prepared, task=TASK, manifest=manifest, sequence=1, number=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(stops=st.lists(st.integers(0, 11), max_size=3))
+def test_interrupted_anywhere_it_hands_in_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, stops: list[int]
+) -> None:
+    """However often a training is broken off and read from the disk again, nobody can tell by the submission."""
+    blobs = BlobStore(tmp_path_factory.mktemp("blobs"))
+    manifest = make_task(blobs, uploaded=("weight",))
+    opened = open_round(blobs, number=3, tensors={"weight": np.full((4, 2), 0.3, np.float16)})
+    whole = take_part(blobs, manifest, opened)
+    written: list[bytes] = []
+    for stop in stops:
+        resumed = unpack_checkpoint(written[-1], ABOUT) if written else None
+        watch = watching(
+            stop_before=stop, on_checkpoint=lambda at: written.append(pack_checkpoint(at, ABOUT))
+        )
+        try:
+            take_part(blobs, manifest, opened, resumed=resumed, watch=watch)
+        except Interrupted:
+            continue
+    resumed = unpack_checkpoint(written[-1], ABOUT) if written else None
+    made = take_part(blobs, manifest, opened, resumed=resumed)
+    assert sent(made, manifest) == sent(whole, manifest)
+    assert pack(made.learnt) == pack(whole.learnt)
+
+
+def test_the_round_and_the_device_make_the_order(blobs: BlobStore) -> None:
+    """The same round again gives the same; another round, with the same tensors, shuffles anew."""
+    manifest = make_task(blobs)
+    first, again, other = (
+        take_part(blobs, manifest, open_round(blobs, number=number)) for number in (0, 0, 1)
+    )
+    assert same_bits(first.learnt.state, again.learnt.state)
+    assert not same_bits(first.learnt.state, other.learnt.state)
+
+
+def test_what_is_kept_stays_and_what_the_round_brings_replaces_it(blobs: BlobStore) -> None:
+    """Of the last round's state, only what the program keeps; of that, only what the round does not bring."""
+    ones = {"weight": np.ones((4, 2), np.float32), "velocity": np.ones((4, 2), np.float32)}
+    last = Learnt({**ones, "steps": np.array(7)}, np.zeros((3, 2), np.float32), np.zeros(3, np.float32))
+    manifest = make_task(blobs, kept=("weight", "steps", "never_made"))
+    begun = take_part(blobs, manifest, open_round(blobs, epochs=0)).learnt.state
+    made = take_part(blobs, manifest, open_round(blobs, epochs=0), last=last).learnt.state
+    np.testing.assert_array_equal(made["weight"], ones["weight"])
+    np.testing.assert_array_equal(made["velocity"], begun["velocity"])
+    assert made["steps"] == 7
+    brought = {"weight": np.full((4, 2), 0.25, np.float16)}
+    made = take_part(blobs, manifest, open_round(blobs, epochs=0, tensors=brought), last=last).learnt.state
+    np.testing.assert_array_equal(made["weight"], np.full((4, 2), 0.25, np.float32))
+    assert made["weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_changes_are_what_the_training_added(blobs: BlobStore, dtype: type[np.floating[Any]]) -> None:
+    """What is uploaded is the state less the round's tensor, in float16, and nothing that was not asked for."""
+    brought = {"weight": np.linspace(-1, 1, 8).reshape(4, 2).astype(dtype)}
+    made = take_part(blobs, make_task(blobs, uploaded=("weight",)), open_round(blobs, tensors=brought))
+    assert list(made.changes) == ["weight"]
+    expected = made.learnt.state["weight"].astype(float) - brought["weight"].astype(float)
+    found = to_array(made.changes["weight"])
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
+    assert np.abs(expected).max() > 1e-2
+    untouched = take_part(
+        blobs, make_task(blobs, uploaded=("weight",)), open_round(blobs, tensors=brought, epochs=0)
+    )
+    assert not to_array(untouched.changes["weight"]).any()
+    assert untouched.loss is None
+
+
+def test_prototypes_are_means_of_what_the_trained_state_projects(blobs: BlobStore) -> None:
+    """One a class, with its pictures; the device keeps the same in float32, zeros for a class it lacks."""
+    manifest = make_task(blobs, min_images=8)
+    made = take_part(blobs, manifest, open_round(blobs))
+    counts = np.bincount(DATA.labels, minlength=3)
+    assert 0 < (counts >= 8).sum() < 3
+    state = made.learnt.state
+    projection = (DATA.feature - state["mean"]) @ state["weight"]
+    for label in range(3):
+        if counts[label] < 8:
+            assert not made.learnt.prototypes[label].any()
+            assert made.learnt.counts[label] == 0
+            assert label not in made.labels
+            continue
+        (row,) = np.flatnonzero(made.labels == label)
+        mean = projection[DATA.labels == label].mean(axis=0)
+        np.testing.assert_allclose(made.learnt.prototypes[label], mean, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(made.prototypes[row], mean, rtol=2e-3, atol=1e-3)
+        assert made.counts[row] == made.learnt.counts[label] == counts[label]
+
+
+@pytest.mark.parametrize(("rate", "epochs"), [(1e4, 30), (3e38, 1), (3e6, 1)])
+def test_a_training_that_leads_nowhere_is_told_as_such(blobs: BlobStore, rate: float, epochs: int) -> None:
+    """NaN, infinity, and what float16 does not hold: nothing of it is handed in."""
+    tensors = {"rate": np.array(rate, np.float32), "weight": np.zeros((4, 2), np.float32)}
+    opened = open_round(blobs, tensors=tensors, epochs=epochs)
+    with pytest.raises(Diverged):
+        take_part(blobs, make_task(blobs, uploaded=("weight",), batch_size=23), opened)
+
+
+def test_uploads_that_cannot_be_are_refused(blobs: BlobStore) -> None:
+    """A program cannot ask for the change of what is no state, or of what the round did not bring."""
+    for name in ("targets", "weight"):
+        with pytest.raises(GraphRefused, match=f"wants to know of {name}"):
+            take_part(blobs, make_task(blobs, uploaded=(name,)), open_round(blobs))
+
+
+def _replaced(**tensors: NDArray[Any]) -> bytes:
+    return tensors_blob({**round_tensors(), **tensors})
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", "tensors-0 cannot be used"),
+        (b"\xc1" * 40, "tensors-0 cannot be used"),
+        (encode(Receipt(digest=TASK, status="received")), "tensors-0 cannot be used"),
+        (_replaced(rate=np.array(0.1, np.float32)).replace(b"\xa2f2", b"\xa2f4"), "expected 24 bytes"),
+        (_replaced(targets=np.full((3, 2), np.nan, np.float16)), "targets holds NaN or infinity"),
+        (_replaced(unused=np.array([np.inf], np.float32)), "unused holds NaN or infinity"),
+        (tensors_blob({"rate": np.array(0.1, np.float32)}), "asks for targets"),
+        (_replaced(targets=np.zeros((2, 2), np.float32)), "'targets' must be float32"),
+        (_replaced(rate=np.zeros(1, np.float32)), "'rate' must be float32"),
+        (_replaced(weight=np.zeros((2, 4), np.float32)), "'weight' must be float32"),
+        (_replaced(steps=np.array(1.5, np.float32)), "'steps' must be int64"),
+    ],
+)  # fmt: skip
+def test_round_tensors_that_cannot_be_used_are_refused_by_name(
+    blobs: BlobStore, payload: bytes, reason: str
+) -> None:
+    """Bytes that are no tensors, other names, shapes or dtypes, NaN: one line that says which."""
+    with pytest.raises(GraphRefused, match=reason):
+        take_part(blobs, make_task(blobs), open_round(blobs, payload=payload))
+
+
+def test_every_beginning_of_round_tensors_is_refused(blobs: BlobStore) -> None:
+    """However a blob is cut off, it is no smaller set of tensors."""
+    whole = tensors_blob(round_tensors())
+    for size in range(len(whole)):
+        with pytest.raises(GraphRefused):
+            read_tensors(blobs, stored(blobs, whole[:size], "tensors"))
+
+
+@pytest.mark.parametrize("role", ["init", "step", "project"])
+@pytest.mark.parametrize("graph", [b"", b"no graph", file("head")])
+def test_a_wrong_graph_is_refused(blobs: BlobStore, role: str, graph: bytes) -> None:
+    """Neither bytes that are no graph nor one for something else is run."""
+    with pytest.raises(GraphRefused):
+        take_part(blobs, make_task(blobs, graphs={role: graph}), open_round(blobs))
+
+
+@pytest.mark.parametrize("graph", [b"", b"no graph"])
+def test_a_program_without_a_size_is_refused(blobs: BlobStore, graph: bytes) -> None:
+    """How many features a program takes is asked before anything of it is run."""
+    with pytest.raises(GraphRefused):
+        feature_size(make_task(blobs, graphs={"init": graph}), blobs)
+    assert feature_size(make_task(blobs), blobs) == FEATURES
+
+
+@pytest.mark.parametrize("pictures", [None, 23])
+def test_an_untaught_device_has_a_state_all_the_same(blobs: BlobStore, pictures: int | None) -> None:
+    """It is what a round begins with, of its own pictures if it has any, and there are no prototypes."""
+    manifest = make_task(blobs, kept=("weight",))
+    brought = open_round(blobs, tensors={"weight": np.full((4, 2), 0.25, np.float16)})
+    learnt = untaught(manifest, brought.tensors, data=DATA if pictures else None, blobs=blobs)
+    np.testing.assert_array_equal(learnt.state["weight"], np.full((4, 2), 0.25, np.float32))
+    mean = DATA.feature.mean(axis=0) if pictures else np.zeros(FEATURES)
+    np.testing.assert_allclose(learnt.state["mean"], mean, rtol=1e-5, atol=1e-6)
+    assert learnt.prototypes.shape == (3, PROJECTION)
+    assert not learnt.prototypes.any()
+    assert not learnt.counts.any()
+
+
+def _learnt() -> Learnt:
+    state = {"weight": np.random.default_rng(0).normal(size=(4, 2)), "steps": np.array(3)}
+    return Learnt(state, np.ones((3, 2), np.float32), np.arange(3, dtype=np.float32))
+
+
+CHECKPOINT = Checkpoint(_learnt().state, steps=17, loss_sum=0.1 + 0.2)
+
+
+def test_what_was_written_is_read_again() -> None:
+    """Bit for bit, dtypes and shapes included; a checkpoint only for what it was made of."""
+    learnt = unpack(pack(_learnt()))
+    assert same_bits(learnt.state, _learnt().state)
+    assert same_bits(
+        {"p": learnt.prototypes, "c": learnt.counts}, {"p": _learnt().prototypes, "c": _learnt().counts}
+    )
+    written = pack_checkpoint(CHECKPOINT, ABOUT)
+    checkpoint = unpack_checkpoint(written, ABOUT)
+    assert checkpoint is not None
+    assert same_bits(checkpoint.state, CHECKPOINT.state)
+    assert (checkpoint.steps, checkpoint.loss_sum) == (17, 0.1 + 0.2)
+    for other in (("other", *ABOUT[1:]), (*ABOUT[:3], "other"), ABOUT[:3]):
+        assert unpack_checkpoint(written, other) is None
+
+
+def test_every_beginning_of_a_file_is_refused() -> None:
+    """A disk that kept only a part of it is told, whatever the part."""
+    for whole, read in (
+        (pack(_learnt()), unpack),
+        (pack_checkpoint(CHECKPOINT, ABOUT), lambda data: unpack_checkpoint(data, ABOUT)),
+    ):
+        for size in range(len(whole)):
+            with pytest.raises(StateError):
+                read(whole[:size])
+
+
+def _array() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.zeros(3))
+    return file.getvalue()
+
+
+@settings(max_examples=100, deadline=None)
+@given(at=st.integers(0, 10**4), byte=st.integers(1, 255))
+def test_a_changed_byte_is_found(at: int, byte: int) -> None:
+    """Whatever byte of a checkpoint the disk has changed, the training does not go on from it."""
+    written = bytearray(pack_checkpoint(CHECKPOINT, ABOUT))
+    written[at % len(written)] ^= byte
+    with pytest.raises(StateError):
+        unpack_checkpoint(bytes(written), ABOUT)
+
+
+@pytest.mark.parametrize("other", [b"", bytes(100), b"PK\5\6" + bytes(18), _array(), _array()[:50]])
+def test_another_file_is_refused(other: bytes) -> None:
+    """What something else wrote, an array without a name among it, is neither a checkpoint nor what was learnt."""
+    with pytest.raises(StateError):
+        unpack(other)
+    with pytest.raises(StateError):
+        unpack_checkpoint(other, ABOUT)
+
+
+def _npz(note: object) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, about=np.array(json.dumps(note)))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [pack(_learnt()), _npz(7), _npz([list(ABOUT), "7", 0.5]), _npz([list(ABOUT), -1, 0.5]), _npz("\ud800")],
+    ids=["no note", "a number", "steps in words", "steps below zero", "half a character"],
+)
+def test_a_checkpoint_whose_note_is_none_is_refused(data: bytes) -> None:
+    """Also where its digest is right: it may be another program's."""
+    with pytest.raises(StateError, match="expected a training on its way"):
+        unpack_checkpoint(digest_of(data) + data, ABOUT)
+
+
+def _claiming(shape: tuple[int, ...]) -> bytes:
+    """A file of an array that claims another shape than it has."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
+        made.writestr("prototypes.npy", header.getvalue() + bytes(12))
+    return file.getvalue()
+
+
+def _squeezed() -> bytes:
+    file = io.BytesIO()
+    np.savez_compressed(file, prototypes=np.zeros(10**7), counts=np.zeros(1))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("data", [_claiming((2**28,)), _squeezed()], ids=["claimed", "compressed"])
+def test_a_file_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
+    """Neither a shape that it only claims nor what it would unfold to is made room for."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(StateError, match="expected arrays"):
+            unpack(data)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(data) + 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_checkpoint_is_nothing_learnt() -> None:
+    """Nor the other way round."""
+    with pytest.raises(StateError):
+        unpack_checkpoint(pack(_learnt()), ABOUT)
+    with pytest.raises(StateError):
+        unpack(pack_checkpoint(CHECKPOINT, ABOUT))

@@ -1,0 +1,310 @@
+"""Training by a step graph: the right steps, in the same bits after any interruption, or none of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from edge_client.data.extraction import Interrupted
+from edge_client.runtime.graph import Graph, Tensors
+from edge_client.training.trainer import (
+    Checkpoint,
+    Diverged,
+    Schedule,
+    Trained,
+    Watch,
+    first_state,
+    project,
+    train,
+)
+from protocol.errors import GraphRefused
+from tests.support.step_graphs import MOMENTUM, data, opened, round_tensors
+
+State = dict[str, NDArray[Any]]
+STEP = opened("step")
+FEATURE, LABELS = data(23)
+
+
+def begin(**replaced: Tensors) -> State:
+    """The state to begin with."""
+    given = {"kept": {}, "tensors": round_tensors(), **replaced}
+    return first_state(opened("init"), feature=FEATURE, labels=LABELS, **given)
+
+
+def copied(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint as it is when it was written to the disk and read again."""
+    state = {name: array.copy() for name, array in checkpoint.state.items()}
+    return Checkpoint(state, checkpoint.steps, checkpoint.loss_sum)
+
+
+class Recorder:
+    """Keeps what a training tells, and stops it before the step of a number."""
+
+    def __init__(self, *, stop_before: int | None = None) -> None:
+        self.checkpoints: list[Checkpoint] = []
+        self.told: list[tuple[int, int]] = []
+        self._asked = 0
+        self._stop_before = stop_before
+
+    def watch(self, *, ticks: Sequence[float] = (), checkpoint_s: float = 1e9) -> Watch:
+        """What happens beside the training; the clock shows `ticks` one after the other, then stands."""
+        times = iter(ticks)
+        return Watch(
+            on_checkpoint=lambda checkpoint: self.checkpoints.append(copied(checkpoint)),
+            should_stop=self._should_stop,
+            on_progress=lambda done, total: self.told.append((done, total)),
+            checkpoint_s=checkpoint_s,
+            clock=lambda: next(times, 0.0),
+        )
+
+    def _should_stop(self) -> bool:
+        self._asked += 1
+        return self._stop_before is not None and self._asked > self._stop_before
+
+
+def run(
+    start: Checkpoint,
+    *,
+    schedule: Schedule,
+    watch: Watch | None = None,
+    step: Graph = STEP,
+    tensors: Tensors | None = None,
+    pictures: int = len(FEATURE),
+) -> Trained:
+    """Train on the first so many pictures."""
+    return train(
+        step,
+        start,
+        feature=FEATURE[:pictures],
+        labels=LABELS[:pictures],
+        tensors=round_tensors() if tensors is None else tensors,
+        schedule=schedule,
+        watch=watch or Recorder().watch(),
+    )
+
+
+def by_hand(state: State, schedule: Schedule) -> tuple[State, float]:
+    """The same training in numpy's float64, and the loss of the last epoch."""
+    weight, velocity = state["weight"].astype(float), state["velocity"].astype(float)
+    targets, loss_sum = round_tensors()["targets"].astype(float), 0.0
+    for epoch in range(schedule.epochs):
+        order, loss_sum = np.random.default_rng([*schedule.seed, epoch]).permutation(len(FEATURE)), 0.0
+        for start in range(0, len(order), schedule.batch_size):
+            rows = order[start : start + schedule.batch_size]
+            centred = FEATURE[rows] - state["mean"]
+            error = centred @ weight - targets[LABELS[rows]]
+            loss_sum += (error**2).mean() * len(rows)
+            velocity = MOMENTUM * velocity + centred.T @ error / error.size
+            weight = weight - 0.1 * velocity
+    return {"weight": weight, "velocity": velocity}, loss_sum / len(FEATURE)
+
+
+def assert_same_bits(found: Tensors, expected: Tensors) -> None:
+    """Fail unless all arrays are the same, bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 23, 100])
+def test_training_takes_the_steps_of_the_graph(batch_size: int) -> None:
+    """State and loss are those of the same steps in numpy: shuffled, the last small batch not left out."""
+    schedule = Schedule(epochs=3, batch_size=batch_size, seed=(7, 1))
+    state, recorder = begin(), Recorder()
+    trained = run(Checkpoint(state), schedule=schedule, watch=recorder.watch())
+    expected, loss = by_hand(state, schedule)
+    for name, array in expected.items():
+        np.testing.assert_allclose(trained.state[name], array, rtol=1e-4, atol=1e-6)
+    assert trained.loss == pytest.approx(loss, rel=1e-5)
+    steps = 3 * -(-len(FEATURE) // batch_size)
+    assert trained.steps == trained.state["steps"] == steps
+    assert recorder.told == [(done + 1, steps) for done in range(steps)]
+    assert trained.state["mean"] is state["mean"]
+
+
+def test_training_leaves_the_state_before_as_it_is() -> None:
+    """What it began with is there to return to."""
+    state = begin()
+    before = {name: array.copy() for name, array in state.items()}
+    run(Checkpoint(state), schedule=Schedule(epochs=2, batch_size=4, seed=(0,)))
+    assert_same_bits(state, before)
+
+
+@given(st.lists(st.integers(0, 11), max_size=4).map(sorted), st.integers(1, 25))
+def test_interruptions_change_no_bit(stops: list[int], batch_size: int) -> None:
+    """Stopped anywhere, any number of times, and gone on from the checkpoint: the same state and loss."""
+    schedule = Schedule(epochs=3, batch_size=batch_size, seed=(1, 2, 3))
+    whole = run(Checkpoint(begin()), schedule=schedule)
+    at = Checkpoint(begin())
+    for stop in stops:
+        recorder = Recorder(stop_before=stop - at.steps)
+        try:
+            run(at, schedule=schedule, watch=recorder.watch())
+        except Interrupted:
+            (at,) = recorder.checkpoints
+            assert at.steps == stop
+    resumed = run(at, schedule=schedule)
+    assert_same_bits(resumed.state, whole.state)
+    assert (resumed.loss, resumed.steps) == (whole.loss, whole.steps)
+
+
+def test_checkpoints_come_when_their_time_has_passed() -> None:
+    """The first after `checkpoint_s`, the next as long after that one; each is one to go on from."""
+    schedule = Schedule(epochs=2, batch_size=6, seed=(4,))
+    recorder = Recorder()
+    # Asked at the start, before each step, and after each checkpoint.
+    watch = recorder.watch(ticks=[0, 4, 11, 12, 13, 23, 23, 24, 25, 26], checkpoint_s=10)
+    trained = run(Checkpoint(begin()), schedule=schedule, watch=watch)
+    assert [checkpoint.steps for checkpoint in recorder.checkpoints] == [1, 3]
+    for checkpoint in recorder.checkpoints:
+        resumed = run(checkpoint, schedule=schedule)
+        assert_same_bits(resumed.state, trained.state)
+        assert resumed.loss == trained.loss
+
+
+def test_another_seed_is_another_order_and_another_epoch_too() -> None:
+    """The shuffle depends on the seed; with one batch an epoch it can make no difference but rounding."""
+    small = Schedule(epochs=1, batch_size=4, seed=(1,))
+    one, same, other = (
+        run(Checkpoint(begin()), schedule=schedule).state["weight"]
+        for schedule in (small, small, Schedule(epochs=1, batch_size=4, seed=(2,)))
+    )
+    assert one.tobytes() == same.tobytes()
+    assert np.abs(one - other).max() > 1e-4
+
+
+@pytest.mark.parametrize(("epochs", "pictures"), [(0, 23), (3, 0)])
+def test_nothing_to_do_leaves_everything(epochs: int, pictures: int) -> None:
+    """Without an epoch or without a picture the state stays, and there is no loss."""
+    state = begin()
+    trained = run(
+        Checkpoint(state), schedule=Schedule(epochs=epochs, batch_size=4, seed=()), pictures=pictures
+    )
+    assert_same_bits(trained.state, state)
+    assert (trained.loss, trained.steps) == (None, 0)
+
+
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
+    """A rate that is far too great is told as such, with the number of steps, and no checkpoint of it is kept."""
+    recorder = Recorder()
+    with (
+        pytest.raises(Diverged, match=r"the loss is (inf|nan) after \d+ steps of 300"),
+        np.errstate(all="ignore"),
+    ):
+        run(
+            Checkpoint(begin()),
+            schedule=Schedule(epochs=50, batch_size=4, seed=()),
+            tensors=round_tensors(rate=1e4),
+            watch=recorder.watch(),
+        )
+    assert recorder.checkpoints == []
+
+
+@pytest.mark.parametrize("stop_before", [None, 1])
+def test_a_state_that_is_not_finite_is_never_handed_out(stop_before: int | None) -> None:
+    """The last step's loss is that of the state before it: the state is looked at as well, and named."""
+    recorder = Recorder(stop_before=stop_before)
+    with pytest.raises(Diverged, match="weight"):
+        run(
+            Checkpoint(begin()),
+            schedule=Schedule(epochs=1 if stop_before is None else 2, batch_size=23, seed=()),
+            tensors=round_tensors(rate=np.inf),
+            watch=recorder.watch(),
+        )
+    assert recorder.checkpoints == []
+
+
+def test_a_checkpoint_may_come_in_other_dtypes() -> None:
+    """What was written down as unsigned, or half as precise, is what the graph takes again."""
+    state = begin(kept={"weight": np.full((4, 2), 0.5, np.float32)})
+    schedule = Schedule(epochs=1, batch_size=9, seed=())
+    other = {**state, "weight": state["weight"].astype(np.float16), "steps": state["steps"].astype(np.uint32)}
+    expected, found = (run(Checkpoint(given), schedule=schedule).state for given in (state, other))
+    assert_same_bits(found, expected)
+
+
+def test_a_round_begins_with_what_was_kept_and_what_it_brings() -> None:
+    """What `init` makes gives way to what was kept, and that to the round's; dtypes are `init`'s."""
+    kept: State = {
+        "velocity": np.full((4, 2), 2, np.float16),
+        "steps": np.array(9, np.uint32),
+        "more": np.zeros(3),
+    }
+    mine, theirs = np.ones((4, 2), np.float32), np.full((4, 2), 3, np.float16)
+    state = begin(kept={**kept, "weight": mine}, tensors={**round_tensors(), "weight": theirs})
+    assert list(state) == ["weight", "velocity", "mean", "steps"]
+    np.testing.assert_array_equal(state["weight"], np.full((4, 2), 3, np.float32))
+    np.testing.assert_array_equal(state["velocity"], np.full((4, 2), 2, np.float32))
+    np.testing.assert_allclose(state["mean"], FEATURE.mean(axis=0), rtol=1e-5, atol=1e-6)
+    assert [state[name].dtype for name in state] == [np.float32] * 3 + [np.int64]
+    assert state["steps"] == 9
+    run(Checkpoint(state), schedule=Schedule(epochs=1, batch_size=4, seed=()))
+
+
+def test_a_state_holds_on_to_no_session() -> None:
+    """Its arrays are no views of ONNX Runtime's memory, of which one would keep all that `init` took."""
+    assert all(array.flags.owndata for array in begin().values())
+
+
+def test_a_state_begins_without_any_picture() -> None:
+    """A device that has none has a state all the same."""
+    state = first_state(opened("init"), feature=FEATURE[:0], labels=LABELS[:0], kept={}, tensors={})
+    assert np.isfinite(state["mean"]).all()
+
+
+def test_what_does_not_fit_is_refused_by_name() -> None:
+    """Kept tensors of another shape, some that are not finite, round tensors that are missing or wrong."""
+    schedule = Schedule(epochs=1, batch_size=4, seed=())
+    with pytest.raises(GraphRefused, match=r"'mean' must be float32 \(4\), and is float32 \(5\)"):
+        begin(kept={"mean": np.zeros(5, np.float32)})
+    with pytest.raises(GraphRefused, match="not finite: mean"):
+        begin(kept={"mean": np.full(4, np.nan, np.float32)})
+    with pytest.raises(GraphRefused, match="asks for targets, rate"):
+        run(Checkpoint(begin()), schedule=schedule, tensors={})
+    with pytest.raises(GraphRefused, match="asks for mean"):
+        run(Checkpoint({n: a for n, a in begin().items() if n != "mean"}), schedule=schedule)
+    with pytest.raises(GraphRefused, match="changes steps; the state has weight, velocity, mean"):
+        run(Checkpoint({n: a for n, a in begin().items() if n != "steps"}), schedule=schedule)
+    with pytest.raises(GraphRefused, match=r"'labels' must be int64 \(22\), and is int64 \(23\)"):
+        train(STEP, Checkpoint(begin()), feature=FEATURE[1:], labels=LABELS, tensors=round_tensors(),
+              schedule=schedule, watch=Recorder().watch())  # fmt: skip
+    with pytest.raises(GraphRefused, match=r"'feature' must be float32 \(any, 4\)"):
+        train(STEP, Checkpoint(begin()), feature=FEATURE[:, 1:], labels=LABELS, tensors=round_tensors(),
+              schedule=schedule, watch=Recorder().watch())  # fmt: skip
+    with pytest.raises(GraphRefused, match="the step graph fails"):
+        run(Checkpoint(begin()), schedule=schedule, step=_with_other_shape())
+
+
+def _with_other_shape() -> Graph:
+    return opened(
+        "step",
+        body="""step (float[n, 4] feature, float[4, 2] weight) => (float loss, float[r, c] next_weight)
+        { loss = ReduceMean<keepdims = 0>(feature) next_weight = Transpose(weight) }""",
+    )
+
+
+@pytest.mark.parametrize("pictures", [0, 1, 23, 700])
+def test_projections_are_the_graphs(pictures: int) -> None:
+    """Any number of features is projected, a few at a time."""
+    feature, _ = data(pictures)
+    state = begin()
+    projection = project(opened("project"), feature=feature, state=state, tensors={})
+    np.testing.assert_allclose(projection, (feature - state["mean"]) @ state["weight"], rtol=1e-4, atol=1e-5)
+    assert projection.shape == (pictures, 2)
+    assert projection.dtype == np.float32
+
+
+def test_a_projection_that_is_wrong_is_refused() -> None:
+    """NaN, and another size than the metadata promises."""
+    state = begin()
+    with pytest.raises(Diverged):
+        project(opened("project"), feature=np.full((2, 4), np.nan, np.float32), state=state, tensors={})
+    with pytest.raises(
+        GraphRefused, match=r"'projection' must be float32 \(23, 3\), and is float32 \(23, 2\)"
+    ):
+        project(opened("project", projection_size=3), feature=FEATURE, state=state, tensors={})

@@ -1,0 +1,212 @@
+"""`export-backbone` from its command line: results on stdout, one line for an error, no file by halves."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from export import cli
+from protocol.cli import run
+from protocol.errors import RuntimeMissing
+from protocol.metadata import backbone_metadata
+from protocol.storage.blobstore import file_digest
+
+MODEL = "test_efficientnet"
+
+
+def export_backbone(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run the command here, where torch is loaded already; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["export-backbone", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        run(cli.cli, program="export-backbone")
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of a small network, made here."""
+    torch.manual_seed(3)
+    path = tmp_path_factory.mktemp("weights") / "small.safetensors"
+    save_file(timm.create_model(MODEL).state_dict(), path)
+    return path
+
+
+def test_a_backbone_is_exported_and_summed_up(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One command gives one file, and `--json` says what it is, on stdout and alone there."""
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for index, size in enumerate([(90, 50), (64, 64), (33, 80)]):
+        noise = np.random.default_rng(index).integers(0, 256, (*size, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(photos / f"{index}.png")
+    out = tmp_path / "made" / "here"
+
+    code = export_backbone(
+        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--mean", ".5,.5,.5", "--std", ".5,.4,.3",
+        "--model-kwargs", "drop_rate=0.1", "--model-kwargs", "pad_type=same", "--photos", photos, "--json",
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
+
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    assert code == 0
+    (path,) = out.iterdir()
+    assert path.name == f"{MODEL}-64.onnx"
+    assert summary["path"] == str(path)
+    assert summary["sha256"] == file_digest(path).hex()
+    assert summary["size_bytes"] == path.stat().st_size
+    assert summary["weights_sha256"] == file_digest(weights).hex()
+    assert summary["parity"]["pictures"] == 3
+    assert summary["parity"]["relative_error"] < 1e-4
+    assert summary["parity"]["cosine"] > 0.999999
+    session = onnxruntime.InferenceSession(path)
+    metadata = backbone_metadata(session.get_modelmeta().custom_metadata_map)
+    assert metadata.std == (0.5, 0.4, 0.3)
+    assert metadata.feature_size == summary["feature_size"] == session.get_outputs()[0].shape[1]
+
+
+def test_the_summary_for_people_has_the_parity(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `--json` the worst cosine and relative error on the sample photographs are printed."""
+    assert export_backbone(MODEL, "--weights", weights, "--out", tmp_path, monkeypatch=monkeypatch) == 0
+    printed = capsys.readouterr().out
+    assert "against torch on 2 photographs: worst cosine 1.000000" in printed
+    assert file_digest(tmp_path / f"{MODEL}-160.onnx").hex() in printed
+
+
+def test_past_tolerance_no_file_appears(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tolerance that nothing meets: exit 1, the figures, and an empty folder."""
+    code = export_backbone(
+        MODEL, "--weights", weights, "--out", tmp_path, "--tolerance", "0", monkeypatch=monkeypatch
+    )
+    captured = capsys.readouterr()
+    assert code == 1
+    assert "error: test_efficientnet in ONNX Runtime is not what it is in torch" in captured.err
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["test_efficientnett", "--random"], "did you mean test_efficientnet"),
+        ([MODEL], "say where the weights come from"),
+        ([MODEL, "--weights", "nowhere.pth"], "no weights at nowhere.pth"),
+        ([MODEL, "--random", "--model-kwargs", "global_pool="], "gives no pooled feature"),
+        (["--list", "nosuchnet*"], "timm has no model like 'nosuchnet*'"),
+    ],
+)
+def test_errors_are_one_line_and_exit_1(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    """What can go wrong ends in one line that says what to do; nothing is written."""
+    assert export_backbone(*arguments, "--out", tmp_path, monkeypatch=monkeypatch) == 1
+    captured = capsys.readouterr()
+    (line,) = [line for line in captured.err.splitlines() if not line.startswith("loading")]
+    assert line.startswith("error: ")
+    assert message in line
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        [MODEL, "--mean", "0.5"],
+        [MODEL, "--std", "1,0,1"],
+        [MODEL, "--model-kwargs", "pad_type"],
+        [MODEL, "--opset", "9"],
+        [MODEL, "--photos", "nowhere"],
+    ],
+)
+def test_wrong_usage_exits_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """What the command line cannot mean is refused before anything is loaded."""
+    assert export_backbone(*arguments, monkeypatch=monkeypatch) == 2
+    assert "Error: " in capsys.readouterr().err
+
+
+def test_models_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--list` prints names, one a line."""
+    assert export_backbone("--list", "test_v*", monkeypatch=monkeypatch) == 0
+    assert {"test_vit", "test_vit2"} <= set(capsys.readouterr().out.split())
+
+
+def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a base install the program says what to install."""
+    monkeypatch.setattr(cli, "NEEDED", ("click", "no_such_package_here"))
+    with pytest.raises(
+        RuntimeMissing, match=r"no_such_package_here is not installed: pip install .*\[export,cpu\]"
+    ):
+        cli._check_packages()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("pad_type=same", "same"),
+        ("img_size=128", 128),
+        ("drop_rate=0.5", 0.5),
+        ("norm=None", None),
+        ("bias=True", True),
+        ("sizes=(1, 2)", (1, 2)),
+        ("global_pool=", ""),
+        ("name=a=b", "a=b"),
+    ],
+)
+def test_model_arguments_are_read_by_their_value(text: str, value: object) -> None:
+    """Numbers are numbers, None and True are Python's, and what is nothing else is text."""
+    assert list(cli._keywords((text,)).values()) == [value]
+
+
+def test_a_hub_out_of_reach_is_one_line(tmp_path: Path) -> None:
+    """Without the hub the message says how to do without, and nothing else is said."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    arguments = ["resnet18", "--pretrained", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "export.cli", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    loading, error = done.stderr.splitlines()
+    assert loading == "loading resnet18 ..."
+    assert error.startswith("error: cannot get the weights of resnet18 from the hub")
+    assert error.endswith("give the file with --weights")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_help_needs_no_torch() -> None:
+    """`--help` answers before anything heavy is imported."""
+    program = (
+        "import sys; from export.cli import cli\n"
+        "cli.main(['--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'timm', 'onnx', 'onnxruntime', 'sklearn'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--model-kwargs" in done.stdout

@@ -1,0 +1,130 @@
+"""A torch network becomes one ONNX file, or there is no file."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from export.to_onnx import OPSET, export_module, to_onnx
+from protocol.errors import ProtofleetError, StateError
+from protocol.metadata import backbone_metadata
+from tests.support.networks import EDGE, FEATURE_SIZE, described, tiny_network
+
+
+def random_pictures(count: int) -> NDArray[np.uint8]:
+    """(count, H, W, 3) uint8."""
+    return np.random.default_rng(count).integers(0, 256, (count, EDGE, EDGE, 3), dtype=np.uint8)
+
+
+def test_the_graph_normalises_pictures_and_takes_any_number_of_them() -> None:
+    """For 1, 2 and 9 pictures the graph gives what torch gives for (x / 255 - mean) / std."""
+    network, metadata = tiny_network(), described()
+    session = onnxruntime.InferenceSession(to_onnx(network, metadata))
+    for count in (1, 2, 9):
+        pictures = random_pictures(count)
+        normalised = (pictures / 255.0 - np.array(metadata.mean)) / np.array(metadata.std)
+        with torch.inference_mode():
+            expected = network(torch.from_numpy(normalised.transpose(0, 3, 1, 2)).float()).numpy()
+        (features,) = session.run(["feature"], {"image": pictures})
+        assert features.dtype == np.float32
+        assert features.shape == (count, FEATURE_SIZE)
+        np.testing.assert_allclose(features, expected, atol=1e-5)
+
+
+def test_the_file_says_all_that_a_device_needs(tmp_path: Path) -> None:
+    """Input, output, opset and metadata stand in one file, and what is returned is the truth about it."""
+    path = tmp_path / "tiny.onnx"
+    exported = export_module(tiny_network(), described(), path=path)
+
+    file = path.read_bytes()
+    session = onnxruntime.InferenceSession(file)
+    (image,), (feature,) = session.get_inputs(), session.get_outputs()
+    assert (image.name, image.type, image.shape) == ("image", "tensor(uint8)", ["n", EDGE, EDGE, 3])
+    assert (feature.name, feature.type, feature.shape) == ("feature", "tensor(float)", ["n", FEATURE_SIZE])
+    metadata = backbone_metadata(session.get_modelmeta().custom_metadata_map)
+    assert metadata == exported.metadata
+    assert metadata.parity is not None
+    assert metadata.parity.pictures == 2
+    assert metadata.parity.relative_error < 1e-5
+    assert exported.sha256 == hashlib.sha256(file).hexdigest()
+    assert exported.size_bytes == len(file)
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_the_same_network_gives_the_same_bytes() -> None:
+    """A digest names a network: exporting again changes nothing, other weights change it."""
+    assert to_onnx(tiny_network(), described()) == to_onnx(tiny_network(), described())
+    assert to_onnx(tiny_network(seed=1), described()) != to_onnx(tiny_network(), described())
+
+
+def test_nothing_of_the_machine_is_in_the_file() -> None:
+    """The exporter's stack traces, with the paths of who exported, stay out."""
+    file = to_onnx(tiny_network(), described())
+    assert b".py" not in file
+    assert str(Path.cwd()).encode() not in file
+
+
+@pytest.mark.parametrize("opset", [OPSET, 20])
+def test_the_opset_can_be_chosen(opset: int) -> None:
+    """The graph is of the operator set that was asked for."""
+    model = onnx.load_from_string(to_onnx(tiny_network(), described(), opset=opset))
+    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", opset)]
+
+
+def test_an_opset_that_torch_does_not_know_is_refused() -> None:
+    """Instead of another operator set in silence, there is an error."""
+    with pytest.raises(ProtofleetError, match="cannot export tiny at opset 99"):
+        to_onnx(tiny_network(), described(), opset=99)
+
+
+@pytest.mark.parametrize("fault", [1.01, float("nan")])
+def test_a_graph_that_is_not_the_network_is_not_written(tmp_path: Path, fault: float) -> None:
+    """Features off by a hundredth, or NaN, leave no file, and what was there before stays."""
+    path = tmp_path / "tiny.onnx"
+    path.write_bytes(b"older")
+    network = tiny_network()
+
+    def reference(_picture: Image.Image) -> NDArray[np.float32]:
+        return np.full(FEATURE_SIZE, fault, dtype=np.float32)
+
+    with pytest.raises(ProtofleetError, match=r"relative error .* no file was written"):
+        export_module(network, described(), path=path, reference=reference)
+    assert path.read_bytes() == b"older"
+    assert [path] == list(tmp_path.iterdir())
+
+
+def test_the_tolerance_decides(tmp_path: Path) -> None:
+    """What passes at the usual tolerance does not pass at none."""
+    path = tmp_path / "tiny.onnx"
+    with pytest.raises(ProtofleetError, match="more than 0"):
+        export_module(tiny_network(), described(), path=path, tolerance=0)
+    assert not path.exists()
+
+
+def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
+    """Where no file can be written, that is an error of one line and nothing half-written."""
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match="Not a directory"):
+        export_module(tiny_network(), described(), path=tmp_path / "file" / "tiny.onnx")
+
+
+class Undecided(nn.Module):
+    """A network whose way depends on the pixels, which no graph can hold."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the mean or the maximum."""
+        return image.mean(dim=(2, 3)) if image.sum() > 0 else image.amax(dim=(2, 3))
+
+
+def test_a_network_that_is_no_graph_is_refused_in_one_line() -> None:
+    """What torch cannot export is an error of one line that names the network."""
+    with pytest.raises(ProtofleetError, match="torch cannot export tiny") as caught:
+        to_onnx(Undecided(), described(feature_size=3))
+    assert "\n" not in str(caught.value)

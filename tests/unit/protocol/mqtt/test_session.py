@@ -1,0 +1,396 @@
+"""The MQTT session against real brokers: it connects, comes back, keeps order and never runs hot."""
+
+import gc
+import os
+import queue
+import random
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import ConfigError
+from protocol.mqtt import session
+from protocol.mqtt.session import (
+    LONGEST_PAUSE_S,
+    Broker,
+    Connected,
+    Disconnected,
+    Drained,
+    Event,
+    Outgoing,
+    Received,
+    Session,
+    failures_after,
+    parse_broker,
+    pause_s,
+)
+from tests.conftest import Serve
+from tests.support.brokers import mosquitto, mosquitto_program
+from tests.support.sessions import PATIENCE_S, listening, running
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a session try again within half a second, however often it has failed."""
+    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.5)
+
+
+def test_a_message_goes_from_one_session_to_another(broker: Broker) -> None:
+    """Both connect, the payload arrives as it was sent, and the sender hears that the broker has it."""
+    with running(broker, "b", "t/+") as (_, hears), running(broker, "a") as (says, ear):
+        hears.wait(Connected)
+        ear.wait(Connected)
+        says.send(Outgoing("t/1", b"\x00\xff"))
+        assert hears.wait(Received) == Received("t/1", b"\x00\xff")
+        ear.wait(Drained)
+
+
+def test_more_messages_than_the_window_arrive_in_order(broker: Broker) -> None:
+    """Hundreds sent at once all arrive, each once, in the order of sending; then all is drained."""
+    count = 300
+    with running(broker, "b", "t") as (_, hears), running(broker, "a", window=4) as (says, ear):
+        hears.wait(Connected)
+        ear.wait(Connected)
+        for number in range(count):
+            says.send(Outgoing("t", number.to_bytes(2, "big") + bytes(2000)))
+        got = [int.from_bytes(hears.wait(Received).payload[:2], "big") for _ in range(count)]
+        assert got == list(range(count))
+        ear.wait(Drained)
+
+
+def test_a_retained_message_waits_for_who_comes_later(broker: Broker) -> None:
+    """What is sent with `retain` is there for a later session, and the rest is not."""
+    with running(broker, "a") as (says, ear):
+        ear.wait(Connected)
+        says.send(Outgoing("t/lost", b"1"))
+        says.send(Outgoing("t/kept", b"2", retain=True))
+        ear.wait(Drained)
+        with running(broker, "b", "t/+") as (_, hears):
+            kept = hears.wait(Received)
+            assert (kept, kept.retained) == (Received("t/kept", b"2"), True)
+            assert Received("t/lost", b"1") not in hears.rest()
+            says.send(Outgoing("t/kept", b"3", retain=True))
+            said = hears.wait(Received)
+            assert (said, said.retained) == (Received("t/kept", b"3"), False)
+
+
+def test_what_others_subscribed_to_does_not_arrive(broker: Broker) -> None:
+    """A retained message of a topic that somebody else subscribed to is not ours: amqtt sends it all the same."""
+    with running(broker, "other", "theirs") as (other, other_ear):
+        other_ear.wait(Connected)
+        other.send(Outgoing("theirs", b"to the other", retain=True))
+        other.send(Outgoing("ours/1", b"to us", retain=True))
+        other_ear.wait(Drained)
+        with running(broker, "newcomer", "ours/+") as (_, ear):
+            received = [ear.wait(Received)]
+            other.send(Outgoing("ours/2", b"the end"))
+            while received[-1].topic != "ours/2":
+                received.append(ear.wait(Received))
+    assert {event.topic for event in received} == {"ours/1", "ours/2"}
+
+
+def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, address: Broker) -> None:
+    """Nothing said before the first connection stands is lost, if it comes about."""
+    with serve(address), running(address, "b", "t") as (_, hears):
+        hears.wait(Connected)
+        with running(address, "a") as (says, _):
+            says.send(Outgoing("t", b"early"))
+            assert hears.wait(Received).payload == b"early"
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address: Broker) -> None:
+    """The session says in one event why there is no connection, and connects and subscribes each time."""
+    with running(address, "a", "t") as (says, ear):
+        assert f"no broker at {address}" in ear.wait(Disconnected).reason
+        for _ in range(2):
+            with serve(address):
+                ear.wait(Connected)
+                says.send(Outgoing("t", b"to myself"))
+                assert ear.wait(Received).payload == b"to myself"
+            lost = ear.wait(Disconnected)
+            assert 0 < lost.retry_s <= LONGEST_PAUSE_S
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_what_was_sent_into_the_void_is_not_sent_later(serve: Serve, address: Broker) -> None:
+    """A message without a connection is dropped: whoever sends decides again at the next one."""
+    with running(address, "a", "t") as (says, ear):
+        ear.wait(Disconnected)
+        says.send(Outgoing("t", b"stale"))
+        ear.wait(Disconnected)
+        with serve(address):
+            ear.wait(Connected)
+            says.send(Outgoing("t", b"fresh"))
+            assert ear.wait(Received).payload == b"fresh"
+
+
+def _own_socket(port: int) -> list[int]:
+    """File descriptors of this process that are TCP connections to a port."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            with socket.socket(fileno=os.dup(int(entry.name))) as peek:
+                if peek.getpeername()[1] == port:
+                    found.append(int(entry.name))
+        except (OSError, IndexError, TypeError):
+            continue
+    return found
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_the_last_will_is_delivered_when_a_socket_dies(broker: Broker) -> None:
+    """A device that vanishes is declared offline by the broker, and says so itself when it comes back."""
+    with running(broker, "b", "state") as (_, hears):
+        hears.wait(Connected)
+        before = set(_own_socket(broker.port))
+        with running(broker, "a", will=Outgoing("state", b"offline", retain=True)) as (says, ear):
+            ear.wait(Connected)
+            (dying,) = set(_own_socket(broker.port)) - before
+            with socket.socket(fileno=os.dup(dying)) as victim:
+                victim.shutdown(socket.SHUT_RDWR)
+            assert hears.wait(Received).payload == b"offline"
+            ear.wait(Disconnected)
+            ear.wait(Connected)
+            says.send(Outgoing("state", b"online", retain=True))
+            assert hears.wait(Received).payload == b"online"
+
+
+def test_the_farewell_is_said_and_the_will_is_not(broker: Broker) -> None:
+    """Who stops in good order has the last words, after everything that was sent before."""
+    with running(broker, "b", "state") as (_, hears):
+        hears.wait(Connected)
+        with running(broker, "a", will=Outgoing("state", b"offline"), window=2) as (says, ear):
+            ear.wait(Connected)
+            for number in range(20):
+                says.send(Outgoing("state", str(number).encode()))
+            says.stop([Outgoing("state", b"stopped")])
+        got = [hears.wait(Received).payload for _ in range(21)]
+        assert got == [*(str(number).encode() for number in range(20)), b"stopped"]
+        with running(broker, "c") as (marks, ear):
+            ear.wait(Connected)
+            marks.send(Outgoing("state", b"end"))
+            assert hears.wait(Received).payload == b"end"
+
+
+def test_last_words_are_through_before_the_connection_ends(broker: Broker) -> None:
+    """Who stops right after connecting, and listens to its own words, is heard by others every time."""
+    with running(broker, "b", "state") as (_, hears):
+        hears.wait(Connected)
+        for number in range(15):
+            with running(broker, f"a{number}", "state") as (says, ear):
+                ear.wait(Connected)
+                says.send(Outgoing("state", b"online", retain=True))
+                says.stop([Outgoing("state", str(number).encode(), retain=True)])
+            while (heard := hears.wait(Received).payload) != str(number).encode():
+                assert heard == b"online"
+
+
+def test_stopping_without_a_broker_is_quick_and_final(address: Broker) -> None:
+    """The thread ends, and no connection is tried any more."""
+    with running(address, "a") as (made, ear):
+        ear.wait(Disconnected)
+        made.stop([Outgoing("t", b"bye")])
+        assert not made._thread.is_alive()
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_broker_that_hangs_up_is_not_called_in_a_loop() -> None:
+    """A listener that closes at once is called once a pause for each version, and never counts as a broker."""
+    with listening(lambda _: None) as (broker, times), running(broker, "a") as (_, ear):
+        pauses = [ear.wait(Disconnected).retry_s for _ in range(4)]
+        assert len(times) == 8
+        assert all(
+            second - first >= pause
+            for pause, first, second in zip(pauses, times[1::2], times[2::2], strict=False)
+        )
+        assert ear.rest() == []
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_failed_tries_leave_nothing_open(address: Broker) -> None:
+    """Sockets and threads do not pile up while the broker is away."""
+    with running(address, "a") as (_, ear):
+        for _ in range(3):
+            ear.wait(Disconnected)
+        files, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+        for _ in range(10):
+            ear.wait(Disconnected)
+        assert len(list(Path("/proc/self/fd").iterdir())) <= files + 2
+        assert threading.active_count() <= threads + 1
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_lost_connections_leave_nothing_open() -> None:
+    """What a client has open is closed with its connection, and does not wait for the garbage collector."""
+    gc.disable()
+    try:
+        with listening(lambda _: None) as (broker, _), running(broker, "a") as (_, ear):
+            for _ in range(2):
+                ear.wait(Disconnected)
+            files = len(list(Path("/proc/self/fd").iterdir()))
+            for _ in range(8):
+                ear.wait(Disconnected)
+            assert len(list(Path("/proc/self/fd").iterdir())) <= files + 6
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_listener_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port that accepts and says nothing counts as no broker, and is tried again."""
+    monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 0.5)
+    release = threading.Event()
+
+    def say_nothing(_: socket.socket) -> None:
+        release.wait(PATIENCE_S)
+
+    with listening(say_nothing) as (broker, _):
+        with running(broker, "a") as (_, ear):
+            assert "does not answer" in ear.wait(Disconnected).reason
+            ear.wait(Disconnected)
+        release.set()
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_something_that_is_no_broker() -> None:
+    """An HTTP server's answer is a lost connection, not a crash."""
+    with (
+        listening(lambda peer: peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as (broker, _),
+        running(broker, "a") as (_, ear),
+    ):
+        ear.wait(Disconnected)
+        ear.wait(Disconnected)
+
+
+needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+
+
+@needs_mosquitto
+@pytest.mark.usefixtures("short_pauses")
+def test_a_broker_that_refuses_us_says_why(address: Broker, tmp_path: Path) -> None:
+    """Without a user name the connection is refused; the reason is the broker's, and it is tried again."""
+    with (
+        mosquitto(address, tmp_path, options="allow_anonymous false"),
+        running(address, "a") as (_, ear),
+    ):
+        assert "refused by the broker: Not authorized" in ear.wait(Disconnected).reason
+        ear.wait(Disconnected)
+
+
+def _suback(code: int) -> Callable[[socket.socket], None]:
+    """A broker that accepts the connection and answers the subscription with a return code."""
+
+    def answer(peer: socket.socket) -> None:
+        peer.recv(1024)
+        peer.sendall(b"\x20\x03\x00\x00\x00")
+        packet = peer.recv(1024)
+        peer.sendall(b"\x90\x04" + packet[2:4] + b"\x00" + bytes([code]))
+        peer.recv(1024)
+
+    return answer
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_broker_that_denies_a_subscription() -> None:
+    """A session that would hear nothing is no connection: the topic is named, and it is tried again."""
+    with listening(_suback(0x80)) as (broker, _), running(broker, "a", "secret") as (_, ear):
+        assert "denies subscribing to secret" in ear.wait(Disconnected).reason
+        ear.wait(Disconnected)
+        assert Connected not in map(type, ear.rest())
+
+
+@given(failures=st.integers(0, 10**9), seed=st.integers())
+def test_pauses_are_bounded_and_jittered(failures: int, seed: int) -> None:
+    """However long the broker is away, the pause is between 0.2 s and a minute, and not everybody's same."""
+    rng = random.Random(seed)
+    pauses = {pause_s(failures, rng.uniform) for _ in range(5)}
+    assert all(0.2 <= pause <= LONGEST_PAUSE_S for pause in pauses)
+    assert len(pauses) > 1
+
+
+def test_pauses_grow() -> None:
+    """The longest possible pause doubles until it is a minute."""
+    longest = [pause_s(failures, lambda _, high: high) for failures in range(1, 9)]
+    assert longest == [2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_only_a_connection_that_was_of_use_begins_a_new_count() -> None:
+    """A broker that ends every connection soon is called less and less often; one that works, at once again."""
+    assert failures_after(0, lived_s=0.1, paused_s=0, carried=0) == 1
+    assert failures_after(4, lived_s=0, paused_s=7, carried=0) == 5
+    assert failures_after(4, lived_s=6.9, paused_s=7, carried=8) == 5
+    assert failures_after(4, lived_s=7.1, paused_s=7, carried=0) == 1
+    assert failures_after(4, lived_s=0.1, paused_s=7, carried=50) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("broker.local", Broker("broker.local", 1883)),
+        ("broker.local:8883", Broker("broker.local", 8883)),
+        (" 10.0.0.1:1 ", Broker("10.0.0.1", 1)),
+        ("[::1]:1884", Broker("::1", 1884)),
+        ("::1", Broker("::1", 1883)),
+    ],
+)
+def test_broker_addresses(text: str, expected: Broker) -> None:
+    """Host, host and port, and IPv6 are understood."""
+    assert parse_broker(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":1883",
+        "host:",
+        "host:x",
+        "host:0",
+        "host:65536",
+        "host:-1",
+        "mqtt://host",
+        "host:²",
+        "host:1883:1",
+        "[host]:1:2",
+        "a:b",
+    ],
+)
+def test_what_is_no_broker_address(text: str) -> None:
+    """Anything else is refused, with an example."""
+    with pytest.raises(ConfigError, match="expected the broker as HOST or HOST:PORT"):
+        parse_broker(text)
+
+
+def test_a_broker_waits_for_what_is_not_acknowledged(address: Broker, tmp_path: Path) -> None:
+    """So memory is bounded by what is acknowledged, however much is sent; the rest comes then."""
+    if mosquitto_program() is None:
+        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    sent: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    window = 7
+    options = f"allow_anonymous true\nmax_queued_messages 0\nmax_inflight_messages {window}"
+    slow = Session(address, client_id="slow", subscriptions=["a"], on_event=heard.put, manual_ack=True)
+    fast = Session(address, client_id="fast", subscriptions=[], on_event=sent.put)
+    with mosquitto(address, tmp_path, options=options):
+        slow.start()
+        assert isinstance(heard.get(timeout=120), Connected)
+        fast.start()
+        for number in range(2 * window):
+            fast.send(Outgoing("a", str(number).encode()))
+        while not isinstance(sent.get(timeout=120), Drained):
+            pass
+        first = [heard.get(timeout=120) for _ in range(window)]
+        with pytest.raises(queue.Empty):
+            heard.get(timeout=0.5)
+        for event in first:
+            assert isinstance(event, Received)
+            slow.acknowledge(event)
+        assert len([heard.get(timeout=120) for _ in range(window)]) == window
+        for session in (slow, fast):
+            session.stop()

@@ -1,0 +1,425 @@
+"""What a broker speaks, takes, denies and holds back, and what a session makes of it."""
+
+import contextlib
+import getpass
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import paho.mqtt.client as paho
+import pytest
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+
+from protocol.mqtt import session
+from protocol.mqtt.packet_limits import packet_bytes
+from protocol.mqtt.session import (
+    Broker,
+    Connected,
+    Disconnected,
+    Drained,
+    Outgoing,
+    Received,
+    Unsendable,
+)
+from tests.support.brokers import amqtt, mosquitto, mosquitto_program
+from tests.support.sessions import PATIENCE_S, Ear, listening, running
+
+needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+
+V5, V311 = MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311
+
+
+@needs_mosquitto
+def test_what_nothing_holds_back_is_not_heard(address: Broker, tmp_path: Path) -> None:
+    """A message at QoS 0 is passed over, and the next one at QoS 1 is heard."""
+    with mosquitto(address, tmp_path), running(address, "ear", "said") as (_, ear):
+        ear.wait(Connected)
+        loud = paho.Client(CallbackAPIVersion.VERSION2)
+        loud.connect(address.host, address.port)
+        loud.loop_start()
+        for qos in (0, 0, 1):
+            loud.publish("said", str(qos), qos=qos).wait_for_publish(PATIENCE_S)
+        assert ear.wait(Received).payload == b"1"
+        loud.disconnect()
+        loud.loop_stop()
+
+
+@pytest.fixture
+def only_311(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speak MQTT 3.1.1 to a broker that knows both."""
+    monkeypatch.setattr(session, "VERSIONS", (V311,))
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a session try again within half a second, however often it has failed."""
+    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.5)
+
+
+def _speaking(known: int, heard: list[int], *, refusal: bytes) -> Callable[[socket.socket], None]:
+    """A broker that knows one version of MQTT, and ends each connection once it stands."""
+
+    def answer(peer: socket.socket) -> None:
+        level = peer.recv(1024)[8]
+        heard.append(level)
+        peer.sendall(
+            refusal if level != known else b"\x20\x03\x00\x00\x00" if level == 5 else b"\x20\x02\x00\x00"
+        )
+
+    return answer
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize(
+    "refusal", [b"\x20\x02\x00\x01", b"\x20\x03\x00\x84\x00", b""], ids=["3", "5", "close"]
+)
+@pytest.mark.parametrize(("known", "expected"), [(4, [5, 4, 4, 4]), (5, [5, 5, 5])])
+def test_the_version_that_the_broker_takes_is_found_and_kept(
+    known: int, expected: list[int], refusal: bytes
+) -> None:
+    """A refusal or a hang-up leads to the other version at once and without a word; what worked comes first."""
+    heard: list[int] = []
+    with listening(_speaking(known, heard, refusal=refusal)) as (broker, _), running(broker, "a") as (_, ear):
+        for _ in range(3):
+            ear.wait(Connected)
+        assert heard[: len(expected)] == expected
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_another_broker_in_its_place_is_asked_in_its_own_version() -> None:
+    """What worked before is no reason to stay away from a broker that was replaced."""
+    heard: list[int] = []
+
+    def answer(peer: socket.socket) -> None:
+        _speaking(4 if len(heard) < 2 else 5, heard, refusal=b"")(peer)
+
+    with listening(answer) as (broker, _), running(broker, "a") as (_, ear):
+        ear.wait(Connected)
+        ear.wait(Connected)
+    assert heard[:4] == [5, 4, 4, 5]
+
+
+def test_amqtt_is_not_waited_for(address: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Amqtt never answers an MQTT 5 client that has a will; it is met in 3.1.1 without a word to anybody."""
+    monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 3600.0)
+    will = Outgoing("state", b"offline", retain=True)
+    with amqtt(address), running(address, "a" * 23, "t", will=will) as (made, ear):
+        says = Outgoing("t", b"sent while connecting")
+        made.send(says)
+        assert ear.wait(Received) == Received("t", says.payload)
+        assert made._version is V311
+        assert Disconnected not in map(type, ear.heard)
+
+
+@needs_mosquitto
+def test_mosquitto_is_met_in_mqtt_5(address: Broker, tmp_path: Path) -> None:
+    """The first answer finds it out, and the will stands."""
+    with mosquitto(address, tmp_path), running(address, "b", "state") as (_, hears):
+        hears.wait(Connected)
+        with running(address, "a", "t", will=Outgoing("state", b"offline")) as (made, ear):
+            ear.wait(Connected)
+            assert made._version is V5
+            assert made._connection is not None
+            sock = made._connection._client.socket()
+            assert isinstance(sock, socket.socket)
+            sock.shutdown(socket.SHUT_RDWR)
+            assert hears.wait(Received).payload == b"offline"
+
+
+SMALL = "allow_anonymous true\nmax_packet_size 20000"
+
+
+@needs_mosquitto
+def test_what_is_larger_than_the_broker_takes_is_named_and_the_rest_goes_on(
+    address: Broker, tmp_path: Path
+) -> None:
+    """MQTT 5 says how large a packet may be; a larger one never reaches the broker, which would hang up."""
+    with (
+        mosquitto(address, tmp_path, options=SMALL),
+        running(address, "b", "t") as (_, hears),
+        running(address, "a") as (says, ear),
+    ):
+        hears.wait(Connected)
+        assert ear.wait(Connected) == Connected(20000)
+        for size in (10, 19991, 30000, 19990, 11):
+            says.send(Outgoing("t", bytes(size)))
+        refused = [ear.wait(Unsendable) for _ in range(2)]
+        assert [event.repeated for event in refused] == [False, True]
+        assert "it has 20001 bytes, and the broker takes 20000" in refused[0].reason
+        assert refused[0].topic == "t"
+        ear.wait(Drained)
+        got = [hears.wait(Received).payload for _ in range(3)]
+        assert [len(payload) for payload in got] == [10, 19990, 11]
+        assert Disconnected not in map(type, ear.rest())
+
+
+@needs_mosquitto
+@pytest.mark.usefixtures("only_311", "short_pauses")
+def test_a_limit_that_nobody_says_is_learnt(
+    address: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In 3.1.1 a broker hangs up over a large message; after the second time it gets no such thing any more."""
+    with mosquitto(address, tmp_path, options=SMALL), running(address, "a", "t") as (says, ear):
+        for _ in range(2):
+            assert ear.wait(Connected) == Connected(None)
+            says.send(Outgoing("t", bytes(30000)))
+            ear.wait(Disconnected)
+        limit = ear.wait(Connected).max_packet_bytes
+        assert limit == 30010 // 2
+        says.send(Outgoing("t", bytes(30000)))
+        assert f"the broker takes {limit}" in ear.wait(Unsendable).reason
+        says.send(Outgoing("t", bytes(limit - 100)))
+        assert len(ear.wait(Received).payload) == limit - 100
+    assert len([record for record in caplog.records if f"at most {limit} bytes" in record.getMessage()]) == 1
+
+
+def test_a_broker_that_wants_fewer_in_flight_gets_fewer() -> None:
+    """The broker's Receive Maximum bounds the window: of many publications it gets two, and the rest waits."""
+    sent = bytearray()
+    silent = threading.Event()
+
+    def answer(peer: socket.socket) -> None:
+        peer.recv(1024)
+        peer.sendall(b"\x20\x06\x00\x00\x03\x21\x00\x02")
+        peer.settimeout(1)
+        with contextlib.suppress(TimeoutError):
+            while data := peer.recv(1024):
+                sent.extend(data)
+        silent.set()
+
+    with listening(answer) as (broker, _), running(broker, "a") as (says, ear):
+        ear.wait(Connected)
+        for _ in range(8):
+            says.send(Outgoing("t", b"x"))
+        assert silent.wait(PATIENCE_S)
+    assert len(sent) == 2 * packet_bytes("t", 1)
+
+
+def _denying(folder: Path) -> str:
+    """Options of a mosquitto that lets nobody publish but on `ours/...`."""
+    (folder / "acl").write_text("topic read #\ntopic write ours/#\n", encoding="utf-8")
+    return f"allow_anonymous true\nuser {getpass.getuser()}\nacl_file {folder / 'acl'}"
+
+
+@needs_mosquitto
+def test_a_publication_that_is_denied_is_named(address: Broker, tmp_path: Path) -> None:
+    """In MQTT 5 the broker says that it is not authorized; what comes after it goes on."""
+    with (
+        mosquitto(address, tmp_path, options=_denying(tmp_path)),
+        running(address, "b", "ours/+") as (_, hears),
+        running(address, "a") as (says, ear),
+    ):
+        hears.wait(Connected)
+        for topic in ("theirs", "theirs", "ours/1"):
+            says.send(Outgoing(topic, b"x"))
+        denied = [ear.wait(Unsendable), ear.wait(Unsendable)]
+        assert [(event.topic, event.repeated) for event in denied] == [("theirs", False), ("theirs", True)]
+        assert "Not authorized" in denied[0].reason
+        assert "access list" in denied[0].reason
+        assert hears.wait(Received).topic == "ours/1"
+        assert Disconnected not in map(type, ear.rest())
+
+
+@needs_mosquitto
+@pytest.mark.usefixtures("short_pauses")
+def test_what_a_broker_is_to_keep_and_denies_is_said_again_until_it_is_allowed(
+    address: Broker, tmp_path: Path
+) -> None:
+    """On the same connection: an access list is mended and nobody reconnects. Of a topic only the newest is said."""
+    pid_file = tmp_path / "mosquitto.pid"
+    with (
+        mosquitto(address, tmp_path, options=f"{_denying(tmp_path)}\npid_file {pid_file}"),
+        running(address, "b", "theirs/+") as (_, hears),
+        running(address, "a") as (says, ear),
+    ):
+        hears.wait(Connected)
+        says.send(Outgoing("theirs/passing", b"x"))
+        says.send(Outgoing("theirs/kept", b"old", retain=True))
+        says.send(Outgoing("theirs/kept", b"new", retain=True))
+        denied = [ear.wait(Unsendable) for _ in range(6)]
+        assert [event.topic for event in denied] == ["theirs/passing", *["theirs/kept"] * 5]
+        (tmp_path / "acl").write_text("topic readwrite #\n", encoding="utf-8")
+        os.kill(int(pid_file.read_text()), signal.SIGHUP)
+        assert hears.wait(Received).payload == b"new"
+        says.send(Outgoing("theirs/end", b"x"))
+        assert hears.wait(Received).topic == "theirs/end"
+        assert Disconnected not in map(type, ear.rest())
+
+
+@needs_mosquitto
+@pytest.mark.usefixtures("only_311")
+def test_a_publication_that_is_denied_without_a_word_holds_nothing_up(
+    address: Broker, tmp_path: Path
+) -> None:
+    """In 3.1.1 mosquitto acknowledges and drops it; what comes after it goes on."""
+    with (
+        mosquitto(address, tmp_path, options=_denying(tmp_path)),
+        running(address, "b", "ours/+") as (_, hears),
+        running(address, "a") as (says, ear),
+    ):
+        hears.wait(Connected)
+        for topic in ("theirs", "ours/1"):
+            says.send(Outgoing(topic, b"x"))
+        assert hears.wait(Received).topic == "ours/1"
+        ear.wait(Drained)
+        assert not {Disconnected, Unsendable} & set(map(type, ear.rest()))
+
+
+def test_a_broker_that_hangs_up_at_every_publication_is_called_less_and_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Being connected for a moment does not count as success: the pauses grow all the same."""
+    counts: list[int] = []
+
+    def pause_s(failures: int, _: Callable[[float, float], float]) -> float:
+        counts.append(failures)
+        return 3600.0
+
+    monkeypatch.setattr(session, "pause_s", pause_s)
+    monkeypatch.setattr(session.Session, "_idle", lambda *_: False)
+
+    def answer(peer: socket.socket) -> None:
+        peer.recv(1024)
+        peer.sendall(b"\x20\x03\x00\x00\x00")
+        peer.recv(1024)
+
+    with listening(answer) as (broker, _), running(broker, "a") as (says, ear):
+        for _ in range(3):
+            ear.wait(Connected)
+            says.send(Outgoing("denied", b"x"))
+            ear.wait(Disconnected)
+    assert counts[:3] == [1, 2, 3]
+
+
+def _numbers(ear: Ear, count: int) -> list[Received]:
+    return [ear.wait(Received) for _ in range(count)]
+
+
+@needs_mosquitto
+@pytest.mark.parametrize("version", [V5, V311])
+def test_what_is_not_acknowledged_holds_the_broker_back(
+    version: MQTTProtocolVersion, address: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mosquitto sends as many as it may have in flight; each late acknowledgement brings the next, and all come."""
+    monkeypatch.setattr(session, "VERSIONS", (version,))
+    options = "allow_anonymous true\nmax_inflight_messages 5"
+    with (
+        mosquitto(address, tmp_path, options=options),
+        running(address, "slow", "t", manual_ack=True) as (slow, slow_ear),
+        running(address, "quick", "t") as (quick, quick_ear),
+    ):
+        slow_ear.wait(Connected)
+        quick_ear.wait(Connected)
+        for number in range(40):
+            quick.send(Outgoing("t", bytes([number])))
+        assert len(_numbers(quick_ear, 40)) == 40
+        held = _numbers(slow_ear, 5)
+        assert slow_ear.rest() == []
+        got = []
+        while held:
+            got.append(held.pop(0))
+            threading.Thread(target=slow.acknowledge, args=(got[-1],)).start()
+            if len(got) + len(held) < 40:
+                held.append(slow_ear.wait(Received))
+        assert [event.payload for event in got] == [bytes([number]) for number in range(40)]
+
+
+@pytest.mark.usefixtures("only_311")
+def test_what_comes_ahead_of_the_confirmed_subscription_is_acknowledged_too() -> None:
+    """A broker may hand out what is retained first; unacknowledged, it would fill its window for good."""
+    answers: list[bytes] = []
+
+    def answer(peer: socket.socket) -> None:
+        peer.recv(1024)
+        peer.sendall(b"\x20\x02\x00\x00")
+        subscribe = peer.recv(1024)
+        peer.sendall(b"\x32\x06\x00\x01t\x00\x07x")
+        peer.settimeout(PATIENCE_S)
+        with contextlib.suppress(TimeoutError):
+            answers.append(peer.recv(1024))
+        peer.sendall(b"\x90\x03" + subscribe[2:4] + b"\x01")
+        peer.recv(1024)
+
+    with listening(answer) as (broker, _), running(broker, "a", "t", manual_ack=True) as (made, ear):
+        made.acknowledge(ear.wait(Received))
+        ear.wait(Connected)
+    assert answers == [b"\x40\x02\x00\x07"]
+
+
+def test_nothing_is_lost_when_acknowledgements_come_late(broker: Broker) -> None:
+    """Acknowledged after all the rest, in any order, each message came once, and more can follow."""
+    with running(broker, "a", "t", manual_ack=True) as (made, ear):
+        ear.wait(Connected)
+        for number in range(15):
+            made.send(Outgoing("t", bytes([number])))
+        got = _numbers(ear, 15)
+        for event in reversed(got):
+            made.acknowledge(event)
+        made.send(Outgoing("t", b"end"))
+        got.append(ear.wait(Received))
+        assert [event.payload for event in got] == [*(bytes([number]) for number in range(15)), b"end"]
+
+
+@needs_mosquitto
+@pytest.mark.usefixtures("short_pauses")
+def test_an_acknowledgement_for_a_connection_that_is_gone_does_nothing(
+    address: Broker, tmp_path: Path
+) -> None:
+    """It releases no message of the next connection that happens to have the same number there."""
+    options = "allow_anonymous true\nmax_inflight_messages 1"
+    with running(address, "a", "t", manual_ack=True) as (made, ear):
+        with mosquitto(address, tmp_path, options=options):
+            ear.wait(Connected)
+            made.send(Outgoing("t", b"old"))
+            old = ear.wait(Received)
+        ear.wait(Disconnected)
+        made.acknowledge(old)
+        with mosquitto(address, tmp_path, options=options), running(address, "b", "t") as (other, other_ear):
+            ear.wait(Connected)
+            other_ear.wait(Connected)
+            for payload in (b"1", b"2"):
+                other.send(Outgoing("t", payload))
+            first = ear.wait(Received)
+            assert old.token is not None
+            assert first.token is not None
+            assert (first.payload, first.token.mid) == (b"1", old.token.mid)
+            made.acknowledge(old)
+            _numbers(other_ear, 2)
+            made.send(Outgoing("u", b"round trip"))
+            ear.wait(Drained)
+            assert ear.rest() == []
+            made.acknowledge(first)
+            assert ear.wait(Received).payload == b"2"
+
+
+CONNACK, SUBACK = b"\x20\x03\x00\x00\x00", b"\x90\x04\x00\x01\x00\x01"
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\x20\x03\x00\x77\x00",
+        CONNACK + b"\x90\x04\x00\x01\x00\x77",
+        CONNACK + SUBACK + b"\x30\x06\x00\x02a\xff\x00x",
+        CONNACK + SUBACK + b"\x30\x04\x00\x09ab",
+        CONNACK + SUBACK + b"\x30\x07\x00\x01a\x02\x7fxy",
+    ],
+    ids=["answer", "subscription", "topic", "length", "property"],
+)
+def test_a_broker_that_says_what_is_no_mqtt_is_left_and_tried_again(said: bytes) -> None:
+    """The session hears of it and comes back; it never waits for ever on a connection to which nobody listens."""
+
+    def answer(peer: socket.socket) -> None:
+        peer.recv(4096)
+        peer.sendall(said)
+        while peer.recv(4096):
+            pass
+
+    with listening(answer) as (broker, times), running(broker, "a", "a") as (_, ear):
+        for _ in range(3):
+            assert ear.wait(Disconnected).reason
+    assert len(times) >= 3

@@ -1,0 +1,323 @@
+"""How a session is let in by a broker, and what it says when it is not: over real TLS, with a real mosquitto."""
+
+import getpass
+import re
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from aggregator.security.pki import utc_now
+from protocol.errors import ConfigError
+from protocol.mqtt import session
+from protocol.mqtt.client import Version
+from protocol.mqtt.session import Broker, Connected, Disconnected, Drained, Outgoing, Received
+from protocol.mqtt.tls import Access, ends_soon, open_tls, parse_broker, readable_by_others, warnings
+from tests.support.brokers import mosquitto, mosquitto_program
+from tests.support.certificates import Certificates
+from tests.support.sessions import listening, running
+
+needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a session try again within half a second, however often it has failed."""
+    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.5)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Certificates:
+    """A fleet's certificates."""
+    return Certificates(tmp_path / "certificates")
+
+
+@contextmanager
+def closed(address: Broker, made: Certificates, *, mutual: bool = True, more: str = "") -> Iterator[None]:
+    """A broker that shows a certificate, and with `mutual` wants one."""
+    options = f"{made.mosquitto(mutual=mutual)}\n{more or 'allow_anonymous false'}\nuser {getpass.getuser()}"
+    with mosquitto(address, made.folder, options=options):
+        yield
+
+
+def refusal(broker: Broker, access: Access) -> str:
+    """Why a session was not let in."""
+    with running(broker, "a", access=access) as (_, ear):
+        reason = ear.wait(Disconnected).reason
+        assert Connected not in map(type, ear.heard)
+        return reason
+
+
+@needs_mosquitto
+@pytest.mark.parametrize("version", [Version.MQTTv5, Version.MQTTv311])
+def test_who_has_a_certificate_is_let_in(
+    address: Broker, made: Certificates, version: Version, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides know each other, and messages of a frame's size go through in order, acknowledged or not."""
+    monkeypatch.setattr(session, "VERSIONS", (version,))
+    for name in ("shed-1", "shed-2"):
+        made.client(name)
+    with (
+        closed(address, made),
+        running(address, "b", "t", access=made.access("shed-1"), manual_ack=True) as (receiver, hears),
+        running(address, "a", access=made.access("shed-2"), will=Outgoing("w", b"")) as (says, ear),
+    ):
+        hears.wait(Connected)
+        ear.wait(Connected)
+        for number in range(40):
+            says.send(Outgoing("t", bytes([number]) + bytes(60_000)))
+        for number in range(40):
+            received = hears.wait(Received)
+            assert received.payload[0] == number
+            receiver.acknowledge(received)
+        ear.wait(Drained)
+
+
+@needs_mosquitto
+@pytest.mark.parametrize(
+    ("name", "ago_days", "said"),
+    [
+        ("", 0, "it (probably )?wants a certificate; give --cert"),
+        ("late", 200, "late.crt(: it has expired|, as revoked, expired)"),
+        ("revoked", 0, "revoked.crt(: it was revoked|, as revoked)"),
+        ("broker", 0, "broker.crt(: it is not made for connecting|, as revoked)"),
+    ],
+)
+def test_who_has_no_good_certificate_is_told(
+    address: Broker, made: Certificates, name: str, ago_days: int, said: str
+) -> None:
+    """None, one that has expired, one that was revoked, a broker's own: one line, with what to do."""
+    if name and name != "broker":
+        issued = made.client(name, ago_days=ago_days)
+        if name == "revoked":
+            made.revoke(issued.serial)
+    with closed(address, made):
+        assert re.search(said, refusal(address, made.access(name)))
+
+
+@needs_mosquitto
+def test_a_certificate_of_another_authority_is_refused(
+    address: Broker, made: Certificates, tmp_path: Path
+) -> None:
+    """The same name in a certificate that somebody else has signed opens nothing."""
+    stranger = Certificates(tmp_path / "stranger")
+    stranger.client("shed-1")
+    access = replace(stranger.access("shed-1"), ca=made.ca)
+    with closed(address, made):
+        assert re.search("shed-1.crt(: it is of another authority|, as revoked)", refusal(address, access))
+
+
+@needs_mosquitto
+def test_a_broker_that_cannot_show_who_it_is_is_not_believed(
+    address: Broker, made: Certificates, tmp_path: Path
+) -> None:
+    """Another authority, another name, the system's authorities alone: nothing is said to it, and the line says why."""
+    other = Certificates(tmp_path / "other")
+    made.client("shed-1")
+    elsewhere = Broker("127.0.0.2", address.port)
+    with closed(Broker("0.0.0.0", address.port), made):  # noqa: S104 - for the other name
+        assert "not signed by" in refusal(address, replace(made.access("shed-1"), ca=other.ca))
+        assert "the system's authorities; give" in refusal(address, replace(made.access("shed-1"), ca=None))
+        assert "its certificate is not for 127.0.0.2" in refusal(elsewhere, made.access("shed-1"))
+
+
+@needs_mosquitto
+def test_a_broker_whose_certificate_has_expired_is_not_believed(address: Broker, made: Certificates) -> None:
+    """The line says that its certificate or our clock is to be seen to."""
+    made.broker(ago_days=200)
+    with closed(address, made, mutual=False):
+        assert "its certificate has expired; enrol the broker anew" in refusal(address, made.access())
+
+
+@contextmanager
+def tls_server(certificate: Path, **options: ssl.TLSVersion) -> Iterator[Broker]:
+    """Something that shows a certificate, and is no broker."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, certificate.with_suffix(".key"))
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    for name, value in options.items():
+        setattr(context, name, value)
+
+    def answer(peer: socket.socket) -> None:
+        try:
+            context.wrap_socket(peer, server_side=True).close()
+        except OSError:
+            return
+
+    with listening(answer) as (broker, _):
+        yield broker
+
+
+def test_a_device_cannot_pass_for_the_broker(made: Certificates) -> None:
+    """A client's certificate, even with a broker's name, is no broker's."""
+    made.client("localhost")
+    with tls_server(made.folder / "localhost.crt") as broker:
+        said = refusal(Broker("localhost", broker.port), made.access())
+    assert "is not believed: unsuitable certificate purpose; give it a certificate" in said
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
+def test_an_old_tls_is_not_spoken(made: Certificates) -> None:
+    """TLS 1.1 is refused with a line."""
+    old = ssl.TLSVersion.TLSv1_1
+    with tls_server(made.folder / "broker.crt", minimum_version=old, maximum_version=old) as broker:
+        assert "speaks only an old TLS; have it speak TLS 1.2" in refusal(broker, made.access())
+
+
+@needs_mosquitto
+def test_a_broker_without_tls(address: Broker, made: Certificates, tmp_path: Path) -> None:
+    """Who wants TLS gets no connection without it, and is told which option or port is wrong."""
+    with mosquitto(address, tmp_path):
+        assert "TLS; give the port on which it speaks TLS" in refusal(address, made.access()).replace(
+            "hangs up when TLS begins", "speaks no TLS"
+        )
+
+
+def test_something_without_tls_that_talks(made: Certificates) -> None:
+    """Where something else answers, the line says the same."""
+    with listening(lambda peer: peer.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as (broker, _):
+        assert re.search(
+            "(speaks no TLS|hangs up when TLS begins); give the port", refusal(broker, made.access())
+        )
+
+
+@needs_mosquitto
+def test_passwords(address: Broker, made: Certificates) -> None:
+    """The right one over TLS opens; a wrong one and none are told apart, and it is not in the line."""
+    file = made.folder / "passwords"
+    subprocess.run(["mosquitto_passwd", "-c", "-b", file, "shed-1", "right"], check=True, capture_output=True)
+    options = f"allow_anonymous false\npassword_file {file}"
+    with closed(address, made, mutual=False, more=options):
+        right = replace(made.access(), username="shed-1", password="right")
+        with running(address, "a", access=right) as (_, ear):
+            ear.wait(Connected)
+        said = refusal(address, replace(right, password="wrong"))
+        assert said == "refused by the broker: Not authorized; look at --username and the password"
+        assert "it wants --username with a password" in refusal(address, made.access())
+    assert "right" not in repr(right)
+
+
+def test_failed_handshakes_leave_nothing_open(made: Certificates, tmp_path: Path) -> None:
+    """Sockets do not pile up while a broker is not believed."""
+    other = Certificates(tmp_path / "other")
+    with (
+        tls_server(other.folder / "broker.crt") as broker,
+        running(broker, "a", access=made.access()) as (_, ear),
+    ):
+        for _ in range(2):
+            ear.wait(Disconnected)
+        files, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+        for _ in range(8):
+            ear.wait(Disconnected)
+        assert len(list(Path("/proc/self/fd").iterdir())) <= files + 4
+        assert threading.active_count() <= threads + 1
+
+
+def test_nothing_can_switch_the_verification_off(made: Certificates) -> None:
+    """Whatever is given, the broker's certificate and its host name are looked at, in TLS 1.2 or newer."""
+    made.client("shed-1")
+    for access in (Access(tls=True), made.access(), made.access("shed-1")):
+        context = open_tls(access)
+        assert context is not None
+        assert context.check_hostname
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+        assert not context.hostname_checks_common_name
+    assert open_tls(Access()) is None
+
+
+def test_files_that_cannot_be_used_are_named(made: Certificates) -> None:
+    """Missing, no PEM, of somebody else, or behind a password: one line each, before anything is connected."""
+    for name in ("shed-1", "shed-2"):
+        made.client(name)
+    good = made.access("shed-1")
+    assert good.key is not None
+    locked = made.folder / "locked.key"
+    subprocess.run(
+        ["openssl", "pkcs8", "-topk8", "-in", good.key, "-out", locked, "-passout", "pass:secret"], check=True
+    )
+    text = made.folder / "text"
+    text.write_text("not PEM")
+    gone = made.folder / "gone"
+    for access, said in (
+        (replace(good, ca=gone), f"cannot read the authority's certificate {gone}: No such file"),
+        (replace(good, ca=text), f"cannot use the authority's certificate {text}: expected PEM"),
+        (replace(good, certificate=gone), f"cannot read {gone}: No such file"),
+        (replace(good, certificate=text), f"cannot use the certificate {text} with the key"),
+        (replace(good, key=gone), f"cannot read {gone}: No such file"),
+        (replace(good, key=text), f"with the key {text}: expected PEM, and a key without a password"),
+        (replace(good, key=locked), f"with the key {locked}: expected PEM, and a key without a password"),
+        (replace(good, key=made.access("shed-2").key), "is not that of the certificate"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            open_tls(access)
+
+
+def test_the_port_follows_the_encryption() -> None:
+    """Where none is given it is 8883 with TLS and 1883 without; a given one stays."""
+    assert parse_broker("broker", tls=True) == Broker("broker", 8883)
+    assert parse_broker("::1", tls=True) == Broker("::1", 8883)
+    assert parse_broker("broker") == Broker("broker", 1883)
+    assert parse_broker("broker:1883", tls=True) == Broker("broker", 1883)
+
+
+@pytest.mark.parametrize(
+    ("host", "tls", "warns"),
+    [
+        ("localhost", False, False),
+        ("127.0.0.1", False, False),
+        ("::1", False, False),
+        ("10.0.0.1", True, False),
+        ("10.0.0.1", False, True),
+        ("broker.example", False, True),
+    ],
+)
+def test_a_password_that_others_can_read_on_its_way(*, host: str, tls: bool, warns: bool) -> None:
+    """Without encryption to another machine there is a line, which does not have the password in it."""
+    said = warnings(Access(tls=tls, username="a", password="hidden"), Broker(host))
+    assert bool(said) == warns
+    assert not any("hidden" in line for line in said)
+    assert warnings(Access(tls=tls), Broker(host)) == []
+
+
+def test_a_key_that_everybody_can_read(made: Certificates) -> None:
+    """There is a line that says what to type; a file that is the owner's alone, or is not there, is none."""
+    made.client("shed-1")
+    access = made.access("shed-1")
+    assert access.key is not None
+    access.key.chmod(0o644)
+    assert any(f"chmod 600 {access.key}" in line for line in warnings(access, Broker("localhost")))
+    access.key.chmod(0o640)
+    assert warnings(access, Broker("localhost")) == []
+    assert readable_by_others(made.folder / "gone") == ""
+
+
+def test_a_certificate_that_ends_soon_is_a_line(made: Certificates) -> None:
+    """In its last thirty days, with what to do about it; a file that is none is told of where it is used."""
+    made.client("shed-1")
+    access = made.access("shed-1")
+    assert access.certificate is not None
+    assert access.key is not None
+    access.key.chmod(0o600)
+    assert warnings(access, Broker("localhost")) == []
+    for days, says in ((69, False), (71, True), (200, True)):
+        assert bool(ends_soon(access.certificate, utc_now() + timedelta(days=days))) == says
+    made.client("shed-1", ago_days=80)
+    (line,) = warnings(access, Broker("localhost"))
+    assert "enroll --renew" in line
+    access.certificate.write_bytes(b"none")
+    assert warnings(access, Broker("localhost")) == []
+
+
+@needs_mosquitto
+def test_who_does_not_encrypt_is_told_of_it(address: Broker, made: Certificates) -> None:
+    """A broker that encrypts hangs up without a word."""
+    with closed(address, made):
+        assert "where it encrypts, give --enrolment, --ca or --tls" in refusal(address, Access())

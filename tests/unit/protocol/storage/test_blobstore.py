@@ -1,0 +1,230 @@
+"""Blobs on disk: whole or not there, resumed, checked, and clear about a disk that fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import StateError, TransferError
+from protocol.storage.blobstore import BlobStore, WrittenTogether, file_digest, write_atomically
+from protocol.wire.codec import digest_of
+from tests.support.machine import full_disk, open_folder, read_only
+
+DATA = bytes(range(256)) * 1000
+DIGEST = digest_of(DATA)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_is_put_is_read(tmp_path: Path) -> None:
+    """A blob is found by its digest, also after a restart, and storing it twice changes nothing."""
+    store = BlobStore(tmp_path / "deep" / "blobs")
+    assert DIGEST not in store
+    assert store.put(DATA) == store.put(DATA) == DIGEST
+    again = BlobStore(store.folder)
+    assert DIGEST in again
+    assert again.read(DIGEST) == DATA
+    assert list(again.digests()) == [DIGEST]
+    assert file_digest(again.path(DIGEST)) == DIGEST
+    assert again.put(b"") in again
+
+
+@given(cuts=st.lists(st.integers(0, len(DATA)), max_size=6))
+def test_a_download_goes_on_after_any_stop(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+    """However often the program ends in between, what is there tells where to go on."""
+    folder = tmp_path_factory.mktemp("blobs")
+    for stop in [*sorted(cuts), len(DATA)]:
+        store = BlobStore(folder)
+        store.append(DIGEST, DATA[store.partial_bytes(DIGEST) : stop])
+        assert store.partial_bytes(DIGEST) == stop
+        assert DIGEST not in store
+    assert store.finish(DIGEST) == store.path(DIGEST)
+    assert store.read(DIGEST) == DATA
+    assert store.partial_bytes(DIGEST) == 0
+
+
+def test_a_damaged_download_is_thrown_away(tmp_path: Path) -> None:
+    """It never gets the name, both digests are told, and the next try starts at the first byte."""
+    store = BlobStore(tmp_path)
+    store.append(DIGEST, b"other bytes")
+    with pytest.raises(TransferError, match=f"expected sha256 {DIGEST.hex()}, got .*fetch it again"):
+        store.finish(DIGEST)
+    assert DIGEST not in store
+    assert store.partial_bytes(DIGEST) == 0
+
+
+def test_a_blob_that_the_disk_changed_is_not_used(tmp_path: Path) -> None:
+    """Its bytes are checked against its name whenever it is read."""
+    store = BlobStore(tmp_path)
+    store.put(DATA)
+    with store.path(DIGEST).open("rb+") as file:
+        file.write(b"?")
+    with pytest.raises(StateError, match=f"{DIGEST.hex()} was changed on disk and is deleted"):
+        store.read(DIGEST)
+
+
+def test_a_blob_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """The file that is missing stands in the message."""
+    store = BlobStore(tmp_path)
+    with pytest.raises(StateError, match=rf"cannot use .*{DIGEST.hex()}: No such file"):
+        store.read(DIGEST)
+    with pytest.raises(StateError, match="No such file"):
+        store.finish(DIGEST)
+
+
+def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
+    """The old content is gone, and no other file is left."""
+    path = tmp_path / "head.onnx"
+    write_atomically(path, b"a long first version")
+    write_atomically(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert _files(tmp_path) == ["head.onnx"]
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    """What was there stays, nothing half-written is left, and the message names the place and the reason."""
+    path = tmp_path / "head.onnx"
+    write_atomically(path, b"first")
+    with full_disk(after_bytes=1000), pytest.raises(StateError, match=rf"cannot use {path}: .+"):
+        write_atomically(path, DATA)
+    assert path.read_bytes() == b"first"
+    assert _files(tmp_path) == ["head.onnx"]
+
+
+def test_a_full_disk_makes_no_blob(tmp_path: Path) -> None:
+    """The blob can be stored once there is room."""
+    store = BlobStore(tmp_path)
+    with full_disk(after_bytes=1000), pytest.raises(StateError, match="cannot use"):
+        store.put(DATA)
+    assert _files(tmp_path) == []
+    assert store.put(DATA) in store
+
+
+def test_a_download_that_filled_the_disk_goes_on(tmp_path: Path) -> None:
+    """What fitted is a true beginning, so the rest completes it once there is room."""
+    store = BlobStore(tmp_path)
+    with full_disk(after_bytes=1000), pytest.raises(StateError, match="cannot use"):
+        store.append(DIGEST, DATA)
+    there = store.partial_bytes(DIGEST)
+    assert 0 < there <= 1000
+    store.append(DIGEST, DATA[there:])
+    store.finish(DIGEST)
+    assert store.read(DIGEST) == DATA
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    """Blobs can be read, and every kind of writing says why it cannot."""
+    with open_folder() as folder:
+        store = BlobStore(folder / "blobs")
+        store.put(b"old")
+        store.path(digest_of(b"old")).chmod(0o644)
+        with read_only(folder):
+            assert BlobStore(store.folder).read(digest_of(b"old")) == b"old"
+            with pytest.raises(StateError, match="Permission denied"):
+                store.put(DATA)
+            with pytest.raises(StateError, match="Permission denied"):
+                store.append(DIGEST, DATA)
+            with pytest.raises(StateError, match=rf"cannot use {folder}/other.*: Permission denied"):
+                BlobStore(folder / "other")
+        assert DIGEST not in store
+
+
+def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    """The message names it."""
+    (tmp_path / "state").write_text("not a folder")
+    with pytest.raises(StateError, match=rf"cannot use {tmp_path}/state.*: Not a directory"):
+        BlobStore(tmp_path / "state")
+
+
+def test_only_what_is_wanted_stays(tmp_path: Path) -> None:
+    """Other blobs, other downloads and what a power cut left behind are deleted; not what is being written now."""
+    store = BlobStore(tmp_path)
+    kept, old = store.put(b"kept"), store.put(b"old")
+    store.append(digest_of(b"wanted"), b"wan")
+    store.append(digest_of(b"unwanted"), b"un")
+    (tmp_path / ".0123abcd-left").write_bytes(b"half")
+    os.utime(tmp_path / ".0123abcd-left", (0, 0))
+    (tmp_path / ".4567cdef-now").write_bytes(b"half")
+    store.keep_only({kept, digest_of(b"wanted")})
+    assert kept in store
+    assert old not in store
+    assert _files(tmp_path) == sorted([".4567cdef-now", kept.hex(), digest_of(b"wanted").hex()])
+
+
+def test_what_is_no_blob_is_no_digest(tmp_path: Path) -> None:
+    """A stranger's file in the folder is passed over."""
+    store = BlobStore(tmp_path)
+    (tmp_path / "README").write_text("hello")
+    assert list(store.digests()) == []
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from protocol import blobstore
+Path.replace = lambda *_: os._exit(9)
+blobstore.write_atomically(Path(sys.argv[1]), b"new" * 100000)
+"""
+
+
+def test_a_power_cut_before_the_end_leaves_the_old_file(tmp_path: Path) -> None:
+    """A process that dies just before the last step has changed nothing that a reader sees."""
+    path = tmp_path / "head.onnx"
+    write_atomically(path, b"old")
+    code = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode
+    assert code == 9
+    assert path.read_bytes() == b"old"
+
+
+def test_storing_again_mends_a_damaged_blob(tmp_path: Path) -> None:
+    """What the disk has changed under a blob's name is replaced by the right bytes."""
+    store = BlobStore(tmp_path)
+    digest = store.put(b"blob")
+    store.path(digest).write_bytes(b"blot")
+    assert store.put(b"blob") == digest
+    assert store.read(digest) == b"blob"
+
+
+def test_blobs_that_are_written_together_get_their_names_together(tmp_path: Path) -> None:
+    """Before that they are not there; one that is there already is mended if the disk has changed it."""
+    store, together = BlobStore(tmp_path), WrittenTogether()
+    payloads = [bytes([number]) * 1000 for number in range(20)]
+    store.path(store.put(payloads[0])).write_bytes(b"changed")
+    for payload in payloads * 2:
+        store.put_soon(payload, digest=digest_of(payload), together=together)
+    assert set(store.digests()) == {digest_of(payloads[0])}
+    together.finish()
+    assert [store.read(digest_of(payload)) for payload in payloads] == payloads
+    assert len(_files(tmp_path)) == len(payloads)
+    together.finish()
+
+
+def test_of_files_that_are_written_together_none_is_there_if_one_fails(tmp_path: Path) -> None:
+    """Nothing is left of the others, and with room again they can be written."""
+    store, together = BlobStore(tmp_path), WrittenTogether()
+    with full_disk(after_bytes=10_000):
+        for payload in (b"small", DATA, b"also small"):
+            store.put_soon(payload, digest=digest_of(payload), together=together)
+        with pytest.raises(StateError, match="cannot use"):
+            together.finish()
+    assert _files(tmp_path) == []
+    store.put_soon(DATA, digest=DIGEST, together=together)
+    together.finish()
+    assert store.read(DIGEST) == DATA
+
+
+def test_files_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
+    """Whether they were written by then or not."""
+    store, together = BlobStore(tmp_path), WrittenTogether()
+    for number in range(50):
+        payload = bytes([number]) * 10_000
+        store.put_soon(payload, digest=digest_of(payload), together=together)
+    together.give_up()
+    together.finish()
+    assert _files(tmp_path) == []

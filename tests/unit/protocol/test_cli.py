@@ -1,0 +1,219 @@
+"""How every program ends, and where its settings come from."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PROGRAM = """\
+from tests.unit.protocol.test_cli import main
+if __name__ == "__main__":
+    main()
+"""
+
+
+@click.command()
+@config_option
+@click.option("--broker", default="localhost", envvar="PROTOFLEET_BROKER")
+@click.option("--batch-size", type=int, default=5)
+@click.option("--fail", type=click.Choice(["expected", "hostile", "usage", "exit", "interrupt", "bug"]))
+@click.option("--wait", is_flag=True)
+@verbose_option
+def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verbose: bool) -> int | None:
+    """Show settings, or fail in some way."""
+    match fail:
+        case "expected":
+            raise ConfigError("the folder is empty: put pictures in it")
+        case "hostile":
+            raise ConfigError("\x1b[31mred\nand more")
+        case "usage":
+            raise click.UsageError("one of the two, please")
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "exit":
+            return 3
+        case "bug":
+            raise ZeroDivisionError("a bug")
+    click.echo(f"{broker} {batch_size}")
+    if wait:
+        start_logging(verbose=verbose)
+        stop_on_terminate()
+        log.info("ready")
+        log.debug("not asked for")
+        click.echo("waiting")
+        signal.pause()
+    return None
+
+
+def main() -> None:
+    """Run the command as a program does."""
+    run(_command, program="example")
+
+
+def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["example", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 0, ""),
+        (["--help"], 0, ""),
+        (["--fail", "expected"], 1, "error: the folder is empty: put pictures in it\n"),
+        (["--fail", "hostile"], 1, "error: \\x1b[31mred\\nand more\n"),
+        (["--fail", "usage"], 2, "Error: one of the two, please\n"),
+        (
+            ["--batch-size", "many"],
+            2,
+            "Error: Invalid value for '--batch-size': 'many' is not a valid integer.\n",
+        ),
+        (["--unknown"], 2, "Error: No such option '--unknown'.\n"),
+        (["--fail", "interrupt"], 130, "interrupted\n"),
+        (["--fail", "exit"], 3, ""),
+    ],
+)
+def test_every_end_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
+    """0 done, 1 an expected failure as one line, 2 wrong usage, 130 interrupted; nothing of it on stdout."""
+    assert _exit_code(monkeypatch, *arguments) == code
+    output = capsys.readouterr()
+    assert output.err.endswith(said)
+    assert "Traceback" not in output.err
+    assert bool(output.out) == (code == 0)
+    if code == 1:
+        assert output.err == said
+
+
+def test_a_bug_is_not_dressed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody expected keeps its stack trace."""
+    monkeypatch.setattr(sys, "argv", ["example", "--fail", "bug"])
+    with pytest.raises(ZeroDivisionError):
+        main()
+
+
+def test_a_file_gives_settings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A TOML file's values are defaults, with dashes or underscores; option and environment go before them."""
+    for key in ("batch-size", "batch_size"):
+        config = tmp_path / f"{key}.toml"
+        config.write_text(f'broker = "file"\n{key} = 7\n')
+        assert _exit_code(monkeypatch, "--config", str(config)) == 0
+        assert capsys.readouterr().out == "file 7\n"
+    monkeypatch.setenv("PROTOFLEET_CONFIG", str(config))
+    assert _exit_code(monkeypatch) == 0
+    assert capsys.readouterr().out == "file 7\n"
+    monkeypatch.setenv("PROTOFLEET_BROKER", "environment")
+    assert _exit_code(monkeypatch) == 0
+    assert capsys.readouterr().out == "environment 7\n"
+    assert _exit_code(monkeypatch, "--broker", "option") == 0
+    assert capsys.readouterr().out == "option 7\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"broker = x", "Invalid value (at line 1, column 10)"),
+        (b"brokr = 'x'", "unknown setting 'brokr'; known: batch_size, broker, fail, verbose, wait"),
+        (
+            b"config = 'other.toml'",
+            "unknown setting 'config'; known: batch_size, broker, fail, verbose, wait",
+        ),
+        (b"batch_size = 'many'", "'many' is not a valid integer"),
+        (b"\xff\xfe", "can't decode byte"),
+        (b"broker = " + b"[" * 10_000, "maximum recursion depth exceeded"),
+    ],
+)
+def test_a_wrong_file_is_usage(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    text: bytes,
+    reason: str,
+) -> None:
+    """A file that is not TOML, or sets what is not there, ends with 2 and says what is wrong."""
+    config = tmp_path / "settings.toml"
+    config.write_bytes(text)
+    assert _exit_code(monkeypatch, "--config", str(config)) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The message names it."""
+    assert _exit_code(monkeypatch, "--config", str(tmp_path / "none.toml")) == 2
+    assert "none.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_signals(number: signal.Signals, code: int) -> None:
+    """Ctrl-C is an interruption; a service manager's SIGTERM is a good end; the log is on stderr, with times."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "--wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        while "waiting" not in program.stdout.readline():
+            assert program.poll() is None
+        program.send_signal(number)
+        _, errors = program.communicate(timeout=120)
+    assert program.returncode == code
+    assert re.fullmatch(r"\d\d:\d\d:\d\d ready\n" + ("\n?interrupted\n" if code else ""), errors)
+
+
+def test_a_log_line_stays_one_line_and_paints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """What somebody else has said cannot clear the screen, hide what follows, or pass for a line of ours."""
+    start_logging(verbose=False)
+    log = logging.getLogger("test")
+    log.warning("%s says: %s", "shed-1", "\x1b[2J\r\n12:00:00 all is well\x9b8m \u202e Käfer \U0001f98a")
+    try:
+        raise ConfigError("below")
+    except ConfigError:
+        log.exception("then")
+    first, second, *trace = capsys.readouterr().err.splitlines()
+    said = r"\x1b[2J\r\n12:00:00 all is well\x9b8m \u202e Käfer 🦊"
+    assert first[9:] == f"shed-1 says: {said}"
+    assert second[9:] == "then"
+    assert trace[0].startswith("Traceback")
+
+
+def test_verbose_is_about_our_own_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """A library's debug lines stay unsaid: Pillow's have what stands in a picture's metadata."""
+    start_logging(verbose=True)
+    logging.getLogger("PIL.TiffImagePlugin").debug("tag: GPSInfo - value: 52.5 N")
+    logging.getLogger("edge_client.runner").debug("ours")
+    start_logging(verbose=False)
+    logging.getLogger("edge_client.runner").debug("no more")
+    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["ours"]
+
+
+def test_a_reader_that_goes_away_gets_no_stack_trace() -> None:
+    """Piped into something that ends early, a program ends with 1 and is quiet."""
+    read, write = os.pipe()
+    os.close(read)
+    program = subprocess.run(
+        [sys.executable, "-c", PROGRAM], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert program.returncode == 1
+    assert program.stderr == ""

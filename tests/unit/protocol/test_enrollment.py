@@ -1,0 +1,147 @@
+"""A device's folder, as the aggregator has made it, is read whole or refused with a line."""
+
+import base64
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from aggregator.security.enrollment import Wanted, enrol
+from aggregator.storage.store import Store
+from protocol.enrollment import FORMAT, Card, card_text, read_card, read_enrolment
+from protocol.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of two devices of a fleet, and of one of another."""
+    root = tmp_path_factory.mktemp("folders")
+    for fleet, devices in (("orchard", ("shed-1", "shed-2")), ("vineyard", ("hut-1",))):
+        store = Store(root / fleet)
+        for device in devices:
+            enrol(store, Wanted(device), fleet=fleet, out=root / device)
+        store.close()
+    return root
+
+
+@pytest.fixture
+def folder(folders: Path, tmp_path: Path) -> Path:
+    """A copy of the first one."""
+    return shutil.copytree(folders / "shed-1", tmp_path / "shed-1")
+
+
+def refused(folder: Path) -> str:
+    """Why a folder is not taken."""
+    with pytest.raises(ConfigError) as caught:
+        read_enrolment(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["enrolment.toml", "ca.crt", "device.crt", "signing.key"])
+def test_what_is_missing_is_named(folder: Path, name: str) -> None:
+    """With the file's path; `device.key` is missed when a connection is about to be made."""
+    (folder / name).unlink()
+    assert str(folder / name) in refused(folder)
+
+
+@pytest.mark.parametrize("name", ["enrolment.toml", "ca.crt", "device.crt", "signing.key"])
+def test_what_is_damaged_is_named(folder: Path, name: str) -> None:
+    """A file with something else in it."""
+    (folder / name).write_bytes(b"\xff not what it was")
+    assert str(folder / name) in refused(folder)
+
+
+ED25519 = b"\x06\x03\x2b\x65\x70"
+"""How a key says in DER of what kind it is."""
+
+
+def spoil(file: Path, was: bytes, now: bytes) -> None:
+    """Change something in what a PEM file encodes."""
+    first, *lines, last = file.read_text().splitlines()
+    inner = base64.b64decode("".join(lines))
+    assert was in inner
+    changed = base64.encodebytes(inner.replace(was, now, 1)).decode()
+    file.write_text(f"{first}\n{changed}{last}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "was", "now", "said"),
+    [
+        ("signing.key", ED25519, b"\x06\x03\x2b\x65\x7f", "is not a private key"),
+        ("ca.crt", b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07", "is no certificate"),
+        ("device.crt", b"shed-1", b"shed-\xff", "device.crt is not that of shed-1"),
+        (
+            "device.crt",
+            b"\x2a\x86\x48\xce\x3d\x04\x03\x02",
+            b"\x2a\x86\x48\xce\x3d\x04\x03\x7f",
+            "not of the authority",
+        ),
+    ],
+    ids=["kind of key", "version", "name", "algorithm"],
+)
+def test_what_nobody_knows_is_refused(folder: Path, name: str, was: bytes, now: bytes, said: str) -> None:
+    """A kind of key, a version, a name or an algorithm that there is not: a line, and no stack trace."""
+    spoil(folder / name, was, now)
+    assert said in refused(folder)
+
+
+def test_a_card_nested_without_end_is_damaged(folder: Path) -> None:
+    """Before it overflows anything."""
+    (folder / "enrolment.toml").write_text("key = " + "[" * 10_000)
+    assert "is damaged" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "said"),
+    [
+        ("device.crt", "shed-2", "device.crt is not that of shed-1"),
+        ("signing.key", "shed-2", "signing.key is not that of shed-1"),
+        ("ca.crt", "hut-1", "device.crt is not of the authority in"),
+        ("enrolment.toml", "shed-2", "device.crt is not that of shed-2"),
+    ],
+)
+def test_files_of_two_enrolments_are_told_apart(
+    folder: Path, folders: Path, name: str, of: str, said: str
+) -> None:
+    """One file of another device or fleet is named, before anything is connected."""
+    shutil.copy(folders / of / name, folder / name)
+    assert said in refused(folder)
+    assert "use the folder as `aggregator enroll` has written it" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "said"),
+    [
+        ("format = 1", "format = 2", "has format 2, expected 1: upgrade protofleet here"),
+        ('aggregator_key = ".*"', 'aggregator_key = "00"', "a key has 32 bytes"),
+        ('aggregator_key = ".*"', 'aggregator_key = "xy"', "is damaged"),
+        ('device = ".*"\n', "", "missing required field `device`"),
+    ],
+)
+def test_a_card_that_is_none(folder: Path, pattern: str, text: str, said: str) -> None:
+    """A newer format, a key that is too short, a line that is missing."""
+    file = folder / "enrolment.toml"
+    file.write_text(re.sub(pattern, text, file.read_text()))
+    assert said in refused(folder)
+
+
+def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Whatever the broker's name has in it; what a later protofleet adds is passed over."""
+    card = Card(
+        format=FORMAT,
+        device="shed-1",
+        fleet="orchard",
+        broker='a"b\\c',
+        key="0a" * 32,
+        aggregator_key="0b" * 32,
+    )
+    (tmp_path / "enrolment.toml").write_text(card_text(card) + "added = 1\n")
+    assert read_card(tmp_path) == card
+
+
+def test_nothing_private_is_shown(folder: Path) -> None:
+    """Not where a value is printed by mistake."""
+    enrolment = read_enrolment(folder)
+    assert enrolment.signing_key.hex() not in repr(enrolment)
+    assert str(enrolment.signing_key) not in repr(enrolment)

@@ -1,0 +1,376 @@
+"""Messages and tensors as bytes: what comes back, what is refused, and how little is added."""
+
+import contextlib
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from protocol.errors import MalformedMessage, VersionMismatch
+from protocol.wire.codec import decode, digest_of, encode, message_kind, to_array, to_tensor, to_unsigned
+from protocol.wire.messages import (
+    WIRE_TYPES,
+    BlobRef,
+    BlobRequest,
+    DifferentialPrivacy,
+    Evaluation,
+    Frame,
+    HeadManifest,
+    HeadRef,
+    Message,
+    Perturbation,
+    Presence,
+    Privacy,
+    Program,
+    Receipt,
+    Signed,
+    Submission,
+    TaskManifest,
+    Tensor,
+)
+from protocol.wire.topics import device_topic
+from protocol.wire.transfer import frames_of
+from tests.support.messages import MESSAGES, SAMPLES
+
+GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden_v1.json").read_text())
+MAX_BYTES = 2**20
+LITTLE = b"\x04\x00"
+
+each_message = pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+
+
+def as_map(message: Message) -> dict[str, Any]:
+    """A message's envelope, open to be spoilt."""
+    envelope: dict[str, Any] = msgspec.msgpack.decode(encode(message))
+    return envelope
+
+
+def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
+    """The text with which an envelope, or raw bytes, are refused."""
+    data = envelope if isinstance(envelope, bytes) else msgspec.msgpack.encode(envelope)
+    with pytest.raises(MalformedMessage) as caught:
+        decode(data, message_type, max_bytes=MAX_BYTES)
+    return str(caught.value)
+
+
+def test_every_type_of_the_wire_has_a_sample() -> None:
+    """The samples, on which other tests stand, leave out no type."""
+    inner = {BlobRef, HeadRef, Program, Perturbation, DifferentialPrivacy, Privacy, Tensor}
+    assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
+
+
+@given(MESSAGES)
+def test_what_is_encoded_is_decoded(message: Message | Frame) -> None:
+    """Every valid message comes back equal, and its kind can be told before."""
+    data = encode(message)
+    assert decode(data, type(message), max_bytes=MAX_BYTES) == message
+    if not isinstance(message, Frame):
+        assert message_kind(data) == type(message).__struct_config__.tag
+
+
+@each_message
+def test_the_bytes_of_version_1_stay_as_they_are(message: Message | Frame) -> None:
+    """Another byte on the wire is another protocol version: devices in the field speak this one."""
+    assert encode(message).hex() == GOLDEN[type(message).__name__]
+
+
+@each_message
+def test_every_cut_of_a_message_is_refused(message: Message | Frame) -> None:
+    """No prefix of a message is taken for a message, and nothing may follow it."""
+    data = encode(message)
+    for size in range(len(data)):
+        refused(data[:size], type(message))
+    refused(data + b"\xc0", type(message))
+
+
+@each_message
+def test_another_version_is_named(message: Message | Frame) -> None:
+    """A message of another version says which one, even where its fields have changed."""
+    data = encode(msgspec.structs.replace(message, v=2))
+    with pytest.raises(VersionMismatch, match="expected protocol version 1, got 2"):
+        decode(data, type(message), max_bytes=MAX_BYTES)
+    future: Any = ["frame", 2, "?"] if isinstance(message, Frame) else {"type": "?", "v": 2, "new": 1}
+    with pytest.raises(VersionMismatch):
+        decode(msgspec.msgpack.encode(future), type(message), max_bytes=MAX_BYTES)
+
+
+@each_message
+def test_a_message_past_its_limit_is_refused_unread(message: Message | Frame) -> None:
+    """The size is judged first, and one byte too much is too much."""
+    data = encode(message)
+    assert decode(data, type(message), max_bytes=len(data)) == message
+    with pytest.raises(MalformedMessage, match=f"expected at most {len(data) - 1} bytes, got {len(data)}"):
+        decode(data, type(message), max_bytes=len(data) - 1)
+
+
+@each_message
+def test_one_type_is_never_taken_for_another(message: Message | Frame) -> None:
+    """A message of a wrong type is refused, whatever fields the two share."""
+    for other in SAMPLES:
+        if type(other) is not type(message):
+            refused(encode(message), type(other))
+
+
+@given(st.binary(max_size=300), st.sampled_from([type(sample) for sample in SAMPLES]))
+def test_random_bytes_are_refused(data: bytes, message_type: type[Message | Frame]) -> None:
+    """Noise is refused as malformed, and nothing else is ever raised."""
+    refused(data, message_type)
+    with pytest.raises(MalformedMessage):
+        message_kind(b"\x81" + data)
+
+
+@given(st.sampled_from(SAMPLES), st.data())
+def test_a_flipped_byte_is_refused_or_another_valid_message(
+    message: Message | Frame, data: st.DataObject
+) -> None:
+    """Damage never raises anything but MalformedMessage."""
+    damaged = bytearray(encode(message))
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(MalformedMessage):
+        decode(bytes(damaged), type(message), max_bytes=MAX_BYTES)
+
+
+@pytest.mark.parametrize("message", [sample for sample in SAMPLES if not isinstance(sample, Frame)])
+def test_unknown_keys_are_ignored(message: Message) -> None:
+    """A newer sender of the same version may add fields, of any kind."""
+    envelope = {**as_map(message), "hint": [{"deep": b"x"}, None, 1.5]}
+    assert decode(msgspec.msgpack.encode(envelope), type(message), max_bytes=MAX_BYTES) == message
+
+
+@pytest.mark.parametrize("message", [sample for sample in SAMPLES if not isinstance(sample, Frame)])
+def test_every_field_without_a_default_is_needed(message: Message) -> None:
+    """A message without a needed field, or with another type in it, is refused."""
+    for field in msgspec.structs.fields(message):
+        if field.required:
+            rest = {key: value for key, value in as_map(message).items() if key != field.encode_name}
+            assert field.encode_name in refused(rest, type(message))
+        wrong = {**as_map(message), field.encode_name: {"not": ["this"]}}
+        refused(wrong, type(message))
+
+
+HUGE_LENGTHS = {
+    "bytes": b"\xc6\xff\xff\xff\xff",
+    "text": b"\xdb\xff\xff\xff\xff",
+    "list": b"\xdd\xff\xff\xff\xff",
+    "map": b"\xdf\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("head", HUGE_LENGTHS.values(), ids=HUGE_LENGTHS.keys())
+def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
+    """Four gigabytes announced in five bytes are refused without room being made for them."""
+    evaluation = encode(Evaluation(task=bytes(32), head_version=1, right=(1,), wrong=()))
+    where = evaluation.index(b"right") + len("right")
+    attacks: list[tuple[bytes, type[Message | Frame]]] = [
+        (evaluation[:where] + head + evaluation[where + 1 :], Evaluation),
+        (b"\x83\xa4type\xa4head\xa1v\x01\xa1z" + head + b"\x01" * 50, HeadManifest),
+        (b"\x96\xa5frame\x01" + head + b"\x01" * 50, Frame),
+        (head, Submission),
+        (head, Frame),
+    ]
+    tracemalloc.start()
+    for data, message_type in attacks:
+        refused(data, message_type)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"], ids=["lists", "maps"])
+def test_deep_nesting_is_refused(opening: bytes) -> None:
+    """A hundred thousand levels end in a refusal, as a field that is ignored and at the top."""
+    deep = opening * 100_000
+    refused(b"\x83\xa4type\xa8presence\xa1v\x01\xa1z" + deep, Presence)
+    refused(deep, Presence)
+    refused(deep, Frame)
+
+
+_BLOB = {"digest": bytes(32), "size_bytes": 1, "name": "head.onnx"}
+_HEAD = {"version": 1, "head": _BLOB, "devices": 1, "prototypes": 1}
+
+
+OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
+    *[(TaskManifest, {"alpha": alpha}) for alpha in (0.0, -0.5, 1.01, float("nan"), float("inf"))],
+    *[(TaskManifest, {"fleet": name}) for name in ("", "a/b", "a b", "+", "#", "x" * 65, "break\n")],
+    (TaskManifest, {"classes": []}),
+    (TaskManifest, {"classes": [""]}),
+    (TaskManifest, {"classes": ["x" * 129]}),
+    (TaskManifest, {"classes": ["x"] * 4097}),
+    (TaskManifest, {"backbones": []}),
+    (TaskManifest, {"batch_size": 0}),
+    (TaskManifest, {"batch_size": 65536}),
+    (TaskManifest, {"batch_size": 5.5}),
+    (TaskManifest, {"min_images": 0}),
+    (TaskManifest, {"algorithm": "a b"}),
+    (Signed, {"release": 0}),
+    (Signed, {"key": bytes(31)}),
+    (Signed, {"signature": bytes(65)}),
+    (HeadManifest, {"canaries_below": 2**32 + 1}),
+    (HeadManifest, {"current": {**_HEAD, "version": 0}}),
+    (HeadManifest, {"candidate": {**_HEAD, "metrics": {str(n): 0.0 for n in range(33)}}}),
+    (HeadManifest, {"task": bytes(31)}),
+    (HeadManifest, {"task": bytes(33)}),
+    (HeadManifest, {"task": "0" * 32}),
+    (Presence, {"epoch": -1}),
+    (Presence, {"epoch": 2**63}),
+    (Presence, {"state": "asleep"}),
+    (Evaluation, {"right": [-1]}),
+    (Evaluation, {"right": [0] * 4097}),
+    (Submission, {"labels": ["f8", [1], bytes(8)]}),
+    (Submission, {"labels": ["|O", [1], bytes(8)]}),
+    (Submission, {"labels": ["u1", [1], [0]]}),
+    (Submission, {"labels": ["u1", [-1], b""]}),
+    (Submission, {"labels": ["u1", [2**31], b""]}),
+    (Submission, {"labels": ["u1", [1] * 5, b"\0"]}),
+    (Receipt, {"missing": [[0, 1]] * 65}),
+    (Receipt, {"missing": [[0]]}),
+    (Receipt, {"missing": [[-1, 2**40]]}),
+    (Receipt, {"reason": "bored"}),
+    (Receipt, {"detail": "x" * 257}),
+    (BlobRequest, {"length": 0}),
+    (BlobRequest, {"length": 16 * 60 * 1024 + 1}),
+    (BlobRequest, {"offset": 2**31 + 1}),
+]
+
+
+@pytest.mark.parametrize(("message_type", "change"), OUT_OF_BOUNDS)
+def test_every_bound_holds(message_type: type[Message], change: dict[str, Any]) -> None:
+    """A value past its bound is refused, and the message names the field."""
+    sample = next(sample for sample in SAMPLES if type(sample) is message_type)
+    assert isinstance(sample, Message)
+    assert f"$.{next(iter(change))}" in refused({**as_map(sample), **change}, message_type)
+
+
+def test_a_frame_holds_at_most_one_chunk() -> None:
+    """Sixty KiB are taken, one byte more is not."""
+    digest = bytes(32)
+    decode(
+        encode(Frame(v=1, digest=digest, size_bytes=61_440, offset=0, data=bytes(61_440))),
+        Frame,
+        max_bytes=MAX_BYTES,
+    )
+    refused(["frame", 1, digest, 70_000, 0, bytes(61_441)], Frame)
+    refused(["frame", 1, digest, 2**31 + 1, 0, b""], Frame)
+    refused(["frame", 1, digest, 10, -1, b""], Frame)
+
+
+@given(
+    hnp.arrays(
+        st.sampled_from(["<f2", "<f4", ">f4", "u1", "<u2", ">u2", "<u4", ">u4"]),
+        hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
+    )
+)
+def test_an_array_comes_back(array: NDArray[Any]) -> None:
+    """Values and shape survive, whatever the byte order; what travels is little-endian."""
+    back = to_array(to_tensor(array))
+    assert back.shape == array.shape
+    assert back.dtype == array.dtype.newbyteorder("<")
+    np.testing.assert_array_equal(back, array)
+
+
+def test_big_endian_arrays_travel_as_little_endian() -> None:
+    """The bytes of the number 4 in 16 bits are 04 00."""
+    assert to_tensor(np.array([4], dtype=">u2")).data == LITTLE
+
+
+def test_arrays_in_any_memory_order_travel_row_by_row() -> None:
+    """A transposed, strided or Fortran-ordered array gives the bytes of its C-ordered copy."""
+    array = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for view in (array.T, array[::2, ::-1], np.asfortranarray(array)):
+        assert to_tensor(view) == to_tensor(np.ascontiguousarray(view))
+        np.testing.assert_array_equal(to_array(to_tensor(view)), view)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros(2),
+        np.zeros(2, dtype=np.int8),
+        np.zeros(2, dtype=np.uint64),
+        np.zeros(2, dtype=bool),
+        np.array(["text"]),
+        np.array([object()]),
+        np.zeros((1, 1, 1, 1, 1), dtype=np.float32),
+    ],
+    ids=["float64", "int8", "uint64", "bool", "text", "objects", "five dimensions"],
+)
+def test_what_has_no_place_on_the_wire_is_not_sent(array: NDArray[Any]) -> None:
+    """Other dtypes and shapes are refused before they are sent."""
+    with pytest.raises(MalformedMessage, match="cannot send"):
+        to_tensor(array)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (7,), (), (0,), (2**31 - 1,) * 4])
+def test_a_shape_that_contradicts_the_bytes_is_refused(shape: tuple[int, ...]) -> None:
+    """The bytes must be exactly those of the shape; a huge shape makes room for nothing."""
+    with pytest.raises(MalformedMessage, match=r"expected \d+ bytes for f2"):
+        to_array(Tensor("f2", shape, bytes(10)))
+
+
+@pytest.mark.parametrize("shape", [(0, *(2**31 - 1,) * 3), (2**31 - 1, 0, 2**31 - 1, 2**31 - 1)])
+def test_a_shape_without_values_beyond_counting_is_refused(shape: tuple[int, ...]) -> None:
+    """An edge of 0 makes the bytes right, and still there is no such array."""
+    with pytest.raises(MalformedMessage, match="no array of shape"):
+        to_array(Tensor("f4", shape, b""))
+
+
+def test_a_received_array_cannot_be_changed() -> None:
+    """It is a view of the message's bytes, and a message is a value."""
+    with pytest.raises(ValueError, match="read-only"):
+        to_array(to_tensor(np.zeros(3, dtype=np.float32)))[0] = 1
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([], "u1"),
+        ([0, 255], "u1"),
+        ([256], "u2"),
+        ([65535], "u2"),
+        ([65536], "u4"),
+        ([2**32 - 1], "u4"),
+    ],
+)
+def test_integers_take_the_least_room(values: list[int], dtype: str) -> None:
+    """The smallest unsigned dtype that holds all of them travels."""
+    tensor = to_unsigned(np.array(values, dtype=np.int64))
+    assert tensor.dtype == dtype
+    assert to_array(tensor).tolist() == values
+
+
+def test_integers_past_32_bits_are_not_sent() -> None:
+    """They are refused, not cut."""
+    with pytest.raises(MalformedMessage):
+        to_unsigned(np.array([2**32], dtype=np.int64))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(22, 256), (1000, 1024)])
+def test_a_submission_is_hardly_larger_than_its_prototypes(rows: int, size: int) -> None:
+    """Envelope, labels, counts, frames and their topics add at most 3 % to the float16 tensor."""
+    rng = np.random.default_rng(0)
+    prototypes = rng.normal(size=(rows, size)).astype(np.float16)
+    submission = Submission(
+        task=digest_of(b"task"),
+        sequence=1_700_000_000,
+        prototypes=to_tensor(prototypes),
+        labels=to_unsigned(rng.integers(0, 10, rows)),
+        counts=to_unsigned(rng.integers(5, 10, rows)),
+        pictures=rows * 5,
+        left_out=(1, 2),
+    )
+    payload = encode(submission)
+    topic = device_topic("default", "raspberrypi-0123abcd", "up")
+    fixed_header_bytes = 1 + 4 + 2 + 2  # type, longest remaining length, topic length, packet id
+    sent = sum(
+        fixed_header_bytes + len(topic) + len(encode(frame))
+        for frame in frames_of(payload, digest=digest_of(payload))
+    )
+    assert sent <= 1.03 * prototypes.nbytes

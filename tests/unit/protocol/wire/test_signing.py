@@ -1,0 +1,92 @@
+"""Ed25519 over what manifests and transfers are: whose, for whom, and exactly which bytes."""
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import BadSignature, MalformedMessage
+from protocol.wire.codec import encode
+from protocol.wire.messages import MAX_MANIFEST_BYTES, MAX_SIGNED_BYTES, Signed
+from protocol.wire.signing import is_own_transfer, open_manifest, public_key, sign_manifest, sign_transfer
+
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
+BODY = b"a manifest"
+SIGNED = sign_manifest(BODY, key=KEY, fleet="barn", channel="head", release=7)
+DIGEST = b"d" * 32
+TRANSFER = {"fleet": "barn", "device": "cam", "digest": DIGEST, "size_bytes": 9}
+
+
+def test_the_bytes_that_are_signed_are_those_that_the_page_names() -> None:
+    """Whoever writes another client finds here that `docs/protocol.md` says what is signed."""
+    signed = open_manifest(SIGNED, fleet="barn", channel="head")
+    key = Ed25519PublicKey.from_public_bytes(signed.key)
+    key.verify(signed.signature, b"protofleet 1 manifest barn head 7\n" + BODY)
+    key.verify(sign_transfer(KEY, **TRANSFER), b"protofleet 1 transfer barn cam 9\n" + DIGEST)  # type: ignore[arg-type]
+
+
+@given(body=st.binary(max_size=500), release=st.integers(1, 2**63 - 1))
+def test_what_was_signed_is_opened_again(body: bytes, release: int) -> None:
+    """Whatever it says."""
+    payload = sign_manifest(body, key=KEY, fleet="barn", channel="task", release=release)
+    signed = open_manifest(payload, fleet="barn", channel="task")
+    assert (signed.body, signed.release, signed.key) == (body, release, public_key(KEY))
+
+
+def test_the_largest_manifest_fits() -> None:
+    """With the longest fleet and the greatest number."""
+    body = bytes(MAX_MANIFEST_BYTES)
+    payload = sign_manifest(body, key=KEY, fleet="f" * 64, channel="round", release=2**63 - 1)
+    assert len(payload) <= MAX_SIGNED_BYTES
+    assert open_manifest(payload, fleet="f" * 64, channel="round").body == body
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("key", public_key(OTHER)),
+        ("key", bytes(32)),
+        ("release", 8),
+        ("signature", bytes(64)),
+        ("body", b"b manifest"),
+        ("body", b""),
+    ],
+)
+def test_nothing_in_a_signed_message_can_be_changed(field: str, value: bytes | int) -> None:
+    """Neither what it says nor how new it is, nor who has said it."""
+    signed = open_manifest(SIGNED, fleet="barn", channel="head")
+    fields = {name: getattr(signed, name) for name in ("key", "release", "signature", "body")}
+    with pytest.raises(BadSignature, match="head is not signed"):
+        open_manifest(encode(Signed(**{**fields, field: value})), fleet="barn", channel="head")
+
+
+def test_a_manifest_stands_for_no_other_fleet_or_topic() -> None:
+    """A signed task is no head, and that of another fleet none of this one."""
+    for fleet, channel in (("field", "head"), ("barn", "task")):
+        with pytest.raises(BadSignature):
+            open_manifest(SIGNED, fleet=fleet, channel=channel)  # type: ignore[arg-type]
+
+
+def test_every_cut_of_a_signed_message_is_refused() -> None:
+    """As malformed, before anything is verified."""
+    for length in range(len(SIGNED)):
+        with pytest.raises(MalformedMessage):
+            open_manifest(SIGNED[:length], fleet="barn", channel="head")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"fleet": "field"}, {"device": "cat"}, {"digest": b"e" * 32}, {"size_bytes": 8}]
+)
+def test_a_transfer_is_of_one_device_and_of_one_payload(changed: dict[str, object]) -> None:
+    """Its signature does not stand for another's, nor for other bytes."""
+    signature = sign_transfer(KEY, **TRANSFER)  # type: ignore[arg-type]
+    public = public_key(KEY)
+    assert is_own_transfer(public, signature, **TRANSFER)  # type: ignore[arg-type]
+    assert not is_own_transfer(public, signature, **{**TRANSFER, **changed})  # type: ignore[arg-type]
+    assert not is_own_transfer(public_key(OTHER), signature, **TRANSFER)  # type: ignore[arg-type]
+
+
+@given(public=st.binary(max_size=40), signature=st.binary(max_size=80))
+def test_no_bytes_make_verification_fail_otherwise_than_by_saying_no(public: bytes, signature: bytes) -> None:
+    """Keys and signatures come from the network as well."""
+    assert not is_own_transfer(public, signature, **TRANSFER)  # type: ignore[arg-type]

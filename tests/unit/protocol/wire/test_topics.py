@@ -1,0 +1,121 @@
+"""The topic tree: what is built is parsed, nothing else is, and the load spreads."""
+
+from collections import Counter
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paho.mqtt.client import topic_matches_sub
+
+from protocol.errors import MalformedMessage
+from protocol.wire.topics import (
+    FROM_DEVICES,
+    RETAINED,
+    SHARDS,
+    DeviceChannel,
+    DeviceTopic,
+    FleetChannel,
+    device_filters,
+    device_topic,
+    fleet_topic,
+    is_name,
+    parse_device_topic,
+)
+
+NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
+DEVICE_CHANNELS: tuple[DeviceChannel, ...] = get_args(DeviceChannel)
+FLEET_CHANNELS: tuple[FleetChannel, ...] = get_args(FleetChannel)
+
+
+@given(NAMES, NAMES, st.sampled_from(DEVICE_CHANNELS))
+def test_a_topic_that_is_built_is_parsed(fleet: str, device: str, channel: DeviceChannel) -> None:
+    """Any fleet, device and channel comes back, and the names are names."""
+    assert parse_device_topic(device_topic(fleet, device, channel)) == DeviceTopic(fleet, device, channel)
+    assert is_name(fleet)
+
+
+@given(NAMES, NAMES, st.sampled_from(DEVICE_CHANNELS))
+def test_the_aggregator_hears_devices_and_not_itself(fleet: str, device: str, channel: DeviceChannel) -> None:
+    """Exactly the channels that devices write match its subscriptions, once each, and only its fleet's."""
+    topic = device_topic(fleet, device, channel)
+    matches = [topic_matches_sub(pattern, topic) for pattern in device_filters(fleet)]
+    assert sum(matches) == (channel in FROM_DEVICES)
+    assert not any(topic_matches_sub(pattern, topic) for pattern in device_filters(fleet + "x"))
+
+
+@pytest.mark.parametrize("channel", FLEET_CHANNELS)
+def test_fleet_topics_stand_apart(channel: FleetChannel) -> None:
+    """No device can write them through its own branch, and the aggregator does not hear its own."""
+    topic = fleet_topic("f", channel)
+    assert topic == f"pf/1/f/{channel}"
+    assert not any(topic_matches_sub(pattern, topic) for pattern in device_filters("f"))
+    with pytest.raises(MalformedMessage):
+        parse_device_topic(topic)
+
+
+def test_the_topics_are_those_of_version_1() -> None:
+    """The spelling is part of the wire contract, and stays under the seven slashes of the strictest broker."""
+    spelt = {channel: device_topic("fleet", "dev-1", channel) for channel in DEVICE_CHANNELS}
+    assert spelt == {
+        "state": "pf/1/fleet/d/dev-1/state",
+        "info": "pf/1/fleet/d/dev-1/info",
+        "up": "pf/1/fleet/d/dev-1/up/6",
+        "ack": "pf/1/fleet/d/dev-1/ack",
+        "get": "pf/1/fleet/d/dev-1/get",
+        "blk": "pf/1/fleet/d/dev-1/blk",
+    }
+    assert max(topic.count("/") for topic in spelt.values()) <= 7
+
+
+def test_every_channel_says_whether_it_is_retained() -> None:
+    """Chunks and receipts never are."""
+    assert RETAINED.keys() == {*DEVICE_CHANNELS, *FLEET_CHANNELS}
+    assert {channel for channel, retained in RETAINED.items() if retained} == {
+        "task",
+        "round",
+        "head",
+        "state",
+        "info",
+    }
+
+
+def test_devices_spread_over_the_shards() -> None:
+    """A thousand devices use every shard, none more than twice its share."""
+    used = Counter(device_topic("f", f"device-{n}", "up")[-1] for n in range(1000))
+    assert len(used) == SHARDS
+    assert max(used.values()) < 2 * 1000 / SHARDS
+
+
+@pytest.mark.parametrize(
+    "topic",
+    [
+        "",
+        "pf/1/f/d/dev",
+        "pf/1/f/d/dev/",
+        "pf/1/f/d/dev/state/",
+        "pf/1/f/d/dev/state\n",
+        "pf/1/f/d/dev/other",
+        "pf/1/f/d/dev/up",
+        "pf/1/f/d/dev/up/8",
+        "pf/1/f/d/dev/up/12",
+        "pf/2/f/d/dev/state",
+        "pf/1/f/d//state",
+        "pf/1//d/dev/state",
+        "pf/1/f/d/a b/state",
+        "pf/1/f/d/" + "x" * 65 + "/state",
+        "/pf/1/f/d/dev/state",
+        "pf/1/f/d/dév/state",
+        "pf/1/f/d/+/state",
+    ],
+)
+def test_other_topics_are_refused(topic: str) -> None:
+    """What is not exactly a device's topic is malformed."""
+    with pytest.raises(MalformedMessage, match="not a device topic"):
+        parse_device_topic(topic)
+
+
+@pytest.mark.parametrize("text", ["", "a/b", "a b", "+", "#", "a\n", "é", "x" * 65, "$SYS"])
+def test_what_cannot_be_a_name(text: str) -> None:
+    """Nothing that could reach another topic can name a fleet or a device."""
+    assert not is_name(text)

@@ -1,0 +1,217 @@
+"""Payloads cut into frames and put together again, whatever the network does in between."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import TransferError
+from protocol.mqtt.packet_limits import packet_bytes
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
+from protocol.wire.topics import device_topic
+from protocol.wire.transfer import (
+    ENVELOPE_BYTES,
+    MAX_PIECES,
+    SMALLEST_CHUNK_BYTES,
+    Assembly,
+    Coverage,
+    chunk_bytes,
+    frames_of,
+)
+
+PAYLOAD = bytes(range(10))
+DIGEST = digest_of(PAYLOAD)
+
+
+def _assembly_of(payload: bytes) -> Assembly:
+    return Assembly(digest_of(payload), len(payload))
+
+
+def _frame(offset: int, data: bytes, *, size_bytes: int = 10, digest: bytes = DIGEST) -> Frame:
+    return Frame(v=1, digest=digest, size_bytes=size_bytes, offset=offset, data=data)
+
+
+@given(st.binary(max_size=400), st.integers(1, 64), st.data())
+def test_any_order_and_duplication_gives_the_payload(
+    payload: bytes, chunk_bytes: int, data: st.DataObject
+) -> None:
+    """Frames may come in any order and any number of times."""
+    frames = list(frames_of(payload, digest=digest_of(payload), chunk_bytes=chunk_bytes))
+    assembly = _assembly_of(payload)
+    repeated = data.draw(st.lists(st.sampled_from(frames)))
+    for each in data.draw(st.permutations(frames + repeated)):
+        assembly.add(each)
+        assert assembly.held_bytes <= len(payload)
+    assert assembly.missing() == ()
+    assert assembly.payload() == payload
+
+
+@given(st.binary(min_size=1, max_size=400), st.integers(1, 64), st.data())
+def test_what_was_lost_is_named_and_sent_again(payload: bytes, chunk_bytes: int, data: st.DataObject) -> None:
+    """Sending just the missing ranges completes a transfer, in however many lossy rounds."""
+    assembly = _assembly_of(payload)
+    while ranges := assembly.missing():
+        sent = list(frames_of(payload, digest=assembly.digest, ranges=ranges, chunk_bytes=chunk_bytes))
+        assert sum(len(each.data) for each in sent) == len(payload) - assembly.held_bytes
+        arrived = data.draw(st.lists(st.sampled_from(sent), min_size=1, unique_by=id))
+        for each in arrived:
+            assembly.add(each)
+    assert assembly.payload() == payload
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.binary(max_size=30)), max_size=30),
+    st.integers(0, 60),
+)
+def test_no_frames_make_it_hold_more_than_the_whole(pieces: list[tuple[int, bytes]], size_bytes: int) -> None:
+    """Of overlapping frames only what is new takes room; empty and contradicting ones are refused."""
+    assembly = Assembly(DIGEST, size_bytes)
+    for offset, data in pieces:
+        with contextlib.suppress(TransferError):
+            assembly.add(_frame(offset, data, size_bytes=size_bytes))
+        held = sum(len(piece) for _, piece in assembly.fresh)
+        assert held == assembly.held_bytes <= size_bytes
+        assert held + sum(stop - start for start, stop in assembly.missing()) == size_bytes
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30))))
+def test_every_byte_is_new_once(pieces: list[tuple[int, int]]) -> None:
+    """What is said to be new is what nobody covered before; covered and missing together are the whole; both ascend."""
+    coverage, covered = Coverage(130), set[int]()
+    for start, length in pieces:
+        new = [byte for begin, end in coverage.add(start, start + length) for byte in range(begin, end)]
+        assert new == [byte for byte in range(start, start + length) if byte not in covered]
+        covered.update(new)
+        listed = [byte for begin, end in coverage.ranges() for byte in range(begin, end)]
+        missing = [byte for begin, end in coverage.missing() for byte in range(begin, end)]
+        assert listed == sorted(covered)
+        assert missing == [byte for byte in range(130) if byte not in covered]
+        assert coverage.held_bytes == len(covered)
+    ends = [end for begin_end in coverage.ranges() for end in begin_end]
+    assert ends == sorted(set(ends))
+
+
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_any_sizes_and_overlaps_give_the_payload(payload: bytes, data: st.DataObject) -> None:
+    """A sender may cut each time differently, and what is kept elsewhere meanwhile need not stay."""
+    assembly, elsewhere = _assembly_of(payload), list[tuple[int, bytes]]()
+    while ranges := assembly.missing():
+        start = data.draw(st.integers(0, ranges[0][0]))
+        stop = data.draw(st.integers(ranges[0][0] + 1, len(payload)))
+        assembly.add(_frame(start, payload[start:stop], size_bytes=len(payload), digest=assembly.digest))
+        if data.draw(st.booleans()):
+            elsewhere += assembly.fresh
+            assembly.settle()
+    assert assembly.payload(elsewhere) == payload
+
+
+def test_an_announced_size_allocates_nothing() -> None:
+    """A transfer of two gigabytes of which one byte came holds one byte."""
+    assembly = Assembly(DIGEST, 2 * 1024**3)
+    assembly.add(_frame(5, b"x", size_bytes=2 * 1024**3))
+    assert assembly.held_bytes == 1
+    assert assembly.missing() == ((0, 5), (6, 2 * 1024**3))
+
+
+def test_frames_of_a_whole_payload_are_chunks_that_fit() -> None:
+    """Every frame but the last is full, and with its envelope stays under 64 KiB."""
+    payload = bytes(2 * MAX_CHUNK_BYTES + 1)
+    frames = list(frames_of(payload, digest=DIGEST))
+    assert [len(each.data) for each in frames] == [MAX_CHUNK_BYTES, MAX_CHUNK_BYTES, 1]
+    assert max(len(encode(each)) for each in frames) < 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(None, MAX_CHUNK_BYTES), (10**6, MAX_CHUNK_BYTES), (4096, 4096 - ENVELOPE_BYTES), (300, 256)],
+)
+def test_a_chunk_is_as_large_as_the_broker_takes(limit: int | None, expected: int) -> None:
+    """Without a limit it is what the protocol allows, and it is never so small that a transfer never ends."""
+    assert chunk_bytes(limit) == expected
+
+
+@given(st.integers(512, 70000))
+def test_a_frame_fits_into_the_packet_that_the_broker_takes(limit: int) -> None:
+    """With the longest names and numbers, envelope, topic and header find room beside the chunk."""
+    data = bytes(chunk_bytes(limit))
+    frame = Frame(v=1, digest=DIGEST, size_bytes=2**31, offset=2**31 - len(data), data=data)
+    topic = device_topic("f" * 64, "d" * 64, "up")
+    assert packet_bytes(topic, len(encode(frame))) <= limit
+
+
+def test_ranges_past_the_payload_are_clipped() -> None:
+    """A receiver that asks for too much gets what there is."""
+    assert [
+        (each.offset, each.data) for each in frames_of(PAYLOAD, digest=DIGEST, ranges=((8, 99), (50, 60)))
+    ] == [(8, b"\x08\x09")]
+
+
+def test_an_empty_payload_is_one_empty_frame() -> None:
+    """Nothing can be sent, too, and is complete."""
+    frames = list(frames_of(b"", digest=digest_of(b"")))
+    assert [(each.offset, each.data) for each in frames] == [(0, b"")]
+    assembly = _assembly_of(b"")
+    assembly.add(frames[0])
+    assert assembly.payload() == b""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (_frame(0, b"ab", digest=bytes(32)), "digest or size"),
+        (_frame(0, b"ab", size_bytes=11), "digest or size"),
+        (_frame(9, b"ab"), "within 10, got 9"),
+        (_frame(11, b""), "within 10, got 11"),
+        (_frame(3, b""), "without bytes"),
+    ],
+    ids=["digest", "size", "past the end", "beyond the end", "empty"],
+)
+def test_a_frame_that_contradicts_the_transfer_is_refused(wrong: Frame, reason: str) -> None:
+    """It changes nothing, and the rest of the transfer goes on."""
+    assembly = Assembly(DIGEST, 10)
+    assembly.add(_frame(0, PAYLOAD[:5]))
+    with pytest.raises(TransferError, match=reason):
+        assembly.add(wrong)
+    assembly.add(_frame(5, PAYLOAD[5:]))
+    assert assembly.payload() == PAYLOAD
+
+
+def test_of_overlapping_frames_the_first_bytes_stay() -> None:
+    """If they contradict each other, the digest says so in the end."""
+    assembly = Assembly(DIGEST, 10)
+    for piece in (_frame(0, b"XX"), _frame(1, PAYLOAD[1:])):
+        assembly.add(piece)
+    assert assembly.missing() == ()
+    with pytest.raises(TransferError, match="expected sha256"):
+        assembly.payload()
+
+
+def test_other_bytes_than_announced_are_refused() -> None:
+    """Both digests are named."""
+    assembly = Assembly(DIGEST, 10)
+    assembly.add(_frame(0, bytes(10)))
+    with pytest.raises(
+        TransferError, match=f"expected sha256 {DIGEST.hex()}, got {digest_of(bytes(10)).hex()}"
+    ):
+        assembly.payload()
+
+
+def test_half_a_transfer_is_no_payload() -> None:
+    """There is nothing to read before everything is there."""
+    assembly = Assembly(DIGEST, 10)
+    assembly.add(_frame(0, PAYLOAD[:5]))
+    with pytest.raises(TransferError, match="not complete"):
+        assembly.payload()
+
+
+def test_a_transfer_in_crumbs_is_refused() -> None:
+    """What is kept beside the bytes is bounded as well."""
+    size_bytes = 3 * MAX_PIECES
+    most = MAX_PIECES + size_bytes // SMALLEST_CHUNK_BYTES
+    assembly = Assembly(DIGEST, size_bytes)
+    for index in range(most + 1):
+        assembly.add(_frame(2 * index, b"x", size_bytes=size_bytes))
+    with pytest.raises(TransferError, match="send larger frames"):
+        assembly.add(_frame(2 * most + 2, b"x", size_bytes=size_bytes))
