@@ -232,7 +232,7 @@ def enroll_command(
         was_closed, had_certificate = store.keys.is_closed(), _had_certificate(store, device)
         enrol(store, Wanted(device, broker, days=days, renew=renew), fleet=fleet, out=out)
     where = "" if broker else " --broker HOST[:PORT]"
-    click.echo(f"{device} is enrolled; start it with: edge-client --enrolment {out}{where} --data PICTURES")
+    click.echo(f"{device} is enrolled; start it with: edge-client --enrollment {out}{where} --data IMAGES")
     if not was_closed:
         click.echo("the fleet is closed from now on: devices that are not enrolled are refused")
     if had_certificate:
@@ -263,7 +263,7 @@ def enroll_broker_command(
 @click.argument("device")
 @state_option
 def revoke_command(*, device: str, state: Path) -> None:
-    """Let DEVICE into the fleet no more, and train on nothing that it has handed in."""
+    """Let DEVICE into the fleet no more, and train on nothing that it has uploaded."""
     from aggregator.security.enrollment import revoke
 
     with _existing(state) as store:
@@ -323,9 +323,9 @@ def _open_fleet(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]"
 @click.argument("device")
 @state_option
 def readmit_command(*, device: str, state: Path) -> None:
-    """Train on what DEVICE hands in, although it was set aside.
+    """Train on what DEVICE uploads, although it was quarantined.
 
-    It stays in, whatever it hands in later, until it is revoked.
+    It stays in, whatever it uploads later, until it is revoked.
     """
     from aggregator.heads.quarantine import readmit
 

@@ -392,7 +392,7 @@ class Aggregator:
             device=device,
             entry=rounds.Entry(submission.sequence, complete.digest, time.time(), submission.round),
             size_bytes=len(complete.payload),
-            pictures=submission.pictures,
+            images=submission.images,
             prototypes=len(labels),
             per_class=Counter(labels.tolist()),
         )
@@ -426,15 +426,15 @@ class Aggregator:
         return Receipt(digest=digest, status="received")
 
     def _tell_evaluation(self, device: str, evaluation: Evaluation) -> None:
-        version, right = evaluation.head_version, sum(evaluation.right)
+        version, right = evaluation.head_version, sum(evaluation.correct)
         if evaluation.problem:
             log.warning("%s does not use head %d: %s", device, version, evaluation.problem)
             return
-        total = right + sum(evaluation.wrong)
+        total = right + sum(evaluation.incorrect)
         if not total:
             log.info("%s: head %d in use", device, version)
             return
-        log.info("%s: head %d gets %d of %d held-out pictures right", device, version, right, total)
+        log.info("%s: head %d gets %d of %d held-out images right", device, version, right, total)
 
     def _serve_blob(self, device: str, request: BlobRequest) -> None:
         with self._telling(device, request.digest):
@@ -458,7 +458,7 @@ def shown_info(info: DeviceInfo, classes: Collection[str]) -> dict[str, Any]:
     return {
         "software": info.software, "runtime": info.runtime, "refused": info.refused, "problem": info.problem,
         "head_version": info.head_version,
-        "pictures": {name: count for name, count in info.pictures.items() if name in classes},
+        "images": {name: count for name, count in info.images.items() if name in classes},
         "refusals": {name: count for name, count in info.refusals.items() if name in get_args(Reason)},
     }  # fmt: skip
 

@@ -4,15 +4,15 @@
 `running, intake: {stopped_s, reason}, key, keys: {closed, enrolled, first_use, revoked}, fleet, algorithm, task,
 classes, quorum, retrain_after, training, submissions, waiting, closes_s, round: {number, min_devices, rounds, over,
 devices, carried}, rollout: {current, candidate: {version, canaries, awaited, since_s, figures}, ordered}, devices:
-[device, state, seen_s, runtime, problem, refusals, pictures, round, classes, prototypes, bytes, head, head_problem,
-epsilon, right, wrong, accuracy], coverage: {class: {prototypes, devices}}, set_aside: [device, why, since_s,
+[device, state, seen_s, runtime, problem, refusals, images, round, classes, prototypes, bytes, head, head_problem,
+epsilon, right, wrong, accuracy], coverage: {class: {prototypes, devices}}, quarantined: [device, why, since_s,
 readmitted_s], heads: [version, sha256, devices, prototypes, trained_s, metrics, state, why, held_out: {right, wrong,
 accuracy, devices}], refusals: [device, reason, count, detail], head_path, model_path`.
 
 In `intake`, `stopped_s` is since when nothing can be stored, for the reason beside it; null if all is well. `key` is
 the aggregator's public key, in hex: what devices are given as `--aggregator-key`. In `keys`, `closed` says whether
 only enrolled devices are heard; beside it, how many were enrolled, are known by the first key that came, and revoked.
-`round` is null for a task without rounds. In it, `devices` are those that have handed in for the open round, and
+`round` is null for a task without rounds. In it, `devices` are those that have uploaded for the open round, and
 `carried` those whose submission for an earlier one still counts. `closes_s` is when the round, or the collection,
 closes at the latest as things stand. `current` is 0 if there is no head, and `candidate` null if none is tried; its
 `figures` are of the canaries that are not `awaited`. `ordered` is the head that an operator's order will make current
@@ -22,7 +22,7 @@ reason. Its `state` is what it last said of itself, or `revoked` or `not enrolle
 and its accuracy is that head's; `head_problem` is why it does not use the one that it is told to, and `epsilon` the
 most that it has said to have spent on differential privacy, of whatever tasks, or null. A head's `state` is `current`,
 `candidate`, `rejected`, for which `why` says why, or empty. `readmitted_s` is null, or since when
-a device that was set aside is trained on all the same.
+a device that was quarantined is trained on all the same.
 """
 
 import json
@@ -80,7 +80,7 @@ def report(store: Store) -> dict[str, Any]:
         "rollout": {**_rollout(used), "ordered": operator_commands.ordered(store, task)},
         "devices": _devices(store, task, submissions, used),
         "coverage": _coverage(task_file["classes"], submissions.values()),
-        "set_aside": _set_aside(store, task),
+        "quarantined": _set_aside(store, task),
         "heads": heads,
         "refusals": [
             {"device": device, "reason": reason, "count": count, "detail": detail}
@@ -131,7 +131,7 @@ def _rollout(state: rollout.State) -> dict[str, Any]:
 def _held_out(right: Iterable[int], wrong: Iterable[int]) -> dict[str, Any]:
     correct, missed = sum(right), sum(wrong)
     accuracy = correct / (correct + missed) if correct + missed else None
-    return {"right": correct, "wrong": missed, "accuracy": accuracy}
+    return {"correct": correct, "incorrect": missed, "accuracy": accuracy}
 
 
 _UNHEARD: dict[Reason | None, str] = {"revoked": "revoked", "unknown_device": "not enrolled"}
@@ -162,7 +162,7 @@ def _devices(
                 "runtime": info.get("runtime"),
                 "problem": info.get("problem", ""),
                 "refusals": info.get("refusals", {}),
-                "pictures": sum(info.get("pictures", {}).values()),
+                "images": sum(info.get("images", {}).values()),
                 "round": row.entry.round if row else None,
                 "classes": len(row.per_class) if row else 0,
                 "prototypes": row.prototypes if row else 0,
@@ -170,7 +170,7 @@ def _devices(
                 "head": head,
                 "head_problem": _head_problem(said, device, used),
                 "epsilon": epsilons.get(device),
-                **(_held_out(of_head.right, of_head.wrong) if of_head else _held_out([], [])),
+                **(_held_out(of_head.correct, of_head.incorrect) if of_head else _held_out([], [])),
             }
         )
     return rows
@@ -202,7 +202,7 @@ def _coverage(classes: list[str], submissions: Iterable[SubmissionRow]) -> dict[
 
 def _head(store: Store, task: bytes, row: HeadRow, used: rollout.State) -> dict[str, Any]:
     said = [one for one in store.evaluations(task, row.version).values() if not one.problem]
-    held_out = _held_out((sum(one.right) for one in said), (sum(one.wrong) for one in said))
+    held_out = _held_out((sum(one.correct) for one in said), (sum(one.incorrect) for one in said))
     states = {used.current: "current", **dict.fromkeys(used.rejected, "rejected")}
     if used.trial is not None:
         states[used.trial.version] = "candidate"
@@ -238,7 +238,7 @@ def show(summary: dict[str, Any], console: "Console") -> None:
     for head in summary["heads"][-5:]:
         held_out = head["held_out"]
         accuracy = (
-            "" if held_out["accuracy"] is None else f", {held_out['accuracy']:.1%} right on held-out pictures"
+            "" if held_out["accuracy"] is None else f", {held_out['accuracy']:.1%} right on held-out images"
         )
         state = f" ({head['state']})" if head["state"] else ""
         console.print(
@@ -248,9 +248,9 @@ def show(summary: dict[str, Any], console: "Console") -> None:
         if head["why"]:
             console.print(f"  {head['why']}", markup=False, highlight=False, soft_wrap=True)
     _show_candidate(summary["rollout"]["candidate"], console)
-    for one in summary["set_aside"]:
+    for one in summary["quarantined"]:
         readmitted = one["readmitted_s"] is not None
-        what = "readmitted" if readmitted else "[yellow]set aside[/]"
+        what = "readmitted" if readmitted else "[yellow]quarantined[/]"
         since = _clock(one["readmitted_s"] if readmitted else one["since_s"])
         console.print(f"{what} {one['device']}, since {since}: ", highlight=False, end="")
         console.print(one["why"], markup=False, highlight=False)
@@ -307,7 +307,7 @@ def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:
     devices = Table(box=None, padding=(0, 1, 0, 0))
     devices.add_column("device", overflow="fold")
     devices.add_column("state", no_wrap=True)
-    for name in ("pictures", "classes", "prototypes", "bytes"):
+    for name in ("images", "classes", "prototypes", "bytes"):
         devices.add_column(name, justify="right", no_wrap=True)
     private = any(row["epsilon"] is not None for row in rows)
     if private:
@@ -318,9 +318,9 @@ def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:
         accuracy = (
             "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['right'] + row['wrong']}"
         )
-        # Under differential privacy nobody but the device knows how many pictures it has.
-        pictures = row["pictures"] if row["epsilon"] is None else ""
-        cells = [pictures, row["classes"], row["prototypes"], row["bytes"]]
+        # Under differential privacy nobody but the device knows how many images it has.
+        images = row["images"] if row["epsilon"] is None else ""
+        cells = [images, row["classes"], row["prototypes"], row["bytes"]]
         if private:
             cells.append("" if row["epsilon"] is None else f"{row['epsilon']:.2f}")
         cells.append(row["head"] or "")
@@ -372,7 +372,7 @@ def _round_line(number: dict[str, Any], closes: str) -> str:
     carried = f"; from earlier rounds: {_some(number['carried'])}" if number["carried"] else ""
     waits = f"; it waits for {number['min_devices']} devices" if number["devices"] else ""
     until = f"; it closes at {closes} or before" if closes else waits
-    return f"round {number['number']} of {number['rounds']} is open, handed in: {here}{carried}{until}"
+    return f"round {number['number']} of {number['rounds']} is open, uploaded: {here}{carried}{until}"
 
 
 def _clock(unix_s: float) -> str:

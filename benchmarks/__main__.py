@@ -4,7 +4,7 @@ import os
 
 import click
 
-# Read by OpenMP when torch is first imported: threads that spin while they wait slow their neighbours down.
+# Read by OpenMP when torch is first imported: threads that spin while they wait slow their neighbors down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks import device, fedpcl, fedtc, fpl, ingest, memory, poisoning, privacy, soak, step

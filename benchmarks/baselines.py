@@ -1,4 +1,4 @@
-"""What rounds are compared with: the same features and pictures, learnt with and without sharing, in torch."""
+"""What rounds are compared with: the same features and images, learned with and without sharing, in torch."""
 
 import copy
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from aggregator.algorithms.layers import statistics
 from benchmarks.domains import Client
 
 Method: TypeAlias = Literal[
-    "Solo", "FedAvg-v", "FedProx", "FedRep", "FedProto", "FedProto averaged", "centralised"
+    "Solo", "FedAvg-v", "FedProx", "FedRep", "FedProto", "FedProto averaged", "centralized"
 ]
-"""Solo: every client alone. FedAvg-v: models averaged by pictures, the backbone frozen (FedTC section 3.2). FedProx:
+"""Solo: every client alone. FedAvg-v: models averaged by images, the backbone frozen (FedTC section 3.2). FedProx:
 the same, held back from leaving the round's model. FedRep: a shared adapter, a classifier of one's own. FedProto: a
-model of one's own, its class means drawn to everybody's; averaged: with the models averaged as well. centralised: all
+model of one's own, its class means drawn to everybody's; averaged: with the models averaged as well. centralized: all
 features in one place, the ceiling."""
 
 METHODS: tuple[Method, ...] = (
@@ -29,7 +29,7 @@ METHODS: tuple[Method, ...] = (
     "FedRep",
     "FedProto",
     "FedProto averaged",
-    "centralised",
+    "centralized",
 )
 _SHARED: dict[Method, tuple[str, ...]] = {
     "FedAvg-v": ("adapter", "classifier"),
@@ -41,7 +41,7 @@ _SHARED: dict[Method, tuple[str, ...]] = {
 
 LAYERS = ("adapter", "classifier")
 _PHASES: dict[Method, tuple[tuple[str, ...], ...]] = {"FedRep": (("classifier",), ("adapter",))}
-"""What is learnt, one after the other, in a round; all at once where nothing else stands here."""
+"""What is learned, one after the other, in a round; all at once where nothing else stands here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,12 @@ class Recipe:
 
     Attributes:
         rounds: of sharing.
-        epochs: passes over the pictures in a round.
-        batch_size: pictures in a step.
+        epochs: passes over the images in a round.
+        batch_size: images in a step.
         optimizer: "adam", or "sgd" with momentum 0.9.
-        learning_rate: of the optimiser.
+        learning_rate: of the optimizer.
         weight_decay: L2.
-        standardise: learn on features of mean 0 and deviation 1 on the client's own pictures.
+        standardize: learn on features of mean 0 and deviation 1 on the client's own images.
         adapter_size: width of a layer with ReLU before the classifier; 0 for none.
         proximal: FedProx's mu.
         pull: FedProto's lambda.
@@ -67,7 +67,7 @@ class Recipe:
     optimizer: Literal["adam", "sgd"]
     learning_rate: float
     weight_decay: float
-    standardise: bool
+    standardize: bool
     adapter_size: int
     proximal: float = 0.1
     pull: float = 1.0
@@ -101,7 +101,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A client's pictures as tensors, and the statistics that its features were standardised with."""
+    """A client's images as tensors, and the statistics that its features were standardized with."""
 
     features: Tensor
     labels: Tensor
@@ -134,8 +134,8 @@ def run_baseline(
     """
     if method == "Solo":
         recipe = replace(recipe, rounds=1, epochs=recipe.rounds * recipe.epochs)
-    data = [_prepare(client, standardise=recipe.standardise) for client in clients]
-    if method == "centralised":
+    data = [_prepare(client, standardize=recipe.standardize) for client in clients]
+    if method == "centralized":
         models = train(method, [_together(data)], recipe, classes=classes, seed=seed) * len(data)
     else:
         models = train(method, data, recipe, classes=classes, seed=seed)
@@ -180,16 +180,16 @@ def train(
     return models
 
 
-def _prepare(client: Client, *, standardise: bool) -> Prepared:
+def _prepare(client: Client, *, standardize: bool) -> Prepared:
     features = torch.from_numpy(client.train)
-    mean, std = statistics(features, standardise=standardise)
+    mean, std = statistics(features, standardize=standardize)
     return Prepared(
         features=(features - mean) / std, labels=torch.from_numpy(client.train_labels), mean=mean, std=std
     )
 
 
 def _together(data: Sequence[Prepared]) -> Prepared:
-    """Pool all clients' pictures, each standardised by its own client's statistics."""
+    """Pool all clients' images, each standardized by its own client's statistics."""
     return replace(
         data[0],
         features=torch.cat([mine.features for mine in data]),
@@ -213,7 +213,7 @@ def _learn(
     proximal: float,
     pull: Pull | None,
 ) -> None:
-    """Go over a client's pictures for the epochs of a round."""
+    """Go over a client's images for the epochs of a round."""
     begun = [parameter.detach().clone() for parameter in model.parameters()] if proximal else []
     for _ in range(recipe.epochs):
         for rows in torch.split(torch.randperm(len(mine.labels)), recipe.batch_size):
@@ -232,7 +232,7 @@ def _learn(
 
 @torch.no_grad()
 def _average(models: Sequence[Model], data: Sequence[Prepared], layers: Sequence[str]) -> None:
-    """Give all clients the mean of their layers, weighted by pictures."""
+    """Give all clients the mean of their layers, weighted by images."""
     weights = torch.tensor([float(len(mine.labels)) for mine in data])
     weights /= weights.sum()
     for layer in layers:
@@ -244,7 +244,7 @@ def _average(models: Sequence[Model], data: Sequence[Prepared], layers: Sequence
 
 @torch.no_grad()
 def _pool(models: Sequence[Model], data: Sequence[Prepared], classes: int) -> Pull:
-    """Average everybody's class means, weighted by pictures."""
+    """Average everybody's class means, weighted by images."""
     sums, counts = torch.zeros(classes, models[0].classifier.in_features), torch.zeros(classes)
     for model, mine in zip(models, data, strict=True):
         sums.index_add_(0, mine.labels, model.hidden(mine.features))

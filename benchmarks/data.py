@@ -1,4 +1,4 @@
-"""Public data sets from the folder of real data, as arrays of pictures."""
+"""Public data sets from the folder of real data, as arrays of images."""
 
 import io
 import os
@@ -17,14 +17,14 @@ NAMES = ("mnist", "fashion_mnist", "cifar10")
 DIGITS = ("mnist", "usps", "mnist_m", "digits")
 """Ten digits in four hands: the domains of one benchmark."""
 PACS = ("pacs_photo", "pacs_art_painting", "pacs_cartoon", "pacs_sketch")
-"""Seven things as photographs and as three kinds of picture: the domains of another."""
+"""Seven things as photographs and as three kinds of image: the domains of another."""
 
 
 @dataclass(frozen=True)
-class Labelled:
-    """Pictures (n, H, W) grey or (n, H, W, 3) RGB, uint8, and their classes (n,) int64."""
+class Labeled:
+    """Images (n, H, W) gray or (n, H, W, 3) RGB, uint8, and their classes (n,) int64."""
 
-    pictures: NDArray[np.uint8]
+    images: NDArray[np.uint8]
     labels: NDArray[np.int64]
 
 
@@ -32,8 +32,8 @@ class Labelled:
 class DataSet:
     """What the devices share out, and what their head is judged on."""
 
-    train: Labelled
-    test: Labelled
+    train: Labeled
+    test: Labeled
 
 
 def data_folder() -> Path:
@@ -67,30 +67,30 @@ def load_data(name: str) -> DataSet:
             return DataSet(_unzip(archive, "train"), _unzip(archive, "test"))
     with np.load(path) as arrays:
         if "x" in arrays:
-            return _cut(Labelled(arrays["x"], arrays["y"].astype(np.int64)), train_share=0.75)
+            return _cut(Labeled(arrays["x"], arrays["y"].astype(np.int64)), train_share=0.75)
         return DataSet(
             *(
-                Labelled(arrays[f"x_{part}"], arrays[f"y_{part}"].astype(np.int64))
+                Labeled(arrays[f"x_{part}"], arrays[f"y_{part}"].astype(np.int64))
                 for part in ("train", "test")
             )
         )
 
 
-def sample(data: Labelled, count: int) -> Labelled:
-    """Return `count` of the pictures, or all if there are no more, the same ones every time."""
+def sample(data: Labeled, count: int) -> Labeled:
+    """Return `count` of the images, or all if there are no more, the same ones every time."""
     chosen = np.sort(np.random.default_rng(0).permutation(len(data.labels))[:count])
-    return Labelled(data.pictures[chosen], data.labels[chosen])
+    return Labeled(data.images[chosen], data.labels[chosen])
 
 
 def _scikit_learn_digits() -> DataSet:
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
-    pictures = (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8)
-    return _cut(Labelled(pictures, labels.astype(np.int64)), train_share=0.55)
+    images = (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8)
+    return _cut(Labeled(images, labels.astype(np.int64)), train_share=0.55)
 
 
-def _cut(data: Labelled, *, train_share: float) -> DataSet:
+def _cut(data: Labeled, *, train_share: float) -> DataSet:
     """Cut every class in two, at random but the same way every time."""
     order = np.random.default_rng(0).permutation(len(data.labels))
     by_class = [order[data.labels[order] == label] for label in np.unique(data.labels)]
@@ -98,15 +98,15 @@ def _cut(data: Labelled, *, train_share: float) -> DataSet:
     train = np.concatenate([members[:end] for members, end in zip(by_class, ends, strict=True)])
     test = np.concatenate([members[end:] for members, end in zip(by_class, ends, strict=True)])
     return DataSet(
-        Labelled(data.pictures[train], data.labels[train]), Labelled(data.pictures[test], data.labels[test])
+        Labeled(data.images[train], data.labels[train]), Labeled(data.images[test], data.labels[test])
     )
 
 
-def _unzip(archive: zipfile.ZipFile, part: str) -> Labelled:
+def _unzip(archive: zipfile.ZipFile, part: str) -> Labeled:
     """Decode `part/class/*.jpg` or `*.png`; classes are numbered in the order of their names."""
     names = sorted(
         name for name in archive.namelist() if name.startswith(f"{part}/") and name.endswith((".jpg", ".png"))
     )
     folders = [name.split("/")[1] for name in names]
-    pictures = [np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names]
-    return Labelled(np.stack(pictures), np.unique(folders, return_inverse=True)[1].astype(np.int64))
+    images = [np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names]
+    return Labeled(np.stack(images), np.unique(folders, return_inverse=True)[1].astype(np.int64))

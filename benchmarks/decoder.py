@@ -1,6 +1,6 @@
-"""An attacker's decoder: from what a frozen backbone says of a picture back to the picture (FedTC, appendix C).
+"""An attacker's decoder: from what a frozen backbone says of an image back to the image (FedTC, appendix C).
 
-Whoever runs a fleet has its backbone, and finds public pictures of the same kind: pairs of picture and feature to
+Whoever runs a fleet has its backbone, and finds public images of the same kind: pairs of image and feature to
 learn from, as many as there is patience for.
 """
 
@@ -22,7 +22,7 @@ WINDOW = 7
 
 
 class Decoder(nn.Module):
-    """Features (n, L), standardised by those it was made from, to pixels (n, H * W * channels) in 0 to 1."""
+    """Features (n, L), standardized by those it was made from, to pixels (n, H * W * channels) in 0 to 1."""
 
     mean: Tensor
     scale: Tensor
@@ -44,25 +44,25 @@ class Decoder(nn.Module):
         return pixels
 
 
-def as_values(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Pictures of whatever shape as values from 0 to 1."""
-    return (pictures / 255).astype(np.float32)
+def as_values(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Images of whatever shape as values from 0 to 1."""
+    return (images / 255).astype(np.float32)
 
 
 def train_decoder(
-    features: NDArray[np.float32], pictures: NDArray[np.uint8], *, epochs: int, seed: int, device: str
+    features: NDArray[np.float32], images: NDArray[np.uint8], *, epochs: int, seed: int, device: str
 ) -> Decoder:
-    """Learn to paint public pictures from their features: small errors in pixels, and a high SSIM.
+    """Learn to paint public images from their features: small errors in pixels, and a high SSIM.
 
     Args:
         features: float32 (n, L).
-        pictures: uint8 (n, H, W) or (n, H, W, 3), those that the features are of.
+        images: uint8 (n, H, W) or (n, H, W, 3), those that the features are of.
         epochs: passes over them.
         seed: of the first weights and the shuffles.
         device: a torch device.
     """
     known = torch.from_numpy(features).to(device)
-    wanted = torch.from_numpy(as_values(pictures).reshape(len(pictures), -1)).to(device)
+    wanted = torch.from_numpy(as_values(images).reshape(len(images), -1)).to(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         decoder = Decoder(known, pixels=wanted.shape[1]).to(device)
@@ -74,7 +74,7 @@ def train_decoder(
         for _ in range(epochs):
             for members in torch.split(torch.randperm(len(known), generator=generator), BATCH):
                 painted = decoder(known[members])
-                alike = _mean_ssim(*(_stack(each, pictures.shape) for each in (painted, wanted[members])))
+                alike = _mean_ssim(*(_stack(each, images.shape) for each in (painted, wanted[members])))
                 loss = functional.l1_loss(painted, wanted[members]) + SSIM_WEIGHT * (1 - alike)
                 optimizer.zero_grad()
                 torch.autograd.backward(loss)
@@ -85,7 +85,7 @@ def train_decoder(
 
 
 def decode(decoder: Decoder, features: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return the pictures (n, *shape) that an attacker takes features (n, L) for, values from 0 to 1."""
+    """Return the images (n, *shape) that an attacker takes features (n, L) for, values from 0 to 1."""
     with torch.inference_mode():
         pixels = decoder(torch.from_numpy(features).to(decoder.mean.device)).cpu()
     painted: NDArray[np.float32] = pixels.numpy().reshape(len(features), *shape)
@@ -93,9 +93,9 @@ def decode(decoder: Decoder, features: NDArray[np.float32], shape: tuple[int, ..
 
 
 def _stack(pixels: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Pixels (n, H * W * channels) of pictures (any, H, W) or (any, H, W, 3) as (n * channels, 1, H, W)."""
-    pictures = pixels.reshape(len(pixels), *shape[1:3], -1)
-    return pictures.permute(0, 3, 1, 2).reshape(-1, 1, *shape[1:3])
+    """Pixels (n, H * W * channels) of images (any, H, W) or (any, H, W, 3) as (n * channels, 1, H, W)."""
+    images = pixels.reshape(len(pixels), *shape[1:3], -1)
+    return images.permute(0, 3, 1, 2).reshape(-1, 1, *shape[1:3])
 
 
 def _mean_ssim(one: Tensor, other: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the device program weighs: importing it, its memory over many pictures, and how fast it extracts.
+"""What the device program weighs: importing it, its memory over many images, and how fast it extracts.
 
 `python -m benchmarks.device --backbone FILE` measures in processes of their own and compares within the same run,
 in turns, since the machine may be busy: read the ratios, not the seconds.
@@ -40,7 +40,7 @@ print('{{"seconds": %f, "memory_bytes": %d}}' % (seconds, int(memory) * 1024))
     show_default=True,
     help="What extracts; the larger it is, the less decoding matters.",
 )
-@click.option("--pictures", nargs=2, type=int, default=(1000, 5000), show_default=True, help="Few, and many.")
+@click.option("--images", nargs=2, type=int, default=(1000, 5000), show_default=True, help="Few, and many.")
 @click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1), show_default=True)
@@ -48,18 +48,18 @@ print('{{"seconds": %f, "memory_bytes": %d}}' % (seconds, int(memory) * 1024))
 def device(
     *,
     backbone: Path,
-    pictures: tuple[int, int],
+    images: tuple[int, int],
     repetitions: int,
     batch_size: int,
     workers: int,
     json_file: Path | None,
 ) -> None:
-    """Weigh the device program: imports, memory over many pictures, speed against a plain loop."""
+    """Weigh the device program: imports, memory over many images, speed against a plain loop."""
     figures = measure_imports(repetitions)
     with tempfile.TemporaryDirectory() as folder:
         few, many = Path(folder) / "few", Path(folder) / "many"
-        write_photographs(many, count=pictures[1])
-        link_some(many, few, count=pictures[0])
+        write_photographs(many, count=images[1])
+        link_some(many, few, count=images[0])
         run = {"backbone": str(backbone.resolve()), "batch_size": batch_size, "workers": workers}
         figures |= measure_memory(few, many, run, repetitions)
         figures |= measure_speed(few, run, repetitions)
@@ -84,7 +84,7 @@ def measure_imports(repetitions: int) -> dict[str, float]:
 
 
 def measure_memory(few: Path, many: Path, run: dict[str, Any], repetitions: int) -> dict[str, float]:
-    """Peak memory of extracting few and many pictures, each time with an empty cache; medians."""
+    """Peak memory of extracting few and many images, each time with an empty cache; medians."""
     peaks: dict[Path, list[dict[str, float]]] = {few: [], many: []}
     for _ in range(repetitions):
         for data in (few, many):
@@ -98,16 +98,16 @@ def measure_memory(few: Path, many: Path, run: dict[str, Any], repetitions: int)
 
 
 def measure_speed(data: Path, run: dict[str, Any], repetitions: int) -> dict[str, float]:
-    """Pictures a second, against a loop that decodes a batch and runs it, in one thread of Python; medians."""
+    """Images a second, against a loop that decodes a batch and runs it, in one thread of Python; medians."""
     ours, plain = [], []
     for _ in range(repetitions):
         ours.append(_python(_call("extract_once", data=str(data), **run)))
         plain.append(_python(_call("loop_once", data=str(data), **run)))
     return {
-        "pictures_per_second": _median(ours, "pictures_per_second"),
-        "loop_pictures_per_second": _median(plain, "pictures_per_second"),
+        "images_per_second": _median(ours, "images_per_second"),
+        "loop_images_per_second": _median(plain, "images_per_second"),
         "speed_ratio": statistics.median(
-            a["pictures_per_second"] / b["pictures_per_second"] for a, b in zip(ours, plain, strict=True)
+            a["images_per_second"] / b["images_per_second"] for a, b in zip(ours, plain, strict=True)
         ),
     }
 
@@ -115,7 +115,7 @@ def measure_speed(data: Path, run: dict[str, Any], repetitions: int) -> dict[str
 def extract_once(*, data: str, backbone: str, batch_size: int, workers: int) -> dict[str, float]:
     """Extract a folder with an empty cache as the device program does, and once more as after a restart."""
     from edge_client.data.extraction import extract
-    from edge_client.data.images import find_pictures
+    from edge_client.data.images import find_images
     from edge_client.runtime.backbone import open_backbone
     from edge_client.storage.feature_cache import FeatureCache
 
@@ -124,10 +124,10 @@ def extract_once(*, data: str, backbone: str, batch_size: int, workers: int) -> 
 
         def run() -> float:
             started = time.perf_counter()
-            pictures = find_pictures(Path(data), CLASSES)
+            images = find_images(Path(data), CLASSES)
             cache = FeatureCache(Path(state) / "features.sqlite")
             extraction = extract(
-                pictures,
+                images,
                 opened,
                 cache,
                 batch_size=batch_size,
@@ -140,8 +140,8 @@ def extract_once(*, data: str, backbone: str, batch_size: int, workers: int) -> 
 
         speed = run()
         peak = peak_memory_bytes()
-        pictures = len(find_pictures(Path(data), CLASSES))
-        return {"pictures_per_second": speed, "memory_bytes": peak, "restart_seconds": pictures / run()}
+        images = len(find_images(Path(data), CLASSES))
+        return {"images_per_second": speed, "memory_bytes": peak, "restart_seconds": images / run()}
 
 
 def loop_once(*, data: str, backbone: str, batch_size: int, workers: int) -> dict[str, float]:
@@ -149,18 +149,18 @@ def loop_once(*, data: str, backbone: str, batch_size: int, workers: int) -> dic
     del workers
     import onnxruntime
 
-    from edge_client.data.images import decode, find_pictures
+    from edge_client.data.images import decode, find_images
     from protocol.metadata import backbone_metadata
     from protocol.preprocessing import preprocess
 
     session = onnxruntime.InferenceSession(backbone, providers=["CPUExecutionProvider"])
     spec = backbone_metadata(session.get_modelmeta().custom_metadata_map).preprocessing
     started = time.perf_counter()
-    pictures = find_pictures(Path(data), CLASSES)
-    for start in range(0, len(pictures), batch_size):
-        batch = [preprocess(decode(picture.path), spec) for picture in pictures[start : start + batch_size]]
+    images = find_images(Path(data), CLASSES)
+    for start in range(0, len(images), batch_size):
+        batch = [preprocess(decode(image.path), spec) for image in images[start : start + batch_size]]
         session.run(["feature"], {"image": np.stack(batch)})
-    return {"pictures_per_second": len(pictures) / (time.perf_counter() - started)}
+    return {"images_per_second": len(images) / (time.perf_counter() - started)}
 
 
 def write_photographs(folder: Path, *, count: int) -> None:
@@ -181,7 +181,7 @@ def write_photographs(folder: Path, *, count: int) -> None:
 
 
 def link_some(source: Path, target: Path, *, count: int) -> None:
-    """Make a folder of the first `count` of another's pictures, without copying them."""
+    """Make a folder of the first `count` of another's images, without copying them."""
     for path in sorted(source.glob("*/*.jpg"), key=lambda path: path.name)[:count]:
         link = target / path.relative_to(source)
         link.parent.mkdir(parents=True, exist_ok=True)

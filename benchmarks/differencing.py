@@ -1,4 +1,4 @@
-"""What two submissions give away that one does not: a device that has a picture more hands in all of them again."""
+"""What two submissions give away that one does not: a device that has an image more uploads all of them again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from edge_client.data.prototypes import batch_prototypes
 def submit(
     features: NDArray[np.float32], *, batch: int, alpha: float, seed: Sequence[int]
 ) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
-    """Return what a device hands in of one class: float16 prototypes (m, L) and their counts (m,).
+    """Return what a device uploads of one class: float16 prototypes (m, L) and their counts (m,).
 
     Args:
-        features: float32 (n, L), in the order of the pictures' names.
+        features: float32 (n, L), in the order of the images' names.
         batch: B.
         alpha: share of the features that filtering keeps.
-        seed: of the shuffle; a device has the same one for a class of a task, whatever its pictures are.
+        seed: of the shuffle; a device has the same one for a class of a task, whatever its images are.
     """
     values, counts = batch_prototypes(
         lambda: [features], alpha=alpha, batch_size=batch, min_images=2, rng=np.random.default_rng(seed)
@@ -35,7 +35,7 @@ def added_feature(
 ) -> NDArray[np.float32]:
     """Take the weighted sum of a class's prototypes from that of the next submission: the new feature, (L,).
 
-    Exact but for the rounding to float16, where filtering dropped the same pictures both times.
+    Exact but for the rounding to float16, where filtering dropped the same images both times.
     """
     first, second = (
         counts.astype(np.float64) @ values.astype(np.float64) for values, counts in (before, after)
@@ -47,10 +47,10 @@ def added_feature(
 def unmix(
     submissions: Sequence[tuple[NDArray[np.float16], NDArray[np.uint32]]], *, batch: int, seed: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Solve for single features, (n, L), by someone who can tell how pictures were shuffled; a few stay mixed.
+    """Solve for single features, (n, L), by someone who can tell how images were shuffled; a few stay mixed.
 
     Each submission is a linear equation for each of its prototypes. Nothing was filtered, and each submission has
-    one picture more than the one before, at the end: so the number of unknowns hardly grows, and that of equations
+    one image more than the one before, at the end: so the number of unknowns hardly grows, and that of equations
     does.
 
     Args:
@@ -58,7 +58,7 @@ def unmix(
         batch: B.
         seed: of the shuffle.
     """
-    pictures = int(submissions[-1][1].sum())
+    images = int(submissions[-1][1].sum())
     rows, known = [], []
     for values, counts in submissions:
         had = int(counts.sum())
@@ -69,7 +69,7 @@ def unmix(
             min_images=2,
             rng=np.random.default_rng(seed),
         )[0]
-        rows.append(np.pad(shares.astype(np.float64), ((0, 0), (0, pictures - had))))
+        rows.append(np.pad(shares.astype(np.float64), ((0, 0), (0, images - had))))
         known.append(values.astype(np.float64))
     solved: NDArray[np.float64] = np.linalg.lstsq(np.concatenate(rows), np.concatenate(known), rcond=None)[0]
     return solved.astype(np.float32)
@@ -77,16 +77,16 @@ def unmix(
 
 @dataclass(frozen=True, kw_only=True)
 class Resubmitted:
-    """What submissions of nearly the same pictures give away.
+    """What submissions of nearly the same images give away.
 
     Attributes:
         batch: B.
-        error: median relative error of the feature of a picture that came between two submissions, around its
+        error: median relative error of the feature of an image that came between two submissions, around its
             class mean.
-        ssim: mean SSIM of what is painted of it to the picture.
+        ssim: mean SSIM of what is painted of it to the image.
         top_1: how often it is told from 99 strangers of its class.
         submissions: those by which somebody who can tell the shuffle has as many equations as unknowns.
-        all_error: median relative error of every feature of the device by then; None if it has too few pictures.
+        all_error: median relative error of every feature of the device by then; None if it has too few images.
     """
 
     batch: int
@@ -97,41 +97,40 @@ class Resubmitted:
     all_error: float | None
 
 
-def resubmit(scene: Scene, decoder: Decoder, *, batch: int, pictures: int, seed: int) -> Resubmitted:
-    """Let a device hand in again with a picture more, of each class in turn, and a server compare.
+def resubmit(scene: Scene, decoder: Decoder, *, batch: int, images: int, seed: int) -> Resubmitted:
+    """Let a device upload again with an image more, of each class in turn, and a server compare.
 
     Args:
         scene: who has what.
         decoder: the attacker's.
         batch: B.
-        pictures: of each class, at first.
+        images: of each class, at first.
         seed: of the shuffles.
     """
     errors, found, alike, solved, submissions = [], [], [], [], 0
     rng = np.random.default_rng(seed)
     for label, strangers in scene.strangers.items():
         rows = scene.device[scene.labels[scene.device] == label]
-        mine, centre = scene.features[rows], scene.features[rows].mean(axis=0)
+        mine, center = scene.features[rows], scene.features[rows].mean(axis=0)
         key = (seed, label)
-        for newest in range(pictures, min(pictures + 10, len(rows))):
+        for newest in range(images, min(images + 10, len(rows))):
             before, after = (
                 submit(mine[:had], batch=batch, alpha=0.99, seed=key) for had in (newest, newest + 1)
             )
             added = added_feature(before, after)
-            errors.append(_error(added, mine[newest], centre))
+            errors.append(_error(added, mine[newest], center))
             others = scene.features[rng.permutation(strangers)[: CANDIDATES - 1]]
             nearest = np.linalg.norm(others - added, axis=1).min()
             found.append(bool(np.linalg.norm(mine[newest] - added) < nearest))
-            painted = decode(decoder, added[None], scene.pictures.shape[1:])[0]
-            alike.append(best_ssim(painted, scene.pictures[rows[newest]][None]))
-        submissions = _enough(pictures, batch)
-        if pictures + submissions - 1 <= len(mine):
-            handed_in = [
-                submit(mine[: pictures + more], batch=batch, alpha=1.0, seed=key)
-                for more in range(submissions)
+            painted = decode(decoder, added[None], scene.images.shape[1:])[0]
+            alike.append(best_ssim(painted, scene.images[rows[newest]][None]))
+        submissions = _enough(images, batch)
+        if images + submissions - 1 <= len(mine):
+            uploaded = [
+                submit(mine[: images + more], batch=batch, alpha=1.0, seed=key) for more in range(submissions)
             ]
-            every = unmix(handed_in, batch=batch, seed=key)
-            solved += [_error(one, true, centre) for one, true in zip(every, mine, strict=False)]
+            every = unmix(uploaded, batch=batch, seed=key)
+            solved += [_error(one, true, center) for one, true in zip(every, mine, strict=False)]
     return Resubmitted(
         batch=batch,
         error=float(np.median(errors)),
@@ -142,14 +141,14 @@ def resubmit(scene: Scene, decoder: Decoder, *, batch: int, pictures: int, seed:
     )
 
 
-def _enough(pictures: int, batch: int) -> int:
-    """Submissions, each with a picture more, that make as many equations as there are features, and one more."""
-    submissions, equations = 1, max(pictures // batch, 1)
-    while equations < pictures + submissions - 1:
-        equations += max((pictures + submissions) // batch, 1)
+def _enough(images: int, batch: int) -> int:
+    """Submissions, each with an image more, that make as many equations as there are features, and one more."""
+    submissions, equations = 1, max(images // batch, 1)
+    while equations < images + submissions - 1:
+        equations += max((images + submissions) // batch, 1)
         submissions += 1
     return submissions + 1
 
 
-def _error(found: NDArray[np.float32], true: NDArray[np.float32], centre: NDArray[np.float32]) -> float:
-    return float(np.linalg.norm(found - true) / np.linalg.norm(true - centre))
+def _error(found: NDArray[np.float32], true: NDArray[np.float32], center: NDArray[np.float32]) -> float:
+    return float(np.linalg.norm(found - true) / np.linalg.norm(true - center))

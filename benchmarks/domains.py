@@ -12,7 +12,7 @@ from benchmarks.partitions import Partition, share_out
 from protocol.errors import ConfigError
 
 VALIDATION = 400
-"""Pictures of a domain to choose settings by, at most."""
+"""Images of a domain to choose settings by, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,12 @@ class Client:
     """A device's features, to learn from and to be judged by.
 
     Attributes:
-        domain: where its pictures are from.
+        domain: where its images are from.
         train: float32 (n, L).
         train_labels: int64 (n,).
         test: float32 (m, L).
         test_labels: int64 (m,).
-        weights: float64 (m,), what each test picture counts; they add up to 1.
+        weights: float64 (m,), what each test image counts; they add up to 1.
     """
 
     domain: str
@@ -36,7 +36,7 @@ class Client:
     weights: NDArray[np.float64]
 
     def accuracy(self, predicted: NDArray[np.int64]) -> float:
-        """Return the share of the test pictures that is right, each by its weight."""
+        """Return the share of the test images that is right, each by its weight."""
         return float(self.weights[predicted == self.test_labels].sum())
 
 
@@ -48,8 +48,8 @@ def load_domains(
     Args:
         names: what `benchmarks.data.load_data` knows.
         backbones: of `benchmarks.features.BACKBONES`.
-        image_size: pixels of the square that every picture is resized to.
-        at_most: pictures to take of each part, where all would be too many.
+        image_size: pixels of the square that every image is resized to.
+        at_most: images to take of each part, where all would be too many.
 
     Raises:
         ConfigError: the data or the weights are not there.
@@ -72,13 +72,13 @@ def load_domains(
 def feature_shift(
     domains: Mapping[str, Features], *, per_class: int, rng: np.random.Generator, validation: bool
 ) -> list[Client]:
-    """Give every domain one client, with so many pictures of each class.
+    """Give every domain one client, with so many images of each class.
 
     Args:
         domains: where the clients are.
-        per_class: pictures of each class that a client has.
+        per_class: images of each class that a client has.
         rng: draws them.
-        validation: judge on other training pictures, to choose settings, and not on test pictures.
+        validation: judge on other training images, to choose settings, and not on test images.
     """
     classes = next(iter(domains.values())).classes
     counts = np.full((len(domains), classes), per_class)
@@ -94,17 +94,17 @@ def label_shift(
     rng: np.random.Generator,
     validation: bool,
 ) -> list[Client]:
-    """Share pictures of each class out among clients, by shares drawn from a Dirichlet distribution.
+    """Share images of each class out among clients, by shares drawn from a Dirichlet distribution.
 
     A client is judged by its own mixture of classes.
 
     Args:
-        domains: where pictures are from.
+        domains: where images are from.
         owners: the domain of each client; one for all, or, to shift features as well, different ones.
-        per_class: pictures of each class that all clients together have, per client.
+        per_class: images of each class that all clients together have, per client.
         concentration: of the distribution.
-        rng: draws shares and pictures.
-        validation: judge on other training pictures, to choose settings, and not on test pictures.
+        rng: draws shares and images.
+        validation: judge on other training images, to choose settings, and not on test images.
     """
     classes = next(iter(domains.values())).classes
     labels = np.repeat(np.arange(classes), per_class * len(owners))
@@ -121,28 +121,28 @@ def unequal(
     rng: np.random.Generator,
     validation: bool,
 ) -> list[Client]:
-    """Give each domain a number of clients, and each of them a number of pictures.
+    """Give each domain a number of clients, and each of them a number of images.
 
     Args:
         domains: where the clients are.
-        plan: for each domain, its clients and the pictures of each.
+        plan: for each domain, its clients and the images of each.
         rng: draws them.
-        validation: judge on other training pictures, to choose settings, and not on test pictures.
+        validation: judge on other training images, to choose settings, and not on test images.
 
     Raises:
-        ConfigError: a domain has not so many pictures.
+        ConfigError: a domain has not so many images.
     """
     clients = []
-    for name, (number, pictures) in plan.items():
+    for name, (number, images) in plan.items():
         domain = domains[name]
         order = rng.permutation(len(domain.train_labels))
-        if number * pictures > len(order):
-            raise ConfigError(f"{name} has {len(order)} pictures, not {number} times {pictures}")
-        test, labels = _judged_by(domain, order[number * pictures :] if validation else None)
+        if number * images > len(order):
+            raise ConfigError(f"{name} has {len(order)} images, not {number} times {images}")
+        test, labels = _judged_by(domain, order[number * images :] if validation else None)
         weights = np.full(len(labels), 1 / len(labels))
         clients += [
             _client(name, domain, mine, test=test, test_labels=labels, weights=weights)
-            for mine in order[: number * pictures].reshape(number, pictures)
+            for mine in order[: number * images].reshape(number, images)
         ]
     return clients
 
@@ -164,7 +164,7 @@ def _clients(
     rng: np.random.Generator,
     validation: bool,
 ) -> list[Client]:
-    """Draw the pictures of clients, (K, C) of each class, no picture twice."""
+    """Draw the images of clients, (K, C) of each class, no image twice."""
     stacks = {}
     for name in dict.fromkeys(owners):
         labels = domains[name].train_labels
@@ -185,7 +185,7 @@ def _draw(stacks: Sequence[list[int]], counts: NDArray[np.int64], name: str) -> 
     taken = []
     for label, (stack, count) in enumerate(zip(stacks, counts, strict=True)):
         if count > len(stack):
-            raise ConfigError(f"{name} has too few pictures of class {label}: {count} more were wanted")
+            raise ConfigError(f"{name} has too few images of class {label}: {count} more were wanted")
         taken += [stack.pop() for _ in range(count)]
     return np.array(taken, dtype=np.int64)
 
@@ -199,11 +199,11 @@ def _judged_by(
 
 
 def _weights(labels: NDArray[np.int64], share: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Weights of test pictures, such that classes count as much as a client has of them."""
+    """Weights of test images, such that classes count as much as a client has of them."""
     present = np.bincount(labels, minlength=len(share))
     weights = (share / np.maximum(present, 1))[labels]
-    normalised: NDArray[np.float64] = weights / weights.sum()
-    return normalised
+    normalized: NDArray[np.float64] = weights / weights.sum()
+    return normalized
 
 
 def _client(
@@ -238,17 +238,17 @@ def shifted(
     seed: int,
     validation: bool = False,
 ) -> list[Client]:
-    """Return the clients of one of the three settings of FedPCL, with ten pictures a class each or on average.
+    """Return the clients of one of the three settings of FedPCL, with ten images a class each or on average.
 
     Args:
         domains: the digits.
         shift: one of SHIFTS: one client a domain; `clients` on MNIST-M with different mixtures of classes; or
             one a domain with different mixtures.
-        per_class: pictures of each class, per client.
+        per_class: images of each class, per client.
         clients: with label shift alone.
         concentration: of the Dirichlet distribution of the mixtures.
         seed: of all that is drawn.
-        validation: judge on other training pictures, to choose settings, and not on test pictures.
+        validation: judge on other training images, to choose settings, and not on test images.
     """
     rng = np.random.default_rng(seed)
     if shift == "feature":

@@ -19,7 +19,7 @@ from protocol.errors import ConfigError
 from protocol.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
 
-PICTURES_PER_RUN = 128
+IMAGES_PER_RUN = 128
 HALF = (0.5, 0.5, 0.5)
 
 
@@ -74,8 +74,8 @@ def load_features(data: str, *, backbone: str, image_size: int, at_most: int | N
     Args:
         data: what `benchmarks.data.load_data` knows.
         backbone: one of BACKBONES.
-        image_size: pixels of the square that every picture is resized to, without a crop.
-        at_most: pictures to take of each part, where all would be too many.
+        image_size: pixels of the square that every image is resized to, without a crop.
+        at_most: images to take of each part, where all would be too many.
 
     Raises:
         ConfigError: the data or the weights are not there.
@@ -107,7 +107,7 @@ def backbone_file(backbone: str, *, image_size: int) -> Path:
 
 
 def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path) -> None:
-    """Write one of BACKBONES as an ONNX file, for pictures resized to a square without a crop."""
+    """Write one of BACKBONES as an ONNX file, for images resized to a square without a crop."""
     from export.backbones import Choice, load_backbone
     from export.to_onnx import export_module
 
@@ -127,14 +127,12 @@ def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path
 
 
 def _extract(data: str, backbone: Backbone, file: Path, *, at_most: int | None) -> None:
-    pictures = load_data(data)
-    train, test = (
-        part if at_most is None else sample(part, at_most) for part in (pictures.train, pictures.test)
-    )
+    images = load_data(data)
+    train, test = (part if at_most is None else sample(part, at_most) for part in (images.train, images.test))
     features = Features(
-        train=features_of(train.pictures, backbone, f"{data} train"),
+        train=features_of(train.images, backbone, f"{data} train"),
         train_labels=train.labels,
-        test=features_of(test.pictures, backbone, f"{data} test"),
+        test=features_of(test.images, backbone, f"{data} test"),
         test_labels=test.labels,
     )
     unfinished = file.with_suffix(".part.npz")
@@ -142,14 +140,14 @@ def _extract(data: str, backbone: Backbone, file: Path, *, at_most: int | None) 
     unfinished.replace(file)
 
 
-def features_of(pictures: NDArray[np.uint8], backbone: Backbone, label: str) -> NDArray[np.float32]:
-    """Return the features (n, L) of pictures (n, H, W) or (n, H, W, 3), by the device's own functions."""
+def features_of(images: NDArray[np.uint8], backbone: Backbone, label: str) -> NDArray[np.float32]:
+    """Return the features (n, L) of images (n, H, W) or (n, H, W, 3), by the device's own functions."""
     spec = backbone.metadata.preprocessing
-    features = np.empty((len(pictures), backbone.metadata.feature_size), dtype=np.float32)
-    starts = range(0, len(pictures), PICTURES_PER_RUN)
+    features = np.empty((len(images), backbone.metadata.feature_size), dtype=np.float32)
+    starts = range(0, len(images), IMAGES_PER_RUN)
     with click.progressbar(starts, label=f"features of {label}", file=sys.stderr) as bar:
         for start in bar:
-            chunk = pictures[start : start + PICTURES_PER_RUN]
-            images = np.stack([preprocess(Image.fromarray(picture), spec) for picture in chunk])
-            features[start : start + len(chunk)] = backbone.features(images)
+            chunk = images[start : start + IMAGES_PER_RUN]
+            batch = np.stack([preprocess(Image.fromarray(image), spec) for image in chunk])
+            features[start : start + len(chunk)] = backbone.features(batch)
     return features

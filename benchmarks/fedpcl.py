@@ -27,7 +27,7 @@ PRINTED = {
     "learning_rate": 1e-3,
     "loss": "contrastive",
     "relu": True,
-    "standardise": False,
+    "standardize": False,
     "prior": False,
 }
 """As the paper has it."""
@@ -39,10 +39,10 @@ _RECIPE = Recipe(
     optimizer="adam",
     learning_rate=1e-3,
     weight_decay=1e-4,
-    standardise=True,
+    standardize=True,
     adapter_size=256,
 )
-_AS_THEY_ARE = replace(_RECIPE, standardise=False)
+_AS_THEY_ARE = replace(_RECIPE, standardize=False)
 RECIPES: Mapping[Method, Recipe] = MappingProxyType(
     {
         "Solo": _AS_THEY_ARE,
@@ -50,10 +50,10 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "FedProx": replace(_RECIPE, proximal=0.01),
         "FedRep": replace(_RECIPE, learning_rate=3e-4),
         "FedProto": _AS_THEY_ARE,
-        "centralised": _AS_THEY_ARE,
+        "centralized": _AS_THEY_ARE,
     }
 )
-"""What each rival did best with on validation pictures, one recipe for all settings; docs/benchmarks.md says of what
+"""What each rival did best with on validation images, one recipe for all settings; docs/benchmarks.md says of what
 it was chosen."""
 
 COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "up_bytes", "down_bytes")
@@ -78,7 +78,7 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
     type=click.IntRange(min=1),
     default=10,
     show_default=True,
-    help="Pictures of a class for each device, or on average where labels differ.",
+    help="Images of a class for each device, or on average where labels differ.",
 )
 @click.option(
     "--clients", type=click.IntRange(min=2), default=10, show_default=True, help="With label shift alone."
@@ -120,7 +120,7 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
 )
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="May be repeated.")
 @click.option(
-    "--pictures",
+    "--images",
     type=click.IntRange(min=1),
     default=2000,
     show_default=True,
@@ -129,7 +129,7 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
 @click.option(
     "--validation",
     is_flag=True,
-    help="Judge on training pictures that no device has, as for choosing settings.",
+    help="Judge on training images that no device has, as for choosing settings.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
@@ -143,7 +143,7 @@ def command(
     concentration: float,
     baselines: tuple[str, ...],
     seeds: tuple[int, ...],
-    pictures: int,
+    images: int,
     validation: bool,
     json_file: Path | None,
     **fedpcl: Any,
@@ -153,7 +153,7 @@ def command(
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []
     for number in backbones:
-        domains = load_domains(DIGITS, BACKBONES[:number], image_size=IMAGE_SIZE, at_most=pictures)
+        domains = load_domains(DIGITS, BACKBONES[:number], image_size=IMAGE_SIZE, at_most=images)
         for shift in shifts:
             setting = f"{shift} shift, {number} backbone{'s' if number > 1 else ''}"
             mine: list[Run] = []

@@ -50,7 +50,7 @@ def partitions_of(
     help="Share of each class that outlier filtering keeps.",
 )
 @click.option(
-    "--batch", type=click.IntRange(min=1), default=5, show_default=True, help="Pictures in a prototype."
+    "--batch", type=click.IntRange(min=1), default=5, show_default=True, help="Images in a prototype."
 )
 @click.option("--recipe", type=click.Choice(["default", "paper"]), default="default", show_default=True)
 @click.option(

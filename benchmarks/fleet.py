@@ -1,6 +1,6 @@
 """FedTC in process: the devices' and the aggregator's own functions and messages, without a network.
 
-Measured are what the head gets right of pictures that no device has, what it took to train it and what went
+Measured are what the head gets right of images that no device has, what it took to train it and what went
 up, and beside it what the same head comes to on all the features themselves: the ceiling.
 """
 
@@ -29,7 +29,7 @@ class Settings:
     Attributes:
         clients: K.
         alpha: share of each class's features that filtering keeps.
-        batch_size: pictures in a prototype, B.
+        batch_size: images in a prototype, B.
         recipe: how the head is trained.
         device: a torch device.
     """
@@ -46,11 +46,11 @@ class Result:
     """One fleet's head.
 
     Attributes:
-        partition: how the pictures were shared out.
+        partition: how the images were shared out.
         seed: of the sharing, the batches and the training.
-        accuracy: share of the test pictures that the head gets right.
+        accuracy: share of the test images that the head gets right.
         devices: clients that had something to send.
-        pictures: behind the prototypes.
+        images: behind the prototypes.
         prototypes: of all devices.
         bytes_up: of all submissions, as encoded for the wire.
         tensor_bytes: the part of them that is float16 prototypes.
@@ -62,7 +62,7 @@ class Result:
     seed: int
     accuracy: float
     devices: int
-    pictures: int
+    images: int
     prototypes: int
     bytes_up: int
     tensor_bytes: int
@@ -80,7 +80,7 @@ class Ceiling:
 
 
 def run_fleet(features: Features, partition: Partition, settings: Settings, *, seed: int) -> Result:
-    """Share the pictures out, let every client submit, train on what arrived, and judge the head."""
+    """Share the images out, let every client submit, train on what arrived, and judge the head."""
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed).values()
     taken = pool([_take(payload, expectation) for payload in payloads])
@@ -90,7 +90,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
         seed=seed,
         accuracy=accuracy_of(trained.module, features),
         devices=len(payloads),
-        pictures=int(taken.counts.sum()),
+        images=int(taken.counts.sum()),
         prototypes=len(taken.labels),
         bytes_up=sum(map(len, payloads)),
         tensor_bytes=taken.values.astype(np.float16).nbytes,
@@ -161,7 +161,7 @@ def _submissions(
                     prototypes=to_tensor(mine.values.astype(np.float16)),
                     labels=to_unsigned(mine.labels),
                     counts=to_unsigned(mine.counts),
-                    pictures=int(np.count_nonzero(owners == client)),
+                    images=int(np.count_nonzero(owners == client)),
                 )
             )
     return submissions
@@ -210,7 +210,7 @@ def train_on(data: Prototypes, features: Features, settings: Settings, *, seed: 
 
 
 def accuracy_of(head: Head, features: Features) -> float:
-    """Return the share of the test pictures that the head gets right."""
+    """Return the share of the test images that the head gets right."""
     with torch.inference_mode():
         predicted = head(torch.from_numpy(features.test)).argmax(dim=1).numpy()
     return float((predicted == features.test_labels).mean())

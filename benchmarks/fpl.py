@@ -19,7 +19,7 @@ from benchmarks.features import BACKBONES, Features
 from benchmarks.scores import Run, by_method, show, write_report
 
 IMAGE_SIZE = 96
-PICTURES = 2000
+IMAGES = 2000
 """Of each part of a domain's data set, at most."""
 
 PLANS: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
@@ -28,12 +28,12 @@ PLANS: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
         "pacs": dict(zip(PACS, ((3, 35), (2, 35), (1, 35), (4, 35)), strict=True)),
     }
 )
-"""For each domain its devices, and the pictures of each: 20 devices, as the paper has them, and 10."""
+"""For each domain its devices, and the images of each: 20 devices, as the paper has them, and 10."""
 
 VALIDATION_SHARE = 0.6
-"""Of the devices' pictures where the rest are judged by."""
+"""Of the devices' images where the rest are judged by."""
 
-PRINTED = {"tau": 0.02, "learning_rate": 0.01, "regularisation": 1.0, "standardise": False}
+PRINTED = {"tau": 0.02, "learning_rate": 0.01, "regularization": 1.0, "standardize": False}
 """As the paper has it."""
 
 _RECIPE = Recipe(
@@ -43,7 +43,7 @@ _RECIPE = Recipe(
     optimizer="sgd",
     learning_rate=0.1,
     weight_decay=1e-5,
-    standardise=True,
+    standardize=True,
     adapter_size=256,
 )
 _SLOWER = replace(_RECIPE, learning_rate=0.03)
@@ -55,10 +55,10 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "FedRep": _SLOWER,
         "FedProto": _SLOWER,
         "FedProto averaged": _SLOWER,
-        "centralised": replace(_RECIPE, learning_rate=0.01),
+        "centralized": replace(_RECIPE, learning_rate=0.01),
     }
 )
-"""What each rival did best with on validation pictures; docs/benchmarks.md says of what it was chosen."""
+"""What each rival did best with on validation images; docs/benchmarks.md says of what it was chosen."""
 
 COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
 
@@ -76,8 +76,8 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
 )
 @click.option("--rounds", type=click.IntRange(min=1), help="Of FPL.  [default: its own]")
 @click.option(
-    "--regularisation",
-    "regularisations",
+    "--regularization",
+    "regularizations",
     type=click.FloatRange(min=0),
     multiple=True,
     help="Weights to try beside FPL's own; may be repeated.",
@@ -94,7 +94,7 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
 @click.option(
     "--validation",
     is_flag=True,
-    help="Judge on training pictures that no device has, as for choosing settings.",
+    help="Judge on training images that no device has, as for choosing settings.",
 )
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
@@ -116,7 +116,7 @@ def command(
     for name in data:
         plan = PLANS[name]
         domains = load_domains(
-            list(plan), backbones, image_size=IMAGE_SIZE, at_most=PICTURES if name == "digits" else None
+            list(plan), backbones, image_size=IMAGE_SIZE, at_most=IMAGES if name == "digits" else None
         )
         classes = next(iter(domains.values())).classes
         mine: list[Run] = []
@@ -138,17 +138,17 @@ def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: 
         domains = {domain: halved(features, rng) for domain, features in domains.items()}
         if validation:
             plan = {
-                domain: (devices, round(VALIDATION_SHARE * pictures))
-                for domain, (devices, pictures) in plan.items()
+                domain: (devices, round(VALIDATION_SHARE * images))
+                for domain, (devices, images) in plan.items()
             }
     return unequal(domains, plan, rng=rng, validation=validation)
 
 
-def _algorithms(*, rounds: int | None, regularisations: tuple[float, ...], printed: bool) -> dict[str, FPL]:
+def _algorithms(*, rounds: int | None, regularizations: tuple[float, ...], printed: bool) -> dict[str, FPL]:
     """Return what to compare, by name."""
     given = {} if rounds is None else {"rounds": rounds}
     asked: dict[str, dict[str, float]] = {"FPL": {}}
-    asked |= {f"FPL, regularisation {weight:g}": {"regularisation": weight} for weight in regularisations}
+    asked |= {f"FPL, regularization {weight:g}": {"regularization": weight} for weight in regularizations}
     if printed:
         asked["FPL as printed"] = PRINTED
     return {name: msgspec.convert({**given, **settings}, FPL) for name, settings in asked.items()}

@@ -89,7 +89,7 @@ def measure(
 ) -> dict[str, float]:
     """Bytes a second that each takes, and processor time for a submission, as medians.
 
-    And of neighbouring runs, the lowest, median and highest ratio of the speeds.
+    And of neighboring runs, the lowest, median and highest ratio of the speeds.
     """
     task = folder / "task.toml"
     backbone = ROOT / "examples" / "quickstart" / "backbone.onnx"
@@ -153,7 +153,7 @@ def time_discarding(broker: Broker, load: Load) -> Cost:
 
 
 def discard(port: int, messages: int) -> None:
-    """Subscribe to what devices hand in, and say on stdout when that works, and at the end what it has cost.
+    """Subscribe to what devices upload, and say on stdout when that works, and at the end what it has cost.
 
     Each message is acknowledged from this thread, as the aggregator has to, but at once.
     """

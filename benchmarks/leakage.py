@@ -1,4 +1,4 @@
-"""What prototypes tell of the single pictures in them, by an attacker who knows pictures of the same kind."""
+"""What prototypes tell of the single images in them, by an attacker who knows images of the same kind."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edge_client.data.prototypes import batch_prototypes
 
 CANDIDATES = 100
-"""Pictures of a class among which the one in a prototype is to be found."""
+"""Images of a class among which the one in a prototype is to be found."""
 LUMINANCE = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 # A direction in which public features hardly spread would count for too much.
 LEAST_VARIANCE = 0.01
@@ -18,14 +18,14 @@ LEAST_VARIANCE = 0.01
 
 @dataclass(frozen=True)
 class Release:
-    """Prototypes as a server gets them, and what it does not get: which pictures are in which.
+    """Prototypes as a server gets them, and what it does not get: which images are in which.
 
     Attributes:
         values: float32 (m, L), each at one time float16, as on the wire.
         labels: int64 (m,).
         counts: int64 (m,).
         noise: float64 (m,), the deviation of what was added to each of its values; everybody knows it.
-        members: for each prototype the rows of its pictures, among all.
+        members: for each prototype the rows of its images, among all.
     """
 
     values: NDArray[np.float32]
@@ -40,32 +40,32 @@ class Knowledge:
     """What public features say of how features lie around the mean of their class.
 
     Attributes:
-        centres: float32 (C, L).
+        centers: float32 (C, L).
         axes: float32 (L, L), a column for each principal axis within classes.
         variances: float32 (L,), along them; none is near zero.
     """
 
-    centres: NDArray[np.float32]
+    centers: NDArray[np.float32]
     axes: NDArray[np.float32]
     variances: NDArray[np.float32]
 
     def along(self, features: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return deviations (n, L) from the centres of classes (n,), along the axes."""
-        return ((features - self.centres[labels]) @ self.axes).astype(np.float32)
+        """Return deviations (n, L) from the centers of classes (n,), along the axes."""
+        return ((features - self.centers[labels]) @ self.axes).astype(np.float32)
 
     def denoise(self, release: Release) -> NDArray[np.float32]:
         """Return the best linear guess (m, L) at what prototypes were before noise came on them."""
         spread = self.variances / release.counts[:, None]
         kept = self.along(release.values, release.labels) * (spread / (spread + release.noise[:, None] ** 2))
-        return (self.centres[release.labels] + kept @ self.axes.T).astype(np.float32)
+        return (self.centers[release.labels] + kept @ self.axes.T).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Linkage:
-    """How well pictures are told to be in a prototype.
+    """How well images are told to be in a prototype.
 
     Attributes:
-        auc: chance that a picture in a prototype scores higher than one of its class that is not: 0.5 is none.
+        auc: chance that an image in a prototype scores higher than one of its class that is not: 0.5 is none.
         top_1: how often the one in the prototype scores highest among CANDIDATES.
     """
 
@@ -74,7 +74,7 @@ class Linkage:
 
 
 Score: TypeAlias = Callable[[int, NDArray[np.intp]], NDArray[np.float64]]
-"""From the number of a prototype and the rows of pictures (n,) to how likely these are in it, (n,)."""
+"""From the number of a prototype and the rows of images (n,) to how likely these are in it, (n,)."""
 
 
 def deal(
@@ -83,10 +83,10 @@ def deal(
     """Make the prototypes of a device by its own function, without outlier filtering, and note what is in each.
 
     Args:
-        features: float32 (n, L), of all pictures.
+        features: float32 (n, L), of all images.
         labels: int64 (n,).
         rows: those of the device.
-        batch: pictures in a prototype, B; a class has at least that many.
+        batch: images in a prototype, B; a class has at least that many.
         seed: of the shuffle.
     """
     values, classes, members = [], [], []
@@ -114,15 +114,15 @@ def deal(
 def study(features: NDArray[np.float32], labels: NDArray[np.int64]) -> Knowledge:
     """Learn class means and the pooled covariance within classes from public features (n, L)."""
     classes = int(labels.max()) + 1
-    centres = np.stack([features[labels == label].mean(axis=0) for label in range(classes)])
-    deviations = features - centres[labels]
+    centers = np.stack([features[labels == label].mean(axis=0) for label in range(classes)])
+    deviations = features - centers[labels]
     variances, axes = np.linalg.eigh(deviations.T @ deviations / len(deviations))
     floor = LEAST_VARIANCE * variances.mean()
-    return Knowledge(centres, axes.astype(np.float32), (variances.clip(0) + floor).astype(np.float32))
+    return Knowledge(centers, axes.astype(np.float32), (variances.clip(0) + floor).astype(np.float32))
 
 
 def by_cosine(release: Release, features: NDArray[np.float32]) -> Score:
-    """Score a picture by the cosine of its feature to the prototype, all that needs no knowledge."""
+    """Score an image by the cosine of its feature to the prototype, all that needs no knowledge."""
     unit = features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
 
     def score(prototype: int, rows: NDArray[np.intp]) -> NDArray[np.float64]:
@@ -139,18 +139,18 @@ def by_likelihood(
     labels: NDArray[np.int64],
     knowledge: Knowledge,
 ) -> Score:
-    """Score by the log of the ratio of likelihoods, Gaussian, that a picture is in a prototype and that it is not.
+    """Score by the log of the ratio of likelihoods, Gaussian, that an image is in a prototype and that it is not.
 
-    With n pictures in it, one of them f, a prototype lies around mu + (f - mu) / n instead of mu, with
+    With n images in it, one of them f, a prototype lies around mu + (f - mu) / n instead of mu, with
     covariance S / n and noise: a constant aside, (f - mu)' C^-1 (P - mu) / n - (f - mu)' C^-1 (f - mu) / (2 n^2).
     """
-    pictures = knowledge.along(features, labels)
+    images = knowledge.along(features, labels)
     prototypes = knowledge.along(release.values, release.labels)
 
     def score(prototype: int, rows: NDArray[np.intp]) -> NDArray[np.float64]:
         count = release.counts[prototype]
         precision = 1 / (knowledge.variances / count + release.noise[prototype] ** 2)
-        shift = pictures[rows] / count
+        shift = images[rows] / count
         ratios: NDArray[np.float64] = (shift * precision) @ prototypes[prototype] - (
             (shift**2) @ precision
         ) / 2
@@ -162,12 +162,12 @@ def by_likelihood(
 def link(
     score: Score, release: Release, strangers: Mapping[int, NDArray[np.intp]], *, rng: np.random.Generator
 ) -> Linkage:
-    """Let an attacker tell the pictures in each prototype from strangers of the same class.
+    """Let an attacker tell the images in each prototype from strangers of the same class.
 
     Args:
         score: the attacker's.
         release: the prototypes.
-        strangers: of each class the rows of pictures that are in no prototype.
+        strangers: of each class the rows of images that are in no prototype.
         rng: draws strangers, as many as there are members for the AUC and CANDIDATES - 1 for the other.
     """
     from sklearn.metrics import roc_auc_score
@@ -186,18 +186,18 @@ def link(
     return Linkage(auc, found / len(release.members))
 
 
-def best_ssim(painted: NDArray[np.float32], pictures: NDArray[np.float32]) -> float:
-    """Return the highest structural similarity (Wang et al. 2004, 7x7 windows) of one picture to any of several.
+def best_ssim(painted: NDArray[np.float32], images: NDArray[np.float32]) -> float:
+    """Return the highest structural similarity (Wang et al. 2004, 7x7 windows) of one image to any of several.
 
     Args:
-        painted: float32 (H, W) or (H, W, 3), values from 0 to 1; colours are compared by their luminance.
-        pictures: (n, H, W) or (n, H, W, 3), likewise.
+        painted: float32 (H, W) or (H, W, 3), values from 0 to 1; colors are compared by their luminance.
+        images: (n, H, W) or (n, H, W, 3), likewise.
     """
     from skimage.metrics import structural_similarity
 
-    grey = _grey(painted)
-    return max(float(structural_similarity(grey, _grey(each), data_range=1.0)) for each in pictures)
+    gray = _gray(painted)
+    return max(float(structural_similarity(gray, _gray(each), data_range=1.0)) for each in images)
 
 
-def _grey(picture: NDArray[np.float32]) -> NDArray[np.float32]:
-    return picture if picture.ndim == 2 else picture @ LUMINANCE
+def _gray(image: NDArray[np.float32]) -> NDArray[np.float32]:
+    return image if image.ndim == 2 else image @ LUMINANCE

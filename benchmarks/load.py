@@ -41,7 +41,7 @@ def write_load(folder: Path, task: Path, *, devices: int, submissions: int, size
     Args:
         folder: gets the packets.
         task: a task file.
-        devices: how many hand in.
+        devices: how many upload.
         submissions: of each device, one after the other.
         size_bytes: of the prototypes in each.
     """
@@ -71,7 +71,7 @@ def _payload(task: Task, sequence: int, size_bytes: int, random: np.random.Gener
             prototypes=to_tensor(values),
             labels=to_unsigned(np.arange(rows) % len(task.file.classes)),
             counts=to_unsigned(np.ones(rows, dtype=np.int64)),
-            pictures=rows,
+            images=rows,
         )
     )
 

@@ -1,7 +1,7 @@
 """What a device that trains in rounds holds in memory, beside one that makes prototypes for FedTC.
 
 `python -m benchmarks memory` runs the real programs: an aggregator with its own broker, and one device, for each
-algorithm in turn, on the same pictures. Compared is the most that the device's process ever held.
+algorithm in turn, on the same images. Compared is the most that the device's process ever held.
 """
 
 import json
@@ -25,16 +25,16 @@ PATIENCE_S = 600.0
 
 
 @click.command("memory")
-@click.option("--pictures", type=click.IntRange(min=10), default=200, show_default=True)
+@click.option("--images", type=click.IntRange(min=10), default=200, show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here as well.")
-def memory(*, pictures: int, image_size: int, json_file: Path | None) -> None:
+def memory(*, images: int, image_size: int, json_file: Path | None) -> None:
     """Weigh a device that trains against one that does not."""
     files = [backbone_file(name, image_size=image_size) for name in SOURCES]
     figures: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "pictures"
-        write_photographs(data, count=pictures)
+        data = Path(folder) / "images"
+        write_photographs(data, count=images)
         for name, algorithm, backbones in (
             ("fedtc", "fedtc", files[:1]),
             ("fedpcl, one backbone", "fedpcl", files[:1]),
@@ -46,7 +46,7 @@ def memory(*, pictures: int, image_size: int, json_file: Path | None) -> None:
             ratio = figures[name] / figures["fedtc"]
             click.echo(f"{name:<26}{figures[name] / 1e6:>8.1f} MB{ratio:>8.2f} x")
     if json_file:
-        json_file.write_text(json.dumps({"pictures": pictures, "peak_bytes": figures}, indent=2) + "\n")
+        json_file.write_text(json.dumps({"images": images, "peak_bytes": figures}, indent=2) + "\n")
 
 
 def write_task(folder: Path, algorithm: str, backbones: Sequence[Path]) -> Path:

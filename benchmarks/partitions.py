@@ -1,4 +1,4 @@
-"""Who gets which picture: the two ways in which papers make the data of clients differ."""
+"""Who gets which image: the two ways in which papers make the data of clients differ."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,10 +11,10 @@ from protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class Partition:
-    """How labelled pictures are shared out.
+    """How labeled images are shared out.
 
     Attributes:
-        kind: with "sharding", a client has pictures of so many classes; with "dirichlet", the clients' shares
+        kind: with "sharding", a client has images of so many classes; with "dirichlet", the clients' shares
             of each class are drawn from a symmetric Dirichlet distribution.
         parameter: classes per client, delta; or the distribution's concentration, beta.
     """
@@ -47,19 +47,19 @@ def parse_partition(text: str) -> Partition:
 def share_out(
     labels: NDArray[np.int64], partition: Partition, *, clients: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Give every picture to one client.
+    """Give every image to one client.
 
     Args:
-        labels: (n,), the class of each picture.
+        labels: (n,), the class of each image.
         partition: how.
         clients: K.
         rng: decides.
 
     Returns:
-        (n,), the client of each picture, in 0 to K - 1.
+        (n,), the client of each image, in 0 to K - 1.
 
     Raises:
-        ConfigError: so few clients with so few classes cannot have all the pictures.
+        ConfigError: so few clients with so few classes cannot have all the images.
     """
     classes = np.unique(labels)
     if partition.kind == "sharding":

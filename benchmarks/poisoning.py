@@ -35,15 +35,15 @@ class Result:
     """One fleet.
 
     Attributes:
-        partition: how the pictures were shared out.
+        partition: how the images were shared out.
         attack: what the liars do; empty where there are none.
         share: of the devices that lie.
         seed: of the fleet.
-        liars: how many have handed in.
-        found: how many of these the check sets aside.
-        honest: how many others have handed in.
-        wronged: how many of these the check sets aside.
-        accuracies: share of the test pictures that the head gets right, by method; empty without training.
+        liars: how many have uploaded.
+        found: how many of these the check quarantines.
+        honest: how many others have uploaded.
+        wronged: how many of these the check quarantines.
+        accuracies: share of the test images that the head gets right, by method; empty without training.
     """
 
     partition: str
@@ -61,9 +61,7 @@ class Result:
 @click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
 @click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option(
-    "--pictures", type=click.IntRange(min=1), default=10_000, show_default=True, help="Of each part."
-)
+@click.option("--images", type=click.IntRange(min=1), default=10_000, show_default=True, help="Of each part.")
 @click.option(
     "--partition",
     "partitions",
@@ -90,7 +88,7 @@ def command(
     data: str,
     backbone: str,
     image_size: int,
-    pictures: int,
+    images: int,
     partitions: list[Partition],
     clients: int,
     shares: tuple[float, ...],
@@ -101,7 +99,7 @@ def command(
     device: str,
     json_file: Path | None,
 ) -> None:
-    """Have a share of a fleet lie, and report what heads come to, and who is set aside."""
+    """Have a share of a fleet lie, and report what heads come to, and who is quarantined."""
     settings = Settings(
         clients=clients,
         alpha=0.99,
@@ -109,7 +107,7 @@ def command(
         recipe=recipe_of(Training(epochs=epochs)),
         device=torch_device(device),
     )
-    features = load_features(data, backbone=backbone, image_size=image_size, at_most=pictures)
+    features = load_features(data, backbone=backbone, image_size=image_size, at_most=images)
     methods = METHODS if train else ()
     click.echo(f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, threshold {threshold:g}")
     click.echo(

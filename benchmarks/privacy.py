@@ -15,16 +15,16 @@ from benchmarks.comparison import repeated
 from benchmarks.data import NAMES, load_data
 from benchmarks.differencing import Resubmitted, resubmit
 from benchmarks.features import BACKBONES, Features, load_features
-from benchmarks.privacy_plots import Rows, draw_accuracies, draw_pictures, rows_of
+from benchmarks.privacy_plots import Rows, draw_accuracies, draw_images, rows_of
 from benchmarks.private_fleet import PAPER, Accuracy, Fleet, noise_multiplier, run_private
 from benchmarks.reconstruction import PRIVATE_BATCH, Leak, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
 
 BATCHES = (2, 5, 25, 100)
 AGAIN = (5, 25)
-"""B of the device that hands in again."""
+"""B of the device that uploads again."""
 TINTED = (1.0, 8.0, 32.0)
-"""Values of epsilon that pictures are painted at; accuracy is measured at more."""
+"""Values of epsilon that images are painted at; accuracy is measured at more."""
 EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 PARTS = ("attack", "accuracy")
 
@@ -34,8 +34,8 @@ PARTS = ("attack", "accuracy")
 @repeated("--part", "parts", type=click.Choice(PARTS), default=PARTS)
 @click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option("--public", type=int, default=10_000, show_default=True, help="Pictures the attacker has.")
-@click.option("--pictures", type=int, default=200, show_default=True, help="Of a class, on the device.")
+@click.option("--public", type=int, default=10_000, show_default=True, help="Images the attacker has.")
+@click.option("--images", type=int, default=200, show_default=True, help="Of a class, on the device.")
 @click.option("--decoder-epochs", type=click.IntRange(min=1), default=4, show_default=True)
 @repeated("--per-class", type=int, default=(20, 100, 600), help="Of a class, on each device of a fleet.")
 @click.option("--devices", type=click.IntRange(min=1), default=10, show_default=True, help="Of a fleet.")
@@ -53,7 +53,7 @@ def command(
     backbone: str,
     image_size: int,
     public: int,
-    pictures: int,
+    images: int,
     decoder_epochs: int,
     per_class: tuple[int, ...],
     devices: int,
@@ -75,7 +75,7 @@ def command(
             leaks, again, rows = _attack(
                 *(name, features),
                 public=public,
-                pictures=pictures,
+                images=images,
                 epochs=decoder_epochs,
                 seed=seed,
                 device=where,
@@ -97,24 +97,24 @@ def command(
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if plots and painted:
-        draw_pictures(painted, plots / "reconstruction.png")
+        draw_images(painted, plots / "reconstruction.png")
     if plots and accuracies:
         draw_accuracies(accuracies, plots / "privacy-accuracy.png")
 
 
 def _attack(
-    name: str, features: Features, *, public: int, pictures: int, epochs: int, seed: int, device: str
+    name: str, features: Features, *, public: int, images: int, epochs: int, seed: int, device: str
 ) -> tuple[list[Leak], list[Resubmitted], Rows]:
-    scene = set_scene(load_data(name), features, public=public, per_class=pictures, seed=seed)
+    scene = set_scene(load_data(name), features, public=public, per_class=images, seed=seed)
     decoder = learn_decoder(scene, epochs=epochs, seed=seed, device=device)
     forms = forms_of(
         scene,
-        batches=[batch for batch in BATCHES if batch <= pictures],
+        batches=[batch for batch in BATCHES if batch <= images],
         epsilons=TINTED,
         clip_norm=_usual_norm(features),
         seed=seed,
     )
-    click.echo(f"\n{name}: {public:,} public pictures, a device with {pictures} of each class\n{LEAKS}")
+    click.echo(f"\n{name}: {public:,} public images, a device with {images} of each class\n{LEAKS}")
     leaks = []
     for form in forms:
         leaks.append(attack(scene, form, decoder, seed=seed))
@@ -122,7 +122,7 @@ def _attack(
     click.echo(f"\n{RESUBMITTED}")
     again = []
     for batch in AGAIN:
-        again.append(resubmit(scene, decoder, batch=batch, pictures=min(60, pictures // 2), seed=seed))
+        again.append(resubmit(scene, decoder, batch=batch, images=min(60, images // 2), seed=seed))
         click.echo(_again_row(again[-1]))
     return leaks, again, rows_of(name, scene, forms, decoder)
 
@@ -143,10 +143,10 @@ def _accuracies(
     # Restoring the variance would blow the noise up as well.
     calm = replace(plain, restore=False, mix=False)
     clip_norm = _usual_norm(features)
-    for pictures in per_class:
-        fleets = [Fleet(devices=devices, pictures=pictures, batch=batch) for batch in (5, PRIVATE_BATCH)]
-        # A device that has fewer pictures of a class than B, or seems to, sends none of it.
-        small = replace(fleets[1], batch=max(2, min(PRIVATE_BATCH, pictures // 2)))
+    for images in per_class:
+        fleets = [Fleet(devices=devices, images=images, batch=batch) for batch in (5, PRIVATE_BATCH)]
+        # A device that has fewer images of a class than B, or seems to, sends none of it.
+        small = replace(fleets[1], batch=max(2, min(PRIVATE_BATCH, images // 2)))
         plans: list[tuple[str, Fleet, float | None, Callable[[float], Any]]] = []
         for fleet in fleets:
             plans.append(("none", fleet, None, lambda _: None))
@@ -168,7 +168,7 @@ def _accuracies(
                     protection=protection,
                     epsilon=cost,
                     batch=fleet.batch,
-                    pictures=pictures,
+                    images=images,
                     accuracy=accuracy,
                 )
             )
@@ -193,7 +193,7 @@ LEAKS = (
     f"{'':<22}{'SSIM own':>9}{'others':>8}{'class':>8}{'own first':>11}"
     f"{'AUC cos':>9}{'AUC lik':>9}{'1/100 cos':>11}{'1/100 lik':>11}"
 )
-RESUBMITTED = f"{'a picture more':<22}{'error':>9}{'SSIM':>8}{'1/100':>8}{'times':>8}{'all, error':>12}"
+RESUBMITTED = f"{'an image more':<22}{'error':>9}{'SSIM':>8}{'1/100':>8}{'times':>8}{'all, error':>12}"
 ACCURACIES = f"{'':<22}{'of a class':>11}{'B':>5}{'epsilon':>9}{'top-1':>9}"
 
 
@@ -214,4 +214,4 @@ def _again_row(again: Resubmitted) -> str:
 
 def _accuracy_row(row: Accuracy) -> str:
     epsilon = "" if row.epsilon is None else f"{row.epsilon:g}"
-    return f"{row.protection:<22}{row.pictures:>11}{row.batch:>5}{epsilon:>9}{row.accuracy:>9.2%}"
+    return f"{row.protection:<22}{row.images:>11}{row.batch:>5}{epsilon:>9}{row.accuracy:>9.2%}"

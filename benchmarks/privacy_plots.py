@@ -1,4 +1,4 @@
-"""Pictures of what an attacker sees, and of what privacy costs."""
+"""Images of what an attacker sees, and of what privacy costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ SHOWN = 7
 
 @dataclass(frozen=True)
 class Rows:
-    """Pictures side by side.
+    """Images side by side.
 
     Attributes:
         name: of the data set.
-        rows: what is in a row, and its pictures (SHOWN, H, W) or (SHOWN, H, W, 3).
+        rows: what is in a row, and its images (SHOWN, H, W) or (SHOWN, H, W, 3).
     """
 
     name: str
@@ -31,25 +31,25 @@ class Rows:
 
 
 def rows_of(name: str, scene: Scene, forms: Sequence[Form], decoder: Decoder) -> Rows:
-    """Return a picture of each class, and what is painted of the prototype that it is in, in each form."""
+    """Return an image of each class, and what is painted of the prototype that it is in, in each form."""
     chosen = [int(scene.device[scene.labels[scene.device] == label][0]) for label in scene.strangers][:SHOWN]
-    rows = {"picture": scene.pictures[chosen]}
+    rows = {"image": scene.images[chosen]}
     for form in forms:
-        painted = decode(decoder, form.guess, scene.pictures.shape[1:])
-        rows[form.name] = np.stack([_painted_of(picture, form, painted) for picture in chosen])
+        painted = decode(decoder, form.guess, scene.images.shape[1:])
+        rows[form.name] = np.stack([_painted_of(image, form, painted) for image in chosen])
     return Rows(name, rows)
 
 
-def _painted_of(picture: int, form: Form, painted: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return what became of the prototype that a picture is in; plain grey where nothing of its class was sent."""
+def _painted_of(image: int, form: Form, painted: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return what became of the prototype that an image is in; plain gray where nothing of its class was sent."""
     for number, members in enumerate(form.release.members):
-        if np.any(members == picture):
+        if np.any(members == image):
             mine: NDArray[np.float32] = painted[number]
             return mine
     return np.full_like(painted[0], 0.5)
 
 
-def draw_pictures(shown: Sequence[Rows], file: Path) -> None:
+def draw_images(shown: Sequence[Rows], file: Path) -> None:
     """Draw the rows of all data sets beside each other."""
     plt = _pyplot()
     titles = list(shown[0].rows)
@@ -78,26 +78,26 @@ def draw_pictures(shown: Sequence[Rows], file: Path) -> None:
 
 
 def draw_accuracies(measured: Mapping[str, Sequence[Accuracy]], file: Path) -> None:
-    """Draw accuracy over epsilon, a line for each number of pictures, and without privacy beside it."""
+    """Draw accuracy over epsilon, a line for each number of images, and without privacy beside it."""
     plt = _pyplot()
     figure, axes = plt.subplots(
         1, len(measured), figsize=(4.2 * len(measured), 3.4), layout="constrained", squeeze=False
     )
     for axis, (name, rows) in zip(axes[0], measured.items(), strict=True):
-        for number, pictures in enumerate(sorted({row.pictures for row in rows})):
-            mine = [row for row in rows if row.pictures == pictures]
+        for number, images in enumerate(sorted({row.images for row in rows})):
+            mine = [row for row in rows if row.images == images]
             private = [row for row in mine if row.epsilon is not None]
-            colour = f"C{number}"
+            color = f"C{number}"
             axis.plot(
                 [row.epsilon for row in private],
                 [100 * row.accuracy for row in private],
-                color=colour,
+                color=color,
                 marker="o",
-                label=f"{pictures} pictures of a class on a device",
+                label=f"{images} images of a class on a device",
             )
             for row in mine:
                 if row.protection == "none" and row.batch == max(other.batch for other in mine):
-                    axis.axhline(100 * row.accuracy, color=colour, linestyle="--", linewidth=0.8)
+                    axis.axhline(100 * row.accuracy, color=color, linestyle="--", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 2, 4, 8, 16, 32], labels=["1", "2", "4", "8", "16", "32"])
         axis.set_xlabel("epsilon of one submission, delta 1e-5")

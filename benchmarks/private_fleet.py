@@ -27,12 +27,12 @@ class Fleet:
 
     Attributes:
         devices: K.
-        pictures: of each class, on each device.
+        images: of each class, on each device.
         batch: B.
     """
 
     devices: int
-    pictures: int
+    images: int
     batch: int
 
 
@@ -44,14 +44,14 @@ class Accuracy:
         protection: "none", "perturbed" or "differential privacy".
         epsilon: of a submission, at DELTA; None without differential privacy.
         batch: B.
-        pictures: of each class, on each device.
-        accuracy: share of the test pictures.
+        images: of each class, on each device.
+        accuracy: share of the test images.
     """
 
     protection: str
     epsilon: float | None
     batch: int
-    pictures: int
+    images: int
     accuracy: float
 
 
@@ -76,11 +76,11 @@ def run_private(
     seed: int,
     device: str,
 ) -> float:
-    """Return the share of the test pictures that a fleet's head gets right; 0 where nobody hands anything in.
+    """Return the share of the test images that a fleet's head gets right; 0 where nobody hands anything in.
 
     Args:
-        features: of the pictures to share out, and of those to judge by.
-        fleet: each device has as many pictures of every class as it says.
+        features: of the images to share out, and of those to judge by.
+        fleet: each device has as many images of every class as it says.
         how: what protects them.
         recipe: how the head is trained.
         seed: of the sharing, the shuffles, the noise and the training.
@@ -90,7 +90,7 @@ def run_private(
     parts = []
     for label in range(features.classes):
         rows = rng.permutation(np.flatnonzero(features.train_labels == label))
-        shares = np.array_split(rows[: fleet.devices * fleet.pictures], fleet.devices)
+        shares = np.array_split(rows[: fleet.devices * fleet.images], fleet.devices)
         parts += [
             _release(features.train[share], label, number, fleet, how=how, seed=seed)
             for number, share in enumerate(shares)
@@ -121,7 +121,7 @@ def _release(
     how: Mechanism | Perturbation | None,
     seed: int,
 ) -> Prototypes:
-    """Return what a device hands in of one class."""
+    """Return what a device uploads of one class."""
     key = digest_of(f"{seed}/{number}/{label}".encode())
     if isinstance(how, Mechanism):
         identities = [str(each) for each in range(len(features))]

@@ -28,29 +28,29 @@ from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of
 
 MOST_PAINTED = 200
-"""Prototypes of a form whose pictures are compared, drawn at random: more would hardly change the means."""
+"""Prototypes of a form whose images are compared, drawn at random: more would hardly change the means."""
 PRIVATE_BATCH = 25
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Who has which pictures of a data set.
+    """Who has which images of a data set.
 
     Attributes:
-        public: features (p, L) and classes (p,) of the pictures that the attacker has as well.
-        public_pictures: uint8 (p, H, W) or (p, H, W, 3).
-        features: float32 (n, L), of the device's pictures and of strangers, which nobody sends.
+        public: features (p, L) and classes (p,) of the images that the attacker has as well.
+        public_images: uint8 (p, H, W) or (p, H, W, 3).
+        features: float32 (n, L), of the device's images and of strangers, which nobody sends.
         labels: int64 (n,).
-        pictures: float32 (n, H, W) or (n, H, W, 3), in 0 to 1.
+        images: float32 (n, H, W) or (n, H, W, 3), in 0 to 1.
         device: rows of the device, as many of each class.
         strangers: rows of strangers, of each class.
     """
 
     public: tuple[NDArray[np.float32], NDArray[np.int64]]
-    public_pictures: NDArray[np.uint8]
+    public_images: NDArray[np.uint8]
     features: NDArray[np.float32]
     labels: NDArray[np.int64]
-    pictures: NDArray[np.float32]
+    images: NDArray[np.float32]
     device: NDArray[np.intp]
     strangers: Mapping[int, NDArray[np.intp]]
 
@@ -63,7 +63,7 @@ class Form:
         name: of the form.
         release: what leaves the device.
         guess: float32 (m, L), what the attacker makes of it for the decoder.
-        features: float32 (n, L), of all pictures, as they go into it: clipped or not.
+        features: float32 (n, L), of all images, as they go into it: clipped or not.
         knowledge: the attacker's, of such features.
     """
 
@@ -80,10 +80,10 @@ class Leak:
 
     Attributes:
         form: its name.
-        own: mean of the best SSIM of a painted picture to the pictures in its prototype.
-        others: the same to as many pictures of its class that are not in it.
-        class_look: the same of the mean public picture of the class to the pictures in it.
-        own_first: share of the prototypes whose own pictures come out more alike than the others: half is chance.
+        own: mean of the best SSIM of a painted image to the images in its prototype.
+        others: the same to as many images of its class that are not in it.
+        class_look: the same of the mean public image of the class to the images in it.
+        own_first: share of the prototypes whose own images come out more alike than the others: half is chance.
         cosine: what cosines tell.
         likelihood: what an attacker tells who knows how features spread.
     """
@@ -98,13 +98,13 @@ class Leak:
 
 
 def set_scene(data: DataSet, features: Features, *, public: int, per_class: int, seed: int) -> Scene:
-    """Deal the training pictures out to the attacker, the device, and neither.
+    """Deal the training images out to the attacker, the device, and neither.
 
     Args:
-        data: the pictures.
+        data: the images.
         features: theirs.
-        public: pictures that the attacker has.
-        per_class: pictures of each class that the device has; at most as many are strangers, and at least 100.
+        public: images that the attacker has.
+        per_class: images of each class that the device has; at most as many are strangers, and at least 100.
         seed: of the deal.
     """
     order = np.random.default_rng(seed).permutation(len(features.train_labels))
@@ -117,10 +117,10 @@ def set_scene(data: DataSet, features: Features, *, public: int, per_class: int,
     strange = np.arange(len(rows)) >= len(sent)
     return Scene(
         public=(features.train[known], features.train_labels[known]),
-        public_pictures=data.train.pictures[known],
+        public_images=data.train.images[known],
         features=features.train[rows],
         labels=labels,
-        pictures=as_values(data.train.pictures[rows]),
+        images=as_values(data.train.images[rows]),
         device=np.flatnonzero(~strange),
         strangers={label: np.flatnonzero(strange & (labels == label)) for label in range(features.classes)},
     )
@@ -129,7 +129,7 @@ def set_scene(data: DataSet, features: Features, *, public: int, per_class: int,
 def forms_of(
     scene: Scene, *, batches: Sequence[int], epsilons: Sequence[float], clip_norm: float, seed: int
 ) -> list[Form]:
-    """Let the device send its pictures in every form, and the attacker make the most of each."""
+    """Let the device send its images in every form, and the attacker make the most of each."""
     whole = scene.features
     knowledge = study(*scene.public)
     forms = []
@@ -163,14 +163,14 @@ def forms_of(
 
 def learn_decoder(scene: Scene, *, epochs: int, seed: int, device: str) -> Decoder:
     """Train the attacker's decoder on what it has."""
-    return train_decoder(scene.public[0], scene.public_pictures, epochs=epochs, seed=seed, device=device)
+    return train_decoder(scene.public[0], scene.public_images, epochs=epochs, seed=seed, device=device)
 
 
 def class_looks(scene: Scene) -> NDArray[np.float32]:
-    """Return the mean public picture of each class, (C, H, W) or (C, H, W, 3)."""
+    """Return the mean public image of each class, (C, H, W) or (C, H, W, 3)."""
     labels = scene.public[1]
     return np.stack(
-        [as_values(scene.public_pictures[labels == label]).mean(axis=0) for label in scene.strangers]
+        [as_values(scene.public_images[labels == label]).mean(axis=0) for label in scene.strangers]
     )
 
 
@@ -186,17 +186,17 @@ def attack(scene: Scene, form: Form, decoder: Decoder, *, seed: int) -> Leak:
     rng = np.random.default_rng(seed)
     release = form.release
     some = rng.permutation(len(release.labels))[:MOST_PAINTED]
-    painted = decode(decoder, form.guess[some], scene.pictures.shape[1:])
+    painted = decode(decoder, form.guess[some], scene.images.shape[1:])
     looks = class_looks(scene)
     similar = []
-    for picture, prototype in zip(painted, some, strict=True):
+    for image, prototype in zip(painted, some, strict=True):
         members, label = release.members[prototype], int(release.labels[prototype])
         others = rng.choice(scene.strangers[label], size=len(members), replace=False)
         similar.append(
             (
-                best_ssim(picture, scene.pictures[members]),
-                best_ssim(picture, scene.pictures[others]),
-                best_ssim(looks[label], scene.pictures[members]),
+                best_ssim(image, scene.images[members]),
+                best_ssim(image, scene.images[others]),
+                best_ssim(looks[label], scene.images[members]),
             )
         )
     own, other, look = np.array(similar).T
@@ -228,9 +228,9 @@ def _perturbed(release: Release) -> Release:
 def _private(
     scene: Scene, features: NDArray[np.float32], mechanism: Mechanism, *, seed: int
 ) -> Release | None:
-    """Make differentially private prototypes, and note which pictures are in each; None where nothing is sent.
+    """Make differentially private prototypes, and note which images are in each; None where nothing is sent.
 
-    That is learnt as nobody else ever may: by using the same noise twice.
+    That is learned as nobody else ever may: by using the same noise twice.
     """
     values, labels, counts, members = [], [], [], []
     for label in scene.strangers:

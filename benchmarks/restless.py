@@ -19,7 +19,7 @@ from examples.quickstart.digits import CLASSES, Digits, load
 
 FLEET = "soak"
 BACKBONE = Path("examples/quickstart/backbone.onnx")
-FIRST_PICTURES = 12
+FIRST_IMAGES = 12
 TASK = """\
 fleet = "{fleet}"
 classes = {classes}
@@ -57,10 +57,10 @@ class Programs:
     """Every process of the fleet by its name, and how to start each again.
 
     Args:
-        folder: gets states, pictures and logs.
+        folder: gets states, images and logs.
         devices: how many.
         mosquitto: the broker's program.
-        rng: of the pictures.
+        rng: of the images.
     """
 
     folder: Path
@@ -105,9 +105,9 @@ class Programs:
         self._start_module("aggregator", "run", "--task", task, "--state", state, "--broker", broker)
 
     def start_device(self, name: str) -> None:
-        """Start a device, with one picture more than it had."""
-        self._add_pictures(name)
-        data, state = self.folder / "pictures" / name, self.folder / "devices" / name
+        """Start a device, with one image more than it had."""
+        self._add_images(name)
+        data, state = self.folder / "images" / name, self.folder / "devices" / name
         self._start_module(
             name,
             *("--broker", f"127.0.0.1:{self.device_port}", "--fleet", FLEET, "--device-id", name),
@@ -132,15 +132,15 @@ class Programs:
         """What a process has said."""
         return (self.folder / "logs" / f"{name}.log").read_text(errors="replace")
 
-    def _add_pictures(self, name: str) -> None:
-        folder = self.folder / "pictures" / name
+    def _add_images(self, name: str) -> None:
+        folder = self.folder / "images" / name
         number = sum(1 for _ in folder.rglob("*.png")) if folder.exists() else 0
-        for count in range(number, number + (1 if number else FIRST_PICTURES)):
+        for count in range(number, number + (1 if number else FIRST_IMAGES)):
             pick = self.rng.randrange(len(self._digits.labels))
             (folder / CLASSES[self._digits.labels[pick]]).mkdir(parents=True, exist_ok=True)
-            picture = np.asarray(self._digits.pictures[pick])
+            image = np.asarray(self._digits.images[pick])
             target = folder / CLASSES[self._digits.labels[pick]] / f"{count}.png"
-            Image.fromarray(picture).resize((32, 32)).save(target)
+            Image.fromarray(image).resize((32, 32)).save(target)
 
     def _start_module(self, name: str, *arguments: str | Path) -> None:
         module = "aggregator.cli" if name == "aggregator" else "edge_client.cli"

@@ -19,7 +19,7 @@ from benchmarks.domains import Client
 from edge_client.inference.predictor import open_round_head
 from edge_client.submission.builder import ClassReport, Prepared, submission_of
 from edge_client.training.local_round import Contribution as Made
-from edge_client.training.local_round import Learnt, TrainingSet, contribute
+from edge_client.training.local_round import Learned, TrainingSet, contribute
 from edge_client.training.trainer import Watch
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
@@ -68,21 +68,21 @@ def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int,
     with tempfile.TemporaryDirectory() as folder:
         blobs = BlobStore(Path(folder))
         task = _prepare(algorithm, blobs, feature_size=clients[0].train.shape[1], classes=classes, seed=seed)
-        learnt: list[Learnt | None] = [None] * len(clients)
+        learned: list[Learned | None] = [None] * len(clients)
         tensors, up, down = task.first, [], []
         for number in range(algorithm.rounds):
             down.append(tensors.size_bytes)
             made = [
-                _take_part(task, client, number=number, index=index, tensors=tensors, last=learnt[index])
+                _take_part(task, client, number=number, index=index, tensors=tensors, last=learned[index])
                 for index, client in enumerate(clients)
             ]
-            learnt = [part.learnt for part, _ in made]
+            learned = [part.learned for part, _ in made]
             payloads = [payload for _, payload in made]
             up.append(np.mean([len(payload) for payload in payloads]))
             tensors = _pool(task, payloads, tensors, number=number)
         accuracies = [
             _judge(task, client, mine, tensors)
-            for client, mine in zip(clients, learnt, strict=True)
+            for client, mine in zip(clients, learned, strict=True)
             if mine is not None
         ]
     return Outcome(accuracies=np.array(accuracies), up_bytes=np.array(up), down_bytes=np.array(down))
@@ -119,7 +119,7 @@ def _put(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
 
 
 def _take_part(
-    task: _Task, client: Client, *, number: int, index: int, tensors: BlobRef, last: Learnt | None
+    task: _Task, client: Client, *, number: int, index: int, tensors: BlobRef, last: Learned | None
 ) -> tuple[Made, bytes]:
     """Return what a client learns in a round, and what it sends."""
     opened = round_manifest(task.expectation.task, number, learning=task.algorithm, tensors=tensors)
@@ -133,14 +133,14 @@ def _take_part(
         device_id=str(index),
         watch=WATCH,
     )
-    pictures = np.bincount(client.train_labels, minlength=len(task.manifest.classes))
+    images = np.bincount(client.train_labels, minlength=len(task.manifest.classes))
     prepared = Prepared(
         prototypes=made.prototypes,
         labels=made.labels,
         counts=made.counts,
         classes=tuple(
             ClassReport(name, int(count), 0, (int(count),))
-            for name, count in zip(task.manifest.classes, pictures, strict=True)
+            for name, count in zip(task.manifest.classes, images, strict=True)
             if count
         ),
         refused=(),
@@ -183,16 +183,16 @@ def _read(blobs: BlobStore, reference: BlobRef) -> Mapping[str, NDArray[Any]]:
     return unpack_tensors(blobs.read(reference.digest))
 
 
-def _judge(task: _Task, client: Client, learnt: Learnt, tensors: BlobRef) -> float:
-    """Return what the client's head, bound to what it has learnt, gets right."""
+def _judge(task: _Task, client: Client, learned: Learned, tensors: BlobRef) -> float:
+    """Return what the client's head, bound to what it has learned, gets right."""
     if task.manifest.program is None:
         raise TypeError("the task of a benchmark of rounds has a program")
     head = open_round_head(
         task.blobs.read(task.manifest.program.head.digest),
-        state=learnt.state,
+        state=learned.state,
         tensors=_read(task.blobs, tensors),
-        local_prototypes=learnt.prototypes,
-        local_counts=learnt.counts,
+        local_prototypes=learned.prototypes,
+        local_counts=learned.counts,
         feature_size=client.train.shape[1],
         classes=task.manifest.classes,
     )

@@ -1,6 +1,6 @@
 """A fleet of real programs under random faults for as long as you like: is anything lost, does anything grow?
 
-`python -m benchmarks soak` runs mosquitto, an aggregator and devices that come and go, each time with a picture
+`python -m benchmarks soak` runs mosquitto, an aggregator and devices that come and go, each time with an image
 more, over a network that cuts, delays, doubles and reorders. Aggregator and broker are killed in the first half. At
 the end the faults stop, everybody comes, and each device's newest submission must be the one that counts.
 """
@@ -214,8 +214,8 @@ def count_submissions(programs: Programs) -> dict[str, int]:
     """How many were made, how many devices count with their newest, and how many do not."""
     newest = newest_submissions(programs)
     made = sum(programs.log(name).count(" prototypes of ") for name in programs.names)
-    # A device has a picture more each time it comes, so that their number tells its submissions apart.
-    taken = re.findall(r"(device-\d+): \d+ prototypes of (\d+) pictures", programs.log("aggregator"))
+    # A device has an image more each time it comes, so that their number tells its submissions apart.
+    taken = re.findall(r"(device-\d+): \d+ prototypes of (\d+) images", programs.log("aggregator"))
     return {
         "made": made,
         "taken": len(taken),
@@ -265,16 +265,16 @@ def draw(samples: Sequence[Sample], file: Path) -> None:
         ("handles", "open files", 1),
         ("disk_bytes", "disk, MB", 1e6),
     )
-    colours = {"aggregator": "tab:red", "broker": "tab:blue"}
+    colors = {"aggregator": "tab:red", "broker": "tab:blue"}
     for axis, (what, label, unit) in zip(axes, panels, strict=True):
         for name in sorted({taken.process for taken in samples}):
             for life in {taken.life for taken in samples if taken.process == name}:
                 own = [taken for taken in samples if (taken.process, taken.life) == (name, life)]
-                named = name in colours
+                named = name in colors
                 axis.plot(
                     [taken.at_s / 60 for taken in own],
                     [getattr(taken, what) / unit for taken in own],
-                    color=colours.get(name, "0.7"),
+                    color=colors.get(name, "0.7"),
                     linewidth=1.5 if named else 0.5,
                     label=name if named and life == 1 else None,
                     zorder=2 if named else 1,

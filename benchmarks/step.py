@@ -34,7 +34,7 @@ STEPS = 20
 
 SETTINGS: dict[str, FedPCL | FPL] = {
     "fedpcl": FedPCL(loss="cross_entropy", relu=False, prior=True),
-    "fpl": FPL(regularisation=1.0),
+    "fpl": FPL(regularization=1.0),
 }
 """For which the losses below are written."""
 
@@ -227,6 +227,6 @@ class _FPL:
         logits = functional.normalize(adapted) @ self.clusters.T / self.tau
         mine = labels[:, None] == self.cluster_labels
         contrast = logits.logsumexp(1) - logits.masked_fill(~mine, -torch.inf).logsumexp(1)
-        regulariser = (adapted - self.unbiased[labels]).square().mean(1)
+        regularizer = (adapted - self.unbiased[labels]).square().mean(1)
         entropy = functional.cross_entropy(self.classifier(adapted), labels)
-        return entropy + (contrast + regulariser).mean()
+        return entropy + (contrast + regularizer).mean()

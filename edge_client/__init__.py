@@ -1,1 +1,1 @@
-"""The device program: pictures to features to prototypes, with numpy and ONNX Runtime and never torch."""
+"""The device program: images to features to prototypes, with numpy and ONNX Runtime and never torch."""

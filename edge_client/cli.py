@@ -85,7 +85,7 @@ threads_option = _setting(
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option
 @_setting(
-    "--enrolment",
+    "--enrollment",
     type=click.Path(file_okay=False, path_type=Path),
     is_eager=True,
     help="Folder that `aggregator enroll` has made for this device: its name, fleet, broker and keys.",
@@ -97,7 +97,7 @@ threads_option = _setting(
     type=click.Path(path_type=Path),
     default=Path("data"),
     show_default=True,
-    help="Folder with one sub-folder of pictures per class, or a CSV file of path,label.",
+    help="Folder with one sub-folder of images per class, or a CSV file of path,label.",
 )
 @fleet_option
 @_setting("--device-id", help="Name of this device  [default: made from the machine]")
@@ -109,7 +109,7 @@ threads_option = _setting(
     type=click.FloatRange(0, 1, max_open=True),
     default=0.2,
     show_default=True,
-    help="Share of the pictures kept out of the prototypes, to evaluate heads on.",
+    help="Share of the images kept out of the prototypes, to evaluate heads on.",
 )
 @_setting(
     "--backbone",
@@ -120,26 +120,26 @@ threads_option = _setting(
 @provider_option
 @threads_option
 @_setting(
-    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Pictures in one run."
+    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Images in one run."
 )
 @_setting(
     "--workers",
     type=click.IntRange(min=1),
-    help="Threads that decode pictures  [default: all cores, at most 4]",
+    help="Threads that decode images  [default: all cores, at most 4]",
 )
 @_setting(
     "--rescan-s",
     type=click.FloatRange(min=0.1),
     default=30.0,
     show_default=True,
-    help="Seconds between looks for new pictures.",
+    help="Seconds between looks for new images.",
 )
 @_setting(
     "--outbox-mb",
     type=click.IntRange(1, LARGEST_MB),
     default=DEFAULT_MB,
     show_default=True,
-    help="MiB on the disk for what was not received yet; a larger submission is not handed in.",
+    help="MiB on the disk for what was not received yet; a larger submission is not uploaded.",
 )
 @_setting(
     "--aggregator-key",
@@ -156,15 +156,15 @@ threads_option = _setting(
 @click.version_option(package_name="protofleet")
 @click.pass_context
 def cli(context: click.Context, /, **options: Any) -> None:
-    """Turn this device's labelled pictures into class prototypes, hand them to the fleet, and take its head.
+    """Turn this device's labeled images into class prototypes, hand them to the fleet, and take its head.
 
-    Pictures never leave the device. Runs as a service until interrupted, unless told otherwise.
+    Images never leave the device. Runs as a service until interrupted, unless told otherwise.
     """
-    if options["enrolment"] and context.get_parameter_source("fleet") is ParameterSource.DEFAULT:
+    if options["enrollment"] and context.get_parameter_source("fleet") is ParameterSource.DEFAULT:
         from protocol.enrollment import read_card
 
         # For a command after it as well, which inherits what stands here.
-        context.params["fleet"] = options["fleet"] = read_card(options["enrolment"]).fleet
+        context.params["fleet"] = options["fleet"] = read_card(options["enrollment"]).fleet
     if context.invoked_subcommand is None:
         context.exit(_serve(**options))
 
@@ -173,7 +173,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
     state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
     batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int, aggregator_key: bytes | None,
-    enrolment: Path | None, max_epsilon: float | None, **access_given: Any,
+    enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.agent.state import Mode
     from edge_client.config import joined, one_name
@@ -181,7 +181,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     from edge_client.runtime.backbone import require_runtime
     from edge_client.submission.builder import Local, check_data
     from edge_client.worker import Settings
-    from protocol.enrollment import read_enrolment
+    from protocol.enrollment import read_enrollment
     from protocol.mqtt.session import parse_broker
     from protocol.mqtt.tls import readable_by_others, warnings
 
@@ -190,8 +190,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         raise click.UsageError("--once and --dry-run exclude each other")
     _check_fleet(fleet)
     access, signing_key = read_access(**access_given), None
-    if enrolment is not None:
-        enrolled = read_enrolment(enrolment)
+    if enrollment is not None:
+        enrolled = read_enrollment(enrollment)
         device_id = one_name("device-id", said=device_id, enrolled=enrolled.device)
         fleet = one_name("fleet", said=fleet, enrolled=enrolled.fleet)
         broker = broker or enrolled.broker or None
@@ -214,8 +214,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         raise click.UsageError("say where the fleet's broker is: --broker HOST[:PORT]")
     address = parse_broker(broker, tls=access.tls) if broker else None
     said = warnings(access, address) if address else []
-    if enrolment is not None:
-        said.append(readable_by_others(enrolment / "signing.key"))
+    if enrollment is not None:
+        said.append(readable_by_others(enrollment / "signing.key"))
     for warning in filter(None, said):
         log.warning("%s", warning)
     settings = Settings(
@@ -236,18 +236,18 @@ def _serve(  # noqa: PLR0913 - every option of the command line
 
 
 @cli.command("predict")
-@click.argument("pictures", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @fleet_option
 @state_option
 @provider_option
 @threads_option
 @click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Classes to name.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a picture.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object an image.")
 def predict_command(
-    *, pictures: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
+    *, images: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
     top: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Say what is in PICTURES with the head this device has, offline."""
+    """Say what is in IMAGES with the head this device has, offline."""
     from edge_client.inference.head_loader import open_installed
     from edge_client.inference.predictor import predict
     from edge_client.runtime.backbone import open_backbone, require_runtime
@@ -265,19 +265,19 @@ def predict_command(
         say(note, err=True)
     head = open_installed(kept.blobs, installed, backbones)
     failed = 0
-    for prediction in predict(pictures, backbones, head, top=top):
+    for prediction in predict(images, backbones, head, top=top):
         if prediction.error:
             failed += 1
             say(f"error: {prediction.error}", err=True)
         elif as_json:
             scores = dict(prediction.top)
-            line = {"picture": str(prediction.path), "label": prediction.label, "scores": scores}
+            line = {"image": str(prediction.path), "label": prediction.label, "scores": scores}
             click.echo(json.dumps({**line, "head_version": installed.version, "round": installed.round}))
         else:
             scores_text = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
             say(f"{prediction.path}: {scores_text}")
     if failed:
-        raise ProtofleetError(f"{failed} of {len(pictures)} pictures could not be read")
+        raise ProtofleetError(f"{failed} of {len(images)} images could not be read")
 
 
 @cli.command("status")
@@ -297,7 +297,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     say(f"backbone   {summary['runtime'] or 'not run yet'}")
     for entry in report.get("classes", []):
         say(
-            f"class      {entry['name']}: {entry['pictures']} pictures, {entry['held_out']} held out, "
+            f"class      {entry['name']}: {entry['images']} images, {entry['held_out']} held out, "
             f"{len(entry['counts'])} prototypes"
             + (f"; {entry['waiting']} have come or gone and wait for more" if entry.get("waiting") else "")
         )
@@ -313,7 +313,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     say(
         f"head       version {head['version']}"
         + (f" of round {head['round']}" if head["round"] is not None else "")
-        + (f", {head['right']} of {head['total']} held-out pictures right" if head["total"] else "")
+        + (f", {head['right']} of {head['total']} held-out images right" if head["total"] else "")
         if head
         else "head       none yet"
     )
@@ -338,8 +338,8 @@ def _status(kept: "DeviceState") -> dict[str, Any]:
 def _show_dry_run(prepared: "Prepared", size_bytes: int) -> None:
     for entry in prepared.classes:
         say(
-            f"{entry.name}: {entry.pictures} pictures, {entry.held_out} held out; {len(entry.counts)} prototypes"
-            + (f" of {_spans(entry.counts)} pictures" if entry.counts else ", too few pictures")
+            f"{entry.name}: {entry.images} images, {entry.held_out} held out; {len(entry.counts)} prototypes"
+            + (f" of {_spans(entry.counts)} images" if entry.counts else ", too few images")
         )
     rows, size = prepared.prototypes.shape
     for name, change in prepared.changes.items():

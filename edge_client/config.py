@@ -1,8 +1,8 @@
-"""What a person says on the command line and what an enrolment says, made one. Pure."""
+"""What a person says on the command line and what an enrollment says, made one. Pure."""
 
 from dataclasses import replace
 
-from protocol.enrollment import Enrolment
+from protocol.enrollment import Enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import Access
 
@@ -15,15 +15,15 @@ def one_name(what: str, *, said: str | None, enrolled: str) -> str:
     """
     if said is not None and said != enrolled:
         raise ConfigError(
-            f"the enrolment is that of the {what} {enrolled!r}, not of {said!r}: leave --{what} out, "
-            "or use the other's enrolment"
+            f"the enrollment is that of the {what} {enrolled!r}, not of {said!r}: leave --{what} out, "
+            "or use the other's enrollment"
         )
     return enrolled
 
 
-def joined(access: Access, enrolment: Enrolment) -> Access:
-    """How to be let in: as the person says, and where nothing is said, as the enrolment does."""
-    own = enrolment.access
+def joined(access: Access, enrollment: Enrollment) -> Access:
+    """How to be let in: as the person says, and where nothing is said, as the enrollment does."""
+    own = enrollment.access
     if access.certificate is None:
         access = replace(access, certificate=own.certificate, key=own.key)
     return replace(access, tls=True, ca=access.ca or own.ca)

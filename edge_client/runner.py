@@ -356,9 +356,7 @@ class Device:
             runtime=self._kept.get("runtime", ""),
             backbones=tuple(sorted(self._state.stored))[:64],
             # Without a task nobody knows yet what may be told.
-            pictures={}
-            if silent
-            else {entry["name"]: entry["pictures"] for entry in report.get("classes", [])},
+            images={} if silent else {entry["name"]: entry["images"] for entry in report.get("classes", [])},
             refused=0 if silent else len(report.get("refused", [])),
             problem=(
                 policy.told(self._problem, manifest) or ("" if hindrance == machine.NO_SPACE else hindrance)
@@ -412,11 +410,11 @@ class Device:
             return
         wanted = {state.task, *(blob.digest for blob in selectors.needed(state))}
         with kept.keeping:
-            _, learnt = kept.get("learnt", ["", ""])
-            named = [learnt, *map(kept.get, ("round", "untaught"))]
+            _, learned = kept.get("learned", ["", ""])
+            named = [learned, *map(kept.get, ("round", "untaught"))]
             for head in filter(None, (kept.installed(), kept.previous())):
                 # With the backbones: another task's head stays in use until one of this task is.
-                named += [head.head, head.tensors, head.learnt, *head.backbones]
+                named += [head.head, head.tensors, head.learned, *head.backbones]
             self._blobs.keep_only(wanted | {bytes.fromhex(digest) for digest in named if digest})
         self._state = replace(state, stored=frozenset(self._blobs.digests()))
 

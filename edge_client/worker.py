@@ -15,7 +15,7 @@ import msgspec
 from edge_client.agent import events
 from edge_client.agent.state import Mode, head_key
 from edge_client.agent.upload_item import Item
-from edge_client.data.images import find_pictures
+from edge_client.data.images import find_images
 from edge_client.inference.head_loader import open_installed
 from edge_client.inference.predictor import Head
 from edge_client.privacy.differencing_guard import Standing, from_fact, to_fact
@@ -148,7 +148,7 @@ class Worker:
         )
 
     def look(self) -> None:
-        """See whether there are other pictures than in the last submission; if so, emit PicturesChanged."""
+        """See whether there are other images than in the last submission; if so, emit ImagesChanged."""
         self._jobs.put(self._look)
 
     def _run(self) -> None:
@@ -164,15 +164,15 @@ class Worker:
         seen = self._identities(self._manifest)
         if seen != self._seen:
             self._seen = seen
-            log.info("the pictures in %s have changed", self._settings.local.data)
-            self._emit(events.PicturesChanged())
+            log.info("the images in %s have changed", self._settings.local.data)
+            self._emit(events.ImagesChanged())
 
     def _identities(self, manifest: TaskManifest) -> tuple[str, ...]:
         try:
-            pictures = find_pictures(self._settings.local.data, manifest.classes)
+            images = find_images(self._settings.local.data, manifest.classes)
         except ProtofleetError as error:
             return (str(error),)  # telling it is the next build's part
-        return tuple(picture.identity for picture in pictures)
+        return tuple(image.identity for image in images)
 
     def _open_backbone(self, blob: BlobRef) -> Backbone:
         backbone = open_backbone(
@@ -239,12 +239,12 @@ class Worker:
         return self._show_only(build, prepared)
 
     def _standing(self, task: bytes) -> Standing:
-        """What was handed in last, or waits for it."""
+        """What was uploaded last, or waits for it."""
         item = self._kept.outbox.newest_submission()
         payload = None
         if item is not None and item.task == task:
             (payload,) = self._kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (None,)
-        return from_fact(self._kept.get("handed_in", {}), payload)
+        return from_fact(self._kept.get("uploaded", {}), payload)
 
     def _prepare_private(self, build: events.Build, found: Found) -> Prepared:
         backbones = self._open_backbones(build.manifest)
@@ -269,7 +269,7 @@ class Worker:
         return prepared
 
     def _find(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> Found:
-        """The pictures, with their features in the cache; backbones of a program are open only meanwhile."""
+        """The images, with their features in the cache; backbones of a program are open only meanwhile."""
         if manifest.program is None:
             opened = {backbone.sha256: backbone for backbone in self._open_backbones(manifest)}
             open_one = opened.__getitem__
@@ -315,12 +315,12 @@ class Worker:
 
     def _prepare_round(self, build: events.Build, opened: RoundManifest) -> events.Built:
         """Take part in a round, unless its submission is there already."""
-        standing = self._rounds.handed_in(build.task, opened, above=build.above)
+        standing = self._rounds.uploaded(build.task, opened, above=build.above)
         if standing is not None:
             return events.Built(build.task, standing, opened.number)
         found = self._find(build.manifest, lambda: not self._is_due(build))
         with contextlib.closing(Progress(f"training, round {opened.number}")) as progress:
-            prepared, learnt = self._rounds.take_part(
+            prepared, learned = self._rounds.take_part(
                 build.task,
                 build.manifest,
                 opened,
@@ -336,7 +336,7 @@ class Worker:
             prepared, task=build.task, manifest=build.manifest, sequence=sequence, number=opened.number
         )
         report = _report(prepared, len(payload))
-        item = self._rounds.keep(build.task, opened, payload=payload, learnt=learnt, report=report)
+        item = self._rounds.keep(build.task, opened, payload=payload, learned=learned, report=report)
         loss = "" if prepared.loss is None else f", loss {prepared.loss:.4f}"
         log.info(
             "round %d of %d: %d prototypes, %d bytes%s",
@@ -349,18 +349,18 @@ class Worker:
         data, used = self._settings.local.data, {entry.name for entry in prepared.classes}
         lines = [f"left out {path}: {reason}" for path, reason in prepared.refused]
         lines += [
-            f"left out class {entry.name!r}: {entry.pictures} pictures are too few"
+            f"left out class {entry.name!r}: {entry.images} images are too few"
             for entry in prepared.classes
             if entry.left_out
         ]
         lines += [
-            f"{entry.waiting} pictures of class {entry.name!r} have come or gone; they count once "
+            f"{entry.waiting} images of class {entry.name!r} have come or gone; they count once "
             f"{manifest.batch_size} have, for a smaller change would give them away"
             for entry in prepared.classes
             if entry.waiting
         ]
         empty = [name for name in manifest.classes if name not in used and (data / name).is_dir()]
-        lines += [f"no picture that can be used in {data / name}" for name in empty]
+        lines += [f"no image that can be used in {data / name}" for name in empty]
         for line in lines:
             if line not in self._warned:
                 log.warning("%s", line)
@@ -376,12 +376,12 @@ class Worker:
         payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=sequence)
         facts = {"report": _report(prepared, len(payload))}
         if prepared.privacy is None:
-            facts["handed_in"] = to_fact(prepared.pictures)
+            facts["uploaded"] = to_fact(prepared.images)
         item = kept.outbox.keep(
             "submission", payload, task=build.task, about=prepared.fingerprint, facts=facts
         )
-        prototypes, pictures = len(prepared.counts), sum(entry.pictures for entry in prepared.classes)
-        log.info("%d prototypes of %d pictures, %d bytes", prototypes, pictures, len(payload))
+        prototypes, images = len(prepared.counts), sum(entry.images for entry in prepared.classes)
+        log.info("%d prototypes of %d images, %d bytes", prototypes, images, len(payload))
         return events.Built(build.task, item)
 
     def _install(self, install: events.Install) -> None:
@@ -418,7 +418,9 @@ class Worker:
         """Keep a report of why a head is not used."""
         none = (0,) * len(manifest.classes)
         told = HEAD_REFUSED if is_private(manifest) else problem[:256]
-        evaluation = Evaluation(task=task, head_version=head.version, right=none, wrong=none, problem=told)
+        evaluation = Evaluation(
+            task=task, head_version=head.version, correct=none, incorrect=none, problem=told
+        )
         key, reason = head_key(head), f"head {head.version} refused, the old one stays: {problem}"
         report = self._kept.outbox.keep("evaluation", encode(evaluation), task=task, about=key.hex())
         return events.Installed(key, report, reason)
@@ -438,8 +440,8 @@ class Worker:
             cache=self._cache,
             before=self._open_before(previous, backbones),
         )
-        right, total = sum(evaluation.right), sum(evaluation.right) + sum(evaluation.wrong)
-        installed = msgspec.structs.replace(installed, right=right, total=total)
+        right, total = sum(evaluation.correct), sum(evaluation.correct) + sum(evaluation.incorrect)
+        installed = msgspec.structs.replace(installed, correct=right, total=total)
         report = kept.outbox.keep(
             "evaluation",
             encode(evaluation),
@@ -447,7 +449,7 @@ class Worker:
             about=installed.key,
             facts=msgspec.to_builtins({"installed": installed, "previous": previous}),
         )
-        figures = f": {right} of {total} held-out pictures right" if total else ""
+        figures = f": {right} of {total} held-out images right" if total else ""
         canary = "; this device tries it first" if install.as_canary else ""
         log.info("head %d in use%s%s", reference.version, figures, canary)
         return report
@@ -469,12 +471,12 @@ class Worker:
     def _describe(self, install: events.Install) -> InstalledHead:
         """What is to be remembered of a head, with what is bound to it."""
         manifest, reference = install.manifest, install.head
-        learnt, size = "", 0
+        learned, size = "", 0
         if reference.tensors is not None:
             size = feature_size(manifest, self._kept.blobs)
-            learnt = self._learnt_before(install) or self._rounds.learnt_digest(install.task)
-            if not learnt:
-                learnt = self._rounds.keep_untaught(manifest, reference.tensors, self._found_at_all(install))
+            learned = self._learned_before(install) or self._rounds.learned_digest(install.task)
+            if not learned:
+                learned = self._rounds.keep_untaught(manifest, reference.tensors, self._found_at_all(install))
         return InstalledHead(
             head=reference.head.digest.hex(),
             version=reference.version,
@@ -483,23 +485,23 @@ class Worker:
             classes=manifest.classes,
             round=reference.round,
             tensors=reference.tensors.digest.hex() if reference.tensors else "",
-            learnt=learnt,
+            learned=learned,
             feature_size=size,
         )
 
-    def _learnt_before(self, install: events.Install) -> str:
+    def _learned_before(self, install: events.Install) -> str:
         """What the head before was bound to, where the device goes back to that one; empty if it is gone."""
         previous, key = self._kept.previous(), head_key(install.head).hex()
-        if previous is None or previous.key != key or bytes.fromhex(previous.learnt) not in self._kept.blobs:
+        if previous is None or previous.key != key or bytes.fromhex(previous.learned) not in self._kept.blobs:
             return ""
-        return previous.learnt
+        return previous.learned
 
     def _found_at_all(self, install: events.Install) -> Found:
-        """The pictures of a device that takes a head without having taken part; they need not be there."""
+        """The images of a device that takes a head without having taken part; they need not be there."""
         try:
             return self._find(install.manifest, lambda: install.task != self.focus)
         except ConfigError as error:
-            log.warning("no picture to fit the head to: %s", error)
+            log.warning("no image to fit the head to: %s", error)
             return Found((), ())
 
 

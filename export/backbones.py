@@ -51,7 +51,7 @@ class Backbone:
     """A frozen network and all that has to be known of it.
 
     Args:
-        module: normalised float32 (n, 3, H, W) to float32 (n, L), in evaluation mode.
+        module: normalized float32 (n, 3, H, W) to float32 (n, L), in evaluation mode.
         config: timm's data config: `input_size`, `interpolation`, `crop_pct`, `crop_mode`, `mean`, `std`.
         metadata: what its file will say, without the parity.
     """
@@ -77,13 +77,13 @@ def load_backbone(choice: Choice) -> Backbone:
     """Create the network that was chosen, with its weights.
 
     Raises:
-        ConfigError: there is no such model, its weights do not fit or cannot be had, it does not take pictures
+        ConfigError: there is no such model, its weights do not fit or cannot be had, it does not take images
             of that size, or it has no pooled feature.
     """
     if sum((choice.pretrained, choice.weights is not None, choice.random)) != 1:
         raise ConfigError(
             "say where the weights come from: --weights FILE, --pretrained (from the hub), "
-            "or --random for a network that has learnt nothing"
+            "or --random for a network that has learned nothing"
         )
     _check_name(choice.model)
     module = _create(choice)
@@ -145,7 +145,7 @@ def _make(choice: Choice, kwargs: dict[str, Any]) -> Any:
 
 
 def _data_config(module: Any, choice: Choice) -> dict[str, Any]:
-    """How pictures are prepared: timm's settings, and what the person overrides."""
+    """How images are prepared: timm's settings, and what the person overrides."""
     size = choice.image_size or (choice.model_kwargs or {}).get("img_size")
     overrides = {
         "mean": choice.mean,
@@ -171,7 +171,7 @@ def _preprocessing(config: Mapping[str, Any]) -> Preprocessing:
     try:
         return msgspec.convert(settings, Preprocessing)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"devices cannot prepare pictures as this network wants: {error}") from error
+        raise ConfigError(f"devices cannot prepare images as this network wants: {error}") from error
 
 
 def _source(module: Any, choice: Choice) -> str:
@@ -189,12 +189,12 @@ def _feature_size(module: nn.Module, model: str, input_size: tuple[int, int, int
     except Exception as error:
         size = "x".join(map(str, input_size))
         raise ConfigError(
-            f"{model} does not take pictures of {size}: {first_words(error)}; check --image-size"
+            f"{model} does not take images of {size}: {first_words(error)}; check --image-size"
         ) from error
     if not isinstance(feature, torch.Tensor) or feature.ndim != 2:
         shape = tuple(feature.shape) if isinstance(feature, torch.Tensor) else type(feature).__name__
         raise ConfigError(
-            f"{model} gives no pooled feature: expected (2, L) for two pictures, got {shape}; "
+            f"{model} gives no pooled feature: expected (2, L) for two images, got {shape}; "
             "try --model-kwargs global_pool=avg, or another model"
         )
     return feature.shape[1]

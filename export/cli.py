@@ -187,10 +187,10 @@ def _describe(summary: dict[str, Any]) -> str:
     height, width = summary["image_size"]
     return (
         f"{summary['path']}\n"
-        f"  {summary['size_bytes'] / 1e6:.1f} MB, pictures of {height}x{width} to "
+        f"  {summary['size_bytes'] / 1e6:.1f} MB, images of {height}x{width} to "
         f"{summary['feature_size']} features\n"
         f"  sha256 {summary['sha256']}\n"
-        f"  against torch on {parity['pictures']} photographs: worst cosine {parity['cosine']:.12f}, "
+        f"  against torch on {parity['images']} photographs: worst cosine {parity['cosine']:.12f}, "
         f"worst relative error {parity['relative_error']:.1e}"
     )
 

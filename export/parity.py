@@ -20,14 +20,14 @@ BATCH = 16
 """Photographs in memory at a time."""
 
 Reference = Callable[[Image.Image], NDArray[np.float32]]
-"""A picture to its feature, (L,) float32, as the network's authors would compute it."""
+"""A photo to its feature, (L,) float32, as the network's authors would compute it."""
 
 
 def sample_photos() -> list[Image.Image]:
     """Two real photographs that come with scikit-learn."""
     from sklearn.datasets import load_sample_images
 
-    return [Image.fromarray(picture) for picture in load_sample_images().images]
+    return [Image.fromarray(photo) for photo in load_sample_images().images]
 
 
 def photos_in(folder: Path) -> Iterator[Image.Image]:
@@ -45,8 +45,8 @@ def photos_in(folder: Path) -> Iterator[Image.Image]:
 
 def _read(path: Path) -> Image.Image:
     try:
-        with Image.open(path) as picture:
-            return picture.convert("RGB")
+        with Image.open(path) as photo:
+            return photo.convert("RGB")
     except (OSError, Image.DecompressionBombError) as error:
         raise ConfigError(f"cannot read {path}: {error}; take it out of the folder") from error
 
@@ -57,9 +57,9 @@ def timm_reference(module: nn.Module, config: Mapping[str, Any]) -> Reference:
 
     transform = create_transform(**config)
 
-    def feature(picture: Image.Image) -> NDArray[np.float32]:
+    def feature(photo: Image.Image) -> NDArray[np.float32]:
         with torch.inference_mode():
-            values: NDArray[np.float32] = module(transform(picture)[None])[0].numpy()
+            values: NDArray[np.float32] = module(transform(photo)[None])[0].numpy()
         return values
 
     return feature
@@ -72,7 +72,7 @@ def compare(
 
     Args:
         file: the ONNX backbone.
-        preprocessing: what the device does to pictures.
+        preprocessing: what the device does to images.
         reference: what the features should be.
         photos: at least one.
 
@@ -90,7 +90,7 @@ def compare(
             cosines += _cosines(features, expected).tolist()
             errors += _relative_errors(features, expected).tolist()
     return Parity(
-        cosine=float(np.min(cosines)), relative_error=float(np.max(errors)), pictures=len(errors) // 2
+        cosine=float(np.min(cosines)), relative_error=float(np.max(errors)), images=len(errors) // 2
     )
 
 

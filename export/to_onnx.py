@@ -1,4 +1,4 @@
-"""Any torch network of pictures as an ONNX file that a device can use, compared before it is written."""
+"""Any torch network of images as an ONNX file that a device can use, compared before it is written."""
 
 import contextlib
 import hashlib
@@ -40,8 +40,8 @@ class Exported:
     metadata: BackboneMetadata
 
 
-class _Normalised(nn.Module):
-    """uint8 (n, H, W, 3) pictures to features (n, L): the network behind its own normalisation."""
+class _Normalized(nn.Module):
+    """uint8 (n, H, W, 3) images to features (n, L): the network behind its own normalization."""
 
     def __init__(self, module: nn.Module, metadata: BackboneMetadata) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
     """A network as an ONNX file.
 
     Args:
-        module: normalised float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode.
+        module: normalized float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode.
         metadata: what the file says of itself; its mean and std go into the graph.
         opset: ONNX operator set, 18 or newer.
 
@@ -80,7 +80,7 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
     try:
         with _quiet(), torch.inference_mode():
             program = torch.onnx.export(
-                _Normalised(module, metadata).eval(),
+                _Normalized(module, metadata).eval(),
                 (example,),
                 input_names=["image"],
                 output_names=["feature"],
@@ -126,7 +126,7 @@ def export_module(
     """Write a network as an ONNX file, once it was compared with torch on real photographs.
 
     Args:
-        module: normalised float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode.
+        module: normalized float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode.
         metadata: what is known of it; the parity is filled in.
         path: where the file goes.
         reference: what the features should be; the device's preprocessing and the network itself if None.
@@ -166,10 +166,10 @@ def first_words(error: Exception) -> str:
 
 
 def _own_reference(module: nn.Module, metadata: BackboneMetadata) -> Reference:
-    graph = _Normalised(module, metadata).eval()
+    graph = _Normalized(module, metadata).eval()
 
-    def feature(picture: Image.Image) -> NDArray[np.float32]:
-        image = torch.from_numpy(preprocess(picture, metadata.preprocessing).copy())
+    def feature(photo: Image.Image) -> NDArray[np.float32]:
+        image = torch.from_numpy(preprocess(photo, metadata.preprocessing).copy())
         with torch.inference_mode():
             values: NDArray[np.float32] = graph(image[None])[0].numpy()
         return values

@@ -146,7 +146,7 @@ class _Lines(logging.Formatter):
 def start_logging(*, verbose: bool) -> None:
     """Log to stderr: one line an event, with the time.
 
-    More is said by our own code alone: in a debug line of Pillow stands what is in a picture, GPS positions included.
+    More is said by our own code alone: in a debug line of Pillow stands what is in an image, GPS positions included.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines("%(asctime)s %(message)s", "%H:%M:%S"))

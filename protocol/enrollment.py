@@ -1,6 +1,6 @@
 """The folder that makes a machine a device of a closed fleet: written by the aggregator, read by the device.
 
-It has `enrolment.toml`, `ca.crt` (whom to believe), `device.crt` and `device.key` (who we are to the broker) and
+It has `enrollment.toml`, `ca.crt` (whom to believe), `device.crt` and `device.key` (who we are to the broker) and
 `signing.key` (who we are to the aggregator).
 """
 
@@ -25,7 +25,7 @@ WAY_OUT = "use the folder as `aggregator enroll` has written it"
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in `enrolment.toml`. Keys are public ones, in hex; an empty broker is for the device to know."""
+    """What stands in `enrollment.toml`. Keys are public ones, in hex; an empty broker is for the device to know."""
 
     format: int
     device: str
@@ -36,7 +36,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Enrolment:
+class Enrollment:
     """A device's folder, read and found to be of one piece."""
 
     device: str
@@ -50,7 +50,7 @@ class Enrolment:
 
 
 def card_text(card: Card) -> str:
-    """`enrolment.toml`."""
+    """`enrollment.toml`."""
     values: dict[str, Any] = msgspec.to_builtins(card)
     # A string of JSON is one of TOML as well.
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
@@ -60,14 +60,14 @@ def read_card(folder: Path) -> Card:
     """What a folder says of itself.
 
     Raises:
-        ConfigError: it is no enrolment, or one of a newer protofleet.
+        ConfigError: it is no enrollment, or one of a newer protofleet.
     """
-    file = folder / "enrolment.toml"
+    file = folder / "enrollment.toml"
     try:
         card = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Card)
         keys = [bytes.fromhex(key) for key in (card.key, card.aggregator_key)]
     except OSError as error:
-        raise ConfigError(f"no enrolment in {folder}: cannot read {file}: {error.strerror}") from error
+        raise ConfigError(f"no enrollment in {folder}: cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged ({error}): {WAY_OUT}") from error
     if card.format != FORMAT:
@@ -77,11 +77,11 @@ def read_card(folder: Path) -> Card:
     return card
 
 
-def read_enrolment(folder: Path) -> Enrolment:
+def read_enrollment(folder: Path) -> Enrollment:
     """Read a device's folder.
 
     Raises:
-        ConfigError: something of it is missing or damaged, or its files are not of one enrolment.
+        ConfigError: something of it is missing or damaged, or its files are not of one enrollment.
     """
     card = read_card(folder)
     authorities = _certificates(folder / "ca.crt")
@@ -95,7 +95,7 @@ def read_enrolment(folder: Path) -> Enrolment:
     signing_key = read_key(folder / "signing.key")
     if public_key(signing_key).hex() != card.key.lower():
         raise ConfigError(f"{folder / 'signing.key'} is not that of {card.device}: {WAY_OUT}")
-    return Enrolment(
+    return Enrollment(
         device=card.device,
         fleet=card.fleet,
         broker=card.broker,

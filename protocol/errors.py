@@ -6,7 +6,7 @@ class ProtofleetError(Exception):
 
 
 class ConfigError(ProtofleetError):
-    """A setting, a task file or a folder of pictures that cannot be used as it is."""
+    """A setting, a task file or a folder of images that cannot be used as it is."""
 
 
 class MalformedMessage(ProtofleetError):
@@ -33,8 +33,8 @@ class GraphRefused(ProtofleetError):
     """A graph from outside that is not run, or tensors that do not fit it."""
 
 
-class UnreadablePicture(ProtofleetError):
-    """A picture that cannot be decoded."""
+class UnreadableImage(ProtofleetError):
+    """An image that cannot be decoded."""
 
 
 class PrivacyRefused(ProtofleetError):

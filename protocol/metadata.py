@@ -21,17 +21,17 @@ _Metadata = TypeVar("_Metadata", "BackboneMetadata", "HeadMetadata", "GraphMetad
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
-    """How far ONNX Runtime behind our preprocessing was from torch behind timm's, in the worst picture."""
+    """How far ONNX Runtime behind our preprocessing was from torch behind timm's, in the worst image."""
 
     cosine: float
     """Smallest cosine similarity of the two features."""
     relative_error: float
     """Largest ``|onnx - torch| / |torch|``, Euclidean norms over the feature."""
-    pictures: int
+    images: int
 
 
 class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone", tag_field="kind"):
-    """A graph ``image`` uint8 (n, H, W, 3) RGB -> ``feature`` float32 (n, L), which normalises inside."""
+    """A graph ``image`` uint8 (n, H, W, 3) RGB -> ``feature`` float32 (n, L), which normalizes inside."""
 
     model: str
     """The network's name, timm's where it is one of timm's."""
@@ -65,7 +65,7 @@ class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_fi
 
 
 class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_field="kind"):
-    """One of the graphs of a task that is learnt in rounds; `protocol.wire.messages.Program` says what each is for."""
+    """One of the graphs of a task that is learned in rounds; `protocol.wire.messages.Program` says what each is for."""
 
     role: Literal["init", "step", "project", "head"]
     algorithm: str

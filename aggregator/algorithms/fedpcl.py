@@ -25,10 +25,10 @@ _KEPT = (*_PARAMETERS, "mean", "std", *_MOMENTS, "steps")
 
 
 class FedPCL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[fedpcl]`: how projections are learnt.
+    """`[fedpcl]`: how projections are learned.
 
     The defaults are what `python -m benchmarks fedpcl` found best. The paper's are `tau = 0.07`,
-    `learning_rate = 1e-3`, `loss = "contrastive"`, `relu = true`, `standardise = false` and `prior = false`.
+    `learning_rate = 1e-3`, `loss = "contrastive"`, `relu = true`, `standardize = false` and `prior = false`.
     """
 
     rounds: _Count = 40
@@ -46,12 +46,12 @@ class FedPCL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Which terms of eq. 8 count: contrast with the global prototypes, with every device's set, or with both."""
     loss: Literal["contrastive", "cross_entropy"] = "cross_entropy"
     """Eq. 9 and 10 leave the sample's own class out of the denominator; `cross_entropy` leaves it in."""
-    standardise: bool = True
-    """Learn on features that have mean 0, and deviation 1 over all of them, on the device's own pictures."""
+    standardize: bool = True
+    """Learn on features that have mean 0, and deviation 1 over all of them, on the device's own images."""
     relu: bool = False
-    """Put a ReLU before the projection's normalisation."""
+    """Put a ReLU before the projection's normalization."""
     prior: bool = True
-    """Expect classes as often as the device's own pictures have them, in training and in the head."""
+    """Expect classes as often as the device's own images have them, in training and in the head."""
     max_sets: _Count | None = None
     """Devices' sets of prototypes that are sent out; all of them if None."""
     sets: Literal["sample", "cluster"] = "sample"
@@ -69,7 +69,7 @@ class FedPCL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def uploaded(self) -> tuple[str, ...]:
-        """State whose change is handed in: none, prototypes are all that leaves a device."""
+        """State whose change is uploaded: none, prototypes are all that leaves a device."""
         return ()
 
     @property

@@ -85,7 +85,7 @@ def _init(
 ) -> dict[str, Tensor]:
     """The whole state; the weight (D, L) is a stack of tiles, (D / R, R, L), and so are its moments."""
     feature = tensors["feature"]
-    mean, std = statistics(feature, standardise=settings.standardise)
+    mean, std = statistics(feature, standardize=settings.standardize)
     weight, bias = (tensor.float() for tensor in first)
     weight = weight.reshape(-1, tile_rows(*weight.shape), weight.shape[1])
     counts = one_hot(tensors["labels"], num_classes).float().sum(dim=0) if settings.prior else None
@@ -103,14 +103,14 @@ def _init(
     }
 
 
-def standardised(tensors: Tensors) -> Tensor:
+def standardized(tensors: Tensors) -> Tensor:
     """Return the features, (n, L), as the projection takes them."""
     return (tensors["feature"] - tensors["mean"]) / tensors["std"]
 
 
 def hidden(tensors: Tensors) -> Tensor:
-    """Return W x + b, (n, D), of the standardised features."""
-    return torch.addmm(tensors["bias"], standardised(tensors), tensors["weight"].flatten(0, 1).T)
+    """Return W x + b, (n, D), of the standardized features."""
+    return torch.addmm(tensors["bias"], standardized(tensors), tensors["weight"].flatten(0, 1).T)
 
 
 def projected(settings: "FedPCL", values: Tensor) -> Tensor:
@@ -121,11 +121,11 @@ def projected(settings: "FedPCL", values: Tensor) -> Tensor:
 def log_prior(counts: Tensor) -> Tensor:
     """Return the log of how often a device expects each class, (C,), up to a constant.
 
-    A class that it has no picture of is not ruled out: each is taken to have a tenth of the mean count more. A
+    A class that it has no image of is not ruled out: each is taken to have a tenth of the mean count more. A
     classifier learns this as its bias; similarities to prototypes have none. Not in the paper.
 
     Args:
-        counts: pictures of each class on the device, (C,).
+        counts: images of each class on the device, (C,).
     """
     total = counts.sum()
     return (counts + torch.where(total > 0, total, torch.ones_like(total)) / (10 * counts.shape[0])).log()
@@ -183,7 +183,7 @@ def _step(
 
     The gradient of the weight is written out, as tiles of their own: autograd's would be in one piece.
     """
-    inputs = standardised(tensors)
+    inputs = standardized(tensors)
     weight, bias = tensors["weight"], tensors["bias"]
     values = torch.addmm(bias, inputs, weight.flatten(0, 1).T)
     slope, value = torch.func.grad_and_value(lambda values: loss(tensors, values))(values)

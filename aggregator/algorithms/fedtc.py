@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from protocol.errors import ProtofleetError
 
-# What a class without any prototype gets instead of a learnt logit: its probability is 0 in float32, and
+# What a class without any prototype gets instead of a learned logit: its probability is 0 in float32, and
 # the number still fits a float16 runtime.
 ABSENT_LOGIT = -1e4
 # Share of a one-cycle training in which the rate rises.
@@ -28,14 +28,14 @@ class Recipe:
 
     Attributes:
         epochs: passes over the prototypes, and more where that makes fewer than `min_steps` steps.
-        min_steps: optimiser steps that even the smallest fleet's head gets.
+        min_steps: optimizer steps that even the smallest fleet's head gets.
         batch_size: prototypes in a step.
         optimizer: plain SGD, or AdamW.
         learning_rate: constant, or the peak of the cycle.
         one_cycle: raise the rate from near nothing and let it fall again, over the whole training.
         restore: give back to the prototypes the variance that averaging took (`restore_variance`).
         mix: train each step on fresh mixtures of two restored deviations of a class.
-        standardise: train on features of mean 0 and deviation 1, and fold that into the first layer afterwards:
+        standardize: train on features of mean 0 and deviation 1, and fold that into the first layer afterwards:
             the rate then suits every backbone, whatever the scale of its features.
     """
 
@@ -47,7 +47,7 @@ class Recipe:
     one_cycle: bool
     restore: bool
     mix: bool
-    standardise: bool
+    standardize: bool
 
     def rate_at(self, progress: float) -> float:
         """Return the share of the learning rate due at a point of the training between 0 and 1."""
@@ -69,7 +69,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             one_cycle=False,
             restore=False,
             mix=False,
-            standardise=False,
+            standardize=False,
         ),
         "default": Recipe(
             epochs=8,
@@ -80,7 +80,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             one_cycle=True,
             restore=True,
             mix=True,
-            standardise=True,
+            standardize=True,
         ),
     }
 )
@@ -124,17 +124,17 @@ class TrainedHead:
 
 @dataclass(frozen=True)
 class _TrainingSet:
-    """Prototypes ordered by class: a class centre plus a deviation is a feature to train on.
+    """Prototypes ordered by class: a class center plus a deviation is a feature to train on.
 
     Attributes:
-        centres: (C, L), one per class; zeros for a class without prototypes.
+        centers: (C, L), one per class; zeros for a class without prototypes.
         deviations: (m, L).
         labels: (m,), ascending.
         first: (C,), where a class begins among the prototypes.
         sizes: (C,), prototypes per class.
     """
 
-    centres: Tensor
+    centers: Tensor
     deviations: Tensor
     labels: Tensor
     first: Tensor
@@ -150,19 +150,19 @@ def restore_variance(
     device that spread sqrt(n) times as far. P_j -> mu_v + sqrt(n_j) (P_j - mu_v) undoes that; mu_v is the
     count-weighted mean of the class. Not in the paper.
 
-    Laws: class means stay where counts are equal; prototypes of one picture each are unchanged.
+    Laws: class means stay where counts are equal; prototypes of one image each are unchanged.
 
     Args:
         prototypes: (m, L) float32.
         labels: (m,), the class of each prototype.
-        counts: (m,), the pictures in each prototype.
+        counts: (m,), the images in each prototype.
 
     Returns:
         (m, L) float32.
     """
-    centres = _class_means(prototypes, labels, counts, int(labels.max()) + 1)[labels]
+    centers = _class_means(prototypes, labels, counts, int(labels.max()) + 1)[labels]
     spread = np.sqrt(counts).astype(np.float32)[:, None]
-    restored: NDArray[np.float32] = centres + spread * (prototypes - centres)
+    restored: NDArray[np.float32] = centers + spread * (prototypes - centers)
     return restored
 
 
@@ -185,7 +185,7 @@ def train_head(
     Args:
         prototypes: (m, L) float32, of all devices.
         labels: (m,), in 0 to num_classes - 1.
-        counts: (m,), the pictures in each prototype.
+        counts: (m,), the images in each prototype.
         num_classes: C, the classes of the task.
         recipe: how to train.
         seed: of the first weights, the shuffling and the mixing.
@@ -202,8 +202,8 @@ def train_head(
         prototypes, labels, counts, num_classes=num_classes, restore=recipe.restore, device=device
     )
     head = _first_head(data, seed).to(device)
-    mean, scale = _mean_and_scale(data) if recipe.standardise else (0.0, 1.0)
-    data = replace(data, centres=(data.centres - mean) / scale, deviations=data.deviations / scale)
+    mean, scale = _mean_and_scale(data) if recipe.standardize else (0.0, 1.0)
+    data = replace(data, centers=(data.centers - mean) / scale, deviations=data.deviations / scale)
     epochs, loss = _fit(head, data, recipe=recipe, generator=generator, on_epoch=on_epoch)
     accuracy = _accuracy(head, data)
     _fold(head, mean, scale)
@@ -232,7 +232,7 @@ def _check_prototypes(
             f"labels must lie in 0 to {num_classes - 1}, not in {labels.min()} to {labels.max()}"
         )
     if counts.min() < 1:
-        raise ProtofleetError("every prototype must average at least one picture")
+        raise ProtofleetError("every prototype must average at least one image")
     if not np.isfinite(prototypes).all():
         raise ProtofleetError("prototypes must be finite; refuse the submission that these came with")
 
@@ -263,11 +263,11 @@ def _training_set(
     order = np.argsort(labels, kind="stable")
     labels, prototypes = labels[order], prototypes[order]
     features = restore_variance(prototypes, labels, counts[order]) if restore else prototypes
-    centres = _class_means(prototypes, labels, counts[order], num_classes)
+    centers = _class_means(prototypes, labels, counts[order], num_classes)
     sizes = np.bincount(labels, minlength=num_classes)
     return _TrainingSet(
-        centres=torch.as_tensor(centres, device=device),
-        deviations=torch.as_tensor(features - centres[labels], device=device),
+        centers=torch.as_tensor(centers, device=device),
+        deviations=torch.as_tensor(features - centers[labels], device=device),
         labels=torch.as_tensor(labels.astype(np.int64), device=device),
         first=torch.as_tensor(np.cumsum(sizes) - sizes, device=device),
         sizes=torch.as_tensor(sizes, device=device),
@@ -275,10 +275,10 @@ def _training_set(
 
 
 def _first_head(data: _TrainingSet, seed: int) -> Head:
-    """Initialise a head on the CPU, so that every device starts from the same one."""
+    """Initialize a head on the CPU, so that every device starts from the same one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = Head(feature_size=data.centres.shape[1], num_classes=len(data.sizes))
+        head = Head(feature_size=data.centers.shape[1], num_classes=len(data.sizes))
     absent = (data.sizes == 0).cpu()
     with torch.no_grad():
         head.classifier.weight[absent] = 0.0
@@ -292,7 +292,7 @@ def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
     A feature that hardly moves among the prototypes would be blown up on the device, where it may: no scale is
     less than a hundredth of the mean one.
     """
-    features = data.centres[data.labels] + data.deviations
+    features = data.centers[data.labels] + data.deviations
     scale = features.std(dim=0, correction=0)
     floor = scale.mean() / 100
     return features.mean(dim=0), scale.clamp_min(floor if floor > 0 else 1.0)
@@ -356,11 +356,11 @@ def _features(data: _TrainingSet, members: Tensor, *, generator: torch.Generator
         draw = torch.randint(2**62, (len(members),), generator=generator).to(labels.device)
         partners = data.first[labels] + draw % data.sizes[labels]
         deviations = torch.cos(angle) * deviations + torch.sin(angle) * data.deviations[partners]
-    return data.centres[labels] + deviations
+    return data.centers[labels] + deviations
 
 
 def _accuracy(head: Head, data: _TrainingSet) -> float:
     """Return the share of the prototypes that the head gets right."""
     with torch.inference_mode():
-        predicted = head(data.centres[data.labels] + data.deviations).argmax(dim=1)
+        predicted = head(data.centers[data.labels] + data.deviations).argmax(dim=1)
     return float((predicted == data.labels).float().mean())

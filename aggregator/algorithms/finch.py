@@ -1,4 +1,4 @@
-"""FINCH: clusters from first neighbours, without a number of clusters or a threshold to choose.
+"""FINCH: clusters from first neighbors, without a number of clusters or a threshold to choose.
 
 Sarfraz, Sharma, Stiefelhagen, "Efficient parameter-free clustering using first neighbor relations", CVPR 2019.
 """
@@ -16,7 +16,7 @@ the order of a sum may change is a millionth of it."""
 def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
     """Cluster points, cluster the means of the clusters, and so on until nothing more joins.
 
-    The paper leaves some things open. Here a point with several nearest neighbours is linked to all of them,
+    The paper leaves some things open. Here a point with several nearest neighbors is linked to all of them,
     which keeps the result free of the points' order. Points of length 0 have no direction: they are one cluster,
     which never joins another. A lone point is a cluster.
 
@@ -49,9 +49,9 @@ def coarsest(points: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def _linked(points: NDArray[np.float64], shortest: float) -> NDArray[np.int64]:
-    """One level (eq. 1): m and n share a cluster if one is the other's first neighbour or both have the same one.
+    """One level (eq. 1): m and n share a cluster if one is the other's first neighbor or both have the same one.
 
-    Two points with the same first neighbour are connected through it, so its links are all that is needed.
+    Two points with the same first neighbor are connected through it, so its links are all that is needed.
     """
     lengths = np.linalg.norm(points, axis=1)
     directed = lengths > shortest

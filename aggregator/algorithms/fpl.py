@@ -21,10 +21,10 @@ _PARAMETERS = ("adapter_weight", "adapter_bias", "classifier_weight", "classifie
 
 
 class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[fpl]`: how the shared model is learnt.
+    """`[fpl]`: how the shared model is learned.
 
     The defaults are what `python -m benchmarks fpl` found best. The paper's are `rounds = 100`, `epochs = 10`,
-    `tau = 0.02`, `learning_rate = 0.01`, `regularisation = 1` and `standardise = false`.
+    `tau = 0.02`, `learning_rate = 0.01`, `regularization = 1` and `standardize = false`.
     """
 
     rounds: Annotated[int, Meta(ge=1, le=100_000)] = 40
@@ -34,15 +34,15 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """D."""
     tau: Annotated[float, Meta(gt=0, le=10)] = 0.07
     """Temperature."""
-    regularisation: Annotated[float, Meta(ge=0, le=1000)] = 0.03
+    regularization: Annotated[float, Meta(ge=0, le=1000)] = 0.03
     """Weight of the distance to the unbiased prototype (eq. 9)."""
     learning_rate: Annotated[float, Meta(gt=0, le=10)] = 0.1
     """Of SGD."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     weight_decay: Annotated[float, Meta(ge=0, le=1)] = 1e-5
     """L2, as part of the gradient."""
-    standardise: bool = True
-    """Learn on features that have mean 0, and deviation 1 over all of them, on the device's own pictures."""
+    standardize: bool = True
+    """Learn on features that have mean 0, and deviation 1 over all of them, on the device's own images."""
 
     @property
     def name(self) -> str:
@@ -66,7 +66,7 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def uploaded(self) -> tuple[str, ...]:
-        """State whose change is handed in: the whole model."""
+        """State whose change is uploaded: the whole model."""
         return _PARAMETERS
 
     def epochs_of(self, number: int) -> int:
@@ -104,7 +104,7 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         num_classes: int,
         seed: int,
     ) -> dict[str, NDArray[Any]]:
-        """Average the models by their numbers of pictures, and cluster the prototypes of each class (eq. 4 to 6).
+        """Average the models by their numbers of images, and cluster the prototypes of each class (eq. 4 to 6).
 
         Averaging changes is averaging models where all began with the same one, and lets a late one count.
 
@@ -152,7 +152,7 @@ def _change(part: Contribution, name: str, shape: tuple[int, ...]) -> NDArray[np
     change = part.tensors.get(name)
     if change is None or change.shape != shape:
         raise ProtofleetError(
-            f"device {part.device} must hand in the change of {name} as {shape}, "
+            f"device {part.device} must upload the change of {name} as {shape}, "
             f"not {'nothing' if change is None else change.shape}"
         )
     return change

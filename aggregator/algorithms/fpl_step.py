@@ -67,7 +67,7 @@ def functions(settings: "FPL", *, feature_size: int, num_classes: int) -> Functi
 
 def _init(settings: "FPL", feature: Tensor, feature_size: int, num_classes: int) -> dict[str, Tensor]:
     """Statistics, and zeros for what every round brings along."""
-    mean, std = statistics(feature, standardise=settings.standardise)
+    mean, std = statistics(feature, standardize=settings.standardize)
     shapes = {
         "adapter_weight": (settings.adapter_size, feature_size),
         "adapter_bias": (settings.adapter_size,),
@@ -82,14 +82,14 @@ def _init(settings: "FPL", feature: Tensor, feature_size: int, num_classes: int)
     return {**zeros, "mean": mean, "std": std}
 
 
-def standardised(tensors: Tensors) -> Tensor:
+def standardized(tensors: Tensors) -> Tensor:
     """Return the features, (n, L), as the adapter takes them."""
     return (tensors["feature"] - tensors["mean"]) / tensors["std"]
 
 
 def hidden(tensors: Tensors) -> Tensor:
     """Return what goes into the adapter's ReLU, (n, D)."""
-    return torch.addmm(tensors["adapter_bias"], standardised(tensors), tensors["adapter_weight"].T)
+    return torch.addmm(tensors["adapter_bias"], standardized(tensors), tensors["adapter_weight"].T)
 
 
 def loss(settings: "FPL", tensors: Tensors, values: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ def loss(settings: "FPL", tensors: Tensors, values: Tensor, weight: Tensor, bias
     # eq. 7 and 8: the own class's clusters against all of them
     contrast = log_sum_exp(cosines, torch.ones_like(mine)) - log_sum_exp(cosines, mine)
     away = features - tensors["unbiased"][labels]
-    regulariser = (away * away).mean(dim=1)  # eq. 9
-    return (entropy + (contrast + settings.regularisation * regulariser) * present[labels]).mean()
+    regularizer = (away * away).mean(dim=1)  # eq. 9
+    return (entropy + (contrast + settings.regularization * regularizer) * present[labels]).mean()
 
 
 def _step(settings: "FPL", tensors: Tensors) -> dict[str, Tensor]:
@@ -123,7 +123,7 @@ def _step(settings: "FPL", tensors: Tensors) -> dict[str, Tensor]:
 
     The gradient of the adapter's weight is written out, so that it, the decay and the rate are one operation.
     """
-    inputs = standardised(tensors)
+    inputs = standardized(tensors)
     values = torch.addmm(tensors["adapter_bias"], inputs, tensors["adapter_weight"].T)
     weight, bias = tensors["classifier_weight"], tensors["classifier_bias"]
     slopes, value = torch.func.grad_and_value(

@@ -20,17 +20,17 @@ def tile_rows(rows: int, columns: int) -> int:
     )
 
 
-def statistics(feature: Tensor, *, standardise: bool) -> tuple[Tensor, Tensor]:
+def statistics(feature: Tensor, *, standardize: bool) -> tuple[Tensor, Tensor]:
     """Return what to take off each feature and what to divide it by, (L,) each; 0 and 1 leave it as it is.
 
     All features are divided by the same number, the root mean square of their deviations: one that hardly moves
-    among few pictures must not be blown up elsewhere. Of no rows, the mean is 0 and the deviation 1.
+    among few images must not be blown up elsewhere. Of no rows, the mean is 0 and the deviation 1.
 
     Args:
         feature: (n, L), n >= 0.
-        standardise: whether to look at the features at all.
+        standardize: whether to look at the features at all.
     """
-    if not standardise:
+    if not standardize:
         return feature.new_zeros(feature.shape[1]), feature.new_ones(feature.shape[1])
     rows = torch.ones_like(feature[:, :1]).sum().clamp_min(1)
     mean = feature.sum(dim=0) / rows

@@ -20,13 +20,13 @@ ABSENT_LOGIT = -1e4
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What one device handed in to a round.
+    """What one device uploaded to a round.
 
     Attributes:
         device: its name; pooling sorts by it, so that the order of arrival does not matter.
         values: float32 (p, D) prototypes, finite.
         labels: int64 (p,), the class of each.
-        counts: int64 (p,), the pictures averaged in each, at least 1.
+        counts: int64 (p,), the images averaged in each, at least 1.
         tensors: float32, for each uploaded name the change of that tensor on the device.
     """
 
@@ -61,9 +61,9 @@ class Functions:
         head: `feature`, the state, the round and the local prototypes to `logits` and `probabilities` (n, C).
         dimensions: the axes that differ from device to device or from round to round, by tensor: the name of
             each axis, or None where its length is fixed. A tensor that is not in it has fixed axes alone.
-        parameters: the tensors of the state that are learnt.
+        parameters: the tensors of the state that are learned.
         objective: what `step` descends, for torch to differentiate: the tensors that `step` takes to its loss.
-        optimizer: the torch optimiser that `step` writes out.
+        optimizer: the torch optimizer that `step` writes out.
         gradients: the state before and after the very first step, to the gradient of each parameter, without
             weight decay.
     """
@@ -92,7 +92,7 @@ class Algorithm(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """Pictures in one step."""
+        """Images in one step."""
 
     @property
     def projection_size(self) -> int:
@@ -104,10 +104,10 @@ class Algorithm(Protocol):
 
     @property
     def uploaded(self) -> tuple[str, ...]:
-        """State whose change is handed in with the prototypes."""
+        """State whose change is uploaded with the prototypes."""
 
     def epochs_of(self, number: int) -> int:
-        """Passes over a device's pictures in a round; rounds are numbered from 0."""
+        """Passes over a device's images in a round; rounds are numbered from 0."""
 
     def first_tensors(self, *, feature_size: int, num_classes: int, seed: int) -> dict[str, NDArray[Any]]:
         """Return the tensors of round 0, by name, in the dtypes in which they cross the wire."""

@@ -62,9 +62,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[privacy]`: what devices do to their pictures or prototypes before anything leaves them."""
+    """`[privacy]`: what devices do to their images or prototypes before anything leaves them."""
 
-    perturb: Literal["prototypes", "pictures"] | None = None
+    perturb: Literal["prototypes", "images"] | None = None
     noise: Literal["gaussian", "laplace"] = "gaussian"
     scale: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
@@ -77,7 +77,7 @@ class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Poisoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[poisoning]`: which devices are set aside because of what they hand in."""
+    """`[poisoning]`: which devices are quarantined because of what they upload."""
 
     check: bool = True
     threshold: Annotated[float, Meta(gt=0, le=1e9)] = 8.0
@@ -211,8 +211,10 @@ def _wrong_privacy(task: TaskFile, given: Mapping[str, Any]) -> Problems:
     elif privacy.scale is None:
         yield ("privacy", "perturb"), "`perturb` wants to know how much noise: set `scale`"
     if privacy.perturb == "prototypes" and task.learning is not None and task.learning.uploaded:
-        problem = f'algorithm = "{task.algorithm}" hands in parameters beside prototypes, which would be as they are'
-        yield ("privacy", "perturb"), f'{problem}: set perturb = "pictures", of which both are made'
+        problem = (
+            f'algorithm = "{task.algorithm}" uploads parameters beside prototypes, which would be as they are'
+        )
+        yield ("privacy", "perturb"), f'{problem}: set perturb = "images", of which both are made'
     if privacy.epsilon is None:
         for name in sorted({"delta", "clip_norm", "max_epsilon"} & written.keys()):
             yield ("privacy", name), f"`privacy.{name}` says nothing without `epsilon`: leave it out"
@@ -232,16 +234,16 @@ def _wrong_differential_privacy(task: TaskFile, given: Mapping[str, Any]) -> Pro
         yield where, "`epsilon` is of one submission: set `max_epsilon`, what a device may spend in all"
     elif privacy.epsilon is not None and privacy.max_epsilon < privacy.epsilon:
         problem = f"max_epsilon ({privacy.max_epsilon:g}) is less than epsilon ({privacy.epsilon:g})"
-        yield ("privacy", "max_epsilon"), f"{problem}: no device could hand in anything"
+        yield ("privacy", "max_epsilon"), f"{problem}: no device could upload anything"
     if privacy.perturb is not None:
         yield ("privacy", "perturb"), "perturbation and differential privacy exclude each other: take one"
     if given.get("client", {}).get("alpha", 1) != 1:
         problem = (
-            "with differential privacy alpha must be 1: which outliers are left out hangs on other pictures"
+            "with differential privacy alpha must be 1: which outliers are left out hangs on other images"
         )
         yield ("client", "alpha"), f"{problem}; leave it out"
     if task.learning is not None:
-        problem = f'algorithm = "{task.algorithm}" learns a projection from a device\'s own pictures'
+        problem = f'algorithm = "{task.algorithm}" learns a projection from a device\'s own images'
         yield where, f"{problem}, so that what one of them changes has no bound: only fedtc can be private"
 
 
@@ -258,7 +260,7 @@ def _wrong_backbones(paths: Sequence[Path]) -> Problems:
 
 
 def _wrong_names(classes: Sequence[str]) -> Problems:
-    """What is wrong with the class names; they are folders' names and lie in lists of pictures."""
+    """What is wrong with the class names; they are folders' names and lie in lists of images."""
     repeated = [
         name
         for name, times in Counter(unicodedata.normalize("NFC", name) for name in classes).items()

@@ -2,7 +2,7 @@
 
 The first head of a task goes to every device, and so does each after it where no share of canaries is set. Else a new
 head is a candidate: a share of the devices tries it first. It becomes current when all canaries have answered and got
-not fewer of their held-out pictures right than with the head before, but for a margin. It is rejected at once when a
+not fewer of their held-out images right than with the head before, but for a margin. It is rejected at once when a
 canary cannot use it, and when all have answered and it is worse. A newer head takes the place of a waiting candidate.
 
 Canaries that do not answer are replaced after a while by others, so that a decision needs devices and nothing else. An
@@ -30,7 +30,7 @@ class Settings:
 
     Args:
         canary: share of the devices; 0 gives every head to all at once.
-        margin: share of held-out pictures that a new head may get wrong more than the one before.
+        margin: share of held-out images that a new head may get wrong more than the one before.
         patience_s: seconds after which canaries that have not answered are replaced.
     """
 
@@ -41,18 +41,18 @@ class Settings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a device says of a head: held-out pictures right, with this and with the head before, of how many.
+    """What a device says of a head: held-out images right, with this and with the head before, of how many.
 
     Args:
-        right: with this head.
-        pictures: all of them.
+        correct: with this head.
+        images: all of them.
         before: with the head before; None if there was none.
         problem: why the device does not use the head; empty if it does.
     """
 
-    right: int
-    pictures: int
-    before: int | None = None
+    correct: int
+    images: int
+    previous_correct: int | None = None
     problem: str = ""
 
 
@@ -260,7 +260,7 @@ def _decide(state: State, trial: Trial, settings: Settings) -> Step:
     if trial.awaited or not trial.canaries:
         return state, ()
     pooled, figures = _pooled(trial), figures_of(trial)
-    if pooled.right >= (pooled.before or 0) - settings.margin * pooled.pictures - _ROUNDING:
+    if pooled.correct >= (pooled.previous_correct or 0) - settings.margin * pooled.images - _ROUNDING:
         return _used(state, trial.version), (Use(trial.version, figures),)
     state, reject = _rejected(state, trial.version, figures)
     return state, (reject,)
@@ -271,11 +271,11 @@ def figures_of(trial: Trial) -> str:
     answers, pooled = _answers(trial), _pooled(trial)
     if not answers:
         return "no canary has answered"
-    if not pooled.pictures:
-        return f"it runs on {canaries(len(answers))}, without pictures to compare it on"
+    if not pooled.images:
+        return f"it runs on {canaries(len(answers))}, without images to compare it on"
     return (
-        f"{pooled.right / pooled.pictures:.1%} of {pooled.pictures} held-out pictures right on "
-        f"{canaries(len(answers))}, {(pooled.before or 0) / pooled.pictures:.1%} with the head before"
+        f"{pooled.correct / pooled.images:.1%} of {pooled.images} held-out images right on "
+        f"{canaries(len(answers))}, {(pooled.previous_correct or 0) / pooled.images:.1%} with the head before"
     )
 
 
@@ -289,12 +289,12 @@ def _answers(trial: Trial) -> list[Answer]:
 
 
 def _pooled(trial: Trial) -> Answer:
-    """All pictures that were tried with both heads, as if they were of one device."""
-    comparable = [answer for answer in _answers(trial) if answer.before is not None]
+    """All images that were tried with both heads, as if they were of one device."""
+    comparable = [answer for answer in _answers(trial) if answer.previous_correct is not None]
     return Answer(
-        right=sum(answer.right for answer in comparable),
-        pictures=sum(answer.pictures for answer in comparable),
-        before=sum(answer.before or 0 for answer in comparable),
+        correct=sum(answer.correct for answer in comparable),
+        images=sum(answer.images for answer in comparable),
+        previous_correct=sum(answer.previous_correct or 0 for answer in comparable),
     )
 
 

@@ -255,7 +255,7 @@ def _submitted(state: State, device: str, entry: Entry, *, settings: Settings) -
         verdict: Verdict = "superseded" if standing.round == entry.round else "late"
         return state, Answer(device, entry.digest, verdict, standing)
     if settings.rounds is not None and standing is not None and standing.round == entry.round:
-        # A device that hands in again does not put off the grace or the deadline of its round.
+        # A device that uploads again does not put off the grace or the deadline of its round.
         entry = replace(entry, received_s=standing.received_s)
     submissions = MappingProxyType({**state.submissions, device: entry})
     return replace(state, submissions=submissions), Answer(device, entry.digest, "new", entry)

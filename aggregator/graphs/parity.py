@@ -1,4 +1,4 @@
-"""Whether the graphs of a program compute what eager torch computes, with autograd and with torch's own optimiser."""
+"""Whether the graphs of a program compute what eager torch computes, with autograd and with torch's own optimizer."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
 
 BATCHES = (1, 5, 32)
-"""Pictures in a step."""
+"""Images in a step."""
 CLIENTS = (1, 3, 17)
 """Contributions pooled into the round before."""
 STEPS = 10
@@ -71,7 +71,7 @@ def _differences(
 ) -> Iterator[tuple[str, float, float]]:
     """What is compared, how far the graph is from torch, and how far torch from itself in float64."""
     for rows in (0, *BATCHES):
-        yield from _compare(graphs["init"], functions.init, world.pictures(rows))
+        yield from _compare(graphs["init"], functions.init, world.images(rows))
     for tensors in world.cases():
         for role in ("project", "head"):
             yield from _compare(graphs[role], getattr(functions, role), tensors)
@@ -113,7 +113,7 @@ class _World:
         self._feature_size, self._classes = feature_size, num_classes
         self._random = np.random.default_rng(0)
 
-    def pictures(self, rows: int) -> Tensors:
+    def images(self, rows: int) -> Tensors:
         values = np.abs(self._random.normal(size=(rows, self._feature_size)))
         labels = self._random.integers(0, self._classes, size=rows)
         return {"feature": torch.from_numpy(values.astype(np.float32)), "labels": torch.from_numpy(labels)}
@@ -157,7 +157,7 @@ class _World:
 
     def _case(self, pooled: Mapping[str, Any], *, batch: int) -> Tensors:
         shared = to_torch(pooled)
-        state = self._functions.init.apply(self.pictures(max(BATCHES)))
+        state = self._functions.init.apply(self.images(max(BATCHES)))
         own = self._owned()
         local = torch.zeros(self._classes, self._algorithm.projection_size)
         local[own] = torch.from_numpy(self._prototypes(len(own)))
@@ -166,7 +166,7 @@ class _World:
         return {
             **state,
             **shared,
-            **self.pictures(batch),
+            **self.images(batch),
             "local_prototypes": local,
             "local_counts": counts,
         }

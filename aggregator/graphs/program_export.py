@@ -71,7 +71,7 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
 
 
 def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
-    """Return the state of a device without a picture, by name: what `bind` gives a head for who has no device.
+    """Return the state of a device without an image, by name: what `bind` gives a head for who has no device.
 
     Args:
         init: the program's graph of that name.

@@ -1,6 +1,6 @@
 """Work on large tensors a tile at a time: what is passed over again and again then stays in the processor's cache.
 
-An optimiser's step is a dozen operations on tensors of megabytes, and each of them alone waits for memory. A state
+An optimizer's step is a dozen operations on tensors of megabytes, and each of them alone waits for memory. A state
 tensor of three axes is a stack of tiles; all operations on stacks of its shape become the body of one `Scan`, which
 neither copies the tiles nor what it makes of them.
 """

@@ -24,7 +24,7 @@ from protocol.wire.messages import BlobRef, RoundManifest
 log = logging.getLogger(__name__)
 
 MAX_REPLACED_BYTES = 512 * 1024**2
-"""Of submissions in the place of others, after which the others are deleted: a device can hand in all day."""
+"""Of submissions in the place of others, after which the others are deleted: a device can upload all day."""
 
 
 class Learning:
@@ -228,8 +228,8 @@ class Learning:
             devices = len(self.state.submissions.keys() | {row.device})
             where = f"; {devices} of {settings.quorum} devices for the first head"
         log.info(
-            "%s: %d prototypes of %d pictures, %d bytes%s",
-            *(row.device, row.prototypes, row.pictures, row.size_bytes, where),
+            "%s: %d prototypes of %d images, %d bytes%s",
+            *(row.device, row.prototypes, row.images, row.size_bytes, where),
         )
 
     def _keep_head(

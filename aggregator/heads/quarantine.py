@@ -1,4 +1,4 @@
-"""Who is set aside: what a training finds is stored and told, and an operator may know better."""
+"""Who is quarantined: what a training finds is stored and told, and an operator may know better."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def keep_asides(store: Store, head: HeadRow, result: Result) -> None:
-    """Store who was set aside for a head, and that others no longer are; say what is new.
+    """Store who was quarantined for a head, and that others no longer are; say what is new.
 
     Who was readmitted while the head was trained stays readmitted, and who was revoked stays out.
 
@@ -24,15 +24,15 @@ def keep_asides(store: Store, head: HeadRow, result: Result) -> None:
         if before is not None and (before.readmitted_s is not None or before.why == REVOKED):
             continue
         if device in head.aside:
-            store.set_aside(head.task, device, why=result.aside[device], now_s=head.trained_s)
+            store.quarantined(head.task, device, why=result.aside[device], now_s=head.trained_s)
             if before is None:
                 log.warning(
-                    "%s is set aside: %s; `aggregator readmit %s` takes it in all the same",
+                    "%s is quarantined: %s; `aggregator readmit %s` takes it in all the same",
                     *(device, result.aside[device], device),
                 )
         elif before is not None:
             store.forget_aside(head.task, device)
-            log.info("%s is no longer set aside: what it has handed in is like the others'", device)
+            log.info("%s is no longer quarantined: what it has uploaded is like the others'", device)
     if result.doubt:
         log.warning("%s", result.doubt)
 
@@ -41,7 +41,7 @@ def readmit(store: Store, device: str) -> str:
     """Have a device's prototypes trained on all the same; returns what comes of it.
 
     Raises:
-        ConfigError: it is not set aside, or was revoked.
+        ConfigError: it is not quarantined, or was revoked.
         StateError: there is no task yet, or the state cannot be written.
     """
     task = bytes.fromhex(store.fact("task"))
@@ -49,11 +49,11 @@ def readmit(store: Store, device: str) -> str:
         raise StateError(f"no task in {store.folder} yet: start `aggregator run`")
     aside = store.asides(task).get(device)
     if aside is None:
-        raise ConfigError(f"{device} is not set aside: `aggregator status` shows who is")
+        raise ConfigError(f"{device} is not quarantined: `aggregator status` shows who is")
     if aside.readmitted_s is not None:
         return f"{device} was readmitted before"
     if aside.why == REVOKED:
-        raise ConfigError(f"{device} is set aside because {aside.why}: enroll it again")
+        raise ConfigError(f"{device} is quarantined because {aside.why}: enroll it again")
     store.readmit(task, device, now_s=time.time())
     when = "it is in the next head" if store.is_locked() else "it is in the next head after the start"
     return f"{device} is readmitted: {when}"

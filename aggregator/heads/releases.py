@@ -183,11 +183,11 @@ class Releases:
 
 def answer_of(evaluation: Evaluation) -> rollout.Answer:
     """What an evaluation says to the rollout logic."""
-    right = sum(evaluation.right)
+    right = sum(evaluation.correct)
     return rollout.Answer(
-        right=right,
-        pictures=right + sum(evaluation.wrong),
-        before=sum(evaluation.before) if evaluation.before else None,
+        correct=right,
+        images=right + sum(evaluation.incorrect),
+        previous_correct=sum(evaluation.previous_correct) if evaluation.previous_correct else None,
         problem=evaluation.problem,
     )
 

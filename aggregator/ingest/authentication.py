@@ -72,7 +72,7 @@ class Gate:
 def _way_out(known: Key | None, device: str) -> str:
     """What an operator does about a device that comes with another key."""
     if known is not None and known.enrolled:
-        return "start it with the folder of its last enrolment"
+        return "start it with the folder of its last enrollment"
     return f"if it has lost its own, `aggregator forget {device}` takes the next"
 
 

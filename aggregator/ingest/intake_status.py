@@ -1,4 +1,4 @@
-"""Whether the aggregator takes what devices hand in, for who looks from outside: told even when the disk is full.
+"""Whether the aggregator takes what devices upload, for who looks from outside: told even when the disk is full.
 
 The file gets its room when the aggregator starts and is overwritten in place, which needs no more of the disk.
 """

@@ -121,7 +121,7 @@ class Reception:
             log.debug("intake is still stopped: %s", error)
             return False
         self._stopped = None
-        log.info("intake goes on: what devices hand in can be stored again")
+        log.info("intake goes on: what devices upload can be stored again")
         self._tell()
         return True
 

@@ -1,4 +1,4 @@
-"""What a device may hand in, pure: bytes to a checked submission or evaluation, or the reason why not."""
+"""What a device may upload, pure: bytes to a checked submission or evaluation, or the reason why not."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
 from protocol.wire.codec import decode, message_kind, to_array
 from protocol.wire.messages import Evaluation, Reason, Submission, TaskManifest, Tensor
 
-MAX_PICTURES_IN_PROTOTYPE = 10**9
+MAX_IMAGES_IN_PROTOTYPE = 10**9
 
 FLOAT16_SLACK = 1.01
 """By how much rounding to float16 may lengthen a prototype."""
@@ -60,7 +60,7 @@ class Prototypes:
     Args:
         values: float32 (m, L) prototypes; with a program (m, D).
         labels: int64 (m,).
-        counts: int64 (m,), pictures averaged in each.
+        counts: int64 (m,), images averaged in each.
         tensors: float32, by name, what the program has uploaded.
     """
 
@@ -74,7 +74,7 @@ def read_message(payload: bytes) -> Submission | Evaluation:
     """The submission or evaluation in a device's payload.
 
     Raises:
-        Refused: malformed, of another version, or of a kind that devices do not hand in.
+        Refused: malformed, of another version, or of a kind that devices do not upload.
     """
     try:
         kind = message_kind(payload)
@@ -94,7 +94,7 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
 
     Raises:
         Refused: another task's, a wrong shape or dtype, values that are not finite, unknown classes, prototypes
-            that average fewer pictures than the task allows, what no device can have made, or with a program two
+            that average fewer images than the task allows, what no device can have made, or with a program two
             of one class or not exactly the tensors that it uploads.
     """
     _check_envelope(submission, expectation)
@@ -160,29 +160,29 @@ def _check_prototypes(
     least = expectation.manifest.min_images
     if not in_rounds:
         least = min(least, expectation.manifest.batch_size)
-    if int(counts.min()) < least or int(counts.max()) > MAX_PICTURES_IN_PROTOTYPE:
+    if int(counts.min()) < least or int(counts.max()) > MAX_IMAGES_IN_PROTOTYPE:
         raise Refused(
             "malformed",
-            f"expected at least {least} pictures in every prototype, got {int(counts.min())} to {int(counts.max())}",
+            f"expected at least {least} images in every prototype, got {int(counts.min())} to {int(counts.max())}",
         )
     if expectation.manifest.differential_privacy is None:
-        _check_plausible(prototypes, counts, submission.pictures, expectation)
+        _check_plausible(prototypes, counts, submission.images, expectation)
     return prototypes, labels, counts
 
 
 def _check_plausible(
-    prototypes: NDArray[Any], counts: NDArray[Any], pictures: int, expectation: Expectation
+    prototypes: NDArray[Any], counts: NDArray[Any], images: int, expectation: Expectation
 ) -> None:
     """Refuse what no device can have made that does what the task says; noisy figures can be anything."""
     averaged, most = int(counts.sum(dtype=np.int64)), int(counts.max())
-    if averaged > pictures:
-        raise Refused("implausible", f"{averaged} pictures in prototypes of {pictures} that were read")
-    # What is left over when pictures are dealt into batches goes into the last one (FedTC eq. 4).
+    if averaged > images:
+        raise Refused("implausible", f"{averaged} images in prototypes of {images} that were read")
+    # What is left over when images are dealt into batches goes into the last one (FedTC eq. 4).
     batch = expectation.manifest.batch_size
     if expectation.manifest.program is None and most > 2 * batch - 1:
         raise Refused(
             "implausible",
-            f"expected at most {2 * batch - 1} pictures in a prototype where batches are of {batch}, got {most}",
+            f"expected at most {2 * batch - 1} images in a prototype where batches are of {batch}, got {most}",
         )
     if expectation.max_norm < math.inf and expectation.manifest.perturbation is None:
         norm = float(np.linalg.norm(prototypes.astype(np.float32), axis=1).max())
@@ -234,12 +234,12 @@ def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest
     if evaluation.head_version > newest_head:
         raise Refused("unknown_head", f"there is no head {evaluation.head_version}, only up to {newest_head}")
     classes = len(expectation.manifest.classes)
-    if len(evaluation.right) != classes or len(evaluation.wrong) != classes:
+    if len(evaluation.correct) != classes or len(evaluation.incorrect) != classes:
         raise Refused("shape", f"expected {classes} counts of right and of wrong")
-    if evaluation.before and len(evaluation.before) != classes:
+    if evaluation.previous_correct and len(evaluation.previous_correct) != classes:
         raise Refused("shape", f"expected {classes} counts of right before, or none")
-    if sum(evaluation.before) > sum(evaluation.right) + sum(evaluation.wrong):
-        raise Refused("malformed", "the head before got more pictures right than there are")
+    if sum(evaluation.previous_correct) > sum(evaluation.correct) + sum(evaluation.incorrect):
+        raise Refused("malformed", "the head before got more images right than there are")
 
 
 def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:

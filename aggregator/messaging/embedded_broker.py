@@ -104,7 +104,7 @@ async def _shut_down(broker: Any) -> None:
     """Close every connection.
 
     amqtt waits for ever for the reader of a connection if that has missed its cancellation, which happens when
-    a packet comes in at the same moment; cancelled once more, it ends, and the rest can be closed.
+    a packet comes in at the same moment; canceled once more, it ends, and the rest can be closed.
     """
     for _ in range(SHUTDOWN_TRIES):
         try:

@@ -28,7 +28,7 @@ _DENIED = re.compile(r"Denied PUBLISH from (?P<who>\S+) \(d\d, q\d, r\d, m\d+, '
 _NO_ENTRY = (
     re.compile(r"Client connection from \S+ failed: (?:error:[0-9A-F]+:)?(?P<why>.*?)\.?$"),
     re.compile(r"OpenSSL Error\[0\]: (?:error:[0-9A-F]+:)?(?P<why>.*?)\.?$"),
-    re.compile(r"Client (?P<who>\S+) disconnected, (?P<why>not authorised)\.$"),
+    re.compile(r"Client (?P<who>\S+) disconnected, (?P<why>not authorized)\.$"),
     re.compile(
         r"Client (?P<who>\S+) disconnected due to (?P<why>malformed packet|protocol error|oversize packet)\.$"
     ),

@@ -92,7 +92,7 @@ def enrol(store: Store, wanted: Wanted, *, fleet: str, out: Path) -> None:
             aggregator_key=public_key(signing_key).hex(),
         )
         files = {
-            "enrolment.toml": card_text(card).encode(),
+            "enrollment.toml": card_text(card).encode(),
             "ca.crt": authority.certificate,
             "device.crt": issued.certificate,
             "device.key": issued.key,
@@ -166,7 +166,7 @@ def revoke(store: Store, device: str) -> Path | None:
             if known.serial and not store.fact(REVOKED + known.serial):
                 store.set_fact(REVOKED + known.serial, str(now_s))
             if task := bytes.fromhex(store.fact("task")):
-                store.set_aside(task, device, why=SET_ASIDE, now_s=now_s)
+                store.quarantined(task, device, why=SET_ASIDE, now_s=now_s)
         if not has_authority(store.folder):
             return None
         write_revoked(store, open_authority(store.folder, fleet_of_authority(store.folder)))

@@ -34,7 +34,7 @@ CLOSED = "closed"
 """The file that says that somebody was enrolled."""
 
 PATIENCE_S = 10.0
-"""Seconds that another enrolment is waited for."""
+"""Seconds that another enrollment is waited for."""
 
 
 def folder_of(state: Path) -> Path:
@@ -56,7 +56,7 @@ def alone(state: Path) -> Iterator[None]:
     deadline_s = time.monotonic() + PATIENCE_S
     while not lock.take():
         if time.monotonic() > deadline_s:
-            raise StateError(f"another enrolment is at work in {folder}: try again when it is through")
+            raise StateError(f"another enrollment is at work in {folder}: try again when it is through")
         time.sleep(0.05)
     try:
         yield

@@ -11,7 +11,7 @@ MIGRATIONS = (
     ) STRICT;
     CREATE TABLE submissions (
         task BLOB NOT NULL, device TEXT NOT NULL, sequence INTEGER NOT NULL, digest BLOB NOT NULL,
-        received_s REAL NOT NULL, size_bytes INTEGER NOT NULL, pictures INTEGER NOT NULL,
+        received_s REAL NOT NULL, size_bytes INTEGER NOT NULL, images INTEGER NOT NULL,
         prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, PRIMARY KEY (task, device)
     ) STRICT;
     CREATE TABLE heads (
@@ -48,7 +48,7 @@ MIGRATIONS = (
         device TEXT PRIMARY KEY, public BLOB NOT NULL, enrolled INTEGER NOT NULL, since_s REAL NOT NULL,
         serial TEXT NOT NULL DEFAULT '', revoked_s REAL
     ) STRICT;
-    CREATE TABLE set_aside (
+    CREATE TABLE quarantined (
         task BLOB NOT NULL, device TEXT NOT NULL, since_s REAL NOT NULL, why TEXT NOT NULL, readmitted_s REAL,
         PRIMARY KEY (task, device)
     ) STRICT;

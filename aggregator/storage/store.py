@@ -34,7 +34,7 @@ class SubmissionRow:
     device: str
     entry: Entry
     size_bytes: int
-    pictures: int
+    images: int
     prototypes: int
     per_class: Mapping[int, int]
     """Prototypes of each class index."""
@@ -62,7 +62,7 @@ class HeadRow:
 
 
 REVOKED = "its key was revoked"
-"""Why a device is set aside whose submissions do not even come to be judged."""
+"""Why a device is quarantined whose submissions do not even come to be judged."""
 
 
 @dataclass(frozen=True)
@@ -259,13 +259,13 @@ class Store:
         self._write(
             "INSERT OR REPLACE INTO submissions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             task, row.device, row.entry.sequence, row.entry.digest, row.entry.received_s, row.size_bytes,
-            row.pictures, row.prototypes, json.dumps(dict(row.per_class)), row.entry.round,
+            row.images, row.prototypes, json.dumps(dict(row.per_class)), row.entry.round,
         )  # fmt: skip
 
     def submissions(self, task: bytes) -> dict[str, SubmissionRow]:
         """The newest submission of each device to a task."""
         rows = self._read(
-            "SELECT device, sequence, digest, received_s, round, size_bytes, pictures, prototypes, per_class "
+            "SELECT device, sequence, digest, received_s, round, size_bytes, images, prototypes, per_class "
             "FROM submissions WHERE task = ? ORDER BY device",
             task,
         )
@@ -274,11 +274,11 @@ class Store:
                 device=device,
                 entry=Entry(*entry),
                 size_bytes=size_bytes,
-                pictures=pictures,
+                images=images,
                 prototypes=prototypes,
                 per_class={int(label): count for label, count in json.loads(per_class).items()},
             )
-            for device, *entry, size_bytes, pictures, prototypes, per_class in rows
+            for device, *entry, size_bytes, images, prototypes, per_class in rows
         }
 
     def forget_submission(self, task: bytes, device: str) -> None:
@@ -290,14 +290,14 @@ class Store:
 
         Args:
             device: its name, which somebody else may have used.
-            without: what it has handed in is gone; or else it counts until the device hands in something else,
+            without: what it has uploaded is gone; or else it counts until the device uploads something else,
                 whatever the numbers.
         """
         if without:
             self._write("DELETE FROM submissions WHERE device = ?", device)
         self._write("UPDATE submissions SET sequence = 0 WHERE device = ?", device)
         self._write("UPDATE devices SET state = 'unknown', epoch = 0 WHERE device = ?", device)
-        self._write("DELETE FROM set_aside WHERE device = ? AND why = ?", device, REVOKED)
+        self._write("DELETE FROM quarantined WHERE device = ? AND why = ?", device, REVOKED)
 
     def writes_of_others(self) -> int:
         """A number that changes when another process has written."""
@@ -351,39 +351,39 @@ class Store:
         closing = msgspec.json.decode(self.fact("closing", "null"), type=Closing | None)
         return closing if closing and (closing.task, closing.version) == (task, version) else None
 
-    def set_aside(self, task: bytes, device: str, *, why: str, now_s: float) -> None:
+    def quarantined(self, task: bytes, device: str, *, why: str, now_s: float) -> None:
         """Train on nothing of a device from now on; one that was readmitted no longer is."""
         self._write(
-            "INSERT INTO set_aside (task, device, since_s, why) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
+            "INSERT INTO quarantined (task, device, since_s, why) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
             "DO UPDATE SET why = excluded.why, readmitted_s = NULL, "
             "since_s = CASE WHEN readmitted_s IS NULL THEN since_s ELSE excluded.since_s END",
             task, device, now_s, why,
         )  # fmt: skip
 
     def readmit(self, task: bytes, device: str, *, now_s: float) -> None:
-        """Train on what a device hands in, whatever is found in it, until it is set aside again."""
+        """Train on what a device uploads, whatever is found in it, until it is quarantined again."""
         self._write(
-            "UPDATE set_aside SET readmitted_s = ? WHERE task = ? AND device = ? AND readmitted_s IS NULL",
+            "UPDATE quarantined SET readmitted_s = ? WHERE task = ? AND device = ? AND readmitted_s IS NULL",
             *(now_s, task, device),
         )
 
     def forget_aside(self, task: bytes, device: str) -> None:
-        """Take back that a device was set aside, as if it had never been."""
-        self._write("DELETE FROM set_aside WHERE task = ? AND device = ?", task, device)
+        """Take back that a device was quarantined, as if it had never been."""
+        self._write("DELETE FROM quarantined WHERE task = ? AND device = ?", task, device)
 
     def asides(self, task: bytes) -> dict[str, Aside]:
-        """The devices that were set aside, those that were readmitted since among them."""
+        """The devices that were quarantined, those that were readmitted since among them."""
         rows = self._read(
-            "SELECT device, why, since_s, readmitted_s FROM set_aside WHERE task = ? ORDER BY device", task
+            "SELECT device, why, since_s, readmitted_s FROM quarantined WHERE task = ? ORDER BY device", task
         )
         return {device: Aside(why, since_s, readmitted_s) for device, why, since_s, readmitted_s in rows}
 
     def keep_evaluation(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
-        """Keep how a head did on a device's held-out pictures, in the place of what was said before."""
+        """Keep how a head did on a device's held-out images, in the place of what was said before."""
         self._write(
             "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             evaluation.task, device, evaluation.head_version, digest, now_s,
-            json.dumps(evaluation.right), json.dumps(evaluation.wrong), json.dumps(evaluation.before),
+            json.dumps(evaluation.correct), json.dumps(evaluation.incorrect), json.dumps(evaluation.previous_correct),
             evaluation.problem,
         )  # fmt: skip
 
@@ -402,9 +402,9 @@ class Store:
             device: Evaluation(
                 task=task,
                 head_version=head_version,
-                right=tuple(json.loads(right)),
-                wrong=tuple(json.loads(wrong)),
-                before=tuple(json.loads(before)),
+                correct=tuple(json.loads(right)),
+                incorrect=tuple(json.loads(wrong)),
+                previous_correct=tuple(json.loads(before)),
                 problem=problem,
             )
             for device, right, wrong, before, problem in self._read(
@@ -538,7 +538,7 @@ class Store:
         )
 
     def standing(self, task: bytes) -> Standing:
-        """Who does not count at all, and who counts whatever is found in what they hand in."""
+        """Who does not count at all, and who counts whatever is found in what they upload."""
         asides = self.asides(task)
         barred = (device for device, one in asides.items() if one.why == REVOKED and one.readmitted_s is None)
         return Standing(

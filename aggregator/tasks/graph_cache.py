@@ -54,7 +54,7 @@ def graphs_of(task: TaskFile, *, feature_size: int, store: Store) -> dict[str, B
     """The graphs of a task, by role: those in the store, or else new ones.
 
     Args:
-        task: one that is learnt in rounds.
+        task: one that is learned in rounds.
         feature_size: L, of all backbones together.
         store: gets them.
 
@@ -115,7 +115,7 @@ def _kept(file: Path, store: Store) -> BlobRef:
 def _key(task: TaskFile, feature_size: int) -> str:
     """A digest of all that makes the graphs what they are: settings, sizes, and the code that writes them.
 
-    What says how often, how long and with whom is learnt is in no graph: the fleet goes on where it was.
+    What says how often, how long and with whom is learned is in no graph: the fleet goes on where it was.
     """
     here = Path(__file__).parent
     names = ("step_graphs.py", "step_checks.py", "tracing.py", "tiling.py", "graphs.py")

@@ -56,7 +56,7 @@ def _needed_of_heads(store: Store, heads: list[HeadRow]) -> set[bytes]:
 
 
 def forget_lost(task: Task, store: Store) -> None:
-    """Drop submissions that may yet count, but whose blobs are gone: their devices will ask, and hand in again."""
+    """Drop submissions that may yet count, but whose blobs are gone: their devices will ask, and upload again."""
     state, settings = store.round_state(task.digest), task.file.settings
     for device, entry in state.submissions.items():
         if entry.digest in store.blobs or not still_counts(entry, state, settings):

@@ -66,7 +66,7 @@ def _write_head(
     tensors: Mapping[str, NDArray[Any]],
     metrics: dict[str, float],
 ) -> None:
-    """The head as a file that works by itself, on the state of a device that has no picture."""
+    """The head as a file that works by itself, on the state of a device that has no image."""
     blobs = BlobStore(Path(job.blobs))
     metadata = HeadMetadata(
         classes=manifest.classes,

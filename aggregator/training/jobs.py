@@ -22,7 +22,7 @@ class HeadJob(msgspec.Struct, frozen=True, kw_only=True):
     members: dict[str, str]
     """Device to the hex digest of its submission, which is a blob, in the order to train on."""
     readmitted: tuple[str, ...] = ()
-    """Devices that are not set aside, whatever is found."""
+    """Devices that are not quarantined, whatever is found."""
     blobs: str
     feature_size: int
     training: Training
@@ -64,9 +64,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     prototypes: int = 0
     aside: dict[str, str] = {}
-    """Devices that were set aside, and why: the head was made without them."""
+    """Devices that were quarantined, and why: the head was made without them."""
     doubt: str = ""
-    """Why nobody was set aside although somebody is far off; empty if that is not so."""
+    """Why nobody was quarantined although somebody is far off; empty if that is not so."""
 
 
 def say(figures: dict[str, float | str]) -> None:

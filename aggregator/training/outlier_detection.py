@@ -1,6 +1,6 @@
 """Which devices' prototypes are not like the others', pure: by robust statistics, class by class.
 
-What is compared is a device's mean of a class. It scatters about the mean of all the less, the more pictures it is of,
+What is compared is a device's mean of a class. It scatters about the mean of all the less, the more images it is of,
 and about that of its own place besides: a device that is honest, but elsewhere, is no outlier among others that are
 elsewhere too. Medians take the place of means, so that less than half of the devices cannot move what is judged by.
 """
@@ -21,13 +21,13 @@ LEAST_DEVIATION = 0.1
 """Of distances that are nearly equal, as they are in many dimensions, a deviation this large is nothing yet."""
 
 PRECISION = 1e-3
-"""Relative to the values: nearer than this, float16 and pictures drawn anew make the difference."""
+"""Relative to the values: nearer than this, float16 and images drawn anew make the difference."""
 
 MOST_TOLD = 10_000
 """Robust standard deviations beyond which one need not know how many."""
 
 MAX_SHARE = 0.5
-"""Of the devices: where more of them would be set aside than this, it is not known who the others are."""
+"""Of the devices: where more of them would be quarantined than this, it is not known who the others are."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class _Class:
     Args:
         devices: their names.
         means: float64 (K, L), count-weighted.
-        pictures: float64 (K,).
-        variances: float64 (K,), of a picture about its device's mean, summed over dimensions; NaN where a single
+        images: float64 (K,).
+        variances: float64 (K,), of an image about its device's mean, summed over dimensions; NaN where a single
             prototype does not tell.
     """
 
     devices: tuple[str, ...]
     means: NDArray[np.float64]
-    pictures: NDArray[np.float64]
+    images: NDArray[np.float64]
     variances: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """Who is set aside and why, in words; and if nobody is although somebody is far off, why that is."""
+class Judgment:
+    """Who is quarantined and why, in words; and if nobody is although somebody is far off, why that is."""
 
     aside: Mapping[str, str]
     doubt: str = ""
@@ -70,17 +70,17 @@ def judge(
     classes: Sequence[str],
     threshold: float,
     readmitted: Collection[str] = (),
-) -> Judgement:
-    """Who is set aside: those that are far off, but for who was readmitted; nobody where that would be most of them."""
+) -> Judgment:
+    """Return the devices to quarantine, with reasons; none where that would be most of them."""
     found = far_off(parts, classes=classes, threshold=threshold)
     if len(found) > MAX_SHARE * len(parts):
         worst = next(iter(found.items()))
-        return Judgement(
+        return Judgment(
             {},
-            f"{len(found)} of {len(parts)} devices are far from each other, so nobody is set aside; "
+            f"{len(found)} of {len(parts)} devices are far from each other, so nobody is quarantined; "
             f"{worst[0]}: {worst[1].why}",
         )
-    return Judgement({device: one.why for device, one in found.items() if device not in readmitted})
+    return Judgment({device: one.why for device, one in found.items() if device not in readmitted})
 
 
 def far_off(
@@ -89,7 +89,7 @@ def far_off(
     """The devices that are farther from the others than a threshold, each with the worst that was found.
 
     Args:
-        parts: what each device has handed in.
+        parts: what each device has uploaded.
         classes: their names, by label.
         threshold: robust standard deviations: median absolute deviations, times 1.4826.
     """
@@ -115,7 +115,7 @@ def far_off(
 
 
 def _of_class(parts: Mapping[str, Prototypes], label: int) -> _Class:
-    devices, means, pictures, variances = [], [], [], []
+    devices, means, images, variances = [], [], [], []
     for device, part in sorted(parts.items()):
         mine = part.labels == label
         if not mine.any():
@@ -128,27 +128,27 @@ def _of_class(parts: Mapping[str, Prototypes], label: int) -> _Class:
         squares = ((values - mean) ** 2).sum(axis=1)
         devices.append(device)
         means.append(mean)
-        pictures.append(counts.sum())
-        # A prototype of n pictures scatters by the variance of one over n.
+        images.append(counts.sum())
+        # A prototype of n images scatters by the variance of one over n.
         variances.append((counts * squares).sum() / (len(counts) - 1) if len(counts) > 1 else np.nan)
-    return _Class(tuple(devices), np.array(means), np.array(pictures), np.array(variances))
+    return _Class(tuple(devices), np.array(means), np.array(images), np.array(variances))
 
 
 def _distances(one: _Class) -> NDArray[np.float64]:
     """How far each mean (K,) is from the coordinate-wise median, in robust standard deviations.
 
-    The squared distance of an honest device is expected to be v = t + s / n, with s a picture's variance, n its
-    pictures, and t what places differ by; and the median's own error beside it, pi / 2 of the usual v over K. A
+    The squared distance of an honest device is expected to be v = t + s / n, with s an image's variance, n its
+    images, and t what places differ by; and the median's own error beside it, pi / 2 of the usual v over K. A
     distance over the root of that is near one.
     """
     median = np.median(one.means, axis=0)
     squares = ((one.means - median) ** 2).sum(axis=1)
     known = one.variances[np.isfinite(one.variances)]
-    sampling = (np.median(known) if len(known) else 0.0) / one.pictures
+    sampling = (np.median(known) if len(known) else 0.0) / one.images
     between = max(float(np.median(squares - sampling)), 0.0)
     of_median = np.pi / 2 * float(np.median(between + sampling)) / len(one.devices)
     expected = between + sampling + of_median + PRECISION**2 * float((median**2).sum())
-    return _standardised(np.sqrt(squares / np.where(expected > 0, expected, np.inf)), unit=1.0)
+    return _standardized(np.sqrt(squares / np.where(expected > 0, expected, np.inf)), unit=1.0)
 
 
 def _spreads(one: _Class) -> NDArray[np.float64]:
@@ -157,17 +157,17 @@ def _spreads(one: _Class) -> NDArray[np.float64]:
     known = np.isfinite(one.variances)
     if known.sum() >= MIN_DEVICES:
         length = float(np.linalg.norm(np.median(one.means, axis=0)))
-        wider[known] = _standardised(np.sqrt(one.variances[known]), unit=PRECISION * length)
+        wider[known] = _standardized(np.sqrt(one.variances[known]), unit=PRECISION * length)
     return wider
 
 
 def _lengths(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
     """How much longer each device's prototypes are than usual, (K,), whatever their classes, in robust deviations."""
     squares = [float((part.values.astype(np.float64) ** 2).sum(axis=1).mean()) for part in parts]
-    return _standardised(np.sqrt(squares))
+    return _standardized(np.sqrt(squares))
 
 
-def _standardised(values: NDArray[np.float64], *, unit: float = 0.0) -> NDArray[np.float64]:
+def _standardized(values: NDArray[np.float64], *, unit: float = 0.0) -> NDArray[np.float64]:
     """Values (K,), none of them negative, from their median in robust standard deviations.
 
     Args:

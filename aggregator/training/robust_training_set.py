@@ -1,4 +1,4 @@
-"""What a head is trained on, pure: the prototypes of several submissions as one labelled data set."""
+"""What a head is trained on, pure: the prototypes of several submissions as one labeled data set."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -16,7 +16,7 @@ TRIMMED_SHARE = 0.2
 
 
 def pool(parts: Sequence[Prototypes]) -> Prototypes:
-    """The prototypes of several submissions as one labelled data set (FedTC section 3.1, before eq. 5)."""
+    """The prototypes of several submissions as one labeled data set (FedTC section 3.1, before eq. 5)."""
     return Prototypes(
         np.concatenate([part.values for part in parts]),
         np.concatenate([part.labels for part in parts]),
@@ -53,7 +53,7 @@ def withstanding(parts: Sequence[Prototypes], *, by: Literal["none", "trimmed", 
 def _distances(
     values: NDArray[np.float32], counts: NDArray[np.int64], median: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Squared distances (m,) from a median, times the pictures: a prototype of n is expected to be n times nearer."""
+    """Squared distances (m,) from a median, times the images: a prototype of n is expected to be n times nearer."""
     distances: NDArray[np.float32] = counts * ((values - median) ** 2).sum(axis=1)
     return distances
 

@@ -13,7 +13,7 @@ from aggregator.graphs.fuse import fuse
 from aggregator.graphs.head_export import head_to_onnx, max_abs_difference
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.jobs import HeadJob, Result, run_as_program, say
-from aggregator.training.outlier_detection import Judgement, judge
+from aggregator.training.outlier_detection import Judgment, judge
 from aggregator.training.robust_training_set import withstanding
 from protocol.errors import ProtofleetError
 from protocol.metadata import HeadMetadata
@@ -27,7 +27,7 @@ MAX_ONNX_DIFFERENCE = 1e-4
 def recipe_of(training: Training, *, private: bool = False) -> Recipe:
     """The recipe that a task file asks for.
 
-    Where prototypes are `private`, they bear noise, which restoring the variance of their pictures would multiply by
+    Where prototypes are `private`, they bear noise, which restoring the variance of their images would multiply by
     the square root of their number: it is left out unless the file says otherwise.
     """
     recipe = RECIPES[training.recipe]
@@ -70,16 +70,16 @@ def run(job: HeadJob) -> Result:
         device: _prototypes(blobs.read(bytes.fromhex(digest)), expectation)
         for device, digest in job.members.items()
     }
-    judgement = Judgement({})
+    judgment = Judgment({})
     if job.poisoning.check:
-        judgement = judge(
+        judgment = judge(
             parts,
             classes=manifest.classes,
             threshold=job.poisoning.threshold,
             readmitted=job.readmitted,
         )
     data = withstanding(
-        [part for name, part in parts.items() if name not in judgement.aside], by=job.training.robust
+        [part for name, part in parts.items() if name not in judgment.aside], by=job.training.robust
     )
     device = torch_device(job.training.device)
     say({"device": device, "prototypes": len(data.labels)})
@@ -118,7 +118,7 @@ def run(job: HeadJob) -> Result:
         write_atomically(Path(job.folder) / "model.onnx", model)
     metrics = {**figures, "seconds": trained.seconds, "onnx_max_abs_diff": difference}
     return Result(
-        prototypes=len(data.labels), metrics=metrics, aside=dict(judgement.aside), doubt=judgement.doubt
+        prototypes=len(data.labels), metrics=metrics, aside=dict(judgment.aside), doubt=judgment.doubt
     )
 
 

@@ -130,14 +130,14 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class PicturesChanged:
-    """There are other pictures than before."""
+class ImagesChanged:
+    """There are other images than before."""
 
 
 Event = (
     Connected | Disconnected | Drained | Unsendable | Ticked | AggregatorBack | AggregatorStarted | TaskSeen
     | OutboxSeen | RoundSeen | HeadSeen | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed
-    | PicturesChanged
+    | ImagesChanged
 )  # fmt: skip
 
 
@@ -227,7 +227,7 @@ class KeepReceipt:
 
 @dataclass(frozen=True)
 class Hinder:
-    """Remember, and say to the operator, what keeps the device from handing in; nothing any more if empty."""
+    """Remember, and say to the operator, what keeps the device from uploading; nothing any more if empty."""
 
     reason: str
 

@@ -1,8 +1,8 @@
-"""The life of a device, pure: (state, event) -> (state, actions). No clock, no file, no network, no pictures.
+"""The life of a device, pure: (state, event) -> (state, actions). No clock, no file, no network, no images.
 
 A device follows the retained task: it fetches the task's backbone if it has not got it, makes a submission of
-its pictures, hands that in until the aggregator's own receipt is there, takes the head that it is told to use,
-evaluates it and hands in the result, or why it does not use it. With a program it makes a submission for each
+its images, hands that in until the aggregator's own receipt is there, takes the head that it is told to use,
+evaluates it and uploads the result, or why it does not use it. With a program it makes a submission for each
 round that it sees open, and gives up an older one for it. Everything is asked for again after a while, so that any
 message may be lost.
 
@@ -32,12 +32,12 @@ from edge_client.agent.events import (
     Finish,
     HeadSeen,
     Hinder,
+    ImagesChanged,
     Install,
     Installed,
     KeepReceipt,
     OpenDownload,
     OutboxSeen,
-    PicturesChanged,
     ReceiptSeen,
     Refuse,
     RoundSeen,
@@ -67,7 +67,7 @@ FARTHEST_SEQUENCE = 2**53
 
 Step = tuple[State, tuple[Action, ...]]
 
-NO_SPACE = "the aggregator has no space for what this device hands in"
+NO_SPACE = "the aggregator has no space for what this device uploads"
 """A hindrance that the aggregator need not be told of."""
 
 
@@ -95,7 +95,7 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
             return _due_at_once(state), ()
         case AggregatorStarted():
             # What it could not send or had wrong, it may have mended.
-            return replace(_due_at_once(_hand_in_again(state)), refused=None), ()
+            return replace(_due_at_once(_upload_again(state)), refused=None), ()
         case Drained():
             return _go_on_sending(state, now_s)
         case Unsendable(reason=reason):
@@ -103,7 +103,7 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
         case TaskSeen():
             return _new_task(state, event), ()
         case OutboxSeen():
-            return _hand_in(state, event), ()
+            return _upload(state, event), ()
         case RoundSeen(manifest=manifest):
             return _new_round(state, manifest), ()
         case HeadSeen(manifest=manifest):
@@ -120,7 +120,7 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
             return _built(state, event)
         case Installed():
             return _installed(state, event)
-        case PicturesChanged():
+        case ImagesChanged():
             return replace(state, stale=True), ()
     return state, ()
 
@@ -168,7 +168,7 @@ def _pursue_work(state: State, _now_s: float) -> Step:
 
 
 def _due_build(state: State) -> tuple[State, Build | None]:
-    """The work that is due, if any: for a round that was not joined yet, or for pictures not handed in."""
+    """The work that is due, if any: for a round that was not joined yet, or for images not uploaded."""
     manifest, task, seen = state.manifest, state.task, open_round(state)
     if manifest is None or task is None:
         return state, None
@@ -201,7 +201,7 @@ def _pursue_upload(state: State, now_s: float) -> Step:
 def _pursue_end(state: State, _now_s: float) -> Step:
     head = current_head(state)
     if state.mode is Mode.DRY_RUN and is_over(state):
-        return state, (Exit(1, "all rounds are over: there is nothing left to hand in"),)
+        return state, (Exit(1, "all rounds are over: there is nothing left to upload"),)
     if state.mode is Mode.ONCE and head is not None and is_refused(state, head):
         busy = state.uploads or state.working or state.installing is not None
         return state, () if busy or state.refused is None else (Exit(1, state.refused[1]),)
@@ -217,7 +217,7 @@ def _pursue_end(state: State, _now_s: float) -> Step:
 
 
 def _has_contributed(state: State, head: HeadRef) -> bool:
-    """Whether there is nothing left to hand in: the pictures as they are, or anything in the rounds to come."""
+    """Whether there is nothing left to upload: the images as they are, or anything in the rounds to come."""
     if state.manifest is None or state.manifest.program is None:
         return state.submitted is not None and not state.stale
     return is_over(state) and state.round is not None and head.round == state.round.rounds - 1
@@ -229,7 +229,7 @@ def _due_at_once(state: State) -> State:
     return replace(state, uploads=tuple(map(uploads.afresh, state.uploads)), download=download)
 
 
-def _hand_in(state: State, seen: OutboxSeen) -> State:
+def _upload(state: State, seen: OutboxSeen) -> State:
     """Hand in what the outbox has of the task; what is under way goes on, and what is not there any more does not."""
     if state.mode is Mode.DRY_RUN:
         return state
@@ -242,7 +242,7 @@ def _hand_in(state: State, seen: OutboxSeen) -> State:
     return replace(state, submitted=submitted, uploads=(*pending[:1], *map(uploads.afresh, pending[1:])))
 
 
-def _hand_in_again(state: State) -> State:
+def _upload_again(state: State) -> State:
     """Ask whether the submission still stands: an aggregator that has lost its state answers what it misses."""
     pending = any(upload.item.kind == "submission" for upload in state.uploads)
     if state.submitted is None or pending:
@@ -266,11 +266,11 @@ def _not_sent(state: State, reason: str, now_s: float) -> Step:
     if not state.uploads:
         return state, ()
     state = _with_upload(state, uploads.wait(state.uploads[0], now_s=now_s))
-    return _hindered(state, f"the broker will not take what this device hands in: {reason}")
+    return _hindered(state, f"the broker will not take what this device uploads: {reason}")
 
 
 def _hindered(state: State, reason: str) -> Step:
-    """Say once what keeps the device from handing in."""
+    """Say once what keeps the device from uploading."""
     if state.hindrance == reason:
         return state, ()
     return replace(state, hindrance=reason), (Hinder(reason), Tell(f"{reason}; trying again", error=True))
@@ -437,7 +437,7 @@ def _built(state: State, built: Built) -> Step:
         return state, ()
     state = replace(state, working=False)
     if built.item is None:
-        # With nothing handed in yet there is nothing to go on with: a person has to look.
+        # With nothing uploaded yet there is nothing to go on with: a person has to look.
         going_on = built.may_pass or state.submitted is not None
         going_on = going_on or any(upload.item.kind == "submission" for upload in state.uploads)
         # Of a task that is only remembered, there may be a better one by now.

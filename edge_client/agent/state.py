@@ -90,7 +90,7 @@ class State:
         task: identity of the current task; None before one was seen.
         confirmed: the broker has said that this is the task, or another one.
         working: a submission is being made now.
-        stale: pictures changed since the submission that was made or is being made.
+        stale: images changed since the submission that was made or is being made.
         submitted: the submission of the current task that has its receipt.
         round: the newest round seen, of whatever task.
         joined: number of the round that a submission was made for or is being made for.
@@ -98,7 +98,7 @@ class State:
         installed: key of the head in use (`head_key`).
         evaluated: key of the last head whose evaluation has its receipt.
         refused: key of the last head that was not taken into use, and why.
-        hindrance: what keeps the device from handing in; empty if nothing does.
+        hindrance: what keeps the device from uploading; empty if nothing does.
     """
 
     mode: Mode

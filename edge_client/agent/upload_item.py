@@ -1,4 +1,4 @@
-"""What a device hands in, by name and size: the bytes are in its outbox."""
+"""What a device uploads, by name and size: the bytes are in its outbox."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,6 +1,6 @@
-"""Pictures to features: decoded in threads ahead of ONNX Runtime, each of them once, kept as they come.
+"""Images to features: decoded in threads ahead of ONNX Runtime, each of them once, kept as they come.
 
-Memory holds two batches of pictures, whatever their number.
+Memory holds two batches of images, whatever their number.
 """
 
 import itertools
@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.images import Picture, decode
+from edge_client.data.images import LabeledImage, decode
 from edge_client.runtime.backbone import Backbone, release_memory
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import PrivacyRefused, ProtofleetError, UnreadablePicture
+from protocol.errors import PrivacyRefused, ProtofleetError, UnreadableImage
 from protocol.preprocessing import Preprocessing, preprocess
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,12 @@ class Interrupted(ProtofleetError):
 
 @dataclass(frozen=True)
 class Extraction:
-    """How an extraction went; a picture counts once for each backbone.
+    """How an extraction went; an image counts once for each backbone.
 
     Args:
-        computed: pictures whose features were computed now.
-        cached: pictures whose features were known.
-        refused: pictures that cannot be used, in order of their paths, and why.
+        computed: images whose features were computed now.
+        cached: images whose features were known.
+        refused: images that cannot be used, in order of their paths, and why.
     """
 
     computed: int
@@ -45,26 +45,26 @@ class Extraction:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a picture cannot be used, and whether that can change while the file does not."""
+    """Why an image cannot be used, and whether that can change while the file does not."""
 
     reason: str
     may_pass: bool = False
 
 
-Outcome = tuple[Picture, NDArray[np.float32] | Refusal]
-"""A picture and its feature, float32 (L1 + ... + LK,) and finite, or why it has none."""
+Outcome = tuple[LabeledImage, NDArray[np.float32] | Refusal]
+"""An image and its feature, float32 (L1 + ... + LK,) and finite, or why it has none."""
 
-Alter = Callable[[Picture, Preprocessing, NDArray[np.uint8]], NDArray[np.uint8]]
-"""What is done to a picture's pixels before a backbone sees them."""
+Alter = Callable[[LabeledImage, Preprocessing, NDArray[np.uint8]], NDArray[np.uint8]]
+"""What is done to an image's pixels before a backbone sees them."""
 
 _Pixels = dict[Preprocessing, NDArray[np.uint8]]
-"""A picture, uint8 (H, W, 3), in each of the ways in which a backbone wants it."""
+"""An image, uint8 (H, W, 3), in each of the ways in which a backbone wants it."""
 
-_Loading = tuple[Picture, Future[_Pixels | Refusal]]
+_Loading = tuple[LabeledImage, Future[_Pixels | Refusal]]
 
 
 def extract(
-    pictures: Sequence[Picture],
+    images: Sequence[LabeledImage],
     backbone: Backbone,
     cache: FeatureCache,
     *,
@@ -75,11 +75,11 @@ def extract(
 ) -> Extraction:
     """Compute the features that the cache has not got, where one backbone is all there is: `extract_all`.
 
-    The cache forgets all other pictures.
+    The cache forgets all other images.
     """
-    cache.prune((picture.identity for picture in pictures), backbone.sha256)
+    cache.prune((image.identity for image in images), backbone.sha256)
     return extract_all(
-        pictures,
+        images,
         [backbone.sha256],
         cache,
         open_backbone=lambda _: backbone,
@@ -90,8 +90,8 @@ def extract(
     )
 
 
-def extract_all(  # noqa: PLR0913 - what is done to pictures is the ninth thing that features hang on
-    pictures: Sequence[Picture],
+def extract_all(  # noqa: PLR0913 - what is done to images is the ninth thing that features hang on
+    images: Sequence[LabeledImage],
     backbones: Sequence[str],
     cache: FeatureCache,
     *,
@@ -104,19 +104,19 @@ def extract_all(  # noqa: PLR0913 - what is done to pictures is the ninth thing 
 ) -> Extraction:
     """Compute the features that the cache has not got, one backbone after the other.
 
-    A refused picture is not tried again until its file changes, unless what stood in the way can pass by itself.
+    A refused image is not tried again until its file changes, unless what stood in the way can pass by itself.
     One that is refused for one backbone is left out for those after it.
 
     Args:
-        pictures: those that features are wanted of; the cache forgets no other one.
+        images: those that features are wanted of; the cache forgets no other one.
         backbones: digests of those in use.
         cache: where the features go, batch by batch.
         open_backbone: opens the backbone of a digest; asked only for one that has something to compute.
-        batch_size: pictures in one run of the backbone.
+        batch_size: images in one run of the backbone.
         workers: threads that decode and preprocess.
-        on_progress: called with the number of pictures done and of all, each counted once a backbone.
+        on_progress: called with the number of images done and of all, each counted once a backbone.
         should_stop: asked before every run.
-        alter: what is done to the pictures first, and the tag that tells their features in the cache.
+        alter: what is done to the images first, and the tag that tells their features in the cache.
 
     Raises:
         Interrupted: `should_stop` said so.
@@ -126,17 +126,17 @@ def extract_all(  # noqa: PLR0913 - what is done to pictures is the ninth thing 
     tag, change = alter or ("", None)
     refused: dict[Path, str] = {}
     computed = cached = 0
-    total = len(backbones) * len(pictures)
+    total = len(backbones) * len(images)
     for number, sha256 in enumerate(backbones):
-        rest = [picture for picture in pictures if picture.path not in refused]
+        rest = [image for image in images if image.path not in refused]
         todo, useless = _sort_out(rest, sha256 + tag, cache)
         refused |= useless
         cached += len(rest) - len(todo) - len(useless)
-        done = (number + 1) * len(pictures) - len(todo)
+        done = (number + 1) * len(images) - len(todo)
         on_progress(done, total)
         if not todo:
             continue
-        log.info("computing features of %d pictures, those of %d are known", len(todo), len(rest) - len(todo))
+        log.info("computing features of %d images, those of %d are known", len(todo), len(rest) - len(todo))
         batches = feature_batches(
             todo,
             [open_backbone(sha256)],
@@ -156,32 +156,32 @@ def extract_all(  # noqa: PLR0913 - what is done to pictures is the ninth thing 
 
 
 def _sort_out(
-    pictures: Sequence[Picture], backbone: str, cache: FeatureCache
-) -> tuple[list[Picture], dict[Path, str]]:
-    """Split off the pictures of which nothing is known, and those that are known to be of no use."""
+    images: Sequence[LabeledImage], backbone: str, cache: FeatureCache
+) -> tuple[list[LabeledImage], dict[Path, str]]:
+    """Split off the images of which nothing is known, and those that are known to be of no use."""
     todo, refused = [], {}
-    for picture in pictures:
-        reason = cache.lookup(picture.identity, backbone)
+    for image in images:
+        reason = cache.lookup(image.identity, backbone)
         if reason is None:
-            todo.append(picture)
+            todo.append(image)
         elif reason:
-            refused[picture.path] = reason
+            refused[image.path] = reason
     return todo, refused
 
 
 def _keep(batch: Sequence[Outcome], backbone: str, cache: FeatureCache) -> dict[Path, str]:
     """Put a batch into the cache, but for refusals that can pass; returns which are refused and why."""
-    refused = [(picture, made) for picture, made in batch if isinstance(made, Refusal)]
+    refused = [(image, made) for image, made in batch if isinstance(made, Refusal)]
     cache.put(
         backbone,
-        [(picture.identity, made) for picture, made in batch if not isinstance(made, Refusal)],
-        [(picture.identity, refusal.reason) for picture, refusal in refused if not refusal.may_pass],
+        [(image.identity, made) for image, made in batch if not isinstance(made, Refusal)],
+        [(image.identity, refusal.reason) for image, refusal in refused if not refusal.may_pass],
     )
-    return {picture.path: refusal.reason for picture, refusal in refused}
+    return {image.path: refusal.reason for image, refusal in refused}
 
 
 def feature_batches(
-    pictures: Iterable[Picture],
+    images: Iterable[LabeledImage],
     backbones: Sequence[Backbone],
     *,
     batch_size: int,
@@ -189,24 +189,24 @@ def feature_batches(
     should_stop: Callable[[], bool] = lambda: False,
     alter: Alter | None = None,
 ) -> Iterator[list[Outcome]]:
-    """Compute features batch by batch, in the order of the pictures, decoding at most two batches ahead.
+    """Compute features batch by batch, in the order of the images, decoding at most two batches ahead.
 
-    Each picture is decoded once, and its features from all backbones stand one after the other.
+    Each image is decoded once, and its features from all backbones stand one after the other.
 
     Raises:
         Interrupted: `should_stop`, asked before every run, said so.
         ProtofleetError: a backbone fails.
     """
     specs = {backbone.metadata.preprocessing for backbone in backbones}
-    ahead = iter(pictures)
+    ahead = iter(images)
     waiting: deque[_Loading] = deque()
     with warnings.catch_warnings(), ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
-        # Of a broken picture Pillow warns in lines of its own; its refusal says the same once.
+        # Of a broken image Pillow warns in lines of its own; its refusal says the same once.
         warnings.filterwarnings("ignore", module="PIL")
         try:
             while True:
-                for picture in itertools.islice(ahead, 2 * batch_size - len(waiting)):
-                    waiting.append((picture, pool.submit(_load, picture, specs, alter)))
+                for image in itertools.islice(ahead, 2 * batch_size - len(waiting)):
+                    waiting.append((image, pool.submit(_load, image, specs, alter)))
                 if not waiting:
                     return
                 if should_stop():
@@ -216,20 +216,18 @@ def feature_batches(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _load(picture: Picture, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:
-    """Decode one picture, preprocess it in every way that is wanted and alter it, or say why not."""
-    path = picture.path
+def _load(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:
+    """Decode one image, preprocess it in every way that is wanted and alter it, or say why not."""
+    path = image.path
     try:
-        image = decode(path)
-        pixels = {spec: preprocess(image, spec) for spec in specs}
-        return (
-            pixels if alter is None else {spec: alter(picture, spec, made) for spec, made in pixels.items()}
-        )
+        decoded = decode(path)
+        pixels = {spec: preprocess(decoded, spec) for spec in specs}
+        return pixels if alter is None else {spec: alter(image, spec, made) for spec, made in pixels.items()}
     except PrivacyRefused:
         raise
-    except UnreadablePicture as error:
+    except UnreadableImage as error:
         return Refusal(str(error).removeprefix(f"{path}: "), may_pass=_may_pass(error.__cause__))
-    except Exception as error:  # Pillow converts and resizes here, and a picture must not end the work
+    except Exception as error:  # Pillow converts and resizes here, and an image must not end the work
         return Refusal(str(error) or type(error).__name__, may_pass=_may_pass(error))
 
 
@@ -239,16 +237,14 @@ def _may_pass(cause: BaseException | None) -> bool:
 
 
 def _compute(backbones: Sequence[Backbone], loading: Sequence[_Loading]) -> list[Outcome]:
-    loaded = [(picture, future.result()) for picture, future in loading]
+    loaded = [(image, future.result()) for image, future in loading]
     pixels = [made for _, made in loaded if not isinstance(made, Refusal)]
     features = iter(_features(backbones, pixels) if pixels else ())
-    return [
-        (picture, made if isinstance(made, Refusal) else _finite(next(features))) for picture, made in loaded
-    ]
+    return [(image, made if isinstance(made, Refusal) else _finite(next(features))) for image, made in loaded]
 
 
 def _features(backbones: Sequence[Backbone], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
-    """What all backbones make of some pictures, (n, L1 + ... + LK)."""
+    """What all backbones make of some images, (n, L1 + ... + LK)."""
     return np.concatenate(
         [
             backbone.features(np.stack([made[backbone.metadata.preprocessing] for made in pixels]))

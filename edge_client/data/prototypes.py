@@ -13,7 +13,7 @@ from protocol.errors import ConfigError, ProtofleetError
 Chunks: TypeAlias = Callable[[], Iterable[NDArray[np.float32]]]
 
 # Rows are added up in blocks of this size however they arrive, so that not even the last bit of a score,
-# which may decide between two pictures, depends on how the caller cuts its features.
+# which may decide between two images, depends on how the caller cuts its features.
 BLOCK_ROWS = 256
 LEFT_OUT = -1
 
@@ -23,7 +23,7 @@ def batch_prototypes(
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
     """Average the features of one class on one device into batch-level prototypes (FedTC eq. 1-4).
 
-    Laws: the counts add up to the pictures kept; the count-weighted mean of the prototypes is the mean of the
+    Laws: the counts add up to the images kept; the count-weighted mean of the prototypes is the mean of the
     kept features; the result is the same however the features are cut into chunks.
 
     Args:
@@ -35,7 +35,7 @@ def batch_prototypes(
         rng: deals the kept features out to the prototypes.
 
     Returns:
-        Prototypes (m, L) float32 and the number of pictures in each, (m,) uint32. From fewer than B kept
+        Prototypes (m, L) float32 and the number of images in each, (m,) uint32. From fewer than B kept
         features comes one prototype, from fewer than `min_images` none.
 
     Raises:
@@ -52,16 +52,16 @@ def batch_prototypes(
 def class_means(
     projection: NDArray[np.float32], labels: NDArray[np.int64], *, num_classes: int, min_images: int
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """Average all pictures of each class (FedPCL eq. 5, FPL eq. 2).
+    """Average all images of each class (FedPCL eq. 5, FPL eq. 2).
 
     Args:
         projection: float32 (n, D).
         labels: int64 (n,), below `num_classes`.
         num_classes: C.
-        min_images: a class with fewer pictures, or with none, has no mean.
+        min_images: a class with fewer images, or with none, has no mean.
 
     Returns:
-        Means (p, D) float32, their classes (p,) uint32 in ascending order, and the pictures in each (p,) uint32.
+        Means (p, D) float32, their classes (p,) uint32 in ascending order, and the images in each (p,) uint32.
     """
     counts = np.bincount(labels, minlength=num_classes)
     classes = np.flatnonzero(counts >= max(min_images, 1))
@@ -73,11 +73,11 @@ def class_means(
 
 def _check_settings(*, alpha: float, batch_size: int, min_images: int) -> None:
     if not 0 < alpha <= 1:
-        raise ConfigError(f"alpha is the share of pictures to keep, above 0 and at most 1, not {alpha}")
+        raise ConfigError(f"alpha is the share of images to keep, above 0 and at most 1, not {alpha}")
     if not 1 <= min_images <= batch_size:
         raise ConfigError(
             f"min_images must lie between 1 and the batch size {batch_size}, not at {min_images}: "
-            "no prototype averages fewer pictures than that"
+            "no prototype averages fewer images than that"
         )
 
 
@@ -102,7 +102,7 @@ def _sum_features(chunks: Chunks) -> tuple[NDArray[np.float64], int]:
         total = block.sum(axis=0) + (total if features else 0.0)
         features += len(block)
     if not np.isfinite(total).all():
-        raise ProtofleetError("features must be finite; leave out the pictures whose features are not")
+        raise ProtofleetError("features must be finite; leave out the images whose features are not")
     return total, features
 
 

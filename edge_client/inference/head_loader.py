@@ -11,7 +11,7 @@ from protocol.wire.messages import BlobRef
 
 
 def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequence[Backbone]) -> Head:
-    """Open a head, bound to its round's tensors and to what the device has learnt where it has rounds.
+    """Open a head, bound to its round's tensors and to what the device has learned where it has rounds.
 
     Args:
         blobs: has all of its parts.
@@ -26,14 +26,14 @@ def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequen
     if not installed.tensors:
         file = blobs.read(bytes.fromhex(installed.head))
         return open_head(file, backbones=backbones, classes=installed.classes)
-    learnt = unpack(blobs.read(bytes.fromhex(installed.learnt)))
+    learned = unpack(blobs.read(bytes.fromhex(installed.learned)))
     reference = BlobRef(digest=bytes.fromhex(installed.tensors), size_bytes=0, name="the round's tensors")
     return open_round_head(
         blobs.read(bytes.fromhex(installed.head)),
-        state=learnt.state,
+        state=learned.state,
         tensors=read_tensors(blobs, reference),
-        local_prototypes=learnt.prototypes,
-        local_counts=learnt.counts,
+        local_prototypes=learned.prototypes,
+        local_counts=learned.counts,
         feature_size=installed.feature_size,
         classes=installed.classes,
     )

@@ -1,4 +1,4 @@
-"""Backbones and head together: labels and scores for pictures, offline."""
+"""Backbones and head together: labels and scores for images, offline."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Refusal, feature_batches
-from edge_client.data.images import unlabelled
+from edge_client.data.images import unlabeled
 from edge_client.runtime.backbone import Backbone, first_line
 from edge_client.runtime.graph import Tensors, bind, open_checked, open_graph
 from edge_client.runtime.onnx_validation import check_graph
@@ -54,7 +54,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a head says of one picture.
+    """What a head says of one image.
 
     Args:
         top: the likeliest classes with their probabilities, the best first.
@@ -110,7 +110,7 @@ def open_round_head(
         state: the device's own.
         tensors: the round's; those named like a tensor of the state take its place.
         local_prototypes: the device's own, float32 (C, D); zeros for a class that it has none of.
-        local_counts: pictures in each, float32 (C,).
+        local_counts: images in each, float32 (C,).
         feature_size: L, of all backbones together.
         classes: the task's.
 
@@ -168,7 +168,7 @@ def evaluate(head: Head, chunks: Iterable[NDArray[np.float32]], *, label: int) -
     for chunk in chunks:
         probabilities = head.probabilities(chunk)
         if not np.isfinite(probabilities).all():
-            raise GraphRefused("the head gives NaN or infinity for pictures that are held out")
+            raise GraphRefused("the head gives NaN or infinity for images that are held out")
         right += int((probabilities.argmax(axis=1) == label).sum())
     return right
 
@@ -182,23 +182,23 @@ def predict(
     batch_size: int = 16,
     workers: int = 2,
 ) -> Iterator[Prediction]:
-    """Say of each picture, in order, what it shows; one that cannot be used is told as such, and the rest go on.
+    """Say of each image, in order, what it shows; one that cannot be used is told as such, and the rest go on.
 
     Args:
-        paths: any number of pictures; a few at a time are in memory.
+        paths: any number of images; a few at a time are in memory.
         backbones: those the head is for, in their order.
         head: what names the classes.
         top: how many classes to name.
-        batch_size: pictures in one run of a backbone.
+        batch_size: images in one run of a backbone.
         workers: threads that decode.
     """
-    pictures = map(unlabelled, paths)
-    for batch in feature_batches(pictures, backbones, batch_size=batch_size, workers=workers):
-        for picture, made in batch:
+    images = map(unlabeled, paths)
+    for batch in feature_batches(images, backbones, batch_size=batch_size, workers=workers):
+        for image, made in batch:
             if isinstance(made, Refusal):
-                yield Prediction(picture.path, error=f"{picture.path}: {made.reason}")
+                yield Prediction(image.path, error=f"{image.path}: {made.reason}")
             else:
-                yield Prediction(picture.path, _best(head, made, top))
+                yield Prediction(image.path, _best(head, made, top))
 
 
 def _best(head: Head, feature: NDArray[np.float32], top: int) -> tuple[tuple[str, float], ...]:

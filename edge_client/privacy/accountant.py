@@ -16,7 +16,7 @@ MOST_LOSS = 50.0
 
 
 def epsilon_of(releases: Mapping[float, int], *, delta: float) -> float:
-    """Epsilon of Gaussian releases of the same pictures, whatever each was chosen by (composition of privacy losses).
+    """Epsilon of Gaussian releases of the same images, whatever each was chosen by (composition of privacy losses).
 
     Args:
         releases: how many there were of each noise multiplier.

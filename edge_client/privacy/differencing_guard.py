@@ -1,7 +1,7 @@
-"""What a device has handed in last, and whether enough has changed since: what two submissions differ in can be told.
+"""What a device has uploaded last, and whether enough has changed since: what two submissions differ in can be told.
 
 The prototypes of a class, weighted by their counts, add up to the sum of its features. So what lies between two
-submissions is the sum of the features that came, less that of those that went: of one picture, that is its feature.
+submissions is the sum of the features that came, less that of those that went: of one image, that is its feature.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.images import Picture
+from edge_client.data.images import LabeledImage
 from protocol.errors import MalformedMessage
 from protocol.wire.codec import decode, digest_of, to_array
 from protocol.wire.messages import Submission
 
 KEY_BYTES = 8
-"""Of a picture's name as it is remembered: enough to tell one device's pictures apart."""
+"""Of an image's name as it is remembered: enough to tell one device's images apart."""
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,30 @@ class Standing:
     """A device's last submission.
 
     Args:
-        pictures: of each class by name, the keys of the pictures behind its prototypes.
+        images: of each class by name, the keys of the images behind its prototypes.
         submission: it, if it is of the same task.
     """
 
-    pictures: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    images: Mapping[str, frozenset[str]] = field(default_factory=dict)
     submission: Submission | None = None
 
-    def waiting(self, name: str, kept: Sequence[Picture], *, least: int) -> int:
-        """Pictures of a class that have come or gone, if they are fewer than `least`; else 0, and they count.
+    def waiting(self, name: str, kept: Sequence[LabeledImage], *, least: int) -> int:
+        """Images of a class that have come or gone, if they are fewer than `least`; else 0, and they count.
 
         All of a class may come at once, or go: a prototype of few is the task's to allow.
         """
-        before, now = self.pictures.get(name, frozenset()), keys_of(kept)
+        before, now = self.images.get(name, frozenset()), keys_of(kept)
         changed = len(before ^ now)
         return changed if before and now and changed < least else 0
 
-    def stays(self, name: str, kept: Sequence[Picture]) -> list[Picture] | None:
-        """Those of the pictures that were handed in; None if some of those that were are gone."""
-        before = self.pictures.get(name, frozenset())
-        same = [picture for picture in kept if key_of(picture) in before]
+    def stays(self, name: str, kept: Sequence[LabeledImage]) -> list[LabeledImage] | None:
+        """Those of the images that were uploaded; None if some of those that were are gone."""
+        before = self.images.get(name, frozenset())
+        same = [image for image in kept if key_of(image) in before]
         return same if len(same) == len(before) else None
 
     def rows(self, label: int) -> tuple[NDArray[np.float16], NDArray[np.uint32]] | None:
-        """A class's prototypes float16 (m, L) and counts uint32 (m,) as handed in; None if not for this task."""
+        """A class's prototypes float16 (m, L) and counts uint32 (m,) as uploaded; None if not for this task."""
         if self.submission is None:
             return None
         mine = to_array(self.submission.labels) == label
@@ -60,26 +60,26 @@ class Standing:
 NOTHING_YET = Standing()
 
 
-def key_of(picture: Picture) -> str:
-    """What a picture is remembered by; another one if the file was changed."""
-    return digest_of(picture.identity.encode(errors="surrogateescape"))[:KEY_BYTES].hex()
+def key_of(image: LabeledImage) -> str:
+    """What an image is remembered by; another one if the file was changed."""
+    return digest_of(image.identity.encode(errors="surrogateescape"))[:KEY_BYTES].hex()
 
 
-def keys_of(pictures: Iterable[Picture]) -> frozenset[str]:
-    """What pictures are remembered by."""
-    return frozenset(map(key_of, pictures))
+def keys_of(images: Iterable[LabeledImage]) -> frozenset[str]:
+    """What images are remembered by."""
+    return frozenset(map(key_of, images))
 
 
-def to_fact(pictures: Mapping[str, frozenset[str]]) -> dict[str, Any]:
+def to_fact(images: Mapping[str, frozenset[str]]) -> dict[str, Any]:
     """What is remembered, as JSON values; `from_fact` gives it back."""
-    return {name: sorted(keys) for name, keys in pictures.items()}
+    return {name: sorted(keys) for name, keys in images.items()}
 
 
 def from_fact(fact: Mapping[str, Any], payload: bytes | None) -> Standing:
     """What was remembered, with the submission of the same task where there is one that can be read."""
-    pictures = {name: frozenset(keys) for name, keys in fact.items()}
+    images = {name: frozenset(keys) for name, keys in fact.items()}
     try:
         submission = None if payload is None else decode(payload, Submission, max_bytes=len(payload))
     except (MalformedMessage, msgspec.MsgspecError):
         submission = None
-    return Standing(pictures, submission)
+    return Standing(images, submission)

@@ -1,7 +1,7 @@
-"""Perturbation as in FedTC (appendix C.2, eq. 6), pure: t <- t (1 - p) + e, on prototypes or on pictures.
+"""Perturbation as in FedTC (appendix C.2, eq. 6), pure: t <- t (1 - p) + e, on prototypes or on images.
 
 It makes what leaves a device less exact, and that is all that can be said of it: it bounds nothing. The noise hangs on
-a secret of the device and on what it is added to, so that the same pictures make the same submission, and asking again
+a secret of the device and on what it is added to, so that the same images make the same submission, and asking again
 averages nothing away. Other settings give noise that has nothing to do with it: of t (1 - p) + s e for two pairs
 of p and s with one e, anybody could solve for t.
 """
@@ -46,15 +46,15 @@ def perturb_prototypes(
     return perturbed
 
 
-def perturb_picture(
+def perturb_image(
     pixels: NDArray[np.uint8], how: Perturbation, *, identity: str, wanted: Preprocessing, secret: bytes
 ) -> NDArray[np.uint8]:
-    """Perturb a picture as it is before the backbone, its values taken from 0 to 1, once and for all.
+    """Perturb an image as it is before the backbone, its values taken from 0 to 1, once and for all.
 
     Args:
         pixels: uint8 (H, W, 3).
         how: what noise, and how much of it.
-        identity: the picture's.
+        identity: the image's.
         wanted: how it got its size, for a backbone that wants it otherwise gets other pixels.
         secret: the device's, 32 bytes.
 
@@ -67,12 +67,12 @@ def perturb_picture(
     unit = pixels.astype(np.float64) / 255
     _check(secret, unit)
     name = identity.encode(errors="surrogateescape")
-    key = subkey(secret, b"picture", msgspec.json.encode(how), name, msgspec.json.encode(wanted))
+    key = subkey(secret, b"image", msgspec.json.encode(how), name, msgspec.json.encode(wanted))
     return np.rint(np.clip(_perturb(unit, how, key), 0, 1) * 255).astype(np.uint8)
 
 
 def cache_tag(how: Perturbation) -> str:
-    """What tells features of pictures perturbed in this way from all others in the cache."""
+    """What tells features of images perturbed in this way from all others in the cache."""
     return f"+{digest_of(msgspec.json.encode(how)).hex()[:32]}"
 
 
@@ -96,4 +96,4 @@ def _check(secret: bytes, values: NDArray[np.float32] | NDArray[np.float64]) -> 
             "the task wants what leaves this device perturbed, and there is no secret for it"
         )
     if not np.isfinite(values).all():
-        raise PrivacyRefused("what is to be perturbed is not finite: nothing is handed in")
+        raise PrivacyRefused("what is to be perturbed is not finite: nothing is uploaded")

@@ -8,19 +8,19 @@ from protocol.wire.messages import TaskManifest
 MAX_DELTA = 1e-3
 """Delta is the chance that epsilon says nothing: with more, a task could promise any epsilon and keep it."""
 
-UPLOADS_MORE = "the task wants prototypes perturbed, and hands in parameters beside them that are not"
+UPLOADS_MORE = "the task wants prototypes perturbed, and uploads parameters beside them that are not"
 BOTH = "the task asks for perturbation and for differential privacy: nothing is known of the two together"
-IN_ROUNDS = "the task asks for differential privacy in rounds, where what one picture changes has no bound"
+IN_ROUNDS = "the task asks for differential privacy in rounds, where what one image changes has no bound"
 FILTERS = (
-    "the task asks for differential privacy and filters outliers: what is left out hangs on other pictures"
+    "the task asks for differential privacy and filters outliers: what is left out hangs on other images"
 )
 LARGE_DELTA = (
     f"the task asks for differential privacy at a delta above {MAX_DELTA}, which promises too little"
 )
 NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon takes no other"
-BUDGET = "what may be spent on privacy is spent: nothing new is handed in"
-NOTHING = "with its noise, no class has enough pictures to hand in a prototype"
-FAILED = "differential privacy has failed on this device: nothing is handed in, and its own log says why"
+BUDGET = "what may be spent on privacy is spent: nothing new is uploaded"
+NOTHING = "with its noise, no class has enough images to upload a prototype"
+FAILED = "differential privacy has failed on this device: nothing is uploaded, and its own log says why"
 
 TOLD = frozenset(
     [
@@ -37,7 +37,7 @@ TOLD = frozenset(
         NO_ACCOUNTANT,
     ]
 )
-"""Problems that say nothing of any picture, word for word."""
+"""Problems that say nothing of any image, word for word."""
 
 CANNOT = "this device cannot take part, and its own log says why"
 HEAD_REFUSED = "the head cannot be used on this device, and its own log says why"
@@ -69,5 +69,5 @@ def is_private(manifest: TaskManifest | None) -> bool:
 
 
 def told(problem: str, manifest: TaskManifest | None) -> str:
-    """What the aggregator is told of a problem, which may name pictures; empty if there is none."""
+    """What the aggregator is told of a problem, which may name images; empty if there is none."""
     return problem if not problem or problem in TOLD or not is_private(manifest) else CANNOT

@@ -1,4 +1,4 @@
-"""The frozen backbone in ONNX Runtime: pictures (n, H, W, 3) to features (n, L), on what can run it."""
+"""The frozen backbone in ONNX Runtime: images (n, H, W, 3) to features (n, L), on what can run it."""
 
 import contextlib
 import ctypes
@@ -71,7 +71,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen network that turns pictures into features.
+    """A frozen network that turns images into features.
 
     Args:
         sha256: hex digest of its file.
@@ -103,7 +103,7 @@ class Backbone:
             features: NDArray[np.float32] = self.session.run(["feature"], {"image": images})[0]
         except Exception as error:  # ONNX Runtime has no error of its own to catch
             raise ProtofleetError(
-                f"the backbone failed on {len(images)} pictures on {self.provider}: {first_line(error)}; "
+                f"the backbone failed on {len(images)} images on {self.provider}: {first_line(error)}; "
                 "a smaller --batch-size needs less memory"
             ) from error
         expected = (len(images), self.metadata.feature_size)
@@ -300,7 +300,7 @@ def _check_ends(session: Any, metadata: BackboneMetadata, name: str) -> None:
         ("feature", "tensor(float)", ["n", metadata.feature_size]),
     ]
     found = [
-        # Any name will do for the number of pictures, as long as it is free.
+        # Any name will do for the number of images, as long as it is free.
         (
             value.name,
             value.type,

@@ -54,12 +54,12 @@ class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
     """The round that it is from, where there are rounds."""
     tensors: str = ""
     """What the round binds to it; empty if nothing is bound."""
-    learnt: str = ""
+    learned: str = ""
     """What the device itself binds to it."""
     feature_size: int = 0
     """Where something is bound, L, of all backbones together."""
-    right: int = 0
-    """Held-out pictures that it got right when it came."""
+    correct: int = 0
+    """Held-out images that it got right when it came."""
     total: int = 0
 
     @property

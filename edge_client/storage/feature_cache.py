@@ -38,7 +38,7 @@ PRAGMA user_version = {_VERSION};
 
 
 class FeatureCache:
-    """Features on disk, by backbone and picture; also why a picture cannot be used.
+    """Features on disk, by backbone and image; also why an image cannot be used.
 
     One thread at a time may use it. Of another version than ours, it is begun anew: it is but a cache.
 
@@ -66,7 +66,7 @@ class FeatureCache:
         self._db.close()
 
     def known(self, *backbones: str) -> set[str]:
-        """Identities of the pictures whose features from all of these backbones are there."""
+        """Identities of the images whose features from all of these backbones are there."""
         return set.intersection(*map(self._known, backbones))
 
     def _known(self, backbone: str) -> set[str]:
@@ -76,7 +76,7 @@ class FeatureCache:
         return {_text(identity) for (identity,) in rows}
 
     def lookup(self, identity: str, backbone: str) -> str | None:
-        """What is known of a picture: "" if its feature is there, why it is refused, or None if nothing."""
+        """What is known of an image: "" if its feature is there, why it is refused, or None if nothing."""
         rows = self._read(
             "SELECT refused FROM features WHERE backbone = ? AND identity = ?", (backbone, _key(identity))
         )
@@ -114,7 +114,7 @@ class FeatureCache:
         """All features at once, in the order of `identities`, those of the backbones one after the other.
 
         Args:
-            identities: of n pictures.
+            identities: of n images.
             backbones: K of them.
             size: L1 + ... + LK.
 
@@ -144,14 +144,14 @@ class FeatureCache:
         return np.frombuffer(rows[0][0], dtype="<f4")
 
     def prune(self, identities: Iterable[str], *backbones: str) -> None:
-        """Forget pictures that are gone, and backbones long out of use or in the way.
+        """Forget images that are gone, and backbones long out of use or in the way.
 
         Args:
-            identities: of all pictures that there are.
+            identities: of all images that there are.
             backbones: those in use.
         """
         with self._errors():
-            self._forget_pictures(identities)
+            self._forget_images(identities)
             with self._db:
                 self._db.executemany(
                     "INSERT OR REPLACE INTO backbones VALUES (?, ?)",
@@ -165,7 +165,7 @@ class FeatureCache:
                         self._db.execute("DELETE FROM backbones WHERE sha256 = ?", (backbone,))
             self._db.executescript("PRAGMA incremental_vacuum")
 
-    def _forget_pictures(self, identities: Iterable[str]) -> None:
+    def _forget_images(self, identities: Iterable[str]) -> None:
         self._db.execute("DROP TABLE IF EXISTS temp.there")
         self._db.execute("CREATE TEMP TABLE there (identity BLOB PRIMARY KEY) WITHOUT ROWID")
         with self._db:

@@ -1,6 +1,6 @@
-"""What a device has ever released of its pictures, on the disk: whoever draws noise has paid for it before.
+"""What a device has ever released of its images, on the disk: whoever draws noise has paid for it before.
 
-One state folder has one ledger, whatever task or folder of pictures a release was of: what was spent is never less than
+One state folder has one ledger, whatever task or folder of images a release was of: what was spent is never less than
 what it says. It stands in the database, and how many releases there were in a file beside it as well. Where the two do
 not fit each other, one of them was lost, and nobody knows what was spent.
 """
@@ -16,7 +16,7 @@ from edge_client.storage.database import Database, write_facts
 from protocol.errors import PrivacyRefused
 from protocol.storage.blobstore import state_errors, write_atomically
 
-LOST = "the record of what was spent on privacy is damaged or lost: nothing is handed in"
+LOST = "the record of what was spent on privacy is damaged or lost: nothing is uploaded"
 
 
 @dataclass(frozen=True)

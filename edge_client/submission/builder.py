@@ -1,4 +1,4 @@
-"""The device's pieces of work: pictures found, a submission made of them, and a head evaluated on some of them."""
+"""The device's pieces of work: images found, a submission made of them, and a head evaluated on some of them."""
 
 import contextlib
 import hmac
@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Alter, Extraction, extract_all
-from edge_client.data.images import Picture, find_pictures, held_out
+from edge_client.data.images import LabeledImage, find_images, held_out
 from edge_client.data.prototypes import batch_prototypes
 from edge_client.inference.predictor import Head, evaluate
 from edge_client.privacy.differencing_guard import NOTHING_YET, Standing, keys_of
-from edge_client.privacy.perturbation import MAX_FLOAT16, cache_tag, perturb_picture, perturb_prototypes
+from edge_client.privacy.perturbation import MAX_FLOAT16, cache_tag, perturb_image, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
@@ -35,9 +35,9 @@ class Local:
     """What of the device's own a piece of work runs on.
 
     Args:
-        data: folder of pictures, or a CSV file.
-        holdout: share of the pictures that is kept out of the prototypes.
-        batch_size: pictures in one run of the backbone.
+        data: folder of images, or a CSV file.
+        holdout: share of the images that is kept out of the prototypes.
+        batch_size: images in one run of the backbone.
         workers: threads that decode.
         max_epsilon: what the device's owner lets all submissions together spend on privacy; None leaves it to tasks.
     """
@@ -52,31 +52,31 @@ class Local:
 
 @dataclass(frozen=True)
 class Found:
-    """A device's pictures whose features are in the cache, and what could not be used and why."""
+    """A device's images whose features are in the cache, and what could not be used and why."""
 
-    usable: tuple[Picture, ...]
+    usable: tuple[LabeledImage, ...]
     refused: tuple[tuple[Path, str], ...]
 
-    def of_class(self, label: int) -> list[Picture]:
+    def of_class(self, label: int) -> list[LabeledImage]:
         """The usable ones of a class."""
-        return [picture for picture in self.usable if picture.label == label]
+        return [image for image in self.usable if image.label == label]
 
 
 @dataclass(frozen=True)
 class ClassReport:
-    """What would leave the device of one class: prototypes, and the pictures behind each."""
+    """What would leave the device of one class: prototypes, and the images behind each."""
 
     name: str
-    pictures: int
+    images: int
     held_out: int
     counts: tuple[int, ...]
     waiting: int = 0
-    """Pictures that came or went since the last submission, and do not count yet: they are too few."""
+    """Images that came or went since the last submission, and do not count yet: they are too few."""
 
     @property
     def left_out(self) -> bool:
-        """Whether there are pictures to learn from, but too few to send any prototype."""
-        return self.pictures > self.held_out and not self.counts
+        """Whether there are images to learn from, but too few to send any prototype."""
+        return self.images > self.held_out and not self.counts
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Prepared:
     Args:
         prototypes: float16 (m, L).
         labels: (m,) class indices.
-        counts: (m,) pictures in each prototype.
-        classes: a report per class that has pictures.
+        counts: (m,) images in each prototype.
+        classes: a report per class that has images.
         refused: what could not be used, and why.
         changes: with a program, what is uploaded beside prototypes.
         loss: with a program, mean over the last epoch of training, if there was one.
         privacy: with differential privacy, what it cost.
-        pictures: without rounds, of each class by name the keys of the pictures behind its prototypes.
+        images: without rounds, of each class by name the keys of the images behind its prototypes.
     """
 
     prototypes: NDArray[np.float16]
@@ -103,7 +103,7 @@ class Prepared:
     changes: Mapping[str, Tensor] = field(default_factory=dict)
     loss: float | None = None
     privacy: Privacy | None = None
-    pictures: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    images: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -121,20 +121,20 @@ def prepare(
     secret: bytes = b"",
     standing: Standing = NOTHING_YET,
 ) -> Prepared:
-    """Filter and average all of a device's pictures (FedTC eq. 1-4), and perturb what comes of it if so wanted.
+    """Filter and average all of a device's images (FedTC eq. 1-4), and perturb what comes of it if so wanted.
 
-    A class of which fewer than `batch_size` pictures have come or gone stays as it was handed in.
+    A class of which fewer than `batch_size` images have come or gone stays as it was uploaded.
 
     Args:
         task: the task.
         local: the device's own.
-        found: its pictures.
+        found: its images.
         cache: has their features.
         secret: the device's, 32 bytes: the shuffle and the noise hang on it.
-        standing: what was handed in last.
+        standing: what was uploaded last.
 
     Raises:
-        ProtofleetError: no class has enough pictures, or the features do not fit float16.
+        ProtofleetError: no class has enough images, or the features do not fit float16.
         PrivacyRefused: the task wants prototypes perturbed, and `secret` has not 32 bytes.
     """
     prototypes, labels, counts, reports, behind = [], [], [], [], {}
@@ -142,12 +142,12 @@ def prepare(
         members = found.of_class(label)
         if not members:
             continue
-        kept = [picture for picture in members if not held_out(picture, local.holdout)]
+        kept = [image for image in members if not held_out(image, local.holdout)]
         waiting = standing.waiting(name, kept, least=task.batch_size)
         used = standing.stays(name, kept) if waiting else kept
         rows = standing.rows(label) if used is None else None
         if rows is not None:
-            (values, sizes), behind[name] = rows, standing.pictures[name]
+            (values, sizes), behind[name] = rows, standing.images[name]
         else:
             used = kept if used is None else used
             waiting = len(kept) - len(used)
@@ -166,7 +166,7 @@ def prepare(
         counts=np.concatenate(counts),
         classes=tuple(reports),
         refused=found.refused,
-        pictures=behind,
+        images=behind,
     )
 
 
@@ -175,29 +175,29 @@ def prepare_round(
     task: TaskManifest,
     local: Local,
     found: Found,
-    take_part: Callable[[Sequence[Picture]], Contribution],
+    take_part: Callable[[Sequence[LabeledImage]], Contribution],
     secret: bytes = b"",
 ) -> tuple[Prepared, Contribution]:
-    """Take part in a round with all of a device's pictures but those held out.
+    """Take part in a round with all of a device's images but those held out.
 
     Args:
         task: the task.
         local: the device's own.
-        found: its pictures.
-        take_part: makes a contribution of the pictures to learn from.
+        found: its images.
+        take_part: makes a contribution of the images to learn from.
         secret: the device's, where prototypes are to be perturbed.
 
     Raises:
-        ProtofleetError: no class has enough pictures, or taking part fails.
+        ProtofleetError: no class has enough images, or taking part fails.
     """
-    kept = [picture for picture in found.usable if not held_out(picture, local.holdout)]
+    kept = [image for image in found.usable if not held_out(image, local.holdout)]
     reports = []
     for label, name in enumerate(task.classes):
-        pictures = len(found.of_class(label))
-        size = sum(picture.label == label for picture in kept)
-        if pictures:
+        images = len(found.of_class(label))
+        size = sum(image.label == label for image in kept)
+        if images:
             counts = (size,) if size >= task.min_images else ()
-            reports.append(ClassReport(name, pictures, pictures - size, counts))
+            reports.append(ClassReport(name, images, images - size, counts))
     if not any(report.counts for report in reports):
         raise ProtofleetError(_nothing_to_send(task, reports, found))
     made = take_part(kept)
@@ -225,19 +225,19 @@ def find(
     should_stop: Callable[[], bool],
     secret: bytes = b"",
 ) -> Found:
-    """Find a device's pictures, and have the features of all of them in the cache.
+    """Find a device's images, and have the features of all of them in the cache.
 
-    Where the task wants pictures perturbed, those to learn from are, and those held out are not.
+    Where the task wants images perturbed, those to learn from are, and those held out are not.
 
     Raises:
-        ConfigError: there are no pictures, or folders that are no classes of the task.
+        ConfigError: there are no images, or folders that are no classes of the task.
         Interrupted: `should_stop` said so.
-        PrivacyRefused: the task wants pictures perturbed, and `secret` has not 32 bytes.
+        PrivacyRefused: the task wants images perturbed, and `secret` has not 32 bytes.
     """
-    pictures = find_pictures(local.data, task.classes, may_be_none=is_private(task))
-    cache.prune((picture.identity for picture in pictures), *{*digests(task), *learning_keys(task)})
+    images = find_images(local.data, task.classes, may_be_none=is_private(task))
+    cache.prune((image.identity for image in images), *{*digests(task), *learning_keys(task)})
 
-    def extraction_of(part: Sequence[Picture], done: int, alter: tuple[str, Alter] | None) -> Extraction:
+    def extraction_of(part: Sequence[LabeledImage], done: int, alter: tuple[str, Alter] | None) -> Extraction:
         return extract_all(
             part,
             digests(task),
@@ -245,44 +245,44 @@ def find(
             open_backbone=open_backbone,
             batch_size=local.batch_size,
             workers=local.workers,
-            on_progress=lambda now, _: on_progress(done + now, len(pictures) * len(task.backbones)),
+            on_progress=lambda now, _: on_progress(done + now, len(images) * len(task.backbones)),
             should_stop=should_stop,
             alter=alter,
         )
 
     if (alter := _alteration(task, secret)) is None:
-        refused = extraction_of(pictures, 0, None).refused
+        refused = extraction_of(images, 0, None).refused
     else:
-        kept_out = [picture for picture in pictures if held_out(picture, local.holdout)]
-        learnt_from = [picture for picture in pictures if not held_out(picture, local.holdout)]
+        kept_out = [image for image in images if held_out(image, local.holdout)]
+        learned_from = [image for image in images if not held_out(image, local.holdout)]
         parts = (
             extraction_of(kept_out, 0, None),
-            extraction_of(learnt_from, len(kept_out) * len(task.backbones), alter),
+            extraction_of(learned_from, len(kept_out) * len(task.backbones), alter),
         )
         refused = tuple(sorted(entry for part in parts for entry in part.refused))
     useless = {path for path, _ in refused}
-    return Found(tuple(picture for picture in pictures if picture.path not in useless), refused)
+    return Found(tuple(image for image in images if image.path not in useless), refused)
 
 
 def digests(task: TaskManifest) -> list[str]:
-    """Hex digests of a task's backbones, under which the cache has the features of pictures as they are."""
+    """Hex digests of a task's backbones, under which the cache has the features of images as they are."""
     return [blob.digest.hex() for blob in task.backbones]
 
 
 def learning_keys(task: TaskManifest) -> list[str]:
-    """Under what the cache has the features of the pictures to learn from, which may be perturbed."""
+    """Under what the cache has the features of the images to learn from, which may be perturbed."""
     how = task.perturbation
-    return [digest + (cache_tag(how) if how and how.on == "pictures" else "") for digest in digests(task)]
+    return [digest + (cache_tag(how) if how and how.on == "images" else "") for digest in digests(task)]
 
 
 def _alteration(task: TaskManifest, secret: bytes) -> tuple[str, Alter] | None:
-    """What happens to the pictures to learn from, and the tag of their features; None if nothing does."""
+    """What happens to the images to learn from, and the tag of their features; None if nothing does."""
     how = task.perturbation
-    if how is None or how.on != "pictures":
+    if how is None or how.on != "images":
         return None
 
-    def alter(picture: Picture, wanted: Preprocessing, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return perturb_picture(pixels, how, identity=picture.identity, wanted=wanted, secret=secret)
+    def alter(image: LabeledImage, wanted: Preprocessing, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return perturb_image(pixels, how, identity=image.identity, wanted=wanted, secret=secret)
 
     return cache_tag(how), alter
 
@@ -310,7 +310,7 @@ def submission_of(
         private and (prepared.changes or prepared.loss is not None)
     ):
         raise PrivacyRefused(FAILED)
-    exact = sum(report.pictures for report in prepared.classes)
+    exact = sum(report.images for report in prepared.classes)
     left_out = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
     return encode(
         Submission(
@@ -319,7 +319,7 @@ def submission_of(
             prototypes=to_tensor(prepared.prototypes),
             labels=to_unsigned(prepared.labels),
             counts=to_unsigned(prepared.counts),
-            pictures=int(prepared.counts.sum()) if private else exact,
+            images=int(prepared.counts.sum()) if private else exact,
             left_out=() if private else left_out,
             round=number,
             tensors=dict(prepared.changes),
@@ -339,23 +339,19 @@ def evaluate_head(
     cache: FeatureCache,
     before: Head | None = None,
 ) -> Evaluation:
-    """Count what a head gets right and wrong of each class among the pictures that were kept out.
+    """Count what a head gets right and wrong of each class among the images that were kept out.
 
-    Only pictures whose features are known count: those that could not be read are in neither number. Where
-    the pictures cannot be found, none counts: what is wrong with them is not wrong with the head. `before` is
-    the head that was in use, and counted on the same pictures. With differential privacy there are no pictures to
+    Only images whose features are known count: those that could not be read are in neither number. Where
+    the images cannot be found, none counts: what is wrong with them is not wrong with the head. `before` is
+    the head that was in use, and counted on the same images. With differential privacy there are no images to
     evaluate on: whether a head fails on one of them is not for the aggregator to know either.
 
     Raises:
         GraphRefused: the head fails on them.
     """
-    pictures = [] if is_private(manifest) else known_pictures(manifest, local, cache)
+    images = [] if is_private(manifest) else known_images(manifest, local, cache)
     members = [
-        [
-            picture.identity
-            for picture in pictures
-            if picture.label == label and held_out(picture, local.holdout)
-        ]
+        [image.identity for image in images if image.label == label and held_out(image, local.holdout)]
         for label in range(len(manifest.classes))
     ]
 
@@ -371,25 +367,25 @@ def evaluate_head(
     return Evaluation(
         task=task,
         head_version=version,
-        right=correct,
-        wrong=tuple(len(of_class) - count for of_class, count in zip(members, correct, strict=True)),
-        before=earlier,
+        correct=correct,
+        incorrect=tuple(len(of_class) - count for of_class, count in zip(members, correct, strict=True)),
+        previous_correct=earlier,
     )
 
 
-def known_pictures(manifest: TaskManifest, local: Local, cache: FeatureCache) -> list[Picture]:
-    """The device's pictures whose features are there; none where the pictures cannot be found."""
+def known_images(manifest: TaskManifest, local: Local, cache: FeatureCache) -> list[LabeledImage]:
+    """The device's images whose features are there; none where the images cannot be found."""
     try:
-        pictures = find_pictures(local.data, manifest.classes)
+        images = find_images(local.data, manifest.classes)
     except ConfigError as error:
-        log.warning("no picture to evaluate the head on: %s", error)
+        log.warning("no image to evaluate the head on: %s", error)
         return []
     known = set.intersection(*(cache.known(backbone) for backbone in digests(manifest)))
-    return [picture for picture in pictures if picture.identity in known]
+    return [image for image in images if image.identity in known]
 
 
 def _class_prototypes(
-    kept: Sequence[Picture],
+    kept: Sequence[LabeledImage],
     task: TaskManifest,
     label: int,
     *,
@@ -397,9 +393,9 @@ def _class_prototypes(
     cache: FeatureCache,
     secret: bytes,
 ) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
-    identities = [picture.identity for picture in kept]
-    # The shuffle is the same at every start, so that the same pictures make the same submission. Nobody else can
-    # tell it: who knew which pictures are in which prototype could solve several submissions for the features.
+    identities = [image.identity for image in kept]
+    # The shuffle is the same at every start, so that the same images make the same submission. Nobody else can
+    # tell it: who knew which images are in which prototype could solve several submissions for the features.
     about = f"{task.seed}/{local.device_id}/{label}".encode()
     key = hmac.digest(secret, about, "sha256")
     values, counts = batch_prototypes(
@@ -418,14 +414,14 @@ def _class_prototypes(
 def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], found: Found) -> str:
     if not reports:
         path, reason = found.refused[0]
-        return f"none of the {len(found.refused)} pictures can be used; the first is {path}: {reason}"
-    most = max(reports, key=lambda report: report.pictures)
+        return f"none of the {len(found.refused)} images can be used; the first is {path}: {reason}"
+    most = max(reports, key=lambda report: report.images)
     # The fewest of which the share `alpha`, rounded up, is `min_images`.
     alpha = Fraction(1) if task.program else Fraction(str(task.alpha))
     needed = math.floor((task.min_images - 1) / alpha) + 1
     return (
-        f"no class has enough pictures to send a prototype: {most.name!r} has {most.pictures}, of which "
-        f"{most.held_out} are held out, and {needed} of the rest are needed; add pictures"
+        f"no class has enough images to send a prototype: {most.name!r} has {most.images}, of which "
+        f"{most.held_out} are held out, and {needed} of the rest are needed; add images"
         + (" or lower --holdout" if most.held_out else "")
     )
 
@@ -438,6 +434,6 @@ def check_data(data: Path) -> None:
     """
     if not data.exists():
         raise ConfigError(
-            f"no pictures at {data}: expected a folder with one sub-folder per class, or a CSV file of path,label; "
+            f"no images at {data}: expected a folder with one sub-folder per class, or a CSV file of path,label; "
             "give it with --data"
         )

@@ -1,4 +1,4 @@
-"""A submission under differential privacy: paid for, and only then made. Whatever fails, nothing is handed in."""
+"""A submission under differential privacy: paid for, and only then made. Whatever fails, nothing is uploaded."""
 
 import hashlib
 import logging
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Interrupted
-from edge_client.data.images import Picture, held_out
+from edge_client.data.images import LabeledImage, held_out
 from edge_client.privacy.accountant import epsilon_of
 from edge_client.privacy.gaussian_mechanism import COUNT_WEIGHT, Mechanism, private_prototypes
 from edge_client.privacy.noise import KEY_BYTES, subkey
@@ -35,7 +35,7 @@ class PrivateWork:
     Args:
         local: the device's own.
         ledger: what was released before.
-        cache: has the features of the pictures.
+        cache: has the features of the images.
         secret: the device's, 32 bytes.
         dry: write nothing down, for nothing will be sent.
     """
@@ -50,16 +50,16 @@ class PrivateWork:
         self._dry = dry
 
     def prepare(self, task: bytes, manifest: TaskManifest, found: Found, *, feature_size: int) -> Prepared:
-        """Make prototypes of all pictures that are not held out, or the same once more of the same pictures.
+        """Make prototypes of all images that are not held out, or the same once more of the same images.
 
         Args:
             task: its identity.
             manifest: what it says, `check_task` having nothing against it.
-            found: the device's pictures, whose features are in the cache.
+            found: the device's images, whose features are in the cache.
             feature_size: L, of all backbones together.
 
         Raises:
-            PrivacyRefused: it would cost too much, or anything else at all; the text says nothing of any picture.
+            PrivacyRefused: it would cost too much, or anything else at all; the text says nothing of any image.
             Interrupted: there is something newer to do.
         """
         try:
@@ -75,7 +75,7 @@ class PrivateWork:
         if wanted is None or len(self._secret) != KEY_BYTES:
             raise PrivacyRefused(FAILED)
         members = [
-            [picture for picture in found.of_class(label) if not held_out(picture, self._local.holdout)]
+            [image for image in found.of_class(label) if not held_out(image, self._local.holdout)]
             for label in range(len(manifest.classes))
         ]
         key, privacy = self._pay(self._fingerprint(task, manifest, members, feature_size), wanted)
@@ -88,12 +88,12 @@ class PrivateWork:
         made = [
             private_prototypes(
                 features,
-                [picture.identity for picture in pictures],
+                [image.identity for image in images],
                 mechanism,
                 secret=self._secret,
                 key=subkey(key, b"%d" % label),
             )
-            for label, (pictures, features) in enumerate(self._features(manifest, members, feature_size))
+            for label, (images, features) in enumerate(self._features(manifest, members, feature_size))
         ]
         sizes = [counts for _, counts in made]
         if not sum(map(len, sizes)):
@@ -123,7 +123,7 @@ class PrivateWork:
         limit = min(wanted.max_epsilon, self._limit())
         if not spent.total_epsilon <= limit:
             log.error(
-                "one more submission would bring epsilon to %.3f, and %.3f is allowed: nothing is handed in",
+                "one more submission would bring epsilon to %.3f, and %.3f is allowed: nothing is uploaded",
                 *(spent.total_epsilon, limit),
             )
             raise PrivacyRefused(BUDGET)
@@ -150,20 +150,20 @@ class PrivateWork:
         )
 
     def _features(
-        self, manifest: TaskManifest, members: Sequence[Sequence[Picture]], size: int
-    ) -> Iterator[tuple[Sequence[Picture], NDArray[np.float32]]]:
-        """The pictures of each class with their features, float32 (n, L), one class in memory at a time."""
-        for pictures in members:
-            identities = [picture.identity for picture in pictures]
-            yield pictures, self._cache.matrix(identities, *digests(manifest), size=size)
+        self, manifest: TaskManifest, members: Sequence[Sequence[LabeledImage]], size: int
+    ) -> Iterator[tuple[Sequence[LabeledImage], NDArray[np.float32]]]:
+        """The images of each class with their features, float32 (n, L), one class in memory at a time."""
+        for images in members:
+            identities = [image.identity for image in images]
+            yield images, self._cache.matrix(identities, *digests(manifest), size=size)
 
     def _fingerprint(
-        self, task: bytes, manifest: TaskManifest, members: Sequence[Sequence[Picture]], size: int
+        self, task: bytes, manifest: TaskManifest, members: Sequence[Sequence[LabeledImage]], size: int
     ) -> bytes:
         """All that a release follows from but its key: one bit that is another makes it another release."""
         sha256 = hashlib.sha256(_VERSION + task + hashlib.sha256(self._secret).digest())
-        for pictures, features in self._features(manifest, members, size):
-            names = "\0".join(picture.identity for picture in pictures).encode(errors="surrogateescape")
+        for images, features in self._features(manifest, members, size):
+            names = "\0".join(image.identity for image in images).encode(errors="surrogateescape")
             sha256.update(hashlib.sha256(names).digest() + hashlib.sha256(features.tobytes()).digest())
         return sha256.digest()
 
@@ -171,11 +171,11 @@ class PrivateWork:
         self,
         manifest: TaskManifest,
         found: Found,
-        members: Sequence[Sequence[Picture]],
+        members: Sequence[Sequence[LabeledImage]],
         sizes: Sequence[NDArray[np.uint32]],
     ) -> Iterator[ClassReport]:
         """What the device's owner is shown, and nobody else."""
-        for label, (name, pictures, counts) in enumerate(zip(manifest.classes, members, sizes, strict=True)):
+        for label, (name, images, counts) in enumerate(zip(manifest.classes, members, sizes, strict=True)):
             there = len(found.of_class(label))
             if there or len(counts):
-                yield ClassReport(name, there, there - len(pictures), tuple(map(int, counts)))
+                yield ClassReport(name, there, there - len(images), tuple(map(int, counts)))

@@ -1,4 +1,4 @@
-"""A device's rounds on its own disk: what was handed in, what was learnt, and trainings on their way."""
+"""A device's rounds on its own disk: what was uploaded, what was learned, and trainings on their way."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 
 from edge_client.agent.upload_item import Item
-from edge_client.data.images import Picture, held_out
+from edge_client.data.images import LabeledImage, held_out
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import Found, Local, Prepared, learning_keys, prepare_round
 from edge_client.training.local_round import (
     Contribution,
-    Learnt,
+    Learned,
     TrainingSet,
     contribute,
     feature_size,
@@ -40,7 +40,7 @@ class RoundWork:
     Args:
         local: the device's own.
         state: the device's state directory.
-        cache: has the features of the pictures.
+        cache: has the features of the images.
         dry: leave nothing on the disk.
     """
 
@@ -51,7 +51,7 @@ class RoundWork:
         self._dry = dry
         self._file = state.folder / "training.checkpoint"
 
-    def handed_in(self, task: bytes, opened: RoundManifest, *, above: int) -> Item | None:
+    def uploaded(self, task: bytes, opened: RoundManifest, *, above: int) -> Item | None:
         """The submission that was made for a round before, with a sequence above `above`; None if there is none."""
         outbox, standing = self._kept.outbox, self._kept.outbox.newest_submission()
         made_of = (task, str(opened.number))
@@ -74,18 +74,18 @@ class RoundWork:
         found: Found,
         on_progress: Callable[[int, int], None],
         should_stop: Callable[[], bool],
-    ) -> tuple[Prepared, Learnt]:
-        """Train on the pictures that are not held out, from where an interruption left it.
+    ) -> tuple[Prepared, Learned]:
+        """Train on the images that are not held out, from where an interruption left it.
 
         Raises:
             GraphRefused: a graph or the round's tensors cannot be used.
-            Diverged: the training has led to NaN or infinity; what was learnt before stands.
+            Diverged: the training has led to NaN or infinity; what was learned before stands.
             Interrupted: `should_stop` said so.
-            ProtofleetError: no class has enough pictures.
+            ProtofleetError: no class has enough images.
         """
 
-        def contribution(pictures: Sequence[Picture]) -> Contribution:
-            named = "\0".join(f"{picture.label} {picture.identity}" for picture in pictures)
+        def contribution(images: Sequence[LabeledImage]) -> Contribution:
+            named = "\0".join(f"{image.label} {image.identity}" for image in images)
             trained_on = named.encode(errors="surrogateescape")
             tensors, of = opened.tensors.digest.hex(), digest_of(trained_on).hex()
             about = (task.hex(), opened.number, tensors, of)
@@ -97,8 +97,8 @@ class RoundWork:
             return contribute(
                 manifest,
                 opened,
-                data=self._data(manifest, pictures),
-                last=self._learnt(task),
+                data=self._data(manifest, images),
+                last=self._learned(task),
                 resumed=_checkpoint(self._file, about),
                 blobs=self._kept.blobs,
                 device_id=self._local.device_id,
@@ -112,7 +112,7 @@ class RoundWork:
             take_part=contribution,
             secret=self._kept.secret(keep=not self._dry) if manifest.perturbation else b"",
         )
-        return prepared, made.learnt
+        return prepared, made.learned
 
     def keep(
         self,
@@ -120,7 +120,7 @@ class RoundWork:
         opened: RoundManifest,
         *,
         payload: bytes,
-        learnt: Learnt,
+        learned: Learned,
         report: Mapping[str, Any],
     ) -> Item:
         """Put a round's submission and what it has taught on the disk, both or neither, with a report of it.
@@ -129,46 +129,46 @@ class RoundWork:
             ProtofleetError: the submission does not fit the outbox.
         """
         with self._kept.keeping:
-            taught = self._kept.blobs.put(pack(learnt))
-            facts = {"learnt": [task.hex(), taught.hex()], "report": report}
+            taught = self._kept.blobs.put(pack(learned))
+            facts = {"learned": [task.hex(), taught.hex()], "report": report}
             item = self._kept.outbox.keep(
                 "submission", payload, task=task, about=str(opened.number), facts=facts
             )
         self._file.unlink(missing_ok=True)
         return item
 
-    def learnt_digest(self, task: bytes) -> str:
+    def learned_digest(self, task: bytes) -> str:
         """The blob, in hex, of what earlier rounds of a task have taught; empty if nothing was, or it is lost."""
-        return digest if (digest := self._kept_digest(task)) and self._learnt(task) else ""
+        return digest if (digest := self._kept_digest(task)) and self._learned(task) else ""
 
     def _kept_digest(self, task: bytes) -> str:
-        of, digest = self._kept.get("learnt", ["", ""])
+        of, digest = self._kept.get("learned", ["", ""])
         return str(digest) if of == task.hex() else ""
 
     def keep_untaught(self, manifest: TaskManifest, tensors: BlobRef, found: Found) -> str:
         """What a device that took part in no round binds a head to, as a blob, in hex."""
-        pictures = [picture for picture in found.usable if not held_out(picture, self._local.holdout)]
-        data = self._data(manifest, pictures) if pictures else None
+        images = [image for image in found.usable if not held_out(image, self._local.holdout)]
+        data = self._data(manifest, images) if images else None
         packed = pack(untaught(manifest, tensors, data=data, blobs=self._kept.blobs))
         with self._kept.keeping:
             digest = self._kept.blobs.put(packed).hex()
             self._kept.set(untaught=digest)
         return digest
 
-    def _learnt(self, task: bytes) -> Learnt | None:
+    def _learned(self, task: bytes) -> Learned | None:
         digest = self._kept_digest(task)
         try:
             return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if digest else None
         except StateError as error:
             log.warning("what earlier rounds have taught is lost, the next one begins anew: %s", error)
-            self._kept.set(learnt=["", ""])
+            self._kept.set(learned=["", ""])
             return None
 
-    def _data(self, manifest: TaskManifest, pictures: Sequence[Picture]) -> TrainingSet:
-        identities = [picture.identity for picture in pictures]
+    def _data(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:
+        identities = [image.identity for image in images]
         size = feature_size(manifest, self._kept.blobs)
         feature = self._cache.matrix(identities, *learning_keys(manifest), size=size)
-        return TrainingSet(feature, np.array([picture.label for picture in pictures], np.int64))
+        return TrainingSet(feature, np.array([image.label for image in images], np.int64))
 
 
 def _checkpoint(file: Path, about: Sequence[str | int]) -> Checkpoint | None:

@@ -1,4 +1,4 @@
-"""A device's part in a round: train on its pictures' features, average, and remember what was learnt."""
+"""A device's part in a round: train on its images' features, average, and remember what was learned."""
 
 import io
 import json
@@ -32,13 +32,13 @@ _Note = tuple[list[str | int], Annotated[int, Meta(ge=0)], float]
 
 
 @dataclass(frozen=True)
-class Learnt:
+class Learned:
     """What a device knows after a round, and binds a head to.
 
     Args:
         state: the program's, by name.
         prototypes: its own, float32 (C, D); zeros for a class that it has none of.
-        counts: pictures in each, float32 (C,).
+        counts: images in each, float32 (C,).
     """
 
     state: Tensors
@@ -48,7 +48,7 @@ class Learnt:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Features of the pictures to learn from, float32 (n, L), and their classes, int64 (n,)."""
+    """Features of the images to learn from, float32 (n, L), and their classes, int64 (n,)."""
 
     feature: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -56,18 +56,18 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a round has made of a device's pictures.
+    """What a round has made of a device's images.
 
     Args:
-        learnt: what stays here.
+        learned: what stays here.
         prototypes: float16 (p, D).
         labels: uint32 (p,), their classes.
-        counts: uint32 (p,), pictures in each.
+        counts: uint32 (p,), images in each.
         changes: what the program has uploaded: the change of each tensor since the round's, float16.
         loss: mean over the last epoch; None if there was none.
     """
 
-    learnt: Learnt
+    learned: Learned
     prototypes: NDArray[np.float16]
     labels: NDArray[np.uint32]
     counts: NDArray[np.uint32]
@@ -80,7 +80,7 @@ def contribute(
     opened: RoundManifest,
     *,
     data: TrainingSet,
-    last: Learnt | None,
+    last: Learned | None,
     resumed: Checkpoint | None,
     blobs: BlobStore,
     device_id: str,
@@ -92,7 +92,7 @@ def contribute(
         manifest: the task, which has a program.
         opened: the round.
         data: what to learn from.
-        last: what was learnt in earlier rounds, if anything was.
+        last: what was learned in earlier rounds, if anything was.
         resumed: where this round's training was interrupted, if it was.
         blobs: has the program's graphs and the round's tensors.
         device_id: mixed into the seed of the shuffles.
@@ -126,7 +126,7 @@ def contribute(
         projection, data.labels, num_classes=classes, min_images=manifest.min_images
     )
     return Contribution(
-        learnt=_learnt(trained.state, values, owners, counts, classes=classes),
+        learned=_learned(trained.state, values, owners, counts, classes=classes),
         prototypes=_half("the prototypes", values),
         labels=owners,
         counts=counts,
@@ -137,13 +137,13 @@ def contribute(
 
 def untaught(
     manifest: TaskManifest, tensors: BlobRef, *, data: TrainingSet | None, blobs: BlobStore
-) -> Learnt:
+) -> Learned:
     """What a device that took part in no round binds a head to: the first state, and no prototypes.
 
     Args:
         manifest: the task, which has a program.
         tensors: the head's.
-        data: the device's pictures, for a state that suits them; None if it has none.
+        data: the device's images, for a state that suits them; None if it has none.
         blobs: has the program's graphs and the tensors.
 
     Raises:
@@ -155,7 +155,7 @@ def untaught(
     state = _first_state(blobs, program, data, kept={}, tensors=read_tensors(blobs, tensors))
     classes = len(manifest.classes)
     shape = (classes, metadata.projection_size)
-    return Learnt(state, np.zeros(shape, np.float32), np.zeros(classes, np.float32))
+    return Learned(state, np.zeros(shape, np.float32), np.zeros(classes, np.float32))
 
 
 def feature_size(manifest: TaskManifest, blobs: BlobStore) -> int:
@@ -187,13 +187,13 @@ def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]
     return arrays
 
 
-def pack(learnt: Learnt) -> bytes:
-    """What was learnt as bytes; `unpack(pack(x))` equals x."""
-    state = {_STATE + name: array for name, array in learnt.state.items()}
-    return _to_npz({_PROTOTYPES: learnt.prototypes, _COUNTS: learnt.counts, **state})
+def pack(learned: Learned) -> bytes:
+    """What was learned as bytes; `unpack(pack(x))` equals x."""
+    state = {_STATE + name: array for name, array in learned.state.items()}
+    return _to_npz({_PROTOTYPES: learned.prototypes, _COUNTS: learned.counts, **state})
 
 
-def unpack(data: bytes) -> Learnt:
+def unpack(data: bytes) -> Learned:
     """What `pack` was given.
 
     Raises:
@@ -201,7 +201,7 @@ def unpack(data: bytes) -> Learnt:
     """
     arrays = _from_npz(data)
     try:
-        return Learnt(_state(arrays), arrays[_PROTOTYPES], arrays[_COUNTS])
+        return Learned(_state(arrays), arrays[_PROTOTYPES], arrays[_COUNTS])
     except KeyError as error:
         raise StateError(f"expected what a round has taught, got a file without {error}") from error
 
@@ -260,18 +260,18 @@ def _graph(blobs: BlobStore, program: Program, role: Any) -> Graph:
     return open_graph(blobs.read(getattr(program, role).digest), role=role)
 
 
-def _learnt(
+def _learned(
     state: Tensors,
     values: NDArray[np.float32],
     owners: NDArray[np.uint32],
     counts: NDArray[np.uint32],
     *,
     classes: int,
-) -> Learnt:
+) -> Learned:
     prototypes = np.zeros((classes, values.shape[1]), np.float32)
-    pictures = np.zeros(classes, np.float32)
-    prototypes[owners], pictures[owners] = values, counts
-    return Learnt(state, prototypes, pictures)
+    images = np.zeros(classes, np.float32)
+    prototypes[owners], images[owners] = values, counts
+    return Learned(state, prototypes, images)
 
 
 def _changes(program: Program, state: Tensors, tensors: Tensors) -> dict[str, Tensor]:

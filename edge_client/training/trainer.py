@@ -31,12 +31,12 @@ class Diverged(ProtofleetError):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How to go over the pictures.
+    """How to go over the images.
 
     Args:
         epochs: passes over all of them; may be 0.
-        batch_size: pictures in a step; the last one of an epoch has what remains.
-        seed: of the shuffles: the same seed and pictures give the same state, bit for bit.
+        batch_size: images in a step; the last one of an epoch has what remains.
+        seed: of the shuffles: the same seed and images give the same state, bit for bit.
     """
 
     epochs: int
@@ -51,7 +51,7 @@ class Checkpoint:
     Args:
         state: the state's tensors.
         steps: steps done.
-        loss_sum: sum over the pictures of the current epoch.
+        loss_sum: sum over the images of the current epoch.
     """
 
     state: Tensors
@@ -65,7 +65,7 @@ class Trained:
 
     Args:
         state: the state's tensors.
-        loss: mean over the pictures of the last epoch; None if there was none.
+        loss: mean over the images of the last epoch; None if there was none.
         steps: steps done, those before an interruption included.
     """
 
@@ -142,10 +142,10 @@ def train(
     Args:
         step: the state, a batch and the round's tensors to the loss and the next state.
         start: where to begin; its arrays are left as they are.
-        feature: of all pictures to learn from, float32 (n, L).
+        feature: of all images to learn from, float32 (n, L).
         labels: their classes, int64 (n,).
         tensors: the round's.
-        schedule: how to go over the pictures.
+        schedule: how to go over the images.
         watch: what happens beside it.
 
     Raises:
@@ -199,16 +199,16 @@ def project(
         made = graph.run({"feature": feature[start : start + CHUNK_ROWS], **bound})["projection"]
         into[:] = fit("projection", made, Slot(into.dtype, into.shape))
     if not np.isfinite(projections).all():
-        raise Diverged("the projection of a picture is not finite")
+        raise Diverged("the projection of an image is not finite")
     return projections
 
 
-def _batches(pictures: int, schedule: Schedule, *, done: int) -> Iterator[NDArray[np.intp]]:
-    """Which pictures each step that is left learns from."""
-    per_epoch = -(-pictures // schedule.batch_size)
+def _batches(images: int, schedule: Schedule, *, done: int) -> Iterator[NDArray[np.intp]]:
+    """Which images each step that is left learns from."""
+    per_epoch = -(-images // schedule.batch_size)
     for epoch in range(done // max(per_epoch, 1), schedule.epochs):
-        order = np.random.default_rng([*schedule.seed, epoch]).permutation(pictures)
-        batches = (order[at : at + schedule.batch_size] for at in range(0, pictures, schedule.batch_size))
+        order = np.random.default_rng([*schedule.seed, epoch]).permutation(images)
+        batches = (order[at : at + schedule.batch_size] for at in range(0, images, schedule.batch_size))
         yield from itertools.islice(batches, max(done - epoch * per_epoch, 0), None)
 
 

@@ -1,6 +1,6 @@
 """The demo: ten devices, a broker and an aggregator learn one classifier on this machine.
 
-Nothing is simulated. Every device is the real device program with a folder of pictures of its own and a
+Nothing is simulated. Every device is the real device program with a folder of images of its own and a
 connection to a real broker; this module writes the folders, starts the processes, and measures the result.
 """
 
@@ -31,7 +31,7 @@ from protocol.errors import ConfigError, ProtofleetError, StateError
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("quickstart"),
     show_default=True,
-    help="Folder for pictures, states, logs and the trained head; an earlier run's is replaced.",
+    help="Folder for images, states, logs and the trained head; an earlier run's is replaced.",
 )
 @click.option(
     "--json",
@@ -44,14 +44,14 @@ from protocol.errors import ConfigError, ProtofleetError, StateError
     type=click.IntRange(data.FEWEST_DEVICES, 50),
     default=10,
     show_default=True,
-    help="How many devices; each has pictures of two digits.",
+    help="How many devices; each has images of two digits.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Of who gets which picture.",
+    help="Of who gets which image.",
 )
 @click.option(
     "--timeout-s",
@@ -93,9 +93,9 @@ def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console:
     summary = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
     head = summary["heads"][-1]
     _tell(console, f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s")
-    pictures = folder.held_out_pictures()
-    with console.status("trying the head on pictures that no device trained on"):
-        accuracy = share_right(predict(folder, names[0], pictures))
+    images = folder.held_out_images()
+    with console.status("trying the head on images that no device trained on"):
+        accuracy = share_right(predict(folder, names[0], images))
     with console.status("training a head for every device alone") as status:
         alone = _alone(
             folder, lambda name: status.update(f"training a head on the prototypes of {name} alone")
@@ -109,7 +109,7 @@ def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console:
         bytes_up=sum(row["bytes"] for row in summary["devices"]),
         onnx_max_abs_diff=head["metrics"]["onnx_max_abs_diff"],
         seconds=round(time.monotonic() - started_s, 2),
-        held_out_pictures=len(pictures),
+        held_out_images=len(images),
         head=summary["head_path"],
         model=summary["model_path"],
         per_device=tuple(_device(folder, row, alone[row["device"]]) for row in summary["devices"]),
@@ -153,12 +153,12 @@ def _alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str, float]
 def _device(folder: Folder, row: dict[str, Any], alone: float) -> DeviceResult:
     return DeviceResult(
         device=row["device"],
-        classes=tuple(sorted(path.name for path in folder.pictures(row["device"]).iterdir())),
-        pictures=row["pictures"],
+        classes=tuple(sorted(path.name for path in folder.images(row["device"]).iterdir())),
+        images=row["images"],
         prototypes=row["prototypes"],
         bytes_up=row["bytes"],
-        right=row["right"],
-        wrong=row["wrong"],
+        correct=row["correct"],
+        incorrect=row["incorrect"],
         alone_accuracy=alone,
     )
 

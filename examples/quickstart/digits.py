@@ -1,4 +1,4 @@
-"""The demo's data: scikit-learn's 1,797 real handwritten digits, dealt out to devices as folders of pictures."""
+"""The demo's data: scikit-learn's 1,797 real handwritten digits, dealt out to devices as folders of images."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,33 +10,33 @@ from sklearn.datasets import load_digits
 
 CLASSES = tuple("0123456789")
 CLASSES_EACH = 2
-"""Classes that a device has pictures of: the sharding of the federated papers with delta = 2."""
+"""Classes that a device has images of: the sharding of the federated papers with delta = 2."""
 FEWEST_DEVICES = len(CLASSES) // CLASSES_EACH
-"""Fewer could not have pictures of every class."""
+"""Fewer could not have images of every class."""
 INK = 16
 """The darkest of the 8 x 8 cells: each counts the set pixels of a 4 x 4 patch of the scan."""
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Pictures with labels.
+    """Images with labels.
 
     Attributes:
-        pictures: (n, 8, 8) uint8, white on black.
+        images: (n, 8, 8) uint8, white on black.
         labels: (n,), the digit.
     """
 
-    pictures: NDArray[np.uint8]
+    images: NDArray[np.uint8]
     labels: NDArray[np.intp]
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Who gets which picture: every one goes to exactly one place.
+    """Who gets which image: every one goes to exactly one place.
 
     Attributes:
-        shares: for each device, the numbers of its pictures, ascending.
-        held_out: the numbers of the pictures that no device gets, ascending.
+        shares: for each device, the numbers of its images, ascending.
+        held_out: the numbers of the images that no device gets, ascending.
     """
 
     shares: tuple[NDArray[np.intp], ...]
@@ -46,18 +46,18 @@ class Deal:
 def load() -> Digits:
     """Read the digits that come with scikit-learn."""
     data = load_digits()
-    pictures = np.rint(data.images * (255 / INK)).astype(np.uint8)
-    return Digits(pictures, data.target.astype(np.intp))
+    images = np.rint(data.images * (255 / INK)).astype(np.uint8)
+    return Digits(images, data.target.astype(np.intp))
 
 
 def deal(labels: NDArray[np.intp], *, devices: int, seed: int, held_out: float = 0.2) -> Deal:
     """Hold a part of every class out, and deal the rest: two classes to a device, every class to some device.
 
     The classes are shuffled and handed out in pairs, like cards, again and again until every device has its
-    two; the devices that got a class share its pictures evenly.
+    two; the devices that got a class share its images evenly.
 
     Args:
-        labels: (n,), the class of each picture, 0 to 9.
+        labels: (n,), the class of each image, 0 to 9.
         devices: at least FEWEST_DEVICES.
         seed: the same seed deals the same.
         held_out: share of each class that no device gets.
@@ -83,9 +83,9 @@ def deal(labels: NDArray[np.intp], *, devices: int, seed: int, held_out: float =
     return Deal(tuple(np.sort(np.concatenate(share)) for share in shares), np.sort(np.concatenate(kept_back)))
 
 
-def write_pictures(folder: Path, digits: Digits, numbers: NDArray[np.intp]) -> None:
-    """Write pictures as PNG files, in one sub-folder a class."""
+def write_images(folder: Path, digits: Digits, numbers: NDArray[np.intp]) -> None:
+    """Write images as PNG files, in one sub-folder a class."""
     for number in numbers:
         place = folder / CLASSES[digits.labels[number]]
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(digits.pictures[number]).save(place / f"{number:04}.png")
+        Image.fromarray(digits.images[number]).save(place / f"{number:04}.png")

@@ -77,7 +77,7 @@ class Fleet:
                     name,
                     "--once",
                 ),
-                *("--data", self._folder.pictures(name), "--state", self._folder.state(name)),
+                *("--data", self._folder.images(name), "--state", self._folder.state(name)),
                 *("--threads", "1", "--workers", "1"),
             )
 
@@ -136,15 +136,15 @@ class Fleet:
         return f"{said.splitlines()[-1]} (all of it in {log})" if said else f"it said nothing in {log}"
 
 
-def predict(folder: Folder, device: str, pictures: Iterable[Path]) -> list[dict[str, Any]]:
-    """What a device's own command line says of pictures, offline: one JSON object each.
+def predict(folder: Folder, device: str, images: Iterable[Path]) -> list[dict[str, Any]]:
+    """What a device's own command line says of images, offline: one JSON object each.
 
     Raises:
         ProtofleetError: it failed.
     """
     command = ("edge_client.cli", "predict", "--json", "--top", "1", "--state", folder.state(device))
     done = subprocess.run(
-        [*_python(*command), *map(str, pictures)], capture_output=True, text=True, check=False
+        [*_python(*command), *map(str, images)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise ProtofleetError(f"edge-client predict failed: {done.stderr.strip()}")
@@ -152,8 +152,8 @@ def predict(folder: Folder, device: str, pictures: Iterable[Path]) -> list[dict[
 
 
 def share_right(predictions: list[dict[str, Any]]) -> float:
-    """The share of predictions that name the folder of their picture."""
-    right = [bool(line["label"] == Path(line["picture"]).parent.name) for line in predictions]
+    """The share of predictions that name the folder of their image."""
+    right = [bool(line["label"] == Path(line["image"]).parent.name) for line in predictions]
     return sum(right) / len(right)
 
 

@@ -1,4 +1,4 @@
-"""What the demo writes where: each device's pictures and state, the task, the aggregator's state, the logs."""
+"""What the demo writes where: each device's images and state, the task, the aggregator's state, the logs."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.quickstart.digits import CLASSES, Deal, Digits, write_pictures
+from examples.quickstart.digits import CLASSES, Deal, Digits, write_images
 from protocol.errors import ConfigError, StateError
 
 BACKBONE = Path(__file__).with_name("backbone.onnx")
@@ -32,11 +32,11 @@ class Folder:
 
     @property
     def held_out(self) -> Path:
-        """The pictures that no device has, one sub-folder a class."""
+        """The images that no device has, one sub-folder a class."""
         return self.root / "held-out"
 
-    def held_out_pictures(self) -> list[Path]:
-        """The pictures that no device has, in a fixed order."""
+    def held_out_images(self) -> list[Path]:
+        """The images that no device has, in a fixed order."""
         return sorted(self.held_out.glob("*/*.png"))
 
     @property
@@ -44,9 +44,9 @@ class Folder:
         """What each process says, one file a process."""
         return self.root / "logs"
 
-    def pictures(self, device: str) -> Path:
-        """A device's own pictures, one sub-folder a class."""
-        return self.root / "devices" / device / "pictures"
+    def images(self, device: str) -> Path:
+        """A device's own images, one sub-folder a class."""
+        return self.root / "devices" / device / "images"
 
     def state(self, device: str) -> Path:
         """A device's state."""
@@ -60,7 +60,7 @@ def device_names(number: int) -> tuple[str, ...]:
 
 
 def prepare(folder: Folder, digits: Digits, deal: Deal, *, names: Sequence[str], seed: int) -> None:
-    """Fill the folder: everybody's pictures and the task. What an earlier run left there is removed.
+    """Fill the folder: everybody's images and the task. What an earlier run left there is removed.
 
     Raises:
         ConfigError: the folder holds something that is not the demo's.
@@ -71,9 +71,9 @@ def prepare(folder: Folder, digits: Digits, deal: Deal, *, names: Sequence[str],
         folder.logs.mkdir(parents=True)
         folder.task.write_text(_task(len(names), seed), encoding="utf-8")
         shutil.copyfile(BACKBONE, folder.root / BACKBONE.name)
-        write_pictures(folder.held_out, digits, deal.held_out)
+        write_images(folder.held_out, digits, deal.held_out)
         for name, share in zip(names, deal.shares, strict=True):
-            write_pictures(folder.pictures(name), digits, share)
+            write_images(folder.images(name), digits, share)
     except OSError as error:
         raise StateError(f"cannot write {folder.root}: {error.strerror}; choose another --out") from error
 

@@ -13,7 +13,7 @@ from aggregator.algorithms.fedtc import train_head
 from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
 from aggregator.training.train_head import recipe_of
-from edge_client.data.images import decode as decode_picture
+from edge_client.data.images import decode as decode_image
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart.digits import CLASSES
 from examples.quickstart.folder import Folder
@@ -25,7 +25,7 @@ from protocol.wire.messages import Submission
 
 @dataclass(frozen=True)
 class Sent:
-    """What a device sent: prototypes float32 (m, L), their labels (m,) and counts of pictures (m,)."""
+    """What a device sent: prototypes float32 (m, L), their labels (m,) and counts of images (m,)."""
 
     prototypes: NDArray[np.float32]
     labels: NDArray[np.integer[Any]]
@@ -33,7 +33,7 @@ class Sent:
 
 
 def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str, float]:
-    """How many of the held-out pictures each device would get right without the others.
+    """How many of the held-out images each device would get right without the others.
 
     The aggregator's own training, on what one device sent instead of on everything.
 
@@ -66,10 +66,10 @@ def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str
 
 
 def held_out_features(folder: Folder, backbone: Path) -> tuple[NDArray[np.float32], NDArray[np.intp]]:
-    """Features (n, L) and classes (n,) of the pictures that no device has, by the device's own functions."""
+    """Features (n, L) and classes (n,) of the images that no device has, by the device's own functions."""
     network = open_backbone(backbone, provider="cpu")
-    paths = folder.held_out_pictures()
-    images = np.stack([preprocess(decode_picture(path), network.metadata.preprocessing) for path in paths])
+    paths = folder.held_out_images()
+    images = np.stack([preprocess(decode_image(path), network.metadata.preprocessing) for path in paths])
     labels = np.array([CLASSES.index(path.parent.name) for path in paths])
     return network.features(images), labels
 

@@ -25,21 +25,21 @@ class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     classes: tuple[str, ...]
-    pictures: int
+    images: int
     prototypes: int
     bytes_up: int
-    right: int
-    """Of the own pictures that it kept out of its prototypes, those that the fleet's head got right."""
-    wrong: int
+    correct: int
+    """Of the own images that it kept out of its prototypes, those that the fleet's head got right."""
+    incorrect: int
     alone_accuracy: float
-    """Share of the pictures no device has that a head of this device's prototypes alone gets right."""
+    """Share of the images no device has that a head of this device's prototypes alone gets right."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it all, as `--json` writes it."""
 
     accuracy: float
-    """Share of the pictures no device has that the fleet's head gets right."""
+    """Share of the images no device has that the fleet's head gets right."""
     alone_accuracy: float
     """The same of heads that know one device's prototypes only; mean over the devices."""
     devices: int
@@ -50,7 +50,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     onnx_max_abs_diff: float
     """Largest difference between head.onnx and the head in torch."""
     seconds: float
-    held_out_pictures: int
+    held_out_images: int
     head: str
     model: str
     per_device: tuple[DeviceResult, ...]
@@ -81,7 +81,7 @@ def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
     if row["accuracy"] is None:
         sent = f"sent {row['prototypes']} prototypes, {_kilobytes(row['bytes'])}"
         return (3, f"{sent}; trying the head") if has_head else (2, sent)
-    return STEPS, f"{row['right']} of {row['right'] + row['wrong']} of its own test pictures right"
+    return STEPS, f"{row['right']} of {row['right'] + row['wrong']} of its own test images right"
 
 
 def _fleet_line(summary: dict[str, Any], steps: list[int]) -> str:
@@ -97,17 +97,17 @@ def show(result: Result, folder: Folder, console: Console) -> None:
     """Print what came of it, and what to do next."""
     head, model = (_short(Path(path)) for path in (result.head, result.model))
     first = result.per_device[0]
-    strange = [path for path in folder.held_out_pictures() if path.parent.name not in first.classes]
+    strange = [path for path in folder.held_out_images() if path.parent.name not in first.classes]
     predict = f"{_program('edge-client')} predict --state {_short(folder.state(first.device))} {_short(strange[-1])}"
     status = f"{_program('aggregator')} status --state {_short(folder.aggregator)}"
     console.print("", _devices(result), "", _verdict(result), "", sep="\n")
     for line in (
-        f"No picture left its device, {_kilobytes(result.bytes_up)} of averaged features did.",
+        f"No image left its device, {_kilobytes(result.bytes_up)} of averaged features did.",
         f"head.onnx and the head in torch agree to {result.onnx_max_abs_diff:.0e}.",
         f"[bold]{head}[/]   features to probabilities",
-        f"[bold]{model}[/]  pictures to probabilities",
+        f"[bold]{model}[/]  images to probabilities",
         "",
-        f"[dim]{first.device} names a digit it never had a picture of:[/]",
+        f"[dim]{first.device} names a digit it never had an image of:[/]",
         f"  {predict}",
         "[dim]what the aggregator knows:[/]",
         f"  {status}",
@@ -121,7 +121,7 @@ def _devices(result: Result) -> Table:
     for header, footer in {
         "device": f"{result.devices} devices",
         "digits": "",
-        "pictures": f"{sum(row.pictures for row in result.per_device):,}",
+        "images": f"{sum(row.images for row in result.per_device):,}",
         "prototypes": f"{result.prototypes:,}",
         "bytes up": f"{result.bytes_up:,}",
         "local accuracy": f"{right / max(right + wrong, 1):.1%}",
@@ -130,12 +130,12 @@ def _devices(result: Result) -> Table:
         justify: Literal["left", "right"] = "left" if header in {"device", "digits"} else "right"
         table.add_column(header, footer, justify=justify, no_wrap=True)
     for row in result.per_device:
-        tried = row.right + row.wrong
-        local = f"{row.right}/{tried} {row.right / max(tried, 1):6.1%}"
+        tried = row.correct + row.incorrect
+        local = f"{row.correct}/{tried} {row.correct / max(tried, 1):6.1%}"
         table.add_row(
             row.device,
             " ".join(row.classes),
-            *(f"{number:,}" for number in (row.pictures, row.prototypes, row.bytes_up)),
+            *(f"{number:,}" for number in (row.images, row.prototypes, row.bytes_up)),
             local,
             f"{row.alone_accuracy:.1%}",
         )
@@ -150,7 +150,7 @@ def _verdict(result: Result) -> RenderableType:
     ):
         bar = ProgressBar(total=1, completed=share, width=40, complete_style=style, finished_style=style)
         table.add_row(who, bar, f"[bold {style}]{share:.1%}[/]")
-    title = f" Right on {result.held_out_pictures} pictures that no device trained on"
+    title = f" Right on {result.held_out_images} images that no device trained on"
     return Group(title, Padding(table, (0, 0, 0, 3)))
 
 

@@ -33,18 +33,18 @@ PEAK_RATE = 4e-3
 MEAN = STD = 0.5
 WIDTH = 32
 PLACES = 4
-"""The features keep where in the picture something is: 16 channels at 4 x 4 places make the 256."""
+"""The features keep where in the image something is: 16 channels at 4 x 4 places make the 256."""
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Images:
     """Part of a data set: images (n, 28, 28) uint8 and labels (n,) int64."""
 
     images: Tensor
     labels: Tensor
 
 
-def load_fashion(file: Path) -> tuple[Pictures, Pictures]:
+def load_fashion(file: Path) -> tuple[Images, Images]:
     """Read the training and the test part of Fashion-MNIST.
 
     Raises:
@@ -58,12 +58,12 @@ def load_fashion(file: Path) -> tuple[Pictures, Pictures]:
             f"cannot read Fashion-MNIST from {file} ({error}): give --data an npz file with x_train, y_train, "
             "x_test and y_test"
         ) from error
-    train, test = (Pictures(torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))) for x, y in parts)
+    train, test = (Images(torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))) for x, y in parts)
     return train, test
 
 
 def make_backbone() -> nn.Sequential:
-    """A network from normalised (n, 3, 32, 32) to features (n, 256), with fresh weights."""
+    """A network from normalized (n, 3, 32, 32) to features (n, 256), with fresh weights."""
     channels = 256 // PLACES**2
     return nn.Sequential(
         *_block(3, WIDTH, stride=2),
@@ -83,9 +83,9 @@ def _block(inputs: int, outputs: int, *, stride: int = 1, kernel: int = 3) -> tu
 
 
 def train(
-    data: Pictures, *, epochs: int, seed: int, on_epoch: Callable[[int, float], None]
+    data: Images, *, epochs: int, seed: int, on_epoch: Callable[[int, float], None]
 ) -> tuple[nn.Module, nn.Module]:
-    """Train a backbone and a linear classifier of its features on distorted pictures.
+    """Train a backbone and a linear classifier of its features on distorted images.
 
     The same data, epochs, seed and number of threads on the same machine give the same weights.
 
@@ -110,8 +110,8 @@ def train(
         total = 0.0
         order = torch.randperm(len(data.labels), generator=generator)[: batches * BATCH_SIZE]
         for members in torch.split(order, BATCH_SIZE):
-            pictures = distort(data.images[members][:, None] / 255, generator)
-            logits = classifier(backbone(_as_input(pictures)))
+            images = distort(data.images[members][:, None] / 255, generator)
+            logits = classifier(backbone(_as_input(images)))
             loss = functional.cross_entropy(logits, data.labels[members], label_smoothing=0.05)
             optimizer.zero_grad()
             torch.autograd.backward(loss)
@@ -122,14 +122,14 @@ def train(
     return backbone.eval(), classifier.eval()
 
 
-def _as_input(pictures: Tensor) -> Tensor:
-    """Grey (n, 1, h, w) in 0 to 1 as the normalised RGB that the network takes."""
-    rgb = ((pictures - MEAN) / STD).expand(-1, 3, -1, -1)
+def _as_input(images: Tensor) -> Tensor:
+    """Gray (n, 1, h, w) in 0 to 1 as the normalized RGB that the network takes."""
+    rgb = ((images - MEAN) / STD).expand(-1, 3, -1, -1)
     return rgb.contiguous(memory_format=torch.channels_last)
 
 
-def accuracy(backbone: nn.Module, classifier: nn.Module, data: Pictures) -> float:
-    """The share of undistorted pictures whose garment is recognised."""
+def accuracy(backbone: nn.Module, classifier: nn.Module, data: Images) -> float:
+    """The share of undistorted images whose garment is recognized."""
     right = 0
     with torch.inference_mode():
         for images, labels in zip(

@@ -13,8 +13,8 @@ ALERTS = {
     "CERTIFICATE_REVOKED": "it was revoked; enrol this one anew",
     "CERTIFICATE_EXPIRED": "it has expired, or this machine's clock is wrong; enrol this one anew",
     "UNKNOWN_CA": "it is of another authority than the broker's; use the certificate of this fleet",
-    "UNSUPPORTED_CERTIFICATE": "it is not made for connecting; use the one of an enrolment",
-    "BAD_CERTIFICATE": "it cannot be read; use the one of an enrolment",
+    "UNSUPPORTED_CERTIFICATE": "it is not made for connecting; use the one of an enrollment",
+    "BAD_CERTIFICATE": "it cannot be read; use the one of an enrollment",
 }
 """What a broker says of our certificate, by the name of the TLS alert."""
 
@@ -62,7 +62,7 @@ def _disbelief(error: ssl.SSLCertVerificationError, broker: Broker, access: Acce
 def own_refusal(text: str, access: Access) -> str | None:
     """What the broker says of our certificate, as it stands in OpenSSL's words; None if it says nothing of it."""
     if WANTED in text:
-        return "refused by the broker: it wants a certificate; give --cert and --key, or --enrolment"
+        return "refused by the broker: it wants a certificate; give --cert and --key, or --enrollment"
     if access.certificate is not None:
         for alert, reason in ALERTS.items():
             if f"ALERT_{alert}" in text:
@@ -81,13 +81,13 @@ def lost_before_answer(said: str, access: Access) -> str:
         access: how we wanted to be let in.
     """
     if not access.tls:
-        return "the broker hangs up before it answers; where it encrypts, give --enrolment, --ca or --tls"
+        return "the broker hangs up before it answers; where it encrypts, give --enrollment, --ca or --tls"
     return own_refusal(said, access) or f"the broker hangs up once encrypted: {_guess(access)}"
 
 
 def _guess(access: Access) -> str:
     if access.certificate is None:
-        return "it probably wants a certificate; give --cert and --key, or --enrolment"
+        return "it probably wants a certificate; give --cert and --key, or --enrollment"
     return (
         f"it probably refuses the certificate {access.certificate}, as revoked, expired or another authority's; "
         "its log says which"

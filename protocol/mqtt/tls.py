@@ -107,7 +107,7 @@ def open_tls(access: Access) -> ssl.SSLContext | None:
             if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
                 raise ConfigError(
                     f"the key {access.key} is not that of the certificate {access.certificate}: "
-                    "give both of one enrolment"
+                    "give both of one enrollment"
                 ) from error
             raise _unreadable(
                 error, f"the certificate {access.certificate} with the key {access.key}"

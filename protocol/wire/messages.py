@@ -107,7 +107,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     init: BlobRef
     """`feature`, and `labels` if it asks for them, to every tensor of the state."""
     step: BlobRef
-    """One step of the optimiser: the state and a batch to `loss` and, for each tensor that changes, `next_NAME`."""
+    """One step of the optimizer: the state and a batch to `loss` and, for each tensor that changes, `next_NAME`."""
     project: BlobRef
     """`feature` to `projection`: what is averaged into prototypes."""
     head: BlobRef
@@ -117,7 +117,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     uploaded: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
     """State that a submission carries, as its change since the round's tensor of that name."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
-    """Pictures in one step."""
+    """Images in one step."""
 
 
 class Signed(Message, frozen=True, kw_only=True, tag="signed"):
@@ -135,17 +135,17 @@ class Signed(Message, frozen=True, kw_only=True, tag="signed"):
 class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
     """Noise as in FedTC, appendix C.2, eq. 6: `t <- t (1 - p) + e`. It is no differential privacy."""
 
-    on: Literal["prototypes", "pictures"]
+    on: Literal["prototypes", "images"]
     noise: Literal["gaussian", "laplace"]
     """What e is drawn from."""
     scale: Annotated[float, Meta(gt=0, le=1e6)]
-    """Standard deviation of a Gaussian e, or the scale of a Laplacian; for pictures, of values from 0 to 1."""
+    """Standard deviation of a Gaussian e, or the scale of a Laplacian; for images, of values from 0 to 1."""
     shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """p."""
 
 
 class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
-    """The Gaussian mechanism on clipped sums; one picture more or less is what it hides."""
+    """The Gaussian mechanism on clipped sums; one image more or less is what it hides."""
 
     clip_norm: Annotated[float, Meta(gt=0, le=1e6)]
     """S: a longer feature is shortened to this L2 norm."""
@@ -153,7 +153,7 @@ class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation of the noise over the sensitivity of what is released."""
     delta: Annotated[float, Meta(gt=0, lt=1)]
     max_epsilon: Annotated[float, Meta(gt=0, le=1e6)]
-    """A device sends nothing that would bring all that it ever sent of its pictures beyond this."""
+    """A device sends nothing that would bring all that it ever sent of its images beyond this."""
 
 
 class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
@@ -165,13 +165,13 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
     """Class names; a label is an index into them."""
     backbones: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=16)]
-    """A picture's feature is what all of them make of it, one after the other."""
+    """An image's feature is what all of them make of it, one after the other."""
     alpha: Annotated[float, Meta(gt=0, le=1)]
-    """Share of each class's pictures that outlier filtering keeps (FedTC eq. 3)."""
+    """Share of each class's images that outlier filtering keeps (FedTC eq. 3)."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
-    """Pictures averaged in one prototype (FedTC eq. 4)."""
+    """Images averaged in one prototype (FedTC eq. 4)."""
     min_images: Annotated[int, Meta(ge=1, le=65535)]
-    """A class with fewer kept pictures than this sends nothing."""
+    """A class with fewer kept images than this sends nothing."""
     seed: Natural
     """Seed of every shuffle, mixed with the device's id and a secret that it has for itself."""
     program: Program | None = None
@@ -188,7 +188,7 @@ class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):
     """From 0; as great as `rounds` once all of them are over."""
     rounds: Positive
     epochs: Annotated[int, Meta(ge=0, le=65535)]
-    """Passes over the device's pictures before it hands in; 0 to hand in prototypes without training."""
+    """Passes over the device's images before it uploads; 0 to upload prototypes without training."""
     tensors: BlobRef
     """What every device gets: a `tensors` message. One named like a tensor of the state takes its place."""
 
@@ -239,10 +239,10 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     """ONNX Runtime's version and the execution provider in use."""
     backbones: Annotated[tuple[Digest, ...], Meta(max_length=64)]
     """Backbones cached on the device."""
-    pictures: Annotated[dict[ClassName, Natural], Meta(max_length=MAX_CLASSES)]
-    """Pictures of each class found on the device."""
+    images: Annotated[dict[ClassName, Natural], Meta(max_length=MAX_CLASSES)]
+    """Images of each class found on the device."""
     refused: Natural
-    """Pictures that could not be used."""
+    """Images that could not be used."""
     problem: Text = ""
     """What keeps the device from taking part; empty if nothing does."""
     head_version: Natural = 0
@@ -252,7 +252,7 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
 
 
 class Privacy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a device has spent on its pictures, by the accountant that it runs itself."""
+    """What a device has spent on its images, by the accountant that it runs itself."""
 
     epsilon: Annotated[float, Meta(ge=0)]
     """Of this submission alone."""
@@ -274,11 +274,11 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     labels: Tensor
     """uint8 or uint16 (m,): class index of each prototype."""
     counts: Tensor
-    """uint8, uint16 or uint32 (m,): pictures averaged in each prototype."""
-    pictures: Natural
-    """Pictures read, kept or filtered out."""
+    """uint8, uint16 or uint32 (m,): images averaged in each prototype."""
+    images: Natural
+    """Images read, kept or filtered out."""
     left_out: Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)] = ()
-    """Class indices with pictures, but fewer than `min_images` of them."""
+    """Class indices with images, but fewer than `min_images` of them."""
     round: Natural = 0
     """The round that it is for."""
     tensors: TensorMap = {}
@@ -286,18 +286,18 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     loss: float | None = None
     """Mean over the last epoch of training."""
     privacy: Privacy | None = None
-    """With differential privacy: what it cost. Then `pictures` and `counts` are noisy as well."""
+    """With differential privacy: what it cost. Then `images` and `counts` are noisy as well."""
 
 
 class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
-    """How a head does on the pictures that a device kept out of its prototypes."""
+    """How a head does on the images that a device kept out of its prototypes."""
 
     task: Digest
     head_version: Positive
-    right: PerClass
-    """Held-out pictures of each class that the head got right."""
-    wrong: PerClass
-    before: PerClass = ()
+    correct: PerClass
+    """Held-out images of each class that the head got right."""
+    incorrect: PerClass
+    previous_correct: PerClass = ()
     """Those of each class that the head in use before got right; empty if there was none."""
     problem: Text = ""
     """Why the device does not use the head; empty if it does."""

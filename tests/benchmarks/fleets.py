@@ -11,14 +11,14 @@ from protocol.storage.blobstore import file_digest
 FEATURES = 16
 
 
-def domain(seed: int, *, classes: int, pictures: int) -> Features:
-    """A domain of so many classes, with so many pictures to learn from, and as many to judge by."""
-    centres = np.random.default_rng(7).normal(size=(classes, FEATURES)) * 2
+def domain(seed: int, *, classes: int, images: int) -> Features:
+    """A domain of so many classes, with so many images to learn from, and as many to judge by."""
+    centers = np.random.default_rng(7).normal(size=(classes, FEATURES)) * 2
     random = np.random.default_rng(seed)
-    labels = np.arange(2 * pictures) % classes
+    labels = np.arange(2 * images) % classes
     shift = random.normal(size=FEATURES)
-    features = (centres[labels] + shift + random.normal(size=(len(labels), FEATURES))).astype(np.float32)
-    return Features(features[:pictures], labels[:pictures], features[pictures:], labels[pictures:])
+    features = (centers[labels] + shift + random.normal(size=(len(labels), FEATURES))).astype(np.float32)
+    return Features(features[:images], labels[:images], features[images:], labels[images:])
 
 
 def fill_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Features]) -> None:

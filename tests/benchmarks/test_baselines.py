@@ -15,22 +15,22 @@ RECIPE = Recipe(
     optimizer="adam",
     learning_rate=1e-2,
     weight_decay=0.0,
-    standardise=True,
+    standardize=True,
     adapter_size=16,
 )
 
 
 def _client(seed: int, *, shift: float = 0.0, labels: tuple[int, ...] = (0, 1, 2)) -> Client:
     """A client that has some of three well separated classes, all of its features shifted, judged by all three."""
-    centres = np.random.default_rng(7).normal(size=(CLASSES, FEATURES)) * 3
+    centers = np.random.default_rng(7).normal(size=(CLASSES, FEATURES)) * 3
     random = np.random.default_rng(seed)
     owned = np.repeat(np.array(labels), 8)
     everything = np.repeat(np.arange(CLASSES), 20)
     return Client(
         domain=f"shifted by {shift}",
-        train=(centres[owned] + shift + random.normal(size=(len(owned), FEATURES))).astype(np.float32),
+        train=(centers[owned] + shift + random.normal(size=(len(owned), FEATURES))).astype(np.float32),
         train_labels=owned,
-        test=(centres[everything] + shift + random.normal(size=(60, FEATURES))).astype(np.float32),
+        test=(centers[everything] + shift + random.normal(size=(60, FEATURES))).astype(np.float32),
         test_labels=everything,
         weights=np.full(60, 1 / 60),
     )
@@ -60,11 +60,11 @@ def test_the_same_seed_gives_the_same(method: Method) -> None:
     assert first.tolist() != other.tolist()
 
 
-@pytest.mark.parametrize("method", ["FedAvg-v", "FedProx", "FedProto averaged", "centralised"])
+@pytest.mark.parametrize("method", ["FedAvg-v", "FedProx", "FedProto averaged", "centralized"])
 def test_a_shared_model_knows_what_a_client_never_saw(method: Method) -> None:
     """Where each client lacks a class, those that share a model still name it; alone, nobody does."""
     fleet = [_client(0, labels=(0, 1)), _client(1, labels=(1, 2)), _client(2, labels=(0, 2))]
-    recipe = replace(RECIPE, standardise=False, rounds=20, adapter_size=0)
+    recipe = replace(RECIPE, standardize=False, rounds=20, adapter_size=0)
     shared = run_baseline(method, fleet, recipe, classes=CLASSES, seed=0)
     alone = run_baseline("Solo", fleet, recipe, classes=CLASSES, seed=0)
     assert alone.max() < 0.7
@@ -84,5 +84,5 @@ def test_what_is_shared_is_counted() -> None:
         "FedRep": adapter,
         "FedProto": prototypes,
         "FedProto averaged": adapter + classifier + prototypes,
-        "centralised": 0,
+        "centralized": 0,
     }

@@ -97,7 +97,7 @@ def test_duplicates_arrive_twice(target: Broker) -> None:
     assert set(got) == set(range(COUNT))
 
 
-def test_neighbours_change_places(target: Broker) -> None:
+def test_neighbors_change_places(target: Broker) -> None:
     """Nothing is lost, and as many pairs are out of order as were counted."""
     got, proxy, _ = pass_through(target, Faults(reorder=0.5))
     assert sorted(got) == list(range(COUNT))

@@ -23,48 +23,46 @@ def _shares(data: DataSet) -> list[float]:
 
 
 def test_digits_of_scikit_learn() -> None:
-    """Real pictures of 8 by 8 pixels over the whole range of grey, cut the same way every time."""
+    """Real images of 8 by 8 pixels over the whole range of gray, cut the same way every time."""
     first, second = load_data("digits"), load_data("digits")
-    assert first.train.pictures.shape[1:] == (8, 8)
-    assert (first.train.pictures.min(), first.train.pictures.max()) == (0, 240)
+    assert first.train.images.shape[1:] == (8, 8)
+    assert (first.train.images.min(), first.train.images.max()) == (0, 240)
     assert len(first.train.labels) + len(first.test.labels) == 1797
-    assert np.array_equal(first.train.pictures, second.train.pictures)
+    assert np.array_equal(first.train.images, second.train.images)
     assert _shares(first) == pytest.approx([0.55] * 10, abs=0.01)
 
 
 def test_a_data_set_in_one_part(folder: Path) -> None:
-    """Every class is cut in two, and no picture is in both parts."""
-    pictures = np.arange(80, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8)
-    np.savez(folder / "mnist_m.npz", x=pictures, y=np.arange(80, dtype=np.uint8) % 4)
+    """Every class is cut in two, and no image is in both parts."""
+    images = np.arange(80, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8)
+    np.savez(folder / "mnist_m.npz", x=images, y=np.arange(80, dtype=np.uint8) % 4)
     data = load_data("mnist_m")
     assert _shares(data) == [0.75] * 4
-    numbers = [*data.train.pictures[:, 0, 0], *data.test.pictures[:, 0, 0]]
+    numbers = [*data.train.images[:, 0, 0], *data.test.images[:, 0, 0]]
     assert sorted(numbers) == list(range(80))
-    assert np.array_equal(data.train.labels, data.train.pictures[:, 0, 0] % 4)
+    assert np.array_equal(data.train.labels, data.train.images[:, 0, 0] % 4)
 
 
 def test_a_domain_of_an_archive(folder: Path) -> None:
-    """Both kinds of picture count, and other domains do not."""
+    """Both kinds of image count, and other domains do not."""
     with zipfile.ZipFile(folder / "pacs.zip", "w") as archive:
         for name in ("sketch", "photo"):
             for number in range(8):
-                picture = io.BytesIO()
-                Image.new("RGB", (6, 6), (number,) * 3).save(picture, "PNG")
+                image = io.BytesIO()
+                Image.new("RGB", (6, 6), (number,) * 3).save(image, "PNG")
                 kind = "png" if number % 2 else "jpg"
-                archive.writestr(
-                    f"{name}/{'dog' if number < 4 else 'cat'}/{number}.{kind}", picture.getvalue()
-                )
+                archive.writestr(f"{name}/{'dog' if number < 4 else 'cat'}/{number}.{kind}", image.getvalue())
     data = load_data("pacs_sketch")
-    assert data.train.pictures.shape == data.test.pictures.shape == (4, 6, 6, 3)
+    assert data.train.images.shape == data.test.images.shape == (4, 6, 6, 3)
     assert _shares(data) == [0.5, 0.5]
 
 
 def test_a_sample() -> None:
-    """The same pictures every time, each with its class; all of them where there are no more."""
+    """The same images every time, each with its class; all of them where there are no more."""
     train = load_data("digits").train
     some = sample(train, 20)
-    assert np.array_equal(some.pictures, sample(train, 20).pictures)
-    for picture, label in zip(some.pictures, some.labels, strict=True):
-        found = (train.pictures == picture).all(axis=(1, 2))
+    assert np.array_equal(some.images, sample(train, 20).images)
+    for image, label in zip(some.images, some.labels, strict=True):
+        found = (train.images == image).all(axis=(1, 2))
         assert label in train.labels[found]
     assert len(sample(train, 10**6).labels) == len(train.labels)

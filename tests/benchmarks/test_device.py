@@ -26,7 +26,7 @@ def test_the_benchmark_weighs_and_writes_its_figures(tmp_path: Path) -> None:
     arguments = [
         "--backbone",
         str(tmp_path / "backbone.onnx"),
-        "--pictures",
+        "--images",
         "20",
         "40",
         "--repetitions",

@@ -7,7 +7,7 @@ from protocol.errors import ConfigError
 
 
 def _features(offset: int, *, per_class: int = 30) -> Features:
-    """A domain of three classes whose only feature is the picture's number."""
+    """A domain of three classes whose only feature is the image's number."""
     numbers = np.arange(offset, offset + 6 * per_class, dtype=np.float32)[:, None]
     labels = np.arange(6 * per_class) % 3
     half = 3 * per_class
@@ -22,7 +22,7 @@ def _numbers(clients: list[Client]) -> list[float]:
 
 
 def test_feature_shift() -> None:
-    """One client a domain, with as many pictures of every class, judged by its own domain's test pictures."""
+    """One client a domain, with as many images of every class, judged by its own domain's test images."""
     clients = feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(0), validation=False)
     assert [client.domain for client in clients] == ["first", "second"]
     for client, domain in zip(clients, DOMAINS.values(), strict=True):
@@ -33,7 +33,7 @@ def test_feature_shift() -> None:
 
 
 def test_label_shift() -> None:
-    """All pictures of a class are shared out, none twice, and a client is judged by its own mixture."""
+    """All images of a class are shared out, none twice, and a client is judged by its own mixture."""
     clients = label_shift(
         DOMAINS,
         ("first", "first", "second"),
@@ -50,22 +50,22 @@ def test_label_shift() -> None:
         assert client.accuracy(always_first) == pytest.approx(mine[0] / mine.sum())
 
 
-def test_validation_pictures_are_nobodys() -> None:
-    """Settings are chosen by training pictures that no client learns from."""
+def test_validation_images_are_nobodys() -> None:
+    """Settings are chosen by training images that no client learns from."""
     for validation in (
         feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(0), validation=True),
         unequal(DOMAINS, {"first": (2, 10), "second": (1, 5)}, rng=np.random.default_rng(0), validation=True),
     ):
-        learnt = set(_numbers(validation))
+        learned = set(_numbers(validation))
         for client in validation:
             judged = {float(number) for number in client.test[:, 0]}
             assert judged
-            assert not judged & learnt
+            assert not judged & learned
             assert not judged & {float(number) for number in DOMAINS[client.domain].test[:, 0]}
 
 
 def test_unequal_domains() -> None:
-    """As many clients and pictures as the plan has, no picture twice; more than there are is an error."""
+    """As many clients and images as the plan has, no image twice; more than there are is an error."""
     plan = {"first": (3, 10), "second": (1, 20)}
     clients = unequal(DOMAINS, plan, rng=np.random.default_rng(0), validation=False)
     assert [(client.domain, len(client.train)) for client in clients] == [
@@ -73,13 +73,13 @@ def test_unequal_domains() -> None:
         ("second", 20),
     ]
     assert len(set(_numbers(clients))) == 50
-    with pytest.raises(ConfigError, match="first has 90 pictures, not 4 times 30"):
+    with pytest.raises(ConfigError, match="first has 90 images, not 4 times 30"):
         unequal(DOMAINS, {"first": (4, 30)}, rng=np.random.default_rng(0), validation=False)
 
 
-def test_too_few_pictures_of_a_class() -> None:
+def test_too_few_images_of_a_class() -> None:
     """The error names the domain and the class."""
-    with pytest.raises(ConfigError, match="first has too few pictures of class 0"):
+    with pytest.raises(ConfigError, match="first has too few images of class 0"):
         feature_shift(DOMAINS, per_class=31, rng=np.random.default_rng(0), validation=False)
 
 
@@ -94,7 +94,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_halves_are_dealt_anew() -> None:
-    """Every picture is in one half, and with another seed in another."""
+    """Every image is in one half, and with another seed in another."""
     domain = DOMAINS["first"]
     one, two = (halved(domain, np.random.default_rng(seed)) for seed in (0, 1))
     everything = np.sort(np.concatenate([one.train, one.test])[:, 0])

@@ -35,9 +35,9 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def filled(folders: Path) -> Path:
-    """scikit-learn's digits in place of MNIST, and weights that have learnt nothing."""
-    pictures, labels = load_digits(return_X_y=True)
-    pixels = (pictures.reshape(-1, 8, 8) * 15).astype(np.uint8)
+    """scikit-learn's digits in place of MNIST, and weights that have learned nothing."""
+    images, labels = load_digits(return_X_y=True)
+    pixels = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
     np.savez(
         folders / "data" / "mnist.npz",
         x_train=pixels[:800],
@@ -50,7 +50,7 @@ def filled(folders: Path) -> Path:
     return folders
 
 
-def test_from_pictures_to_a_report(filled: Path) -> None:
+def test_from_images_to_a_report(filled: Path) -> None:
     """One command exports the backbone, extracts, runs every partition and seed, and writes what it printed."""
     report = filled / "report.json"
     runs = ("--partition", "sharding:2", "--partition", "dirichlet:0.5", "--seed", "0", "--seed", "1")
@@ -73,7 +73,7 @@ def test_from_pictures_to_a_report(filled: Path) -> None:
 
 
 def test_features_are_extracted_once(filled: Path) -> None:
-    """A second run needs no pictures, and gives the same."""
+    """A second run needs no images, and gives the same."""
     runs = [_fedtc("--partition", "sharding:1", "--epochs", "1", "--no-ceiling", "--no-restore")]
     (filled / "data" / "mnist.npz").unlink()
     runs.append(_fedtc("--partition", "sharding:1", "--epochs", "1", "--no-ceiling", "--no-restore"))
@@ -102,10 +102,10 @@ def test_folders_in_an_archive(folders: Path) -> None:
     with zipfile.ZipFile(folders / "data" / "cifar10.zip", "w") as archive:
         for part in ("test", "train"):
             for name, shade in (("truck", 200), ("cat", 0), ("cat", 100)):
-                picture = io.BytesIO()
-                Image.new("RGB", (32, 32), (shade,) * 3).save(picture, "JPEG")
-                archive.writestr(f"{part}/{name}/{shade}.jpg", picture.getvalue())
+                image = io.BytesIO()
+                Image.new("RGB", (32, 32), (shade,) * 3).save(image, "JPEG")
+                archive.writestr(f"{part}/{name}/{shade}.jpg", image.getvalue())
     data = load_data("cifar10")
-    assert data.train.pictures.shape == (3, 32, 32, 3)
+    assert data.train.images.shape == (3, 32, 32, 3)
     assert data.train.labels.tolist() == [0, 0, 1]
-    assert data.test.pictures[:, 0, 0, 0].tolist() == [0, 100, 200]
+    assert data.test.images[:, 0, 0, 0].tolist() == [0, 100, 200]

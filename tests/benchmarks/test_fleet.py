@@ -27,7 +27,7 @@ def digits() -> Features:
 
 @pytest.fixture(scope="module")
 def fashion(tmp_path_factory: pytest.TempPathFactory) -> Features:
-    """4,000 pictures of Fashion-MNIST through MobileNetV2 at 96 x 96."""
+    """4,000 images of Fashion-MNIST through MobileNetV2 at 96 x 96."""
     weights = weights_folder() / BACKBONES["mobilenetv2_100"].file
     for path in (weights, data_folder() / "fashion_mnist.npz"):
         if not path.is_file():
@@ -36,9 +36,9 @@ def fashion(tmp_path_factory: pytest.TempPathFactory) -> Features:
     export_backbone("mobilenetv2_100", weights=weights, image_size=96, path=graph)
     data, backbone = load_data("fashion_mnist"), open_backbone(graph)
     return Features(
-        train=features_of(data.train.pictures[:3000], backbone, "train"),
+        train=features_of(data.train.images[:3000], backbone, "train"),
         train_labels=data.train.labels[:3000],
-        test=features_of(data.test.pictures[:1000], backbone, "test"),
+        test=features_of(data.test.images[:1000], backbone, "test"),
         test_labels=data.test.labels[:1000],
     )
 
@@ -47,15 +47,15 @@ def test_a_fleet_learns_from_submissions_on_the_wire(digits: Features) -> None:
     """Ten devices with two classes each come near the ceiling, and their messages are hardly more than tensors."""
     result = run_fleet(digits, Partition("sharding", 2), DEFAULT, seed=0)
     assert result.devices == 10
-    assert result.pictures / 5 >= result.prototypes > 0.9 * result.pictures / 5
-    assert 0.98 * len(digits.train) <= result.pictures <= len(digits.train)
+    assert result.images / 5 >= result.prototypes > 0.9 * result.images / 5
+    assert 0.98 * len(digits.train) <= result.images <= len(digits.train)
     assert result.tensor_bytes == 2 * 64 * result.prototypes
     assert result.accuracy > 0.92
     assert run_ceiling(digits, DEFAULT, seed=0).accuracy > result.accuracy
 
 
 def test_restoring_the_variance_pays(digits: Features) -> None:
-    """The same prototypes, of ten pictures each, teach more with their variance restored."""
+    """The same prototypes, of ten images each, teach more with their variance restored."""
     raw_recipe = dataclasses.replace(DEFAULT.recipe, restore=False, mix=False)
     restored, plain = (
         run_fleet(
@@ -70,7 +70,7 @@ def test_restoring_the_variance_pays(digits: Features) -> None:
     assert (restored.prototypes, restored.bytes_up) == (plain.prototypes, plain.bytes_up)
 
 
-def test_clients_without_pictures_are_no_devices(digits: Features) -> None:
+def test_clients_without_images_are_no_devices(digits: Features) -> None:
     """At a tiny concentration some clients of forty go empty, and the rest still make a head."""
     settings = dataclasses.replace(DEFAULT, clients=40)
     result = run_fleet(digits, Partition("dirichlet", 0.01), settings, seed=0)
@@ -78,7 +78,7 @@ def test_clients_without_pictures_are_no_devices(digits: Features) -> None:
     assert result.accuracy > 0.9
 
 
-def test_real_pictures_through_a_real_backbone(fashion: Features) -> None:
+def test_real_images_through_a_real_backbone(fashion: Features) -> None:
     """A twentieth of Fashion-MNIST, one class per client, on little more wire than its float16 tensors."""
     result = run_fleet(fashion, Partition("sharding", 1), DEFAULT, seed=0)
     assert result.accuracy > 0.75

@@ -13,8 +13,8 @@ partitions = st.one_of(
 
 
 @given(partition=partitions, seed=st.integers(0, 100), labels=st.lists(st.integers(0, 6), max_size=200))
-def test_every_picture_goes_to_one_client(partition: Partition, seed: int, labels: list[int]) -> None:
-    """However they are shared out, no picture is left over and none is doubled."""
+def test_every_image_goes_to_one_client(partition: Partition, seed: int, labels: list[int]) -> None:
+    """However they are shared out, no image is left over and none is doubled."""
     all_labels = np.array([*labels, *range(7)], dtype=np.int64)
     owners = share_out(all_labels, partition, clients=7, rng=np.random.default_rng(seed))
     assert owners.shape == all_labels.shape
@@ -24,7 +24,7 @@ def test_every_picture_goes_to_one_client(partition: Partition, seed: int, label
 @pytest.mark.parametrize("delta", [1, 2, 3, 10])
 @pytest.mark.parametrize("clients", [10, 20])
 def test_sharding_gives_each_client_delta_classes(delta: int, clients: int) -> None:
-    """Each client has exactly delta classes, and the clients of a class have equally many of its pictures."""
+    """Each client has exactly delta classes, and the clients of a class have equally many of its images."""
     labels = np.repeat(np.arange(10), 600)
     owners = share_out(labels, Partition("sharding", delta), clients=clients, rng=np.random.default_rng(0))
     table = np.histogram2d(owners, labels, bins=(np.arange(clients + 1), np.arange(11)))[0]
@@ -73,6 +73,6 @@ def test_anything_else_is_no_partition(text: str) -> None:
 
 @pytest.mark.parametrize(("clients", "delta"), [(3, 3), (10, 11)])
 def test_sharding_that_cannot_be_is_refused(clients: int, delta: int) -> None:
-    """Too few clients would leave pictures over; no client has more classes than there are."""
+    """Too few clients would leave images over; no client has more classes than there are."""
     with pytest.raises(ConfigError, match="choose delta between"):
         share_out(np.arange(10), Partition("sharding", delta), clients=clients, rng=np.random.default_rng(0))

@@ -16,9 +16,9 @@ from tests.benchmarks.fleets import domain, fill_cache
 
 def test_a_report_of_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Liars are found, others are not, and setting them aside is better than training on what they say."""
-    fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, pictures=600)})
+    fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     file = tmp_path / "report.json"
-    arguments = ["--pictures", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
+    arguments = ["--images", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
     result = CliRunner().invoke(cli, ["poisoning", *arguments, "--seed", "0", "--json", str(file)])
     assert result.exit_code == 0, result.output
     runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"]
@@ -35,9 +35,9 @@ def test_a_report_of_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_without_training_it_only_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is all that is needed to choose a threshold: a low one wrongs everybody's neighbour."""
-    fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, pictures=600)})
-    arguments = ["--pictures", "600", "--no-train", "--share", "0", "--threshold", "1.5", "--seed", "0"]
+    """Which is all that is needed to choose a threshold: a low one wrongs everybody's neighbor."""
+    fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
+    arguments = ["--images", "600", "--no-train", "--share", "0", "--threshold", "1.5", "--seed", "0"]
     result = CliRunner().invoke(cli, ["poisoning", *arguments, "--json", str(tmp_path / "report.json")])
     assert result.exit_code == 0, result.output
     (run,) = json.loads((tmp_path / "report.json").read_text())["runs"]

@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 
 from aggregator.algorithms.fedtc import RECIPES
 from benchmarks.__main__ import cli
-from benchmarks.data import DataSet, Labelled
+from benchmarks.data import DataSet, Labeled
 from benchmarks.decoder import as_values, decode, train_decoder
 from benchmarks.differencing import added_feature, resubmit, submit, unmix
 from benchmarks.features import BACKBONES, Features
@@ -30,38 +30,38 @@ def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8), labels.astype(np.int64)
 
 
-def _linear(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Features of a backbone that only turns pictures around in the space of their pixels."""
+def _linear(images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Features of a backbone that only turns images around in the space of their pixels."""
     turned = np.linalg.qr(np.random.default_rng(1).normal(size=(64, 64)))[0]
-    features: NDArray[np.float32] = (as_values(pictures).reshape(-1, 64) @ turned).astype(np.float32)
+    features: NDArray[np.float32] = (as_values(images).reshape(-1, 64) @ turned).astype(np.float32)
     return features
 
 
 @pytest.fixture(scope="module")
 def scene() -> Scene:
     """300 digits that the attacker has, 40 of each class on a device, and 100 strangers of each."""
-    pictures, labels = _digits()
-    features = Features(_linear(pictures), labels, _linear(pictures[:9]), labels[:9])
-    data = DataSet(Labelled(pictures, labels), Labelled(pictures[:9], labels[:9]))
+    images, labels = _digits()
+    features = Features(_linear(images), labels, _linear(images[:9]), labels[:9])
+    data = DataSet(Labeled(images, labels), Labeled(images[:9], labels[:9]))
     return set_scene(data, features, public=300, per_class=40, seed=0)
 
 
 def test_a_linear_backbone_hides_nothing() -> None:
-    """The decoder paints unseen pictures almost as they are from features that only turn them around."""
-    pictures, _ = _digits()
-    features = _linear(pictures)
-    decoder = train_decoder(features[:1500], pictures[:1500], epochs=12, seed=0, device="cpu")
+    """The decoder paints unseen images almost as they are from features that only turn them around."""
+    images, _ = _digits()
+    features = _linear(images)
+    decoder = train_decoder(features[:1500], images[:1500], epochs=12, seed=0, device="cpu")
     painted = decode(decoder, features[1500:], (8, 8))
-    true = as_values(pictures[1500:])
+    true = as_values(images[1500:])
     assert np.mean([best_ssim(one, other[None]) for one, other in zip(painted, true, strict=True)]) > 0.95
 
 
-def test_a_picture_is_like_itself() -> None:
-    """SSIM is 1 of equal pictures, also of coloured ones and among others, and near 0 of noise."""
+def test_an_image_is_like_itself() -> None:
+    """SSIM is 1 of equal images, also of colored ones and among others, and near 0 of noise."""
     for shape in ((16, 16), (16, 16, 3)):
-        pictures = RNG.random((3, *shape), dtype=np.float32)
-        assert best_ssim(pictures[1], pictures) == pytest.approx(1)
-        assert abs(best_ssim(pictures[0], pictures[1:2])) < 0.3
+        images = RNG.random((3, *shape), dtype=np.float32)
+        assert best_ssim(images[1], images) == pytest.approx(1)
+        assert abs(best_ssim(images[0], images[1:2])) < 0.3
 
 
 def test_the_decoder_learns_what_is_measured() -> None:
@@ -78,7 +78,7 @@ def test_the_decoder_learns_what_is_measured() -> None:
 
 
 def test_chance_is_shown_as_chance() -> None:
-    """Prototypes that have nothing to do with the pictures link none: AUC about 0.5, one hit in a hundred."""
+    """Prototypes that have nothing to do with the images link none: AUC about 0.5, one hit in a hundred."""
     features = RNG.normal(size=(1200, 32)).astype(np.float32)
     labels = np.zeros(1200, np.int64)
     made = deal(features, labels, np.arange(600), batch=5, seed=0)
@@ -107,8 +107,8 @@ def test_members_are_those_that_were_averaged() -> None:
         assert value == pytest.approx(features[members].mean(axis=0), abs=2e-3)
 
 
-def test_a_picture_hides_in_a_crowd(scene: Scene) -> None:
-    """Single pictures are told for certain, those in large batches less, those under strong noise hardly."""
+def test_an_image_hides_in_a_crowd(scene: Scene) -> None:
+    """Single images are told for certain, those in large batches less, those under strong noise hardly."""
     forms = {
         form.name: form for form in forms_of(scene, batches=(5, 20), epsilons=(0.5,), clip_norm=3.0, seed=0)
     }
@@ -132,24 +132,24 @@ def test_private_members_are_found(scene: Scene) -> None:
         assert value == pytest.approx(private.features[members].mean(axis=0), abs=0.02)
 
 
-def test_a_picture_more_is_laid_bare(scene: Scene) -> None:
-    """The difference of two submissions is the feature of the picture that came between them, whatever B is."""
+def test_an_image_more_is_laid_bare(scene: Scene) -> None:
+    """The difference of two submissions is the feature of the image that came between them, whatever B is."""
     decoder = learn_decoder(scene, epochs=1, seed=0, device="cpu")
     for batch in (2, 5, 10):
-        again = resubmit(scene, decoder, batch=batch, pictures=20, seed=0)
+        again = resubmit(scene, decoder, batch=batch, images=20, seed=0)
         assert again.error < 0.02
         assert again.top_1 > 0.98
 
 
 def test_a_shuffle_that_is_known_is_undone() -> None:
-    """From enough submissions with a picture more each, who knows the shuffle solves for nearly all features."""
+    """From enough submissions with an image more each, who knows the shuffle solves for nearly all features."""
     features = RNG.normal(size=(42, 8)).astype(np.float32)
-    handed_in = [submit(features[:had], batch=4, alpha=1.0, seed=(1,)) for had in range(30, 43)]
-    found = unmix(handed_in, batch=4, seed=(1,))
+    uploaded = [submit(features[:had], batch=4, alpha=1.0, seed=(1,)) for had in range(30, 43)]
+    found = unmix(uploaded, batch=4, seed=(1,))
     errors = np.abs(found - features[:42]).max(axis=1)
     assert np.median(errors) < 0.01
     assert np.mean(errors < 0.05) > 0.9
-    assert added_feature(*handed_in[:2]) == pytest.approx(features[30], abs=0.05)
+    assert added_feature(*uploaded[:2]) == pytest.approx(features[30], abs=0.05)
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 8.0])
@@ -163,10 +163,10 @@ def test_noise_costs_what_the_device_says(epsilon: float) -> None:
 
 def test_privacy_costs_accuracy() -> None:
     """A fleet with hardly any noise is nearly as good as one without, and a strong epsilon ruins small devices."""
-    pictures, labels = _digits()
-    features = _linear(pictures)
+    images, labels = _digits()
+    features = _linear(images)
     data = Features(features[:1200], labels[:1200], features[1200:], labels[1200:])
-    fleet = Fleet(devices=2, pictures=50, batch=10)
+    fleet = Fleet(devices=2, images=50, batch=10)
     recipe = replace(RECIPES["default"], min_steps=60, learning_rate=3e-3)
 
     def accuracy(how: Mechanism | Perturbation | None) -> float:
@@ -184,17 +184,17 @@ def test_privacy_costs_accuracy() -> None:
     assert strong < 0.5
 
 
-def test_from_pictures_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_images_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command attacks, measures, and writes what it printed and both figures."""
     for name in ("data", "weights", "cache"):
         (tmp_path / name).mkdir()
         monkeypatch.setenv(f"PROTOFLEET_BENCH_{name.upper()}", str(tmp_path / name))
-    pictures, labels = _digits()
+    images, labels = _digits()
     np.savez(
         tmp_path / "data" / "mnist.npz",
-        x_train=pictures[:1700],
+        x_train=images[:1700],
         y_train=labels[:1700].astype(np.uint8),
-        x_test=pictures[1700:],
+        x_test=images[1700:],
         y_test=labels[1700:].astype(np.uint8),
     )
     model = timm.create_model("tf_mobilenetv3_small_100", num_classes=0)
@@ -202,7 +202,7 @@ def test_from_pictures_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     report = tmp_path / "report.json"
     small = ("--backbone", "tf_mobilenetv3_small_100", "--image-size", "32", "--public", "300")
     sizes = (
-        "--pictures",
+        "--images",
         "30",
         "--decoder-epochs",
         "1",

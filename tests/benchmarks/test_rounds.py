@@ -20,7 +20,7 @@ CLASSES = 10
 @pytest.fixture(scope="module")
 def fleet() -> list[Client]:
     """Four clients on as many domains."""
-    domains = {name: domain(seed, classes=CLASSES, pictures=200) for seed, name in enumerate(DIGITS)}
+    domains = {name: domain(seed, classes=CLASSES, images=200) for seed, name in enumerate(DIGITS)}
     return feature_shift(domains, per_class=5, rng=np.random.default_rng(0), validation=False)
 
 
@@ -57,11 +57,9 @@ def _report(*arguments: str, folder: Path) -> dict[str, Any]:
 
 def test_a_report_of_fedpcl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command compares on every shift, by name, with the caps that were asked for."""
-    features = {
-        f"{name}-500": domain(seed, classes=CLASSES, pictures=500) for seed, name in enumerate(DIGITS)
-    }
+    features = {f"{name}-500": domain(seed, classes=CLASSES, images=500) for seed, name in enumerate(DIGITS)}
     fill_cache(tmp_path, monkeypatch, features)
-    arguments = "fedpcl --backbones 1 --pictures 500 --per-class 4 --clients 5 --rounds 2 --seed 1"
+    arguments = "fedpcl --backbones 1 --images 500 --per-class 4 --clients 5 --rounds 2 --seed 1"
     report = _report(
         *arguments.split(), "--shift", "feature", "--shift", "label", "--max-sets", "2", "--baseline", "Solo",
         folder=tmp_path,
@@ -81,7 +79,7 @@ def test_a_report_of_fedpcl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_report_of_fpl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten devices of four domains, with the mean over domains and the worst of them."""
-    features = {name: domain(seed, classes=7, pictures=140) for seed, name in enumerate(PACS)}
+    features = {name: domain(seed, classes=7, images=140) for seed, name in enumerate(PACS)}
     fill_cache(tmp_path, monkeypatch, features)
     arguments = "fpl --data pacs --rounds 2 --seed 0 --baseline FedProto --baseline FedAvg-v"
     report = _report(*arguments.split(), folder=tmp_path)

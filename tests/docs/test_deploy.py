@@ -201,7 +201,7 @@ def test_the_device_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("PROTOFLEET_FLEET", raising=False)
     context = parse(f"edge-client --config {DEPLOY}/edge-client.toml")
     assert context.params["broker"] == "broker.example:1883"
-    assert context.params["data"] == Path("/srv/pictures")
+    assert context.params["data"] == Path("/srv/images")
     (tmp_path / "backbone.onnx").touch()
     text = uncommented(DEPLOY / "edge-client.toml").replace(
         "/srv/backbone.onnx", str(tmp_path / "backbone.onnx")

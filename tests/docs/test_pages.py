@@ -66,7 +66,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
     "poisoning": {"check": False, "threshold": 1.0},
     "rollout": {"canary": 0.5, "margin": 0.5, "patience_s": 1.0},
-    "privacy": {"perturb": "pictures", "noise": "laplace", "scale": 0.5, "shrink": 0.5}
+    "privacy": {"perturb": "images", "noise": "laplace", "scale": 0.5, "shrink": 0.5}
     | {"epsilon": 4.0, "delta": 1e-6, "clip_norm": 2.0, "max_epsilon": 9.0},
 }
 PERTURBED = PrivacySettings(perturb="prototypes", scale=0.1)

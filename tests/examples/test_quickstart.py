@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from aggregator.config.task_file import load_task, read_backbone
-from edge_client.data.images import decode, find_pictures
+from edge_client.data.images import decode, find_images
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet
@@ -51,8 +51,8 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
 
 @settings(deadline=None, max_examples=30)
 @given(devices=st.integers(data.FEWEST_DEVICES, 50), seed=st.integers(0, 2**32))
-def test_every_picture_goes_to_one_place(devices: int, seed: int) -> None:
-    """However many devices: each has two classes, every class is somewhere, and no picture is in two places."""
+def test_every_image_goes_to_one_place(devices: int, seed: int) -> None:
+    """However many devices: each has two classes, every class is somewhere, and no image is in two places."""
     deal = data.deal(DIGITS.labels, devices=devices, seed=seed)
     everything = np.concatenate([*deal.shares, deal.held_out])
     assert sorted(everything) == list(range(len(DIGITS.labels)))
@@ -75,16 +75,16 @@ def test_too_few_devices_are_refused() -> None:
         data.deal(DIGITS.labels, devices=4, seed=0)
 
 
-def test_pictures_on_disk_are_the_digits(tmp_path: Path) -> None:
+def test_images_on_disk_are_the_digits(tmp_path: Path) -> None:
     """A device reads from its folder what was dealt to it, pixel for pixel."""
     folder = filled(tmp_path)
     share = data.deal(DIGITS.labels, devices=5, seed=0).shares[2]
-    pictures = find_pictures(folder.pictures("device-03"), data.CLASSES)
-    assert sorted(int(picture.path.stem) for picture in pictures) == list(share)
-    for picture in pictures[:5]:
-        number = int(picture.path.stem)
-        assert picture.label == DIGITS.labels[number]
-        assert np.array_equal(np.asarray(decode(picture.path)), DIGITS.pictures[number])
+    images = find_images(folder.images("device-03"), data.CLASSES)
+    assert sorted(int(image.path.stem) for image in images) == list(share)
+    for image in images[:5]:
+        number = int(image.path.stem)
+        assert image.label == DIGITS.labels[number]
+        assert np.array_equal(np.asarray(decode(image.path)), DIGITS.images[number])
 
 
 def test_the_task_is_one_that_the_aggregator_takes(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_the_shipped_backbone_is_what_its_note_says() -> None:
 def test_the_shipped_backbone_tells_digits_apart(tmp_path: Path) -> None:
     """The nearest class mean, of 100 digits, names most of another 100: features of noise would name ten."""
     backbone = open_backbone(BACKBONE, provider="cpu")
-    data.write_pictures(tmp_path, DIGITS, np.arange(200))
+    data.write_images(tmp_path, DIGITS, np.arange(200))
     paths = sorted(tmp_path.glob("*/*.png"), key=lambda path: path.stem)
     images = np.stack([preprocess(decode(path), backbone.metadata.preprocessing) for path in paths])
     features, labels = backbone.features(images), DIGITS.labels[:200]
@@ -139,7 +139,7 @@ def test_the_shipped_backbone_tells_digits_apart(tmp_path: Path) -> None:
 def test_a_device_that_fails_ends_the_demo(tmp_path: Path) -> None:
     """The message names the device, its last words and its log, and no process is left."""
     folder = filled(tmp_path)
-    (folder.pictures("device-02") / "apples").mkdir()
+    (folder.images("device-02") / "apples").mkdir()
     with Fleet(folder, timeout_s=120) as fleet:
         fleet.start_aggregator()
         fleet.start_devices(device_names(5))
@@ -236,13 +236,13 @@ def test_the_output_says_what_the_json_says(demo: tuple[Path, str, dict[str, Any
 
 
 def test_the_commands_that_it_names_work(demo: tuple[Path, str, dict[str, Any]]) -> None:
-    """What to do next, typed as printed: a device names a digit it never had a picture of."""
+    """What to do next, typed as printed: a device names a digit it never had an image of."""
     out, printed, result = demo
     command = next(line.split() for line in printed.splitlines() if "edge-client predict" in line)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    picture = Path(command[-1])
-    assert picture.parent.name not in result["per_device"][0]["classes"]
-    assert done.stdout.startswith(f"{picture}: ")
+    image = Path(command[-1])
+    assert image.parent.name not in result["per_device"][0]["classes"]
+    assert done.stdout.startswith(f"{image}: ")
     status = next(line.split() for line in printed.splitlines() if "aggregator status" in line)
     done = subprocess.run(status, capture_output=True, text=True, check=True)
     assert "5 submissions" in done.stdout
@@ -252,12 +252,12 @@ def test_the_commands_that_it_names_work(demo: tuple[Path, str, dict[str, Any]])
 def test_the_table_fits_a_small_terminal(tmp_path: Path) -> None:
     """In 80 columns nothing of the table is cut off."""
     row = DeviceResult(
-        device="device-01", classes=("3", "7"), pictures=146, prototypes=23, bytes_up=11969,
-        right=29, wrong=0, alone_accuracy=0.2,
+        device="device-01", classes=("3", "7"), images=146, prototypes=23, bytes_up=11969,
+        correct=29, incorrect=0, alone_accuracy=0.2,
     )  # fmt: skip
     result = Result(
         accuracy=0.981, alone_accuracy=0.2, devices=10, submissions=10, prototypes=230, bytes_up=119690,
-        onnx_max_abs_diff=1e-6, seconds=40.0, held_out_pictures=359, head="/h.onnx", model="/m.onnx",
+        onnx_max_abs_diff=1e-6, seconds=40.0, held_out_images=359, head="/h.onnx", model="/m.onnx",
         per_device=(row,) * 10,
     )  # fmt: skip
     console = Console(width=80, record=True)
@@ -301,8 +301,8 @@ def test_the_table_fits_a_small_terminal(tmp_path: Path) -> None:
                         "prototypes": 23,
                         "bytes": 11969,
                         "accuracy": 1.0,
-                        "right": 29,
-                        "wrong": 0,
+                        "correct": 29,
+                        "incorrect": 0,
                     }
                 ],
                 "heads": [{"version": 1}],

@@ -10,41 +10,41 @@ import torch
 
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart.distort import EDGE, distort
-from examples.quickstart.train_backbone import BATCH_SIZE, Pictures, accuracy, load_fashion, train, write
+from examples.quickstart.train_backbone import BATCH_SIZE, Images, accuracy, load_fashion, train, write
 from protocol.errors import ConfigError
 
 
 @pytest.fixture
-def stripes() -> Pictures:
-    """Pictures of two kinds: lying and standing stripes."""
+def stripes() -> Images:
+    """Images of two kinds: lying and standing stripes."""
     labels = torch.arange(2 * BATCH_SIZE) % 2
     lying = (torch.arange(28) // 4 % 2 * 255).to(torch.uint8).expand(28, 28)
     images = torch.where(labels[:, None, None] == 1, lying, lying.T.contiguous())
-    return Pictures(images, labels)
+    return Images(images, labels)
 
 
 def test_distorting_is_repeatable_and_leaves_the_originals() -> None:
-    """Equal generators distort equally, others otherwise; what comes out is a picture of the network's size."""
-    pictures = torch.rand(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    before = pictures.clone()
-    first, again, other = (distort(pictures, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    """Equal generators distort equally, others otherwise; what comes out is an image of the network's size."""
+    images = torch.rand(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    before = images.clone()
+    first, again, other = (distort(images, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert first.shape == (64, 1, EDGE, EDGE)
     assert first.min() >= 0
     assert first.max() <= 1
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert torch.equal(pictures, before)
+    assert torch.equal(images, before)
 
 
-def test_each_picture_is_distorted_in_its_own_way() -> None:
-    """A batch of one picture over and over does not stay one picture."""
-    picture = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    distorted = distort(picture.expand(8, 1, 28, 28), torch.Generator().manual_seed(0))
+def test_each_image_is_distorted_in_its_own_way() -> None:
+    """A batch of one image over and over does not stay one image."""
+    image = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    distorted = distort(image.expand(8, 1, 28, 28), torch.Generator().manual_seed(0))
     distances = torch.pdist(distorted.flatten(1))
     assert distances.min() > 0
 
 
-def test_training_tells_classes_apart(stripes: Pictures) -> None:
+def test_training_tells_classes_apart(stripes: Images) -> None:
     """After a few passes the network knows lying from standing stripes, undistorted ones as well."""
     losses: list[float] = []
     trained = train(stripes, epochs=12, seed=0, on_epoch=lambda _, loss: losses.append(loss))
@@ -52,7 +52,7 @@ def test_training_tells_classes_apart(stripes: Pictures) -> None:
     assert accuracy(*trained, stripes) > 0.9
 
 
-def test_training_repeats_itself(stripes: Pictures, tmp_path: Path) -> None:
+def test_training_repeats_itself(stripes: Images, tmp_path: Path) -> None:
     """Two trainings from one seed end in one and the same file, which a device can load."""
     nets = [train(stripes, epochs=1, seed=0, on_epoch=lambda _epoch, _loss: None)[0] for _ in range(2)]
     first, again = (write(net, tmp_path / f"{number}.onnx") for number, net in enumerate(nets))

@@ -151,7 +151,7 @@ def _lives_on(device: Device, kind: int, body: bytes) -> None:
             for action in actions:
                 device._perform(action)
         case _ if device._state.task is not None:
-            item = device._kept.outbox.keep("submission", PAYLOAD, task=device._state.task, about="pictures")
+            item = device._kept.outbox.keep("submission", PAYLOAD, task=device._state.task, about="images")
             device._handle(events.Built(item.task, item, round=device._state.joined))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from aggregator.messaging.mosquitto_log import read_line
-from edge_client.training.local_round import Learnt, pack, pack_checkpoint, unpack, unpack_checkpoint
+from edge_client.training.local_round import Learned, pack, pack_checkpoint, unpack, unpack_checkpoint
 from edge_client.training.trainer import Checkpoint
 from protocol.errors import BackboneMismatch, StateError
 from protocol.metadata import PROPERTY, backbone_metadata, graph_metadata, head_metadata, model_metadata
@@ -17,15 +17,17 @@ from protocol.wire.topics import is_name
 from tests.fuzz.target import MIB, Target
 from tests.unit.aggregator.messaging.test_mosquitto_log import LINES
 
-ABOUT = ("task", 3, "tensors", "pictures")
-LEARNT = Learnt({"weight": np.ones((2, 3), np.float32)}, np.zeros((2, 3), np.float32), np.ones(2, np.float32))
+ABOUT = ("task", 3, "tensors", "images")
+LEARNED = Learned(
+    {"weight": np.ones((2, 3), np.float32)}, np.zeros((2, 3), np.float32), np.ones(2, np.float32)
+)
 
 
 def unpack_any(data: bytes) -> None:
     """Bytes are what a round has taught and a training on its way, or neither; nothing but `StateError` is raised."""
     with contextlib.suppress(StateError):
-        learnt = unpack(data)
-        assert all(isinstance(array, np.ndarray) for array in learnt.state.values())
+        learned = unpack(data)
+        assert all(isinstance(array, np.ndarray) for array in learned.state.values())
     # With the right digest in front, or no change would ever get past it.
     for file in (data, digest_of(data) + data):
         with contextlib.suppress(StateError):
@@ -36,7 +38,7 @@ def unpack_any(data: bytes) -> None:
 
 
 def _arrays() -> Iterable[bytes]:
-    yield pack(LEARNT)
+    yield pack(LEARNED)
     yield pack_checkpoint(Checkpoint({"weight": np.ones(3, np.float32)}, 7, 1.5), ABOUT)[32:]
     squeezed = io.BytesIO()
     np.savez_compressed(
@@ -64,7 +66,7 @@ def _metadata() -> Iterable[bytes]:
     spec = '{"height":16,"width":16,"crop_pct":0.9,"crop_mode":"center","interpolation":"bicubic","fill":[0,0,255]}'
     backbone = (
         f'{{"kind":"backbone","model":"tiny","feature_size":16,"preprocessing":{spec},"mean":[0.5,0.5,0.5],'
-        f'"std":[0.2,0.2,0.2],"weights_sha256":"{digest}","parity":{{"cosine":1,"relative_error":0,"pictures":4}}}}'
+        f'"std":[0.2,0.2,0.2],"weights_sha256":"{digest}","parity":{{"cosine":1,"relative_error":0,"images":4}}}}'
     )
     head = (
         f'{{"kind":"head","classes":["cat","K\\u00e4fer"],"version":3,"task":"{digest}","backbones":["{digest}"],'

@@ -2,13 +2,13 @@
 
 from tests.fuzz.aggregators import AGGREGATOR
 from tests.fuzz.devices import DEVICE
-from tests.fuzz.enrolments import ENROLMENT
+from tests.fuzz.enrollments import ENROLLMENT
 from tests.fuzz.files import ARRAYS, LOG, METADATA
 from tests.fuzz.graphs import GRAPHS
-from tests.fuzz.handed_in import HANDED_IN
 from tests.fuzz.messages import MESSAGES, SIGNATURES, TOPICS
 from tests.fuzz.target import Target
 from tests.fuzz.transfers import ASSEMBLY, UPLINK
+from tests.fuzz.uploaded import HANDED_IN
 
 TARGETS: dict[str, Target] = {
     target.name: target
@@ -25,6 +25,6 @@ TARGETS: dict[str, Target] = {
         ARRAYS,
         METADATA,
         LOG,
-        ENROLMENT,
+        ENROLLMENT,
     )
 }

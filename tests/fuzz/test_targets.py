@@ -63,9 +63,9 @@ def test_what_is_near_a_known_input_is_taken(target: Target) -> None:
 
 
 def test_the_known_inputs_are_few_and_small() -> None:
-    """They are committed, and belong to targets that there are; an enrolment has keys, and is made anew each time."""
+    """They are committed, and belong to targets that there are; an enrollment has keys, and is made anew each time."""
     files = [path for path in CORPUS.rglob("*") if path.is_file()]
-    assert {path.parent.name for path in files} == TARGETS.keys() - {"enrolment"}
+    assert {path.parent.name for path in files} == TARGETS.keys() - {"enrollment"}
     assert len(files) < 300
     assert sum(path.stat().st_size for path in files) < 500_000
 
@@ -78,7 +78,7 @@ def test_a_fault_in_the_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(validation, "to_array", careless)
     with pytest.raises(ValueError, match=r"cannot reshape|multiple of element size"):
-        search(TARGETS["handed_in"], runs=20_000)
+        search(TARGETS["uploaded"], runs=20_000)
 
 
 def test_a_message_out_of_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,7 +251,7 @@ class Device:
         topic = device_topic(FLEET, self.name, "ack")
         return self.wait(topic, Receipt, when=lambda receipt: receipt.digest == digest)
 
-    def hand_in(self, message: Submission | Evaluation) -> Receipt:
+    def upload(self, message: Submission | Evaluation) -> Receipt:
         """Send a whole message and wait for what the aggregator says."""
         return self.receipt(self.send_payload(encode(message)))
 

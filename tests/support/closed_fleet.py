@@ -13,7 +13,7 @@ from aggregator.security.enrollment import Wanted, enrol, enrol_broker
 from aggregator.security.identity import own_access
 from aggregator.security.mosquitto_config import FOLDER, LOG
 from aggregator.storage.store import Store
-from protocol.enrollment import read_enrolment
+from protocol.enrollment import read_enrollment
 from protocol.mqtt.session import Broker
 from protocol.mqtt.tls import Access
 from tests.support.brokers import mosquitto
@@ -39,7 +39,7 @@ class Closed:
 
     def access(self, device: str) -> Access:
         """How a device connects."""
-        return read_enrolment(self.root / device).access
+        return read_enrollment(self.root / device).access
 
     def aggregators_access(self) -> Access:
         """How the aggregator does."""

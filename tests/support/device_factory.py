@@ -1,4 +1,4 @@
-"""Pictures, backbones and heads made for the device's tests."""
+"""Images, backbones and heads made for the device's tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ from tests.support.graphs import tiny_backbone
 CLASSES = ("cat", "dog")
 
 
-def write_pictures(folder: Path, *, count: int, seed: int = 0, classes: tuple[str, ...] = CLASSES) -> Path:
-    """Write `count` noisy pictures a class, each class with a brightness of its own; returns the folder."""
+def write_images(folder: Path, *, count: int, seed: int = 0, classes: tuple[str, ...] = CLASSES) -> Path:
+    """Write `count` noisy images a class, each class with a brightness of its own; returns the folder."""
     random = np.random.default_rng(seed)
     for label, name in enumerate(classes):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def tiny(folder: Path, *, seed: int = 0, feature_size: int = 16) -> Backbone:
 
 
 def choosy(folder: Path) -> Backbone:
-    """Open a backbone that gives NaN for a picture that is all white, and for no other."""
+    """Open a backbone that gives NaN for an image that is all white, and for no other."""
     model = onnx.load_from_string(tiny_backbone())
     last = model.graph.node[-1]
     last.output[0] = "plain"

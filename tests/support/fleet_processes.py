@@ -24,8 +24,8 @@ def write_digits(folder: Path, *, classes: list[int], start: int = 0, each: int 
     for label in classes:
         (folder / str(label)).mkdir(parents=True, exist_ok=True)
         for number in np.flatnonzero(digits.target == label)[start : start + each]:
-            picture = Image.fromarray((digits.images[number] * 15.9).astype(np.uint8))
-            picture.save(folder / str(label) / f"{number}.png")
+            image = Image.fromarray((digits.images[number] * 15.9).astype(np.uint8))
+            image.save(folder / str(label) / f"{number}.png")
     return folder
 
 

@@ -10,7 +10,7 @@ from protocol.metadata import BackboneMetadata, to_properties
 from protocol.preprocessing import Preprocessing
 
 EDGE = 8
-"""Height and width of its pictures, pixels."""
+"""Height and width of its images, pixels."""
 
 
 def tiny_backbone(*, feature_size: int = 16, seed: int = 0) -> bytes:

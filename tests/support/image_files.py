@@ -1,4 +1,4 @@
-"""Pictures for tests: real files, written by Pillow, and the eyes of somebody who may not see all of them."""
+"""Images for tests: real files, written by Pillow, and the eyes of somebody who may not see all of them."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ from PIL import Image
 
 
 def noise(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
-    """Make a picture of random pixels, which no codec can make small."""
+    """Make an image of random pixels, which no codec can make small."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
-def picture_file(path: Path, image: Image.Image | None = None, **options: Any) -> Path:
-    """Write a picture (random pixels if none is given) and the folders above it; `options` are Pillow's."""
+def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> Path:
+    """Write an image (random pixels if none is given) and the folders above it; `options` are Pillow's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     (image or noise()).save(path, **options)
     return path

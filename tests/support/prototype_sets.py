@@ -6,7 +6,7 @@ from aggregator.ingest.validation import Prototypes
 from tests.support.submissions import FEATURE_SIZE
 
 CLASSES = ("cat", "dog", "fox")
-PICTURES = 5
+IMAGES = 5
 
 
 def honest(
@@ -14,11 +14,11 @@ def honest(
 ) -> Prototypes:
     """A device that has these classes, in a place of its own: features are one apart from their class's mean."""
     random = np.random.default_rng(device)
-    centres = 3 * np.random.default_rng(0).normal(size=(len(CLASSES), FEATURE_SIZE))
-    centres = centres + shift * random.normal(size=centres.shape)
+    centers = 3 * np.random.default_rng(0).normal(size=(len(CLASSES), FEATURE_SIZE))
+    centers = centers + shift * random.normal(size=centers.shape)
     of = np.repeat(np.array(labels), prototypes)
-    noise = random.normal(size=(len(of), FEATURE_SIZE)) / np.sqrt(PICTURES)
-    return Prototypes((centres[of] + noise).astype(np.float32), of, np.full(len(of), PICTURES))
+    noise = random.normal(size=(len(of), FEATURE_SIZE)) / np.sqrt(IMAGES)
+    return Prototypes((centers[of] + noise).astype(np.float32), of, np.full(len(of), IMAGES))
 
 
 def flipped(part: Prototypes) -> Prototypes:

@@ -1,4 +1,4 @@
-"""A task that learns by least squares in rounds, its blobs on a disk, pictures for it, and a watch that interrupts."""
+"""A task that learns by least squares in rounds, its blobs on a disk, images for it, and a watch that interrupts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.images import Picture
+from edge_client.data.images import LabeledImage
 from edge_client.runtime.graph import Role
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.training.trainer import Checkpoint, Watch
@@ -20,7 +20,7 @@ TASK = b"t" * 32
 BACKBONE = b"b" * 32
 CLASSES = ("cat", "dog", "fox")
 COUNTS = (7, 6, 5)
-"""Pictures of each class."""
+"""Images of each class."""
 ROLES: tuple[Role, ...] = ("init", "step", "project", "head")
 
 
@@ -102,19 +102,19 @@ def same_bits(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]
     )
 
 
-def take_pictures(counts: Sequence[int] = COUNTS) -> list[Picture]:
-    """So many pictures of each class, in order of their names as they are found."""
+def take_images(counts: Sequence[int] = COUNTS) -> list[LabeledImage]:
+    """So many images of each class, in order of their names as they are found."""
     return [
-        Picture(Path("data"), f"{label}/{number:03d}.png", label, 100, 1_000)
+        LabeledImage(Path("data"), f"{label}/{number:03d}.png", label, 100, 1_000)
         for label, count in enumerate(counts)
         for number in range(count)
     ]
 
 
-def look_at(cache: FeatureCache, pictures: Sequence[Picture]) -> None:
-    """Put features of pictures into the cache, always the same for the same file."""
+def look_at(cache: FeatureCache, images: Sequence[LabeledImage]) -> None:
+    """Put features of images into the cache, always the same for the same file."""
     features = [
-        (picture.identity, np.random.default_rng(list(picture.identity.encode())).normal(size=FEATURES))
-        for picture in pictures
+        (image.identity, np.random.default_rng(list(image.identity.encode())).normal(size=FEATURES))
+        for image in images
     ]
     cache.put(BACKBONE.hex(), [(name, vector.astype(np.float32)) for name, vector in features], [])

@@ -41,13 +41,13 @@ _BODIES: dict[Role, str] = {
               int64 steps, float[3, 2] targets, float rate)
             => (float loss, float[4, 2] next_weight, float[4, 2] next_velocity, int64 next_steps)
         {
-            centred = Sub(feature, mean)
-            projection = MatMul(centred, weight)
+            centerd = Sub(feature, mean)
+            projection = MatMul(centerd, weight)
             wanted = Gather(targets, labels)
             error = Sub(projection, wanted)
             square = Mul(error, error)
             loss = ReduceMean<keepdims = 0>(square)
-            turned = Transpose(centred)
+            turned = Transpose(centerd)
             slope = MatMul(turned, error)
             count = Size(error)
             size = Cast<to = 1>(count)
@@ -63,8 +63,8 @@ _BODIES: dict[Role, str] = {
     "project": """
         project (float[n, 4] feature, float[4, 2] weight, float[4] mean) => (float[n, 2] projection)
         {
-            centred = Sub(feature, mean)
-            projection = MatMul(centred, weight)
+            centerd = Sub(feature, mean)
+            projection = MatMul(centerd, weight)
         }""",
     "head": """
         head (float[n, 4] feature, float[4, 2] weight, float[3, 2] targets, float[3, 2] local_prototypes,
@@ -76,8 +76,8 @@ _BODIES: dict[Role, str] = {
             has = Greater(local_counts, zero)
             axis = Constant<value_ints = [1]>()
             rows = Unsqueeze(has, axis)
-            centres = Where(rows, local_prototypes, targets)
-            turned = Transpose(centres)
+            centers = Where(rows, local_prototypes, targets)
+            turned = Transpose(centers)
             logits = MatMul(projection, turned)
             probabilities = Softmax(logits)
         }""",
@@ -120,9 +120,9 @@ def round_tensors(*, rate: float = 0.1) -> dict[str, NDArray[Any]]:
     return {"targets": targets, "rate": np.array(rate, dtype=np.float32)}
 
 
-def data(pictures: int, *, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Features and labels of some pictures."""
+def data(images: int, *, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Features and labels of some images."""
     random = np.random.default_rng(seed)
-    labels = random.integers(0, CLASSES, pictures)
-    feature = random.normal(size=(pictures, FEATURES)) + 0.5 * labels[:, None]
+    labels = random.integers(0, CLASSES, images)
+    feature = random.normal(size=(images, FEATURES)) + 0.5 * labels[:, None]
     return feature.astype(np.float32), labels

@@ -1,4 +1,4 @@
-"""A task and what devices hand in for it, for the aggregator's tests."""
+"""A task and what devices upload for it, for the aggregator's tests."""
 
 from collections.abc import Mapping
 
@@ -53,7 +53,7 @@ def round_submission(
     projection_size: int = PROJECTION_SIZE,
     seed: int = 0,
 ) -> Submission:
-    """A good submission for a round: one float16 prototype of five pictures a class, and changes of the tensors."""
+    """A good submission for a round: one float16 prototype of five images a class, and changes of the tensors."""
     random = np.random.default_rng(seed)
     return msgspec.structs.replace(
         submission(task=task, sequence=sequence, labels=labels, feature_size=projection_size, seed=seed),
@@ -73,7 +73,7 @@ def submission(
     feature_size: int = FEATURE_SIZE,
     seed: int = 0,
 ) -> Submission:
-    """A good submission: float16 (m, L) prototypes of five pictures each."""
+    """A good submission: float16 (m, L) prototypes of five images each."""
     values = np.random.default_rng(seed).normal(size=(len(labels), feature_size)).astype(np.float16)
     return Submission(
         task=task,
@@ -81,10 +81,10 @@ def submission(
         prototypes=to_tensor(values),
         labels=to_unsigned(np.array(labels)),
         counts=to_unsigned(np.full(len(labels), 5)),
-        pictures=5 * len(labels),
+        images=5 * len(labels),
     )
 
 
 def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:
-    """A good evaluation: nine of ten held-out pictures right."""
-    return Evaluation(task=task, head_version=head_version, right=(4, 5, 0), wrong=(1, 0, 0))
+    """A good evaluation: nine of ten held-out images right."""
+    return Evaluation(task=task, head_version=head_version, correct=(4, 5, 0), incorrect=(1, 0, 0))

@@ -8,10 +8,10 @@ from tests.support.graphs import EDGE, tiny_backbone
 
 
 def test_the_tiny_backbone_runs_and_tells_what_it_is() -> None:
-    """ONNX Runtime gives a feature per picture, different pictures differ, and the metadata is there."""
+    """ONNX Runtime gives a feature per image, different images differ, and the metadata is there."""
     session = onnxruntime.InferenceSession(tiny_backbone(feature_size=5), providers=["CPUExecutionProvider"])
-    pictures = np.random.default_rng(0).integers(0, 256, (3, EDGE, EDGE, 3), dtype=np.uint8)
-    (feature,) = session.run(["feature"], {"image": pictures})
+    images = np.random.default_rng(0).integers(0, 256, (3, EDGE, EDGE, 3), dtype=np.uint8)
+    (feature,) = session.run(["feature"], {"image": images})
     assert feature.shape == (3, 5)
     assert feature.dtype == np.float32
     assert not np.allclose(feature[0], feature[1])

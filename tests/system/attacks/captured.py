@@ -48,7 +48,7 @@ class Captured:
 
     Args:
         ground: has the broker.
-        data: the device's pictures.
+        data: the device's images.
         life: names the device's state, which begins anew with each.
     """
 
@@ -59,7 +59,7 @@ class Captured:
         """What the device says of each version of a head: why it does not use it, empty if it does."""
         self.problem = ""
         """What the device says that keeps it from taking part."""
-        self.handed_in = 0
+        self.uploaded = 0
         self._data = data
         self._blobs: dict[bytes, bytes] = {}
         self._coming: dict[bytes, Assembly] = {}
@@ -184,4 +184,4 @@ class Captured:
             report = msgspec.msgpack.decode(payload, type=Evaluation)
             self.reports[report.head_version] = report.problem
         else:
-            self.handed_in += 1
+            self.uploaded += 1

@@ -11,7 +11,7 @@ import pytest
 from tests.support.brokers import mosquitto_program
 from tests.support.closed_fleet import FLEET
 from tests.system.attacks.ground import HONEST, Ground
-from tests.system.attacks.pictures import write_pictures
+from tests.system.attacks.images import write_images
 from tests.system.attacks.suite import ATTACKS
 from tests.system.attacks.table import Row, markdown
 from tests.system.fleet.test_fleet import write_task
@@ -48,7 +48,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
     task = write_task(root, fleet=FLEET, quorum=len(HONEST), retrain_after=1000, deadline_s=100_000)
     with task.open("a") as file:
         file.write('[training]\nepochs = 2\ndevice = "cpu"\n')
-    ground = Ground(root, task, write_pictures(root))
+    ground = Ground(root, task, write_images(root))
     try:
         ground.start()
         yield ground

@@ -20,7 +20,7 @@ from tests.support.fleet_processes import write_digits
 from tests.system.attacks.catalogue import attack
 from tests.system.attacks.ground import FRESH, HOSTILE, LATE, Ground, own
 from tests.system.attacks.hostile import Client, Heard, Witness
-from tests.system.attacks.pictures import BOMB
+from tests.system.attacks.images import BOMB
 
 TRANSFERS = int(os.environ.get("PROTOFLEET_ATTACKS_TRANSFERS", "20000"))
 """Tiny transfers in a flood, a half of them by a device with valid signatures. Set to 1000000 for a full run."""
@@ -76,9 +76,9 @@ def _signed(ground: Ground, frame: Frame) -> bytes:
     seen=(("malformed", HOSTILE), ("unknown_device", "?")),
 )
 def tiny_transfers(ground: Ground) -> Iterator[bool]:
-    """Memory, disk and tables stay bounded, and an honest device that hands in meanwhile gets through."""
+    """Memory, disk and tables stay bounded, and an honest device that uploads meanwhile gets through."""
     memory, disk = ground.memory_bytes(), ground.state_bytes()
-    data = write_digits(ground.root / f"pictures-{LATE}", classes=[3, 4], start=40)
+    data = write_digits(ground.root / f"images-{LATE}", classes=[3, 4], start=40)
     with ground.mallory() as mallory, ground.inside() as ghosts:
         threads = [
             threading.Thread(target=mallory.flood, args=(_own_tiny(ground),)),
@@ -139,15 +139,15 @@ def _ghosts() -> Iterator[tuple[str, bytes]]:
 
 
 @attack(
-    "a picture that is a bomb, among a device's own",
+    "an image that is a bomb, among a device's own",
     stopped_by="device",
     but="not: the device's log, `left out`",
 )
-def picture_bomb(ground: Ground) -> Iterator[bool]:
-    """Gigabytes once it is decoded: it is left out, and the device has handed in all the others."""
+def image_bomb(ground: Ground) -> Iterator[bool]:
+    """Gigabytes once it is decoded: it is left out, and the device has uploaded all the others."""
     ground.until("that it is left out", lambda: f"{BOMB}: " in ground.log("shed-1"))
     line = next(line for line in ground.log("shed-1").splitlines() if "left out" in line and BOMB in line)
-    yield "pixels" not in line or ground.submission().pictures != 100
+    yield "pixels" not in line or ground.submission().images != 100
 
 
 @attack(
@@ -160,7 +160,7 @@ def swapped_blobs(ground: Ground) -> Iterator[bool]:
     with ground.mallory() as mallory:
         yield mallory.publish(own(FRESH, "blk"), b"other bytes")
         yield mallory.publish(f"pf/1/{FLEET}/cast", b"other bytes")
-    data = write_digits(ground.root / f"pictures-{FRESH}", classes=[1, 2], start=40)
+    data = write_digits(ground.root / f"images-{FRESH}", classes=[1, 2], start=40)
     ground.freeze()
     with _Liar(ground) as liar:
         device = ground.start_device(FRESH, data=data)

@@ -37,7 +37,7 @@ from tests.support.fleet_processes import Fleet
 from tests.system.attacks.hostile import Client, Witness
 
 HONEST = ("shed-1", "shed-2")
-"""Devices that have handed in, and use the head."""
+"""Devices that have uploaded, and use the head."""
 HOSTILE = "mallory"
 """A device that is enrolled, and not honest."""
 REVOKED = "eve"
@@ -66,7 +66,7 @@ class Ground:
     Args:
         root: a folder of its own.
         task: the task file.
-        data: a folder of pictures for each honest device.
+        data: a folder of images for each honest device.
     """
 
     def __init__(self, root: Path, task: Path, data: dict[str, Path]) -> None:
@@ -133,11 +133,18 @@ class Ground:
             self.fleet.wait_exit(self._aggregator)
 
     def start_device(
-        self, name: str, *, data: Path, enrolment: str = "", state: str = "", log: str = ""
+        self, name: str, *, data: Path, enrollment: str = "", state: str = "", log: str = ""
     ) -> subprocess.Popen[bytes]:
-        """Run the device program with an enrolment."""
+        """Run the device program with an enrollment."""
         return self.fleet.start(
-            *(log or name, "edge_client.cli", "--enrolment", self.root / (enrolment or name), "--data", data),
+            *(
+                log or name,
+                "edge_client.cli",
+                "--enrollment",
+                self.root / (enrollment or name),
+                "--data",
+                data,
+            ),
             *("--state", self.state_of(state or name), "--threads", "1", "--workers", "1"),
             *("--rescan-s", "0.5", "--verbose"),
         )
@@ -190,13 +197,13 @@ class Ground:
         return [payload for said, payload in self.early if said == topic and payload]
 
     def frames(self, device: str = HONEST[0]) -> list[bytes]:
-        """The frames with which a device has handed in its submission."""
+        """The frames with which a device has uploaded its submission."""
         said = [payload for topic, payload in self.early if topic == device_topic(FLEET, device, "up")]
         digest = bytes.fromhex(self.standing.submissions[device])
         return [payload for payload in said if frame_of(payload).digest == digest]
 
     def submission(self, device: str = HONEST[0]) -> Submission:
-        """What a device has handed in."""
+        """What a device has uploaded."""
         frames = [frame_of(payload) for payload in self.frames(device)]
         assembly = Assembly(frames[0].digest, frames[0].size_bytes)
         for frame in frames:

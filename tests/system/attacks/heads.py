@@ -54,8 +54,8 @@ class Bench:
 
 
 def benched(ground: Ground, life: str) -> Captured:
-    """The captured aggregator; its device has pictures of two classes."""
-    data = ground.root / "pictures-guinea"
+    """The captured aggregator; its device has images of two classes."""
+    data = ground.root / "images-guinea"
     if not data.exists():
         write_digits(data, classes=[0, 1])
     return Captured(ground, data, life)

@@ -18,7 +18,7 @@ VICTIM = HONEST[0]
 
 
 @attack(
-    "handing in another device's frames",
+    "uploading another device's frames",
     stopped_by="aggregator",
     seen=(("signature", HOSTILE), ("signature", VICTIM)),
 )
@@ -46,7 +46,7 @@ def frames_of_others(ground: Ground) -> Iterator[bool]:
 
 
 @attack(
-    "handing in another device's submission again, under its name",
+    "uploading another device's submission again, under its name",
     stopped_by="broker, aggregator",
     seen=(("denied", HOSTILE),),
 )
@@ -68,9 +68,7 @@ def again(ground: Ground) -> Iterator[bool]:
 def older_submission(ground: Ground) -> Iterator[bool]:
     """The newer one stands, whatever comes last."""
     submission = ground.submission()
-    newer, older = (
-        hand_in(ground, msgspec.structs.replace(submission, sequence=number)) for number in (2, 1)
-    )
+    newer, older = (upload(ground, msgspec.structs.replace(submission, sequence=number)) for number in (2, 1))
     with Witness(ground.open) as witness, ground.mallory() as mallory:
         for payload in newer:
             assert mallory.publish(own(HOSTILE, "up"), payload)
@@ -84,7 +82,7 @@ def older_submission(ground: Ground) -> Iterator[bool]:
             yield ground.submitted(HOSTILE) != stands
 
 
-def hand_in(ground: Ground, submission: Submission, *, device: str = HOSTILE) -> list[bytes]:
+def upload(ground: Ground, submission: Submission, *, device: str = HOSTILE) -> list[bytes]:
     """The frames with which a device hands a submission in."""
     payload = encode(submission)
     frames: list[Frame] = list(frames_of(payload, digest=digest_of(payload)))

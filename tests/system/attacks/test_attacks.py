@@ -1,6 +1,6 @@
 """Whatever is tried on a fleet: nothing of it succeeds, nothing of the fleet changes, and an operator sees it.
 
-At the end, what the whole run has written: no secret, nothing of a picture, and nowhere but where it should be. It is
+At the end, what the whole run has written: no secret, nothing of an image, and nowhere but where it should be. It is
 here and not in a file of its own because it is the same fleet, and other processes of pytest take other files.
 """
 
@@ -20,7 +20,7 @@ from tests.system.attacks.captured import PASSWORD
 from tests.system.attacks.conftest import ROW
 from tests.system.attacks.ground import HONEST, Ground
 from tests.system.attacks.heads import Bench, benched
-from tests.system.attacks.pictures import BOMB, IN_BYTES, IN_NAMES
+from tests.system.attacks.images import BOMB, IN_BYTES, IN_NAMES
 from tests.system.attacks.suite import ATTACKS
 from tests.system.attacks.table import Row
 from tests.system.attacks.topics import at_the_door
@@ -64,12 +64,12 @@ def run(ground: Ground) -> Ground:
 
 
 def _written(ground: Ground) -> dict[Path, bytes]:
-    """All files of the run but the pictures."""
+    """All files of the run but the images."""
     files = (file for file in ground.root.rglob("*") if file.is_file())
     return {
         file: file.read_bytes()
         for file in files
-        if not file.relative_to(ground.root).parts[0].startswith("pictures-")
+        if not file.relative_to(ground.root).parts[0].startswith("images-")
     }
 
 
@@ -132,8 +132,8 @@ def test_a_password_is_in_no_file(run: Ground) -> None:
     assert [file for file, data in _written(run).items() if PASSWORD.encode() in data] == []
 
 
-def test_no_picture_leaves_its_device(run: Ground) -> None:
-    """Neither bytes nor names of pictures are on the aggregator's or the broker's side."""
+def test_no_image_leaves_its_device(run: Ground) -> None:
+    """Neither bytes nor names of images are on the aggregator's or the broker's side."""
     some = next((run.data[HONEST[0]] / "1").iterdir())
     assert IN_NAMES in some.name
     assert IN_BYTES.encode() in some.read_bytes()
@@ -144,8 +144,8 @@ def test_no_picture_leaves_its_device(run: Ground) -> None:
         assert IN_BYTES not in text, name
 
 
-def test_a_devices_log_names_pictures_of_its_data_folder_alone(run: Ground) -> None:
-    """A path of a picture in a device's log is below the folder that it was given."""
+def test_a_devices_log_names_images_of_its_data_folder_alone(run: Ground) -> None:
+    """A path of an image in a device's log is below the folder that it was given."""
     for name in HONEST:
         named = re.findall(r"\S+\.png", run.log(name))
         assert any(BOMB in path for path in named) == (name == HONEST[0])

@@ -50,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Task and pictures; skips where there is no mosquitto."""
+    """Task and images; skips where there is no mosquitto."""
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")
     folder = tmp_path_factory.mktemp("world")

@@ -56,7 +56,7 @@ device = "cpu"
 
 
 def write_world(folder: Path) -> None:
-    """Write the task with its backbone, and each device's pictures: a third of the handwritten digits, or a tenth."""
+    """Write the task with its backbone, and each device's images: a third of the handwritten digits, or a tenth."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "backbone.onnx").write_bytes(tiny_backbone(feature_size=FEATURE_SIZE))
     (folder / "task.toml").write_text(_TASK)
@@ -75,7 +75,7 @@ class Fleet:
 
     Args:
         root: of all states and logs.
-        world: the folder of task and pictures.
+        world: the folder of task and images.
         broker: not started yet.
         say: prints a line of progress.
         seed: of every chance in the test.
@@ -195,10 +195,10 @@ class Fleet:
             store.close()
 
     def submissions(self) -> dict[tuple[str, bytes], Transfer]:
-        """The submissions that devices have begun to hand in, by device and digest."""
+        """The submissions that devices have begun to upload, by device and digest."""
         return self.watch.submissions(least_bytes=LEAST_SUBMISSION_BYTES)
 
-    def hands_in(self, name: str = "") -> bool:
+    def uploads(self, name: str = "") -> bool:
         """Whether a device, or any, is within the transfer of a submission."""
         return any(
             not transfer.received for (device, _), transfer in self.submissions().items() if name in device
@@ -254,7 +254,7 @@ class Fleet:
     # How it ends.
 
     def settle(self) -> None:
-        """Without further faults, wait until every device has handed in, has the head and has said how it does."""
+        """Without further faults, wait until every device has uploaded, has the head and has said how it does."""
         self.net.calm()
         self.aggregator_net.calm()
         self.until("a head that every device has evaluated", self.is_settled, pause_s=0.1)
@@ -280,7 +280,7 @@ class Fleet:
                 assert kept["head"]["head"] == reference.heads[-1], f"{name}\n{words}"
 
     def account(self, fault: str, provoked: int) -> Row:
-        """Count what was handed in, and what became of it, by the aggregator's disk, its newest head and its log."""
+        """Count what was uploaded, and what became of it, by the aggregator's disk, its newest head and its log."""
         prototypes = self.reference.prototypes
         sent = set(self.submissions())
         store = Store(self.root / "aggregator", read_only=True)
@@ -303,7 +303,7 @@ class Fleet:
     def times_taken(self, name: str) -> int:
         """How often the aggregator has said that it counts a submission of a device."""
         return len(
-            re.findall(rf"^\S+ {name}: \d+ prototypes of \d+ pictures", self.log("aggregator"), re.MULTILINE)
+            re.findall(rf"^\S+ {name}: \d+ prototypes of \d+ images", self.log("aggregator"), re.MULTILINE)
         )
 
     def device_status(self, name: str) -> dict[str, Any]:

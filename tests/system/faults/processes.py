@@ -31,7 +31,7 @@ def _torment(fleet: Fleet, name: str) -> int:
         fleet.until_frames(fleet.watch, name)
         fleet.moment(0.25, chance)
         fleet.kill(name)
-        killed += fleet.hands_in(name)
+        killed += fleet.uploads(name)
         fleet.start(name)
     fleet.say(f"killed {name} {killed} times within its transfer")
     return killed
@@ -39,7 +39,7 @@ def _torment(fleet: Fleet, name: str) -> int:
 
 @fault("SIGKILL of the aggregator while it takes submissions", least=8)
 def aggregator_killed_while_it_takes(fleet: Fleet) -> int:
-    """What it has said to have is there when it is back; the rest is handed in again."""
+    """What it has said to have is there when it is back; the rest is uploaded again."""
     fleet.net.up = SLOWER
     fleet.start()
     killed = 0
@@ -47,7 +47,7 @@ def aggregator_killed_while_it_takes(fleet: Fleet) -> int:
         fleet.until_frames(fleet.delivered, "aggregator")
         fleet.moment(0.8)
         fleet.kill("aggregator")
-        killed += fleet.hands_in()
+        killed += fleet.uploads()
         fleet.say(f"killed the aggregator within transfers, {killed}")
         fleet.start("aggregator")
     return killed
@@ -113,7 +113,7 @@ def _kill_broker(fleet: Fleet, *, forgetting: bool) -> int:
         fleet.until_frames(fleet.delivered)
         fleet.moment(0.8)
         fleet.broker.kill(forgetting=forgetting)
-        killed += fleet.hands_in()
+        killed += fleet.uploads()
         fleet.say(f"killed the broker within transfers, {killed}")
         fleet.broker.start()
     return killed
@@ -127,7 +127,7 @@ def slow_subscribers(fleet: Fleet) -> int:
     stopped = 0
     for _ in range(3):
         fleet.until_frames(fleet.delivered)
-        stopped += fleet.hands_in()
+        stopped += fleet.uploads()
         fleet.freeze("aggregator", fleet.chance.uniform(0.5, 2.0))
     for name in DEVICES:
         fleet.until_frames(fleet.watch, head=fleet.reference.head)

@@ -55,9 +55,9 @@ def fleet(tmp_path: Path, closed: Closed) -> Iterator[Fleet]:
 
 
 def start_device(fleet: Fleet, name: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
-    """Start edge-client with a folder of that name as its enrolment, and a state of its own."""
+    """Start edge-client with a folder of that name as its enrollment, and a state of its own."""
     state = fleet.root / "devices" / name
-    options = ("--enrolment", fleet.root / name, "--state", state, "--rescan-s", "0.5")
+    options = ("--enrollment", fleet.root / name, "--state", state, "--rescan-s", "0.5")
     return fleet.start(name, "edge_client.cli", *options, *arguments)
 
 
@@ -102,13 +102,13 @@ def test_a_closed_fleet_gets_its_head_and_a_revoked_device_nothing(
 def test_a_program_that_takes_over_anothers_name_ends_it(
     closed: Closed, fleet: Fleet, tmp_path: Path
 ) -> None:
-    """Two programs with one enrolment do not take the connection from each other for ever: the first one ends."""
+    """Two programs with one enrollment do not take the connection from each other for ever: the first one ends."""
     data = write_digits(tmp_path / "data", classes=[0, 1])
     with closed.serving():
         first = start_device(fleet, "shed-1", "--data", data)
         wait_for(tmp_path / "shed-1.log", "connected to")
         time.sleep(1.1)  # starts are told apart by the second
-        options = ("--enrolment", closed.root / "shed-1", "--data", data, "--state", tmp_path / "elsewhere")
+        options = ("--enrollment", closed.root / "shed-1", "--data", data, "--state", tmp_path / "elsewhere")
         second = fleet.start("second", "edge_client.cli", *options)
         fleet.wait_exit(first, code=1)
         assert "another edge-client has come online as 'shed-1'" in (tmp_path / "shed-1.log").read_text()

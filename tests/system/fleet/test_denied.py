@@ -35,7 +35,7 @@ def _until(file: Path, text: str) -> int:
     raise AssertionError(f"{text!r} never came:\n{file.read_text()}")
 
 
-def test_a_submission_that_is_denied_is_handed_in_once_it_is_allowed(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_submission_that_is_denied_is_uploaded_once_it_is_allowed(fleet: Fleet, tmp_path: Path) -> None:
     """The device says once that the access list is in its way, and tries until it is let through."""
     acl = tmp_path / "acl"
     acl.write_text("topic deny pf/1/default/d/denied/up/#\ntopic readwrite pf/#\n", encoding="utf-8")
@@ -44,7 +44,7 @@ def test_a_submission_that_is_denied_is_handed_in_once_it_is_allowed(fleet: Flee
     with mosquitto(fleet.broker, tmp_path, options=options):
         fleet.aggregator(write_task(tmp_path, quorum=1))
         device = fleet.device("denied", write_digits(tmp_path / "data", classes=[0, 1]), "--once")
-        line = "the broker will not take what this device hands in: Not authorized; look at the broker's access list"
+        line = "the broker will not take what this device uploads: Not authorized; look at the broker's access list"
         assert _until(tmp_path / "denied.log", line) == 1
         acl.write_text("topic readwrite pf/#\n", encoding="utf-8")
         os.kill(int(pid_file.read_text()), signal.SIGHUP)

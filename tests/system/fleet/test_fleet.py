@@ -1,4 +1,4 @@
-"""Real devices, a real aggregator and a real broker, as processes: from pictures to a head that predicts."""
+"""Real devices, a real aggregator and a real broker, as processes: from images to a head that predicts."""
 
 import json
 import shutil
@@ -68,8 +68,8 @@ def test_three_devices_get_a_head(fleet: Fleet, tmp_path: Path) -> None:
 
 
 def _check_prediction(fleet: Fleet, folder: Path) -> None:
-    """Without broker and aggregator, a device names classes that it never had pictures of."""
-    picture = next((folder / "data-2" / "9").glob("*.png"))
+    """Without broker and aggregator, a device names classes that it never had images of."""
+    image = next((folder / "data-2" / "9").glob("*.png"))
     done = subprocess.run(
         [
             sys.executable,
@@ -79,7 +79,7 @@ def _check_prediction(fleet: Fleet, folder: Path) -> None:
             "--json",
             "--state",
             fleet.root / "devices/device-0",
-            picture,
+            image,
         ],
         capture_output=True,
         text=True,
@@ -91,12 +91,12 @@ def _check_prediction(fleet: Fleet, folder: Path) -> None:
 
 
 def _check_fused_model(folder: Path) -> None:
-    """`model.onnx` takes pictures and gives the probabilities of the classes."""
+    """`model.onnx` takes images and gives the probabilities of the classes."""
     session = onnxruntime.InferenceSession(folder / "aggregator" / "model.onnx")
     _, height, width, _ = session.get_inputs()[0].shape
-    picture = next((folder / "data-0" / "1").glob("*.png"))
-    with Image.open(picture) as image:
-        pixels = np.asarray(image.convert("RGB").resize((width, height)))[None]
+    image = next((folder / "data-0" / "1").glob("*.png"))
+    with Image.open(image) as opened:
+        pixels = np.asarray(opened.convert("RGB").resize((width, height)))[None]
     (probabilities,) = session.run(["probabilities"], {"image": pixels})
     assert probabilities.shape == (1, len(CLASSES))
     assert probabilities.sum() == pytest.approx(1.0, abs=1e-4)
@@ -136,8 +136,8 @@ def test_restarts_change_nothing(fleet: Fleet, tmp_path: Path) -> None:
 
 
 @on_mosquitto
-def test_new_pictures_make_a_new_head(fleet: Fleet, tmp_path: Path) -> None:
-    """A device that runs as a service notices new pictures, and its newer submission replaces the older."""
+def test_new_images_make_a_new_head(fleet: Fleet, tmp_path: Path) -> None:
+    """A device that runs as a service notices new images, and its newer submission replaces the older."""
     fleet.aggregator(write_task(tmp_path, quorum=1, retrain_after=1))
     data = write_digits(tmp_path / "data", classes=[0, 1])
     fleet.device("device", data, "--rescan-s", "0.5")
@@ -230,7 +230,7 @@ def test_dry_run_sends_nothing(fleet: Fleet, tmp_path: Path) -> None:
     fleet.wait_exit(fleet.device("device", data, "--dry-run"))
     said = (tmp_path / "device.log").read_text()
     assert "nothing was sent" in said
-    assert "0: 20 pictures" in said
+    assert "0: 20 images" in said
     summary = fleet.wait_for("the aggregator", lambda s: s["running"])
     assert summary["devices"] == []
     assert summary["submissions"] == 0
@@ -239,7 +239,7 @@ def test_dry_run_sends_nothing(fleet: Fleet, tmp_path: Path) -> None:
 @on_mosquitto
 @pytest.mark.parametrize("folder", ["cat", None])
 def test_wrong_folder_is_one_line(fleet: Fleet, tmp_path: Path, folder: str | None) -> None:
-    """A folder that is no class of the task, or no picture at all: one line, exit status 1, nothing handed in."""
+    """A folder that is no class of the task, or no image at all: one line, exit status 1, nothing uploaded."""
     fleet.aggregator(write_task(tmp_path, quorum=1))
     data = tmp_path / "data"
     data.mkdir()
@@ -336,10 +336,12 @@ def test_a_private_fleet_gets_a_head(fleet: Fleet, tmp_path: Path) -> None:
     )
     assert [head["devices"] for head in summary["heads"]] == [2]
     assert [row["epsilon"] for row in summary["devices"]] == [pytest.approx(8.0, rel=1e-2)] * 2
-    assert [(row["pictures"], row["right"], row["wrong"]) for row in summary["devices"]] == [(0, 0, 0)] * 2
+    assert [(row["images"], row["correct"], row["incorrect"]) for row in summary["devices"]] == [
+        (0, 0, 0)
+    ] * 2
     assert summary["refusals"] == []
     state = str(tmp_path / "devices" / "device-0")
     own = json.loads(CliRunner().invoke(edge_client, ["status", "--json", "--state", state]).output)
     assert own["privacy"]["total_epsilon"] == summary["devices"][0]["epsilon"]
-    assert sum(entry["pictures"] for entry in own["report"]["classes"]) == 900, "the owner sees what is there"
+    assert sum(entry["images"] for entry in own["report"]["classes"]) == 900, "the owner sees what is there"
     assert aggregator.poll() is None

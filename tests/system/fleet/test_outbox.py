@@ -46,7 +46,7 @@ def prototypes(report: dict[str, Any]) -> int:
 
 
 def test_the_power_goes_off_again_and_again(fleet: Fleet) -> None:
-    """Each time there are new pictures, and the device is killed as it hands them in; the last ones count, once."""
+    """Each time there are new images, and the device is killed as it hands them in; the last ones count, once."""
     chance = random.Random(7)
     fleet.aggregator(write_task(fleet.root, quorum=1, feature_size=2048))
     data = write_digits(fleet.root / "data", classes=[0, 1], each=20)

@@ -48,7 +48,7 @@ def _canary(version: int, devices: tuple[str, ...]) -> str:
 
 
 def _mislabel(folder: Path) -> Path:
-    """Many pictures of every class, each in the folder of the next one."""
+    """Many images of every class, each in the folder of the next one."""
     right = write_digits(folder / "right", classes=CLASSES, start=60, each=110)
     wrong = folder / "wrong"
     wrong.mkdir()
@@ -84,20 +84,20 @@ def _order(fleet: Fleet, *arguments: str) -> str:
 
 
 def test_bad_heads_do_not_reach_the_fleet(fleet: Fleet, tmp_path: Path) -> None:
-    """One canary tries a head that a mislabelling device has spoilt, and goes back; another refuses one of NaN."""
-    mislabelling = next(name for n in itertools.count() if _canary(2, (*GOOD, name := f"wrong-{n}")) in GOOD)
-    names = (*GOOD, mislabelling)
+    """One canary tries a head that a mislabeling device has spoilt, and goes back; another refuses one of NaN."""
+    mislabeling = next(name for n in itertools.count() if _canary(2, (*GOOD, name := f"wrong-{n}")) in GOOD)
+    names = (*GOOD, mislabeling)
     task = _task(tmp_path)
     aggregator = fleet.aggregator(task)
     for number, name in enumerate(GOOD):
         data = write_digits(tmp_path / name, classes=CLASSES, start=30 * number, each=30)
         fleet.device(name, data, "--holdout", "0.4")
     fleet.wait_for("the first head", _all_use(1, 2))
-    fleet.device(mislabelling, _mislabel(tmp_path), "--holdout", "0.1")
+    fleet.device(mislabeling, _mislabel(tmp_path), "--holdout", "0.1")
     summary = fleet.wait_for(
         "the rejection", lambda s: len(s["heads"]) == 2 and s["heads"][1]["state"] == "rejected"
     )
-    assert "held-out pictures right on 1 canary" in summary["heads"][1]["why"]
+    assert "held-out images right on 1 canary" in summary["heads"][1]["why"]
     fleet.wait_for("everybody on the first head", _all_use(1, 3))
     for name in names:
         said = (tmp_path / f"{name}.log").read_text()

@@ -62,7 +62,7 @@ def write_task(
 
 
 def start_device(fleet: Fleet, number: int, *more: str) -> subprocess.Popen[bytes]:
-    """Start one of the four devices on its share of the classes; one that is there already keeps its pictures."""
+    """Start one of the four devices on its share of the classes; one that is there already keeps its images."""
     data = fleet.root / f"data-{number}"
     if not data.exists():
         write_digits(data, classes=SHARES[number], start=20 * number)
@@ -70,8 +70,8 @@ def start_device(fleet: Fleet, number: int, *more: str) -> subprocess.Popen[byte
 
 
 def predict(fleet: Fleet, number: int) -> dict[str, Any]:
-    """What a device says of a picture, offline."""
-    picture = next((fleet.root / "data-1" / "3").glob("*.png"))
+    """What a device says of an image, offline."""
+    image = next((fleet.root / "data-1" / "3").glob("*.png"))
     state = fleet.root / "devices" / f"device-{number}"
     command = [
         sys.executable,
@@ -81,7 +81,7 @@ def predict(fleet: Fleet, number: int) -> dict[str, Any]:
         "--json",
         "--state",
         str(state),
-        str(picture),
+        str(image),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     said: dict[str, Any] = json.loads(done.stdout)
@@ -208,7 +208,7 @@ def test_what_happens_to_one_device_is_no_harm_to_the_fleet(tmp_path: Path, addr
 
 
 def _diverge(fleet: Fleet) -> subprocess.Popen[bytes]:
-    """The more steps a device takes, the greater its weights: one with many pictures grows past float16."""
+    """The more steps a device takes, the greater its weights: one with many images grows past float16."""
     settings: dict[str, Any] = {"learning_rate": 3.5, "weight_decay": 1.0, "momentum": 0.0}
     task = write_task(fleet.root, "fpl", deadline_s=8, epochs=1, batch_size=32, **settings)
     aggregator = fleet.aggregator(task)
@@ -220,8 +220,8 @@ def _diverge(fleet: Fleet) -> subprocess.Popen[bytes]:
     summary = fleet.wait_for("the diverged device's word", lambda s: problem_of(s, "device-2") != "")
     assert "float16" in problem_of(summary, "device-2")
     for folder in (fleet.root / "data-2").iterdir():
-        for picture in sorted(folder.glob("*.png"))[10:]:
-            picture.unlink()
+        for image in sorted(folder.glob("*.png"))[10:]:
+            image.unlink()
     summary = fleet.wait_for("the end of the rounds", lambda s: len(s["heads"]) == ROUNDS)
     assert [head["devices"] for head in summary["heads"]][:: ROUNDS - 1] == [2, 3]
     fleet.wait_for("the end of the problem", lambda s: problem_of(s, "device-2") == "")

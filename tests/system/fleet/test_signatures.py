@@ -1,4 +1,4 @@
-"""A real device, a real aggregator, and a neighbour who writes on the fleet's topics: the device believes only one."""
+"""A real device, a real aggregator, and a neighbor who writes on the fleet's topics: the device believes only one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_device_believes_one_aggregator_and_nothing_old(fleet: Fleet, tmp_path
     fleet.aggregator(write_task(tmp_path, quorum=1, retrain_after=1))
     data = write_digits(tmp_path / "data", classes=[0, 1])
     device = fleet.device("device", data, "--rescan-s", "0.5")
-    with running(fleet.broker, "neighbour", TOPIC) as (session, ear):
+    with running(fleet.broker, "neighbor", TOPIC) as (session, ear):
         old, _, _ = _head(ear, 1)
         fleet.wait_for("the first head in use", lambda s: s["devices"][0]["head"] == 1)
         write_digits(data, classes=[2])

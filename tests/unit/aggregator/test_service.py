@@ -166,14 +166,14 @@ def test_hostile_messages_are_counted_and_everything_goes_on(embedded: tuple[Bro
         for reason in expected:
             assert daemon.log().count(f"refused from mallory ({reason})") == 1
         assert "Traceback" not in daemon.log()
-        assert device.hand_in(submission(task=task)).status == "received"
+        assert device.upload(submission(task=task)).status == "received"
 
 
 def test_what_is_refused_is_told_to_the_device(embedded: tuple[Broker, Daemon]) -> None:
     """The receipt carries the reason and the detail."""
     broker, _ = embedded
     with Device(broker, "told") as device:
-        receipt = device.hand_in(submission(task=bytes(32)))
+        receipt = device.upload(submission(task=bytes(32)))
         assert (receipt.status, receipt.reason) == ("refused", "unknown_task")
         assert "got 000000000000" in receipt.detail
         unseen = digest_of(b"unseen")
@@ -213,10 +213,10 @@ def test_the_newest_submission_stands(embedded: tuple[Broker, Daemon]) -> None:
     with Device(broker, "newest") as device:
         task = digest_of(device.task())
         before = daemon.status()["submissions"]
-        assert device.hand_in(submission(task=task, sequence=5)).status == "received"
-        old = device.hand_in(submission(task=task, sequence=4))
+        assert device.upload(submission(task=task, sequence=5)).status == "received"
+        old = device.upload(submission(task=task, sequence=4))
         assert (old.status, old.reason, old.sequence) == ("refused", "superseded", 5)
-        assert device.hand_in(submission(task=task, sequence=6, labels=(0, 1))).status == "received"
+        assert device.upload(submission(task=task, sequence=6, labels=(0, 1))).status == "received"
         assert daemon.status()["submissions"] == before + 1
         (row,) = [row for row in daemon.status()["devices"] if row["device"] == "newest"]
         assert (row["prototypes"], row["classes"]) == (2, 2)
@@ -231,7 +231,7 @@ def test_what_a_device_says_of_itself_is_shown(embedded: tuple[Broker, Daemon]) 
             software="0.1.0",
             runtime="ONNX Runtime",
             backbones=(),
-            pictures={"cat": 3, "dog": 4},
+            images={"cat": 3, "dog": 4},
             refused=1,
         )
         device.send("info", encode(info))
@@ -239,9 +239,9 @@ def test_what_a_device_says_of_itself_is_shown(embedded: tuple[Broker, Daemon]) 
         device.send("state", encode(Presence(state="offline", epoch=6)))
         device.send("state", b"")
         device.send("info", b"")
-        device.hand_in(submission(task=bytes(32)))  # answered in order, so all before it was seen
+        device.upload(submission(task=bytes(32)))  # answered in order, so all before it was seen
         (row,) = [row for row in daemon.status()["devices"] if row["device"] == "shown"]
-        assert (row["state"], row["pictures"], row["runtime"]) == ("online", 7, "ONNX Runtime")
+        assert (row["state"], row["images"], row["runtime"]) == ("online", 7, "ONNX Runtime")
         assert {row["reason"] for row in daemon.status()["refusals"] if row["device"] == "shown"} == {
             "unknown_task"
         }
@@ -291,7 +291,7 @@ def test_only_listed_devices_take_part(broker: Broker, tmp_path: Path) -> None:
         good = submission(task=digest_of(friend.task()))
         foe.send_payload(encode(good))
         foe.send("state", encode(Presence(state="online", epoch=1)))
-        assert friend.hand_in(good).status == "received"
+        assert friend.upload(good).status == "received"
         summary = daemon.until(lambda summary: bool(summary["refusals"]))
         assert {(row["device"], row["reason"]) for row in summary["refusals"]} == {("foe", "unknown_device")}
         assert [row["device"] for row in summary["devices"]] == ["friend"]

@@ -141,7 +141,7 @@ def test_a_submission_counts_until_it_is_too_old() -> None:
 
 
 def test_who_comes_while_a_round_is_pooled_is_in_the_next() -> None:
-    """It is taken, and counts there by its age, unless the device hands in for that round as well."""
+    """It is taken, and counts there by its age, unless the device uploads for that round as well."""
     state, _ = _run([_submitted("a"), _submitted("b"), Ticked(10), _submitted("c"), _submitted("d")])
     state, actions = _run([Trained(1), _submitted("d", 1), _submitted("a", 1), _submitted("b", 1)], state)
     assert set(_verdicts(actions)) == {"new"}
@@ -149,7 +149,7 @@ def test_who_comes_while_a_round_is_pooled_is_in_the_next() -> None:
 
 
 def test_what_is_too_old_or_too_new_is_refused() -> None:
-    """Late: older than `staleness`, or older than what the device has handed in; a round to come is unknown."""
+    """Late: older than `staleness`, or older than what the device has uploaded; a round to come is unknown."""
     state = _after_round_0("a", "b")
     _, actions = _run([_submitted("c", 0), _submitted("a", 2), _submitted("a", 0, sequence=9)], state)
     assert _verdicts(actions) == ["new", "unknown_round", "new"]
@@ -229,7 +229,7 @@ class World:
         assert len(fresh) >= self.settings.min_devices
 
     def submit(self, device: str, number: int, sequence: int = 1) -> None:
-        """A device hands in for a round."""
+        """A device uploads for a round."""
         digest = f"{device}{number}.{sequence}".encode()
         self.feed(Submitted(device, Entry(sequence, digest, self.now_s, number)))
 

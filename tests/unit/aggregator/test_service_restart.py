@@ -50,7 +50,7 @@ def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
         prototypes=to_tensor(values.astype(np.float16)),
         labels=to_unsigned(labels),
         counts=to_unsigned(np.full(60, 5)),
-        pictures=300,
+        images=300,
     )
 
 
@@ -70,8 +70,8 @@ def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: 
         with aggregator(task_file, alone) as daemon:
             a.aggregator_is("online")
             task = digest_of(a.task())
-            assert a.hand_in(_separable(task)).status == "received"
-            assert b.hand_in(_separable(task, seed=1)).status == "received"
+            assert a.upload(_separable(task)).status == "received"
+            assert b.upload(_separable(task, seed=1)).status == "received"
             manifest = a.head()
             assert (manifest.version, manifest.devices, manifest.prototypes) == (1, 2, 120)
             head = a.fetch(manifest.head)
@@ -80,17 +80,22 @@ def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: 
             assert (daemon.state / "model.onnx").is_file()
             properties = onnxruntime.InferenceSession(head).get_modelmeta().custom_metadata_map
             assert head_metadata(properties).classes == ("cat", "dog", "fox")
-            assert a.hand_in(evaluation(task=task)).status == "received"
+            assert a.upload(evaluation(task=task)).status == "received"
         assert daemon.process.returncode == 0
         with aggregator(task_file, alone) as daemon:
             with Device(alone, "c") as c:
                 assert c.head() == manifest
                 c.aggregator_is("online")
-                assert c.hand_in(_separable(task, seed=2)).status == "received"
+                assert c.upload(_separable(task, seed=2)).status == "received"
                 assert c.head(2).devices == 3
             summary = daemon.status()
             assert [head["version"] for head in summary["heads"]] == [1, 2]
-            assert summary["heads"][0]["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
+            assert summary["heads"][0]["held_out"] == {
+                "correct": 9,
+                "incorrect": 1,
+                "accuracy": 0.9,
+                "devices": 1,
+            }
             assert (summary["submissions"], summary["waiting"]) == (3, 0)
 
 
@@ -107,8 +112,8 @@ def test_several_backbones_make_one_feature(alone: Broker, tmp_path: Path) -> No
         backbones = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         assert [backbone.name for backbone in backbones] == ["tiny.onnx", "eight.onnx"]
         task = digest_of(device.task())
-        assert device.hand_in(submission(task=task, feature_size=16)).reason == "shape"
-        assert device.hand_in(submission(task=task, feature_size=24)).status == "received"
+        assert device.upload(submission(task=task, feature_size=16)).reason == "shape"
+        assert device.upload(submission(task=task, feature_size=24)).status == "received"
         session = onnxruntime.InferenceSession(device.fetch(device.head().head))
         metadata = head_metadata(session.get_modelmeta().custom_metadata_map)
         assert metadata.feature_size == 24
@@ -123,10 +128,10 @@ def test_a_training_that_fails_is_told_and_not_repeated(alone: Broker, tmp_path:
     with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
         device.aggregator_is("online")
         task = digest_of(device.task())
-        assert device.hand_in(_separable(task)).status == "received"
+        assert device.upload(_separable(task)).status == "received"
         daemon.until(lambda _: "training head 1 failed" in daemon.log())
         daemon.until(lambda summary: summary["training"] is None)
-        assert device.hand_in(_separable(task)).status == "received"
+        assert device.upload(_separable(task)).status == "received"
         assert daemon.log().count("training head 1 failed") == 1
         assert "Traceback" not in daemon.log()
         assert daemon.status()["heads"] == []
@@ -143,12 +148,12 @@ def test_a_full_disk_stops_the_intake_and_nothing_else(alone: Broker, tmp_path: 
     with aggregator(task_file, alone) as daemon, Device(alone, "a") as device, Device(alone, "b") as other:
         device.aggregator_is("online")
         task = digest_of(device.task())
-        assert device.hand_in(submission(task=task)).status == "received"
+        assert device.upload(submission(task=task)).status == "received"
         payload = encode(submission(task=task, sequence=2, labels=(0, 1, 2) * 5000))
         _limit_files(daemon, len(payload) // 2)
         receipt = device.receipt(device.send_payload(payload))
         assert (receipt.status, receipt.reason) == ("refused", "no_space")
-        told = other.hand_in(submission(task=task))
+        told = other.upload(submission(task=task))
         assert (told.status, told.reason) == ("refused", "no_space")
         (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         assert device.fetch(backbone) == tiny_backbone()
@@ -161,8 +166,8 @@ def test_a_full_disk_stops_the_intake_and_nothing_else(alone: Broker, tmp_path: 
         _limit_files(daemon, resource.RLIM_INFINITY)
         daemon.until(lambda summary: summary["intake"]["stopped_s"] is None)
         assert device.receipt(device.send_payload(payload)).status == "received"
-        assert device.hand_in(submission(task=task)).reason == "superseded"
-        assert other.hand_in(submission(task=task)).status == "received"
+        assert device.upload(submission(task=task)).reason == "superseded"
+        assert other.upload(submission(task=task)).status == "received"
         assert daemon.status()["submissions"] == 2
         assert daemon.log().count("intake is stopped") == daemon.log().count("intake goes on") == 1
         assert "Traceback" not in daemon.log()
@@ -217,7 +222,7 @@ def test_a_blob_that_was_deleted_by_hand_is_told(alone: Broker, tmp_path: Path) 
         (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         (daemon.state / "blobs" / backbone.digest.hex()).unlink()
         device.send("get", encode(BlobRequest(digest=backbone.digest, offset=0, length=1)))
-        assert device.hand_in(submission(task=digest_of(device.task()))).status == "received"
+        assert device.upload(submission(task=digest_of(device.task()))).status == "received"
         assert f"{backbone.digest.hex()}: No such file" in daemon.log()
 
 

@@ -57,7 +57,7 @@ def alone(address: Broker) -> Iterator[Broker]:
 
 
 def _made(device: Device, number: int, *, sequence: int = 1) -> Submission:
-    """What a device hands in for a round, other than what other devices do."""
+    """What a device uploads for a round, other than what other devices do."""
     return round_submission(
         task=digest_of(device.task()),
         number=number,
@@ -67,8 +67,8 @@ def _made(device: Device, number: int, *, sequence: int = 1) -> Submission:
     )
 
 
-def _hand_in(device: Device, number: int, *, sequence: int = 1) -> Receipt:
-    return device.hand_in(_made(device, number, sequence=sequence))
+def _upload(device: Device, number: int, *, sequence: int = 1) -> Receipt:
+    return device.upload(_made(device, number, sequence=sequence))
 
 
 def test_three_rounds(broker: Broker, task_file: Path) -> None:
@@ -84,7 +84,7 @@ def test_three_rounds(broker: Broker, task_file: Path) -> None:
         for number in range(3):
             submissions = {device.name: _made(device, number) for device in (a, b)}
             for device in (a, b):
-                assert device.hand_in(submissions[device.name]).status == "received"
+                assert device.upload(submissions[device.name]).status == "received"
             opened = a.round(number + 1)
             after = unpack_tensors(a.catch(opened.tensors))
             changes = [
@@ -99,7 +99,7 @@ def test_three_rounds(broker: Broker, task_file: Path) -> None:
         assert (opened.number, opened.rounds, opened.epochs) == (3, 3, 0)
         assert "round 2 of 3: 2 devices (0 from earlier rounds), 2 classes" in daemon.log()
         assert "all 3 rounds are over; head 3 is the last" in daemon.log()
-        late = _hand_in(a, 2, sequence=2)
+        late = _upload(a, 2, sequence=2)
         assert (late.status, late.reason) == ("refused", "late")
         assert late.detail == "the submission is for round 2, but all 3 rounds are over"
         _the_head_works_by_itself(daemon)
@@ -131,7 +131,7 @@ def test_what_everybody_needs_is_sent_once(broker: Broker, task_file: Path) -> N
             device.aggregator_is("online")
         first = a.round().tensors
         for device in (a, b):
-            assert _hand_in(device, 0).status == "received"
+            assert _upload(device, 0).status == "received"
         second = c.round(1).tensors
         c.head()
         assert [frame.digest for frame in c.casts()] == [first.digest, second.digest]
@@ -169,13 +169,13 @@ def test_what_does_not_count_is_refused_and_the_round_goes_on(alone: Broker, tas
             ({"round": 1}, "unknown_round"),
             ({"task": bytes(32)}, "unknown_task"),
         ):
-            receipt = a.hand_in(msgspec.structs.replace(good, **changes))
+            receipt = a.upload(msgspec.structs.replace(good, **changes))
             assert (receipt.status, receipt.reason) == ("refused", reason)
         assert a.receipt(a.send_payload(encode(good)[:-1])).reason == "malformed"
-        assert a.hand_in(good).status == "received"
-        older = _hand_in(a, 0, sequence=4)
+        assert a.upload(good).status == "received"
+        older = _upload(a, 0, sequence=4)
         assert (older.reason, older.sequence) == ("superseded", 5)
-        assert _hand_in(b, 0).status == "received"
+        assert _upload(b, 0).status == "received"
         assert a.head().devices == 2
         assert "Traceback" not in daemon.log()
 
@@ -190,9 +190,9 @@ def test_late_devices_count_as_long_as_they_are_not_stale(alone: Broker, task_fi
     ):
         a.aggregator_is("online")
         for device in (a, b):
-            assert _hand_in(device, 0).status == "received"
+            assert _upload(device, 0).status == "received"
         assert c.round(1).number == 1
-        assert _hand_in(c, 0).status == "received"
+        assert _upload(c, 0).status == "received"
         assert daemon.status()["round"] == {
             "number": 1,
             "min_devices": 1,
@@ -202,26 +202,26 @@ def test_late_devices_count_as_long_as_they_are_not_stale(alone: Broker, task_fi
             "carried": ["a", "b", "c"],
         }
         for device in (a, b):
-            assert _hand_in(device, 1).status == "received"
+            assert _upload(device, 1).status == "received"
         head = c.head(2)
         assert (head.devices, head.metrics["carried"]) == (3, 1.0)
         assert "round 1 of 3: 3 devices (1 from earlier rounds), 2 classes" in daemon.log()
-        receipt = _hand_in(c, 0, sequence=2)
+        receipt = _upload(c, 0, sequence=2)
         assert (receipt.status, receipt.reason) == ("refused", "late")
         assert receipt.detail == "the submission is for round 0, but round 2 is open"
 
 
 def test_a_restart_in_the_middle_of_a_round(alone: Broker, task_file: Path) -> None:
-    """What was handed in counts, the round goes on with the very same tensors, and no graph is made again."""
+    """What was uploaded counts, the round goes on with the very same tensors, and no graph is made again."""
     with Device(alone, "a") as a, Device(alone, "b") as b:
         with aggregator(task_file, alone) as daemon:
             a.aggregator_is("online")
             for device in (a, b):
-                assert _hand_in(device, 0).status == "received"
+                assert _upload(device, 0).status == "received"
             opened = a.round(1)
             task = a.task()
             a.head()
-            assert _hand_in(a, 1).status == "received"
+            assert _upload(a, 1).status == "received"
             daemon.stop(signal.SIGKILL)
         with aggregator(task_file, alone) as daemon:
             with Device(alone, "new") as new:
@@ -229,7 +229,7 @@ def test_a_restart_in_the_middle_of_a_round(alone: Broker, task_file: Path) -> N
                 assert (new.round(), new.task()) == (opened, task)
             assert daemon.status()["round"]["devices"] == ["a"]
             assert a.receipt(a.send_payload(encode(_made(a, 1)))).status == "received"
-            assert _hand_in(b, 1).status == "received"
+            assert _upload(b, 1).status == "received"
             head = b.head(2)
             assert (head.devices, head.metrics["carried"]) == (2, 0.0)
             assert "making the graphs" not in daemon.log()
@@ -243,9 +243,9 @@ def test_what_can_no_longer_count_is_deleted(alone: Broker, task_file: Path) -> 
         superseded = _made(a, 0)
         sent = [superseded, *(_made(a, number, sequence=2) for number in range(3))]
         for submission in sent:
-            assert a.hand_in(submission).status == "received"
+            assert a.upload(submission).status == "received"
             if submission is not superseded:
-                assert _hand_in(b, submission.round).status == "received"
+                assert _upload(b, submission.round).status == "received"
                 a.head(submission.round + 1)
         old = {digest_of(encode(submission)).hex() for submission in sent}
         daemon.until(lambda _: not old & {file.name for file in (daemon.state / "blobs").iterdir()})
@@ -283,7 +283,7 @@ def test_a_devices_problem_is_shown(alone: Broker, task_file: Path) -> None:
             software="",
             runtime="",
             backbones=(),
-            pictures={},
+            images={},
             refused=0,
             problem="no room for graphs",
         )
@@ -372,6 +372,6 @@ def test_a_rounds_head_can_be_gone_back_to(alone: Broker, task_file: Path) -> No
 def _head_of(number: int, *devices: Device) -> HeadManifest:
     """Close a round; the manifest that it leads to."""
     for device in devices:
-        assert _hand_in(device, number).status == "received"
+        assert _upload(device, number).status == "received"
     topic = fleet_topic(FLEET, "head")
     return devices[0].wait(topic, HeadManifest, when=lambda head: head.current.version == number + 1)

@@ -30,7 +30,7 @@ def _row(
         device=device,
         entry=Entry(1, device.encode(), received_s, number),
         size_bytes=1000,
-        pictures=50,
+        images=50,
         prototypes=sum(per_class.values()),
         per_class=per_class,
     )
@@ -51,7 +51,7 @@ def _busy(folder: Path) -> Store:
     """The state after a head, an evaluation, a late submission and some refusals."""
     store = _begun(folder)
     store.see_device("a", state="online", epoch=1, now_s=10.0)
-    store.keep_info("a", info=json.dumps({"runtime": "CPU", "pictures": {"cat": 30, "fox": 20}}), now_s=11.0)
+    store.keep_info("a", info=json.dumps({"runtime": "CPU", "images": {"cat": 30, "fox": 20}}), now_s=11.0)
     store.see_device("idle", state="offline", epoch=1, now_s=12.0)
     store.keep_submission(TASK, _row("a", {0: 6, 2: 4}))
     store.keep_head(
@@ -97,7 +97,7 @@ def test_a_busy_aggregator(tmp_path: Path) -> None:
     summary = report(_busy(tmp_path))
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     assert {
-        row["device"]: (row["state"], row["pictures"], row["prototypes"]) for row in summary["devices"]
+        row["device"]: (row["state"], row["images"], row["prototypes"]) for row in summary["devices"]
     } == {
         "a": ("online", 50, 10),
         "b": ("unknown", 0, 3),
@@ -112,7 +112,7 @@ def test_a_busy_aggregator(tmp_path: Path) -> None:
     assert (summary["submissions"], summary["waiting"], summary["closes_s"]) == (2, 1, 260.0)
     (head,) = summary["heads"]
     assert (head["version"], head["devices"], head["prototypes"], head["sha256"]) == (1, 1, 10, "0" * 64)
-    assert head["held_out"] == {"right": 9, "wrong": 1, "accuracy": 0.9, "devices": 1}
+    assert head["held_out"] == {"correct": 9, "incorrect": 1, "accuracy": 0.9, "devices": 1}
     assert summary["head_path"] == str(tmp_path / "head.onnx")
     assert summary["model_path"] is None
     (tmp_path / "model.onnx").touch()
@@ -132,7 +132,7 @@ def test_what_a_person_sees(tmp_path: Path) -> None:
         "90.0% of 10",
         "2 submissions, 1 not in a head yet; 2 of 3 classes covered, none of: dog [/bold]",
         "next head: once 1 submissions wait for it, or at ",
-        "head 1 (current): 10 prototypes of 1 devices, 90.0% right on held-out pictures",
+        "head 1 (current): 10 prototypes of 1 devices, 90.0% right on held-out images",
         "refused 1 x shape from c: expected [16], got [17]",
         f"current: {folder}/head.onnx",
     ):
@@ -140,7 +140,7 @@ def test_what_a_person_sees(tmp_path: Path) -> None:
 
 
 def _in_rounds(folder: Path) -> Store:
-    """The state in round 1 of 2: one device has handed in, and one is a round behind."""
+    """The state in round 1 of 2: one device has uploaded, and one is a round behind."""
     store = Store(folder)
     task_file = TaskFile(
         classes=CLASSES,
@@ -181,7 +181,7 @@ def test_an_open_round(tmp_path: Path) -> None:
         (0, "no room for [graphs]"),
     ]
     text = _shown(summary)
-    assert "round 1 of 2 is open, handed in: a; from earlier rounds: b; it closes at " in text
+    assert "round 1 of 2 is open, uploaded: a; from earlier rounds: b; it closes at " in text
     assert "problem of b: no room for [graphs]" in text
 
 
@@ -279,11 +279,13 @@ def test_heads_in_the_fleet(tmp_path: Path) -> None:
     store.keep_rollout(TASK, State(newest=3, current=1, trial=trial, rejected={2: "a [says] no"}))
     for device, version in (("a", 3), ("idle", 1)):
         store.keep_info(device, info=json.dumps({"head_version": version}), now_s=12.0)
-    broken = Evaluation(task=TASK, head_version=3, right=(0,) * 3, wrong=(0,) * 3, problem="it is [NaN]")
+    broken = Evaluation(
+        task=TASK, head_version=3, correct=(0,) * 3, incorrect=(0,) * 3, problem="it is [NaN]"
+    )
     store.keep_evaluation("idle", broken, digest=b"x", now_s=61.0)
     summary = report(store)
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    figures = "80.0% of 10 held-out pictures right on 1 canary, 90.0% with the head before"
+    figures = "80.0% of 10 held-out images right on 1 canary, 90.0% with the head before"
     assert summary["rollout"] == {
         "current": 1,
         "candidate": {
@@ -348,5 +350,5 @@ def test_the_most_that_a_device_has_spent_on_privacy_is_shown(tmp_path: Path) ->
     assert devices == {"a": 3.25, "b": None, "idle": None}
     assert "epsilon" in _shown(report(store))
     (row,) = (line for line in _shown(report(store)).splitlines() if line.startswith("a "))
-    assert row.split()[:3] == ["a", "online", "2"]  # after it the classes: how many pictures is not known
+    assert row.split()[:3] == ["a", "online", "2"]  # after it the classes: how many images is not known
     assert "3.25" in _shown(report(store))

@@ -1,4 +1,4 @@
-"""An enrolment on the device's command line: what it fills in, what goes before it, and what contradicts it."""
+"""An enrollment on the device's command line: what it fills in, what goes before it, and what contradicts it."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ from edge_client import runner
 from edge_client.cli import cli
 from edge_client.storage.device_state import DeviceState
 from edge_client.worker import Settings
-from protocol.enrollment import read_enrolment
+from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.session import Broker
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The enrolment of a device, beside a folder with a picture's name in it."""
+    """The enrollment of a device, beside a folder with an image's name in it."""
     store = Store(tmp_path / "aggregator")
     enrol(store, Wanted("shed-1", "broker.example"), fleet="orchard", out=tmp_path / "shed-1")
     store.close()
@@ -54,15 +54,15 @@ def run(folder: Path, *arguments: str, **environment: str) -> None:
 
 def test_a_folder_says_it_all(folder: Path, started: list[Settings]) -> None:
     """Name, fleet, broker with the port of TLS, files and both keys; from an option or the environment."""
-    run(folder, "--enrolment", str(folder))
-    run(folder, PROTOFLEET_ENROLMENT=str(folder))
-    enrolment = read_enrolment(folder)
+    run(folder, "--enrollment", str(folder))
+    run(folder, PROTOFLEET_ENROLLMENT=str(folder))
+    enrollment = read_enrollment(folder)
     for settings in started:
         assert settings.broker == Broker("broker.example", 8883)
         assert (settings.fleet, settings.local.device_id) == ("orchard", "shed-1")
-        assert settings.access == enrolment.access
-        assert settings.signing_key == enrolment.signing_key
-        assert settings.aggregator_key == enrolment.aggregator_key
+        assert settings.access == enrollment.access
+        assert settings.signing_key == enrollment.signing_key
+        assert settings.aggregator_key == enrollment.aggregator_key
     assert len(started) == 2
 
 
@@ -70,50 +70,50 @@ def test_what_is_said_goes_before_it(folder: Path, started: list[Settings]) -> N
     """Another broker, authority, certificate, aggregator's key, or a password besides."""
     files = ("--ca", "other.crt", "--cert", "a.crt", "--key", "a.key")
     key = ("--aggregator-key", "0a" * 32)
-    run(folder, "--enrolment", str(folder), "--broker", "10.0.0.1:1", *files, *key, "--username", "shed-1")
+    run(folder, "--enrollment", str(folder), "--broker", "10.0.0.1:1", *files, *key, "--username", "shed-1")
     (settings,) = started
     assert settings.broker == Broker("10.0.0.1", 1)
     access = settings.access
     assert (access.ca, access.certificate, access.key) == (Path("other.crt"), Path("a.crt"), Path("a.key"))
     assert (access.username, access.tls) == ("shed-1", True)
     assert settings.aggregator_key == bytes([10] * 32)
-    assert settings.signing_key == read_enrolment(folder).signing_key
+    assert settings.signing_key == read_enrollment(folder).signing_key
 
 
 def test_what_contradicts_it_is_refused(folder: Path, started: list[Settings]) -> None:
     """Another name or fleet than the certificate has, also the default one if it is said; the same is no harm."""
     for option, value in (("--device-id", "shed-2"), ("--fleet", "vineyard"), ("--fleet", "default")):
-        with pytest.raises(ConfigError, match=f"leave {option} out, or use the other's enrolment"):
-            run(folder, "--enrolment", str(folder), option, value)
+        with pytest.raises(ConfigError, match=f"leave {option} out, or use the other's enrollment"):
+            run(folder, "--enrollment", str(folder), option, value)
     assert started == []
-    run(folder, "--enrolment", str(folder), "--device-id", "shed-1", "--fleet", "orchard")
+    run(folder, "--enrollment", str(folder), "--device-id", "shed-1", "--fleet", "orchard")
     assert len(started) == 1
 
 
 def test_without_a_broker_in_it_one_is_asked_for(tmp_path: Path, folder: Path) -> None:
-    """The line is that of a device without an enrolment."""
+    """The line is that of a device without an enrollment."""
     store = Store(tmp_path / "aggregator")
     enrol(store, Wanted("shed-2"), fleet="orchard", out=tmp_path / "shed-2")
     store.close()
     with pytest.raises(click.UsageError, match="say where the fleet's broker is"):
-        run(folder, "--enrolment", str(tmp_path / "shed-2"))
+        run(folder, "--enrollment", str(tmp_path / "shed-2"))
 
 
 def test_status_finds_the_state_of_an_enrolled_device(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the state has the fleet's name in it, which the enrolment knows."""
+    """The folder of the state has the fleet's name in it, which the enrollment knows."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     DeviceState(tmp_path / "protofleet" / "orchard").set(device_id="shed-1")
-    done = CliRunner().invoke(cli, ["--enrolment", str(folder), "status"])
+    done = CliRunner().invoke(cli, ["--enrollment", str(folder), "status"])
     assert done.output.startswith("device     shed-1, "), done.output
 
 
 def test_a_folder_that_is_none_is_told(tmp_path: Path, folder: Path) -> None:
     """With its path."""
-    with pytest.raises(ConfigError, match="no enrolment in"):
-        run(folder, "--enrolment", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no enrollment in"):
+        run(folder, "--enrollment", str(tmp_path / "none"))
 
 
 @pytest.mark.usefixtures("started")
@@ -122,7 +122,7 @@ def test_secrets_that_everybody_can_read_are_told(folder: Path) -> None:
     options = ["--data", str(folder.parent / "data"), "--state", str(folder.parent / "state")]
     for name in ("device.key", "signing.key"):
         (folder / name).chmod(0o644)
-        done = CliRunner().invoke(cli, [*options, "--enrolment", str(folder)])
+        done = CliRunner().invoke(cli, [*options, "--enrollment", str(folder)])
         (folder / name).chmod(0o600)
         assert f"chmod 600 {folder / name}" in done.output
-    assert "chmod" not in CliRunner().invoke(cli, [*options, "--enrolment", str(folder)]).output
+    assert "chmod" not in CliRunner().invoke(cli, [*options, "--enrollment", str(folder)]).output

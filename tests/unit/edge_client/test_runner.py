@@ -20,7 +20,7 @@ from protocol.wire.codec import decode, encode
 from protocol.wire.messages import DeviceInfo, HeadRef, Presence, PresenceState, Receipt
 from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import device_topic, fleet_topic
-from tests.support.round_factory import TASK, look_at, make_task, open_round, take_pictures
+from tests.support.round_factory import TASK, look_at, make_task, open_round, take_images
 
 
 def make_settings(folder: Path) -> Settings:
@@ -64,7 +64,7 @@ def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState
     """While blobs of the past are deleted, the work's thread keeps a round: what it has taught is there afterwards."""
     device = make_device(tmp_path, kept)
     manifest, opened = make_task(kept.blobs), open_round(kept.blobs)
-    learnt = untaught(manifest, opened.tensors, data=None, blobs=kept.blobs)
+    learned = untaught(manifest, opened.tensors, data=None, blobs=kept.blobs)
     done = threading.Event()
 
     def tidy() -> None:
@@ -75,24 +75,24 @@ def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState
     tidying.start()
     try:
         for number in range(40):
-            learnt.state["steps"][...] = number
-            device._worker._rounds.keep(TASK, opened, payload=b"%d" % number, learnt=learnt, report={})
-            _, taught = kept.get("learnt")
-            assert kept.blobs.read(bytes.fromhex(taught)) == pack(learnt)
+            learned.state["steps"][...] = number
+            device._worker._rounds.keep(TASK, opened, payload=b"%d" % number, learned=learned, report={})
+            _, taught = kept.get("learned")
+            assert kept.blobs.read(bytes.fromhex(taught)) == pack(learned)
     finally:
         done.set()
         tidying.join()
 
 
 class _Overtaken(Worker):
-    """A worker to whom another round may come while it looks for pictures."""
+    """A worker to whom another round may come while it looks for images."""
 
     comes: int
 
     def _find(self, *_: object) -> Found:
-        look_at(self._cache, take_pictures())
+        look_at(self._cache, take_images())
         self.round = self.comes
-        return Found(tuple(take_pictures()), ())
+        return Found(tuple(take_images()), ())
 
 
 def test_work_that_is_overtaken_may_find_its_blobs_gone(tmp_path: Path, kept: DeviceState) -> None:
@@ -149,7 +149,7 @@ def test_an_aggregator_that_connects_again_is_noticed(tmp_path: Path, kept: Devi
     assert heard("online", 8, retained=False) == [events.OutboxSeen(()), events.AggregatorStarted()]
 
 
-def test_what_was_refused_is_handed_in_again_after_the_next_start(tmp_path: Path, kept: DeviceState) -> None:
+def test_what_was_refused_is_uploaded_again_after_the_next_start(tmp_path: Path, kept: DeviceState) -> None:
     """Of the aggregator: it may take larger submissions by now."""
     device = make_device(tmp_path, kept)
     device._state = replace(device._state, working=True)

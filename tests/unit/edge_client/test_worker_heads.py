@@ -21,7 +21,7 @@ from edge_client.training.local_round import pack, untaught
 from edge_client.worker import Crashed, Worker
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef, TaskManifest
-from tests.support.device_factory import CLASSES, linear_head, tiny, write_pictures
+from tests.support.device_factory import CLASSES, linear_head, tiny, write_images
 from tests.support.graphs import tiny_backbone
 from tests.support.round_factory import TASK as ROUNDS_TASK
 from tests.support.round_factory import make_task, open_round
@@ -30,11 +30,11 @@ from tests.unit.edge_client.test_runner import make_settings
 ALWAYS = {
     name: np.where(np.arange(2) == label, 1.0, 0.0) * np.ones((16, 1)) for label, name in enumerate(CLASSES)
 }
-"""Heads that say the same of every picture whose features add up to more than nothing."""
+"""Heads that say the same of every image whose features add up to more than nothing."""
 
 
 class Bench:
-    """A worker of a device with pictures, one piece of work at a time.
+    """A worker of a device with images, one piece of work at a time.
 
     Args:
         folder: of everything.
@@ -43,7 +43,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.kept = DeviceState(folder / "state")
         self.backbone = tiny(folder)
-        write_pictures(folder / "data", count=20)
+        write_images(folder / "data", count=20)
         blob = self.put(tiny_backbone(), "tiny")
         self.manifest = TaskManifest(
             fleet="f", algorithm="fedtc", classes=CLASSES, backbones=(blob,), alpha=1.0, batch_size=5,
@@ -94,21 +94,21 @@ def _head(backbones: Sequence[Backbone], name: str, sign: NDArray[np.float64] | 
 
 
 def test_a_head_is_compared_with_the_one_before(bench: Bench) -> None:
-    """On the same pictures, class for class; the first one with none, and one that is there already with the same."""
+    """On the same images, class for class; the first one with none, and one that is there already with the same."""
     first = bench.head(1, _head([bench.backbone], "cat"))
     second = bench.head(2, _head([bench.backbone], "cat", -1.0))
     installed, one = bench.install(first)
-    assert (installed.head, installed.reason, one.before) == (head_key(first), "", ())
-    assert sum(one.right) + sum(one.wrong) > 0
+    assert (installed.head, installed.reason, one.previous_correct) == (head_key(first), "", ())
+    assert sum(one.correct) + sum(one.incorrect) > 0
     for _ in range(2):
         _, two = bench.install(second)
-        assert two.before == one.right
-        assert [r + w for r, w in zip(two.right, two.wrong, strict=True)] == [
-            r + w for r, w in zip(one.right, one.wrong, strict=True)
+        assert two.previous_correct == one.correct
+        assert [r + w for r, w in zip(two.correct, two.incorrect, strict=True)] == [
+            r + w for r, w in zip(one.correct, one.incorrect, strict=True)
         ]
-    assert two.right != one.right
+    assert two.correct != one.correct
     _, back = bench.install(first)
-    assert (back.right, back.before) == (one.right, two.right)
+    assert (back.correct, back.previous_correct) == (one.correct, two.correct)
 
 
 def test_a_head_of_another_task_is_no_comparison(bench: Bench) -> None:
@@ -116,7 +116,7 @@ def test_a_head_of_another_task_is_no_comparison(bench: Bench) -> None:
     bench.install(bench.head(1, _head([bench.backbone], "cat")))
     bench.task = bench.worker.focus = b"u" * 32
     _, evaluation = bench.install(bench.head(1, _head([bench.backbone], "dog")))
-    assert evaluation.before == ()
+    assert evaluation.previous_correct == ()
 
 
 def test_a_head_before_that_is_damaged_is_no_hindrance(
@@ -127,7 +127,7 @@ def test_a_head_before_that_is_damaged_is_no_hindrance(
     bench.install(first)
     bench.kept.blobs.path(first.head.digest).write_bytes(b"damaged")
     installed, evaluation = bench.install(bench.head(2, _head([bench.backbone], "dog")))
-    assert (installed.reason, evaluation.before) == ("", ())
+    assert (installed.reason, evaluation.previous_correct) == ("", ())
     assert "no comparison with the head before" in caplog.text
 
 
@@ -150,7 +150,7 @@ def _unloadable(file: bytes) -> bytes:
 
 
 def test_a_bad_head_is_refused_and_reported_and_the_old_one_stays(bench: Bench) -> None:
-    """Whatever is wrong with it: the report names it with no picture counted, and the head in use is as it was."""
+    """Whatever is wrong with it: the report names it with no image counted, and the head in use is as it was."""
     bench.install(bench.head(1, _head([bench.backbone], "cat")))
     before = bench.kept.installed()
     for version, (words, file) in enumerate(_bad_heads(bench.backbone).items(), start=2):
@@ -158,13 +158,17 @@ def test_a_bad_head_is_refused_and_reported_and_the_old_one_stays(bench: Bench) 
         installed, evaluation = bench.install(head)
         assert installed.head == head_key(head)
         assert f"head {version} refused, the old one stays" in installed.reason
-        assert (evaluation.head_version, evaluation.right, evaluation.wrong) == (version, (0, 0), (0, 0))
+        assert (evaluation.head_version, evaluation.correct, evaluation.incorrect) == (
+            version,
+            (0, 0),
+            (0, 0),
+        )
         assert words in evaluation.problem
         assert evaluation.problem in installed.reason
         assert bench.kept.installed() == before
 
 
-def test_a_head_that_fails_on_the_devices_own_pictures_is_refused(bench: Bench) -> None:
+def test_a_head_that_fails_on_the_devices_own_images_is_refused(bench: Bench) -> None:
     """It gives probabilities for what it is tried out on, and NaN for what the device sees."""
     far = np.zeros((16, 2), dtype=np.float32)
     installed, _ = bench.install(bench.head(1, linear_head([bench.backbone], far)))
@@ -174,7 +178,7 @@ def test_a_head_that_fails_on_the_devices_own_pictures_is_refused(bench: Bench) 
     far[:, 0], far[:, 1] = 9, -9
     cache.chunks = lambda *_: [huge]  # type: ignore[method-assign, assignment]
     installed, evaluation = bench.install(bench.head(2, linear_head([bench.backbone], far)))
-    assert "NaN or infinity for pictures that are held out" in evaluation.problem
+    assert "NaN or infinity for images that are held out" in evaluation.problem
     assert "head 2 refused" in installed.reason
 
 
@@ -242,7 +246,7 @@ def test_the_backbone_of_the_head_in_use_stays_on_the_disk(bench: Bench, tmp_pat
 
 
 def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
-    """Bound to what the device had learnt when it was in use; a head of which that is gone, to what it knows now."""
+    """Bound to what the device had learned when it was in use; a head of which that is gone, to what it knows now."""
     kept = DeviceState(tmp_path / "state")
     manifest = make_task(kept.blobs)
     assert manifest.program is not None
@@ -256,22 +260,22 @@ def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
         )
         for number in range(2)
     ]  # fmt: skip
-    learnt = []
+    learned = []
     for number in range(2):
         assert heads[0].tensors is not None
         taught = untaught(manifest, heads[0].tensors, data=None, blobs=kept.blobs)
         taught.state["steps"][...] = number
-        learnt.append(kept.blobs.put(pack(taught)).hex())
+        learned.append(kept.blobs.put(pack(taught)).hex())
     played = ((0, 0, None), (1, 1, None), (0, 0, None), (1, 1, None), (0, 1, 0))
     for step, (number, bound, gone) in enumerate(played):
-        kept.set(learnt=[ROUNDS_TASK.hex(), learnt[min(step, 1)]])
+        kept.set(learned=[ROUNDS_TASK.hex(), learned[min(step, 1)]])
         if gone is not None:
-            kept.blobs.path(bytes.fromhex(learnt[gone])).unlink()
+            kept.blobs.path(bytes.fromhex(learned[gone])).unlink()
         worker._newest = head_key(heads[number])
         worker._install(events.Install(ROUNDS_TASK, manifest, heads[number]))
         installed = kept.installed()
         assert installed is not None
-        assert (installed.version, installed.learnt) == (number + 1, learnt[bound])
+        assert (installed.version, installed.learned) == (number + 1, learned[bound])
 
 
 DEADLY = """

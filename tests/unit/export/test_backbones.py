@@ -16,7 +16,7 @@ from protocol.errors import ConfigError
 from protocol.storage.blobstore import file_digest
 
 MODEL = "test_resnet"
-"""timm's own network for tests: 0.5 M parameters, pictures of 160 x 160."""
+"""timm's own network for tests: 0.5 M parameters, images of 160 x 160."""
 
 
 def made(name: str = MODEL, *, seed: int = 1) -> Any:
@@ -38,10 +38,10 @@ def state_of(module: Any) -> dict[str, Tensor]:
 
 
 def same_features(left: Any, right: Any, *, edge: int = 160) -> bool:
-    """Whether two networks agree on a random picture."""
-    picture = torch.randn(1, 3, edge, edge, generator=torch.Generator().manual_seed(0))
+    """Whether two networks agree on a random image."""
+    image = torch.randn(1, 3, edge, edge, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        return torch.equal(left(picture), right(picture))
+        return torch.equal(left(image), right(image))
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_efficientnet", "test_convnext"])
@@ -140,15 +140,15 @@ def test_unknown_models_are_answered_with_the_closest(model: str, message: str) 
 
 @pytest.mark.parametrize("choice", [Choice(MODEL), Choice(MODEL, random=True, pretrained=True)])
 def test_the_source_of_the_weights_has_to_be_said_once(choice: Choice) -> None:
-    """A backbone that has learnt nothing is nearly always a mistake, so it is made on request alone."""
+    """A backbone that has learned nothing is nearly always a mistake, so it is made on request alone."""
     with pytest.raises(ConfigError, match=r"--weights FILE, --pretrained .* or --random"):
         load_backbone(choice)
 
 
 def test_arguments_that_the_model_does_not_take_are_said() -> None:
     """An unknown argument is named."""
-    with pytest.raises(ConfigError, match=r"with {'colour': 'red'}: .*'colour'; check --model-kwargs"):
-        load_backbone(Choice(MODEL, random=True, model_kwargs={"colour": "red"}))
+    with pytest.raises(ConfigError, match=r"with {'color': 'red'}: .*'color'; check --model-kwargs"):
+        load_backbone(Choice(MODEL, random=True, model_kwargs={"color": "red"}))
 
 
 def test_a_model_without_pooled_feature_is_refused() -> None:
@@ -157,7 +157,7 @@ def test_a_model_without_pooled_feature_is_refused() -> None:
         load_backbone(Choice(MODEL, random=True, model_kwargs={"global_pool": ""}))
 
 
-def test_pictures_of_a_size_that_the_model_cannot_take_are_refused() -> None:
+def test_images_of_a_size_that_the_model_cannot_take_are_refused() -> None:
     """A size that falls to nothing inside the network is an error of one line."""
     with pytest.raises(ConfigError, match="--image-size"):
         load_backbone(Choice("test_convnext", random=True, image_size=8))
@@ -175,7 +175,7 @@ def test_the_image_size_moves_the_positions_of_a_transformer(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("size", "height", "width"), [(128, 128, 128), ((96, 128), 96, 128)])
-def test_a_size_given_to_the_model_is_that_of_the_pictures(size: object, height: int, width: int) -> None:
+def test_a_size_given_to_the_model_is_that_of_the_images(size: object, height: int, width: int) -> None:
     """`img_size` among the model's arguments is as good as an image size, and need not be square."""
     spec = load_backbone(
         Choice("test_vit", random=True, model_kwargs={"img_size": size})
@@ -183,7 +183,7 @@ def test_a_size_given_to_the_model_is_that_of_the_pictures(size: object, height:
     assert (spec.height, spec.width) == (height, width)
 
 
-def test_pictures_are_prepared_as_timm_says() -> None:
+def test_images_are_prepared_as_timm_says() -> None:
     """Size, crop, interpolation, mean and std are the model's own."""
     config = timm.get_pretrained_cfg("vit_tiny_patch16_224")
     backbone = load_backbone(Choice("vit_tiny_patch16_224", random=True))
@@ -204,8 +204,8 @@ def test_a_person_may_know_better() -> None:
     assert backbone.config["mean"] == half
 
 
-def test_borders_have_the_colour_that_timm_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where timm pads pictures, devices pad them with the same colour."""
+def test_borders_have_the_color_that_timm_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where timm pads images, devices pad them with the same color."""
     monkeypatch.setattr(
         "export.backbones.resolve_model_data_config",
         lambda *a, **k: resolve_model_data_config(*a, **k) | {"crop_mode": "border"},

@@ -68,7 +68,7 @@ def test_a_backbone_is_exported_and_summed_up(
     assert summary["sha256"] == file_digest(path).hex()
     assert summary["size_bytes"] == path.stat().st_size
     assert summary["weights_sha256"] == file_digest(weights).hex()
-    assert summary["parity"]["pictures"] == 3
+    assert summary["parity"]["images"] == 3
     assert summary["parity"]["relative_error"] < 1e-4
     assert summary["parity"]["cosine"] > 0.999999
     session = onnxruntime.InferenceSession(path)

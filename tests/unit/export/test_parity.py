@@ -1,4 +1,4 @@
-"""The comparison with torch finds the worst picture and reads any photograph."""
+"""The comparison with torch finds the worst photo and reads any photograph."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,43 +14,43 @@ from protocol.errors import ConfigError
 from tests.support.networks import described, tiny_network
 
 
-def first_value_of(picture: Image.Image) -> int:
-    """What tells the test's pictures apart."""
-    return int(np.asarray(picture)[0, 0, 0])
+def first_value_of(photo: Image.Image) -> int:
+    """What tells the test's images apart."""
+    return int(np.asarray(photo)[0, 0, 0])
 
 
 def reference_of(file: bytes, *, wrong_at: int, factor: float) -> Reference:
-    """What the file itself computes, but for one picture."""
+    """What the file itself computes, but for one photo."""
     import onnxruntime
 
     from protocol.preprocessing import preprocess
 
     session = onnxruntime.InferenceSession(file)
 
-    def reference(picture: Image.Image) -> NDArray[np.float32]:
-        image = preprocess(picture, described().preprocessing)[None]
+    def reference(photo: Image.Image) -> NDArray[np.float32]:
+        image = preprocess(photo, described().preprocessing)[None]
         feature: NDArray[np.float32] = session.run(["feature"], {"image": image})[0][0]
-        return feature * np.float32(factor) if first_value_of(picture) == wrong_at else feature
+        return feature * np.float32(factor) if first_value_of(photo) == wrong_at else feature
 
     return reference
 
 
-def pictures(count: int) -> Iterator[Image.Image]:
-    """Grey pictures, each of another shade."""
+def images(count: int) -> Iterator[Image.Image]:
+    """Gray images, each of another shade."""
     return (Image.new("RGB", (20, 20), (shade, shade, shade)) for shade in range(count))
 
 
 @pytest.mark.parametrize("wrong_at", [0, 3, BATCH + 2])
-def test_one_wrong_picture_among_many_is_found(wrong_at: int) -> None:
-    """The worst picture decides, wherever it stands."""
+def test_one_wrong_image_among_many_is_found(wrong_at: int) -> None:
+    """The worst photo decides, wherever it stands."""
     file = to_onnx(tiny_network(), described())
     parity = compare(
         file,
         preprocessing=described().preprocessing,
         reference=reference_of(file, wrong_at=wrong_at, factor=2.0),
-        photos=pictures(BATCH + 3),
+        photos=images(BATCH + 3),
     )
-    assert parity.pictures == BATCH + 3
+    assert parity.images == BATCH + 3
     assert parity.relative_error == pytest.approx(0.5, rel=1e-4)
     assert parity.cosine == pytest.approx(1.0)
 
@@ -62,21 +62,21 @@ def test_a_feature_that_points_elsewhere_has_its_cosine() -> None:
         file,
         preprocessing=described().preprocessing,
         reference=reference_of(file, wrong_at=1, factor=-1.0),
-        photos=pictures(2),
+        photos=images(2),
     )
     assert parity.cosine == pytest.approx(-1.0)
     assert parity.relative_error == pytest.approx(2.0, rel=1e-4)
 
 
 def test_the_samples_are_real_photographs() -> None:
-    """Two photographs with thousands of colours come without a network."""
+    """Two photographs with thousands of colors come without a network."""
     photos = sample_photos()
     assert [photo.size for photo in photos] == [(640, 427), (640, 427)]
     assert all(len(np.unique(np.asarray(photo).reshape(-1, 3), axis=0)) > 5000 for photo in photos)
 
 
 def test_a_folder_of_photographs_is_read_to_its_depth(tmp_path: Path) -> None:
-    """Pictures of several formats, in folders below, are read; other files are passed over."""
+    """Images of several formats, in folders below, are read; other files are passed over."""
     (tmp_path / "below").mkdir()
     for index, name in enumerate(["a.jpg", "b.PNG", "below/c.webp"]):
         Image.new("L", (9, 9), 40 * index).save(tmp_path / name)
@@ -93,7 +93,7 @@ def test_a_folder_without_photographs_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_broken_photograph_is_named(tmp_path: Path) -> None:
-    """A file that is no picture is named instead of being left out in silence."""
-    (tmp_path / "broken.jpg").write_bytes(b"not a picture")
+    """A file that is no photo is named instead of being left out in silence."""
+    (tmp_path / "broken.jpg").write_bytes(b"not a photo")
     with pytest.raises(ConfigError, match=r"broken\.jpg"):
         list(photos_in(tmp_path))

@@ -1,4 +1,4 @@
-"""Published weights on real pictures: the exported file really is the network that was trained."""
+"""Published weights on real images: the exported file really is the network that was trained."""
 
 import io
 import os
@@ -21,7 +21,7 @@ WEIGHTS = Path(os.environ.get("PROTOFLEET_BENCH_WEIGHTS", SHARED / "weights"))
 DATA = Path(os.environ.get("PROTOFLEET_BENCH_DATA", SHARED / "data"))
 HALF = (0.5, 0.5, 0.5)
 TRAIN, TEST = 50, 30
-"""Pictures a class."""
+"""Images a class."""
 
 
 def need(path: Path) -> Path:
@@ -57,21 +57,21 @@ def test_published_weights_agree_with_torch_on_real_photographs(exported: Export
     """On a hundred photographs the worst relative error stays near float32's precision."""
     parity = exported.metadata.parity
     assert parity is not None
-    assert parity.pictures == 100
+    assert parity.images == 100
     assert parity.relative_error < 1e-4
     assert parity.cosine > 0.9999999
 
 
 def cifar(part: str, count: int, spec: Preprocessing) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The first pictures of each class, as a backbone wants them, and their classes."""
+    """The first images of each class, as a backbone wants them, and their classes."""
     with zipfile.ZipFile(need(DATA / "cifar10.zip")) as archive:
         names = sorted(name for name in archive.namelist() if f"{part}/" in name and name.endswith(".jpg"))
         classes = sorted({name.split("/")[-2] for name in names})
         taken = [[name for name in names if f"/{label}/" in name][:count] for label in classes]
-        pictures = [
+        images = [
             preprocess(Image.open(io.BytesIO(archive.read(name))), spec) for same in taken for name in same
         ]
-    return np.stack(pictures), np.repeat(np.arange(len(classes)), count)
+    return np.stack(images), np.repeat(np.arange(len(classes)), count)
 
 
 def probe(features: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -81,8 +81,8 @@ def probe(features: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[n
     return np.asarray(np.linalg.solve(gram, features.T @ targets), dtype=np.float64)
 
 
-def test_the_exported_file_has_learnt_something(exported: Exported) -> None:
-    """A probe on 500 pictures of CIFAR-10 tells its classes apart; without weights it stays near a fifth."""
+def test_the_exported_file_has_learned_something(exported: Exported) -> None:
+    """A probe on 500 images of CIFAR-10 tells its classes apart; without weights it stays near a fifth."""
     session = onnxruntime.InferenceSession(exported.path)
     spec = exported.metadata.preprocessing
     (train, train_labels), (test, test_labels) = cifar("train", TRAIN, spec), cifar("test", TEST, spec)

@@ -18,21 +18,21 @@ from protocol.metadata import backbone_metadata
 from tests.support.networks import EDGE, FEATURE_SIZE, described, tiny_network
 
 
-def random_pictures(count: int) -> NDArray[np.uint8]:
+def random_images(count: int) -> NDArray[np.uint8]:
     """(count, H, W, 3) uint8."""
     return np.random.default_rng(count).integers(0, 256, (count, EDGE, EDGE, 3), dtype=np.uint8)
 
 
-def test_the_graph_normalises_pictures_and_takes_any_number_of_them() -> None:
-    """For 1, 2 and 9 pictures the graph gives what torch gives for (x / 255 - mean) / std."""
+def test_the_graph_normalizes_images_and_takes_any_number_of_them() -> None:
+    """For 1, 2 and 9 images the graph gives what torch gives for (x / 255 - mean) / std."""
     network, metadata = tiny_network(), described()
     session = onnxruntime.InferenceSession(to_onnx(network, metadata))
     for count in (1, 2, 9):
-        pictures = random_pictures(count)
-        normalised = (pictures / 255.0 - np.array(metadata.mean)) / np.array(metadata.std)
+        images = random_images(count)
+        normalized = (images / 255.0 - np.array(metadata.mean)) / np.array(metadata.std)
         with torch.inference_mode():
-            expected = network(torch.from_numpy(normalised.transpose(0, 3, 1, 2)).float()).numpy()
-        (features,) = session.run(["feature"], {"image": pictures})
+            expected = network(torch.from_numpy(normalized.transpose(0, 3, 1, 2)).float()).numpy()
+        (features,) = session.run(["feature"], {"image": images})
         assert features.dtype == np.float32
         assert features.shape == (count, FEATURE_SIZE)
         np.testing.assert_allclose(features, expected, atol=1e-5)
@@ -51,7 +51,7 @@ def test_the_file_says_all_that_a_device_needs(tmp_path: Path) -> None:
     metadata = backbone_metadata(session.get_modelmeta().custom_metadata_map)
     assert metadata == exported.metadata
     assert metadata.parity is not None
-    assert metadata.parity.pictures == 2
+    assert metadata.parity.images == 2
     assert metadata.parity.relative_error < 1e-5
     assert exported.sha256 == hashlib.sha256(file).hexdigest()
     assert exported.size_bytes == len(file)
@@ -91,7 +91,7 @@ def test_a_graph_that_is_not_the_network_is_not_written(tmp_path: Path, fault: f
     path.write_bytes(b"older")
     network = tiny_network()
 
-    def reference(_picture: Image.Image) -> NDArray[np.float32]:
+    def reference(_image: Image.Image) -> NDArray[np.float32]:
         return np.full(FEATURE_SIZE, fault, dtype=np.float32)
 
     with pytest.raises(ProtofleetError, match=r"relative error .* no file was written"):

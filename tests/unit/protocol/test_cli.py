@@ -34,7 +34,7 @@ def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verb
     """Show settings, or fail in some way."""
     match fail:
         case "expected":
-            raise ConfigError("the folder is empty: put pictures in it")
+            raise ConfigError("the folder is empty: put images in it")
         case "hostile":
             raise ConfigError("\x1b[31mred\nand more")
         case "usage":
@@ -74,7 +74,7 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     [
         ([], 0, ""),
         (["--help"], 0, ""),
-        (["--fail", "expected"], 1, "error: the folder is empty: put pictures in it\n"),
+        (["--fail", "expected"], 1, "error: the folder is empty: put images in it\n"),
         (["--fail", "hostile"], 1, "error: \\x1b[31mred\\nand more\n"),
         (["--fail", "usage"], 2, "Error: one of the two, please\n"),
         (
@@ -198,7 +198,7 @@ def test_a_log_line_stays_one_line_and_paints_nothing(capsys: pytest.CaptureFixt
 
 
 def test_verbose_is_about_our_own_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """A library's debug lines stay unsaid: Pillow's have what stands in a picture's metadata."""
+    """A library's debug lines stay unsaid: Pillow's have what stands in an image's metadata."""
     start_logging(verbose=True)
     logging.getLogger("PIL.TiffImagePlugin").debug("tag: GPSInfo - value: 52.5 N")
     logging.getLogger("edge_client.runner").debug("ours")

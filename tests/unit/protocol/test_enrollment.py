@@ -9,7 +9,7 @@ import pytest
 
 from aggregator.security.enrollment import Wanted, enrol
 from aggregator.storage.store import Store
-from protocol.enrollment import FORMAT, Card, card_text, read_card, read_enrolment
+from protocol.enrollment import FORMAT, Card, card_text, read_card, read_enrollment
 from protocol.errors import ConfigError
 
 
@@ -34,18 +34,18 @@ def folder(folders: Path, tmp_path: Path) -> Path:
 def refused(folder: Path) -> str:
     """Why a folder is not taken."""
     with pytest.raises(ConfigError) as caught:
-        read_enrolment(folder)
+        read_enrollment(folder)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["enrolment.toml", "ca.crt", "device.crt", "signing.key"])
+@pytest.mark.parametrize("name", ["enrollment.toml", "ca.crt", "device.crt", "signing.key"])
 def test_what_is_missing_is_named(folder: Path, name: str) -> None:
     """With the file's path; `device.key` is missed when a connection is about to be made."""
     (folder / name).unlink()
     assert str(folder / name) in refused(folder)
 
 
-@pytest.mark.parametrize("name", ["enrolment.toml", "ca.crt", "device.crt", "signing.key"])
+@pytest.mark.parametrize("name", ["enrollment.toml", "ca.crt", "device.crt", "signing.key"])
 def test_what_is_damaged_is_named(folder: Path, name: str) -> None:
     """A file with something else in it."""
     (folder / name).write_bytes(b"\xff not what it was")
@@ -88,7 +88,7 @@ def test_what_nobody_knows_is_refused(folder: Path, name: str, was: bytes, now: 
 
 def test_a_card_nested_without_end_is_damaged(folder: Path) -> None:
     """Before it overflows anything."""
-    (folder / "enrolment.toml").write_text("key = " + "[" * 10_000)
+    (folder / "enrollment.toml").write_text("key = " + "[" * 10_000)
     assert "is damaged" in refused(folder)
 
 
@@ -98,10 +98,10 @@ def test_a_card_nested_without_end_is_damaged(folder: Path) -> None:
         ("device.crt", "shed-2", "device.crt is not that of shed-1"),
         ("signing.key", "shed-2", "signing.key is not that of shed-1"),
         ("ca.crt", "hut-1", "device.crt is not of the authority in"),
-        ("enrolment.toml", "shed-2", "device.crt is not that of shed-2"),
+        ("enrollment.toml", "shed-2", "device.crt is not that of shed-2"),
     ],
 )
-def test_files_of_two_enrolments_are_told_apart(
+def test_files_of_two_enrollments_are_told_apart(
     folder: Path, folders: Path, name: str, of: str, said: str
 ) -> None:
     """One file of another device or fleet is named, before anything is connected."""
@@ -121,7 +121,7 @@ def test_files_of_two_enrolments_are_told_apart(
 )
 def test_a_card_that_is_none(folder: Path, pattern: str, text: str, said: str) -> None:
     """A newer format, a key that is too short, a line that is missing."""
-    file = folder / "enrolment.toml"
+    file = folder / "enrollment.toml"
     file.write_text(re.sub(pattern, text, file.read_text()))
     assert said in refused(folder)
 
@@ -136,12 +136,12 @@ def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
         key="0a" * 32,
         aggregator_key="0b" * 32,
     )
-    (tmp_path / "enrolment.toml").write_text(card_text(card) + "added = 1\n")
+    (tmp_path / "enrollment.toml").write_text(card_text(card) + "added = 1\n")
     assert read_card(tmp_path) == card
 
 
 def test_nothing_private_is_shown(folder: Path) -> None:
     """Not where a value is printed by mistake."""
-    enrolment = read_enrolment(folder)
-    assert enrolment.signing_key.hex() not in repr(enrolment)
-    assert str(enrolment.signing_key) not in repr(enrolment)
+    enrollment = read_enrollment(folder)
+    assert enrollment.signing_key.hex() not in repr(enrollment)
+    assert str(enrollment.signing_key) not in repr(enrollment)

@@ -31,7 +31,7 @@ BACKBONE = BackboneMetadata(
     std=(0.229, 0.224, 0.225),
     weights_sha256="0" * 64,
     weights="resnet18.safetensors",
-    parity=Parity(cosine=0.999, relative_error=1e-6, pictures=2),
+    parity=Parity(cosine=0.999, relative_error=1e-6, images=2),
 )
 HEAD = HeadMetadata(
     classes=("cat", "dog"),

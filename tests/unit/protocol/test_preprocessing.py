@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from protocol.errors import UnreadablePicture
+from protocol.errors import UnreadableImage
 from protocol.preprocessing import CropMode, Interpolation, Preprocessing, preprocess
 
 
-def picture(width: int, height: int, *, mode: str = "RGB", seed: int = 0) -> Image.Image:
+def random_image(width: int, height: int, *, mode: str = "RGB", seed: int = 0) -> Image.Image:
     """Random blocks with hard edges: every misplaced pixel shows."""
     blocks = np.random.default_rng(seed).integers(0, 256, (7, 5, 3), dtype=np.uint8)
     return Image.fromarray(blocks).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
 def timm_preprocess(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:
-    """What timm's own evaluation transform makes of the picture before it normalises."""
+    """What timm's own evaluation transform makes of the image before it normalizes."""
     factory = pytest.importorskip("timm.data.transforms_factory")
     transform = factory.transforms_imagenet_eval(
         (spec.height, spec.width),
@@ -53,7 +53,7 @@ def test_every_pixel_is_timms(
     crop_mode: CropMode,
     interpolation: Interpolation,
 ) -> None:
-    """Any picture size, target, crop and interpolation: the same bytes as timm's transform."""
+    """Any image size, target, crop and interpolation: the same bytes as timm's transform."""
     spec = Preprocessing(
         height=target[0],
         width=target[1],
@@ -62,7 +62,7 @@ def test_every_pixel_is_timms(
         interpolation=interpolation,
         fill=(124, 116, 104) if crop_mode == "border" else (0, 0, 0),
     )
-    image = picture(*size)
+    image = random_image(*size)
 
     ours = preprocess(image, spec)
 
@@ -76,38 +76,42 @@ def test_every_pixel_is_timms(
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr"])
-def test_every_colour_mode_becomes_the_rgb_that_timm_sees(mode: str) -> None:
-    """Pictures of any colour mode give the bytes that timm's transform gives after conversion."""
+def test_every_color_mode_becomes_the_rgb_that_timm_sees(mode: str) -> None:
+    """Images of any color mode give the bytes that timm's transform gives after conversion."""
     spec = Preprocessing(height=24, width=24, crop_pct=0.875)
-    image = picture(50, 31).convert("RGBA").convert(mode) if mode == "PA" else picture(50, 31, mode=mode)
+    image = (
+        random_image(50, 31).convert("RGBA").convert(mode)
+        if mode == "PA"
+        else random_image(50, 31, mode=mode)
+    )
     np.testing.assert_array_equal(preprocess(image, spec), timm_preprocess(image, spec))
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I;16B"])
-def test_sixteen_bit_grey_keeps_its_shades(mode: str) -> None:
-    """A 16-bit grey picture is scaled to 8 bits instead of being clipped to white."""
-    grey = np.asarray(picture(16, 16, mode="L"))
-    raw = (grey.astype(np.uint16) << 8).astype(">u2" if mode.endswith("B") else "<u2")
+def test_sixteen_bit_gray_keeps_its_shades(mode: str) -> None:
+    """A 16-bit gray image is scaled to 8 bits instead of being clipped to white."""
+    gray = np.asarray(random_image(16, 16, mode="L"))
+    raw = (gray.astype(np.uint16) << 8).astype(">u2" if mode.endswith("B") else "<u2")
     image = Image.frombytes(mode, (16, 16), raw.tobytes())
     pixels = preprocess(image, Preprocessing(height=16, width=16))
-    np.testing.assert_array_equal(pixels, np.repeat(grey[:, :, None], 3, axis=2))
+    np.testing.assert_array_equal(pixels, np.repeat(gray[:, :, None], 3, axis=2))
 
 
-def test_a_picture_of_the_right_size_passes_unchanged() -> None:
+def test_an_image_of_the_right_size_passes_unchanged() -> None:
     """Nothing is resampled where there is nothing to resize."""
-    image = picture(28, 28)
+    image = random_image(28, 28)
     np.testing.assert_array_equal(preprocess(image, Preprocessing(height=28, width=28)), np.asarray(image))
 
 
-def test_pictures_too_long_and_thin_are_refused() -> None:
-    """A picture that would fill the memory after resizing is refused with both sizes."""
-    with pytest.raises(UnreadablePicture, match=r"1 x 9000 .* 224 x 2016000"):
+def test_images_too_long_and_thin_are_refused() -> None:
+    """An image that would fill the memory after resizing is refused with both sizes."""
+    with pytest.raises(UnreadableImage, match=r"1 x 9000 .* 224 x 2016000"):
         preprocess(Image.new("RGB", (1, 9000)), Preprocessing(height=224, width=224))
 
 
-def test_empty_pictures_are_refused() -> None:
-    """A picture without pixels is refused, not resized."""
-    with pytest.raises(UnreadablePicture, match="0 x 5"):
+def test_empty_images_are_refused() -> None:
+    """An image without pixels is refused, not resized."""
+    with pytest.raises(UnreadableImage, match="0 x 5"):
         preprocess(Image.new("RGB", (0, 5)), Preprocessing(height=8, width=8))
 
 

@@ -29,10 +29,10 @@ def paper(**settings: object) -> FedPCL:
 SMALL = paper()
 
 
-def handed_in(
+def uploaded(
     device: str, prototypes: dict[int, list[float]], counts: dict[int, int] | None = None
 ) -> Contribution:
-    """A contribution of prototypes by class, of one picture each unless said otherwise."""
+    """A contribution of prototypes by class, of one image each unless said otherwise."""
     labels = sorted(prototypes)
     return Contribution(
         device=device,
@@ -47,7 +47,7 @@ def some_devices(count: int, *, classes: int, size: int = 2) -> list[Contributio
     """Devices with random prototypes of some of the classes each."""
     random = np.random.default_rng(count)
     return [
-        handed_in(
+        uploaded(
             f"device-{number:03}",
             {label: random.normal(size=size).tolist() for label in range(classes) if random.random() < 0.6},
             {label: int(random.integers(1, 9)) for label in range(classes)},
@@ -59,7 +59,7 @@ def some_devices(count: int, *, classes: int, size: int = 2) -> list[Contributio
 def test_global_prototypes_and_padded_sets_by_hand() -> None:
     """Class 0 is (1*[4,0] + 3*[0,4]) / 4 = [1,3]; device b lacks class 1, so its set points at the global one."""
     tensors = SMALL.aggregate(
-        [handed_in("b", {0: [0, 4]}, {0: 3}), handed_in("a", {0: [4, 0], 1: [2, 2]})],
+        [uploaded("b", {0: [0, 4]}, {0: 3}), uploaded("a", {0: [4, 0], 1: [2, 2]})],
         {},
         num_classes=3,
         seed=0,
@@ -78,7 +78,7 @@ def test_nobody_and_nothing_leave_one_empty_set() -> None:
     """Without a single prototype there is still one set to contrast with, all of it absent."""
     for tensors in (
         SMALL.first_tensors(feature_size=5, num_classes=3, seed=1),
-        SMALL.aggregate([handed_in("a", {})], {}, num_classes=3, seed=0),
+        SMALL.aggregate([uploaded("a", {})], {}, num_classes=3, seed=0),
     ):
         assert tensors["prototypes"].tolist() == [[0, 0]] * 3
         assert tensors["index"].tolist() == [[0, 1, 2]]
@@ -140,9 +140,9 @@ def test_like_sets_are_merged_by_their_counts() -> None:
     """Two devices alike and one that is not: the two become one set, its class 0 (1*[1,0] + 3*[1.5,0]) / 4."""
     settings = paper(max_sets=2, sets="cluster")
     devices = [
-        handed_in("a", {0: [1, 0], 1: [0, 1]}),
-        handed_in("b", {0: [-9, 0], 1: [0, -9]}),
-        handed_in("c", {0: [1.5, 0], 1: [0, 1]}, {0: 3}),
+        uploaded("a", {0: [1, 0], 1: [0, 1]}),
+        uploaded("b", {0: [-9, 0], 1: [0, -9]}),
+        uploaded("c", {0: [1.5, 0], 1: [0, 1]}, {0: 3}),
     ]
     tensors = settings.aggregate(devices, {}, num_classes=2, seed=0)
     sets = tensors["prototypes"][tensors["index"]].tolist()
@@ -246,7 +246,7 @@ def test_a_head_prefers_the_devices_own_prototypes() -> None:
 
 
 def test_a_prior_counts_in_the_loss_and_in_the_head() -> None:
-    """With 3 pictures and 1, each class is expected as often as its count and a tenth of their mean: 3.2 and 1.2.
+    """With 3 images and 1, each class is expected as often as its count and a tenth of their mean: 3.2 and 1.2.
 
     At equal similarities the probabilities are these shares, and the loss of class 0 is -log(3.2 / 4.4).
     """
@@ -261,32 +261,32 @@ def test_a_prior_counts_in_the_loss_and_in_the_head() -> None:
     assert float(loss) == pytest.approx(-math.log(3.2 / 4.4), abs=1e-5)
 
     functions = settings.functions(feature_size=2, num_classes=2, seed=0)
-    pictures = {"feature": torch.ones(4, 2), "labels": torch.tensor([0, 0, 1, 0])}
-    state = functions.init.apply(pictures)
+    images = {"feature": torch.ones(4, 2), "labels": torch.tensor([0, 0, 1, 0])}
+    state = functions.init.apply(images)
     assert state["class_counts"].tolist() == [3, 1]
     assert "class_counts" not in settings.kept
     local = {"local_prototypes": torch.ones(2, 2), "local_counts": state["class_counts"]}
-    shares = functions.head.apply({**pictures, **state, **tensors, **local})["probabilities"]
+    shares = functions.head.apply({**images, **state, **tensors, **local})["probabilities"]
     np.testing.assert_allclose(shares, [[3.2 / 4.4, 1.2 / 4.4]] * 4, atol=1e-6)
     local["local_counts"] = torch.zeros(2)
-    shares = functions.head.apply({**pictures, **state, **tensors, **local})["probabilities"]
+    shares = functions.head.apply({**images, **state, **tensors, **local})["probabilities"]
     np.testing.assert_allclose(shares, 0.5, atol=1e-6)
 
 
-def test_features_are_standardised_on_the_device() -> None:
-    """Mean 0 over its own pictures, and deviation 1 over all features: one that never moves is not blown up."""
+def test_features_are_standardized_on_the_device() -> None:
+    """Mean 0 over its own images, and deviation 1 over all features: one that never moves is not blown up."""
     functions = SMALL.functions(feature_size=3, num_classes=2, seed=0)
     feature = torch.tensor([[1.0, 10.0, 5.0], [3.0, 30.0, 5.0]])
     state = functions.init.apply({"feature": feature})
     assert state["mean"].tolist() == [2, 20, 5]
     np.testing.assert_allclose(state["std"], [math.sqrt(101 / 3)] * 3, rtol=1e-6)
-    plain = paper(standardise=False).functions(feature_size=3, num_classes=2, seed=0)
+    plain = paper(standardize=False).functions(feature_size=3, num_classes=2, seed=0)
     untouched = plain.init.apply({"feature": feature})
     assert (untouched["mean"].tolist(), untouched["std"].tolist()) == ([0, 0, 0], [1, 1, 1])
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_no_or_one_picture_makes_a_valid_state(rows: int) -> None:
+def test_no_or_one_image_makes_a_valid_state(rows: int) -> None:
     """Nothing to take a deviation of: it is 1, and the projection finite."""
     functions = SMALL.functions(feature_size=3, num_classes=2, seed=0)
     state = functions.init.apply({"feature": torch.ones(rows, 3)})

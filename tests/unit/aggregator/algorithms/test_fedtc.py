@@ -50,7 +50,7 @@ def _logits(trained: TrainedHead, features: Features) -> Features:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_separable_classes_are_learnt(recipe: str) -> None:
+def test_separable_classes_are_learned(recipe: str) -> None:
     """Either recipe learns classes that anything could, and the loss falls."""
     losses: list[float] = []
     prototypes, labels, counts = _blobs(0, 1, 2, 3)
@@ -81,7 +81,7 @@ def test_same_seed_same_head() -> None:
 
 
 def test_training_leaves_the_global_random_state_alone() -> None:
-    """Randomness is handed in, never taken from torch's global generator."""
+    """Randomness is uploaded, never taken from torch's global generator."""
     before = torch.get_rng_state()
     _train(*_blobs(0, 1))
     assert torch.equal(torch.get_rng_state(), before)
@@ -106,7 +106,7 @@ def test_a_single_class_trains(recipe: str, per_class: int) -> None:
 
 
 def test_a_feature_without_direction_gets_finite_logits() -> None:
-    """Normalising a zero vector is no division by zero, forwards or backwards."""
+    """Normalizing a zero vector is no division by zero, forwards or backwards."""
     prototypes, labels, counts = _blobs(0, 1)
     trained = _train(np.zeros_like(prototypes), labels, counts)
     assert np.isfinite(_logits(trained, prototypes)).all()
@@ -174,7 +174,7 @@ def test_restoring_works_class_by_class_and_weighs_by_count() -> None:
     np.testing.assert_allclose(restored, [[2 - 2 * 2], [2 + np.sqrt(8)], [10]], rtol=1e-6)
 
 
-def test_single_pictures_are_restored_to_themselves() -> None:
+def test_single_images_are_restored_to_themselves() -> None:
     """What was never averaged lost no variance."""
     prototypes, labels, _ = _blobs(0, 1)
     np.testing.assert_allclose(
@@ -200,7 +200,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         _train(prototypes, labels[1:], counts)
     with pytest.raises(ProtofleetError, match="labels must lie in 0 to 2"):
         _train(prototypes, labels, counts, num_classes=3)
-    with pytest.raises(ProtofleetError, match="at least one picture"):
+    with pytest.raises(ProtofleetError, match="at least one image"):
         _train(prototypes, labels, np.zeros_like(counts))
 
 

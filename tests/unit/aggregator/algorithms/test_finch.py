@@ -32,12 +32,12 @@ def points(*, least: int = 1) -> st.SearchStrategy[NDArray[np.float64]]:
     )
 
 
-def test_points_are_joined_through_first_neighbours() -> None:
+def test_points_are_joined_through_first_neighbors() -> None:
     """Three at 0, 10 and 25 degrees and two at 120 and 130 are two clusters, and then one.
 
-    First neighbours: 0 -> 10, 10 -> 0 (10 degrees, against 15 to 25), 25 -> 10, 120 -> 130, 130 -> 120.
+    First neighbors: 0 -> 10, 10 -> 0 (10 degrees, against 15 to 25), 25 -> 10, 120 -> 130, 130 -> 120.
     Links: 0-10 (each other's), 25-10, and 0-25 (both have 10); 120-130. Nothing leads from one group to the other.
-    The means of two clusters are each other's first neighbours, so the next partition has one.
+    The means of two clusters are each other's first neighbors, so the next partition has one.
     """
     found = partitions(on_circle(0, 10, 25, 120, 130))
     assert [labels.tolist() for labels in found] == [[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]
@@ -46,7 +46,7 @@ def test_points_are_joined_through_first_neighbours() -> None:
 def test_the_means_of_clusters_are_clustered_in_turn() -> None:
     """Four pairs, near one another by two: first the pairs, then the two groups, then all.
 
-    Pairs at 0/2, 20/22, 180/182 and 200/202 degrees: each point's first neighbour is its partner, 2 degrees away;
+    Pairs at 0/2, 20/22, 180/182 and 200/202 degrees: each point's first neighbor is its partner, 2 degrees away;
     the next is 18 away. Their means point to 1, 21, 181 and 201: 1 <-> 21 and 181 <-> 201 (20 degrees, against
     160). The means of those point to 11 and 191: two clusters, and so one in the end.
     """
@@ -59,8 +59,8 @@ def test_the_means_of_clusters_are_clustered_in_turn() -> None:
     assert coarsest(on_circle(0, 2, 20, 22, 180, 182, 200, 202)).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_points_with_the_same_first_neighbour_share_a_cluster() -> None:
-    """-10 and 9 both have 0 for their first neighbour, though they are 19 degrees apart."""
+def test_points_with_the_same_first_neighbor_share_a_cluster() -> None:
+    """-10 and 9 both have 0 for their first neighbor, though they are 19 degrees apart."""
     assert groups(partitions(on_circle(-10, 0, 9))[0]) == {frozenset({0, 1, 2})}
 
 
@@ -73,7 +73,7 @@ def test_clusters_are_numbered_as_they_occur() -> None:
     ("values", "expected"),
     [
         ([[3.0, 4.0]], [0]),  # one point: a cluster of its own
-        ([[1.0, 0.0], [-1.0, 0.0]], [0, 0]),  # two: each has no other neighbour
+        ([[1.0, 0.0], [-1.0, 0.0]], [0, 0]),  # two: each has no other neighbor
         ([[1.0, 2.0]] * 4, [0, 0, 0, 0]),  # duplicates: all are equally near
         (np.eye(3).tolist(), [0, 0, 0]),  # every cosine is 0: all are tied, so all are linked
         ([[0.0, 0.0], [0.0, 0.0]], [0, 0]),  # nothing but points without direction: they are one cluster
@@ -87,7 +87,7 @@ def test_small_and_degenerate_sets(values: list[list[float]], expected: list[int
 
 
 def test_duplicates_do_not_hide_a_second_group() -> None:
-    """Three times 0 degrees and two at 90 and 91: the copies are one another's first neighbours."""
+    """Three times 0 degrees and two at 90 and 91: the copies are one another's first neighbors."""
     assert partitions(on_circle(0, 90, 0, 91, 0))[0].tolist() == [0, 1, 0, 1, 0]
 
 

@@ -17,13 +17,13 @@ from aggregator.algorithms.program import Contribution
 from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
 
-SETTINGS = FPL(adapter_size=4, tau=0.02, regularisation=0.7)
+SETTINGS = FPL(adapter_size=4, tau=0.02, regularization=0.7)
 CLASSES = 3
 SHARED = SETTINGS.first_tensors(feature_size=5, num_classes=CLASSES, seed=0)
 
 
 def device(
-    name: str, *, classes: list[int], pictures: int = 2, change: float = 0.0, seed: int = 0
+    name: str, *, classes: list[int], images: int = 2, change: float = 0.0, seed: int = 0
 ) -> Contribution:
     """Random prototypes of some classes, and the same change of every parameter."""
     random = np.random.default_rng(seed)
@@ -31,7 +31,7 @@ def device(
         device=name,
         values=random.normal(size=(len(classes), 4)).astype(np.float32),
         labels=np.array(classes, dtype=np.int64),
-        counts=np.full(len(classes), pictures, dtype=np.int64),
+        counts=np.full(len(classes), images, dtype=np.int64),
         tensors={key: np.full_like(SHARED[key], change) for key in PARAMETERS},
     )
 
@@ -41,11 +41,11 @@ def pool(*contributions: Contribution) -> dict[str, NDArray[Any]]:
     return SETTINGS.aggregate(contributions, SHARED, num_classes=CLASSES, seed=0)
 
 
-def test_models_are_averaged_by_their_pictures() -> None:
-    """Changes of 1 by 6 pictures, -2 by 2, and 8 by a device without a prototype: (6*1 - 2*2) / 8 = 0.25."""
+def test_models_are_averaged_by_their_images() -> None:
+    """Changes of 1 by 6 images, -2 by 2, and 8 by a device without a prototype: (6*1 - 2*2) / 8 = 0.25."""
     tensors = pool(
-        device("a", classes=[0, 1], pictures=3, change=1),
-        device("b", classes=[1], pictures=2, change=-2),
+        device("a", classes=[0, 1], images=3, change=1),
+        device("b", classes=[1], images=2, change=-2),
         device("c", classes=[], change=8),
     )
     for name in PARAMETERS:
@@ -118,7 +118,7 @@ def test_a_change_that_does_not_fit_is_refused() -> None:
         broken = Contribution(
             device="pi", values=whole.values, labels=whole.labels, counts=whole.counts, tensors=wrong
         )
-        with pytest.raises(ProtofleetError, match=r"device pi must hand in the change of adapter_\w+ as \("):
+        with pytest.raises(ProtofleetError, match=r"device pi must upload the change of adapter_\w+ as \("):
             pool(broken)
 
 
@@ -141,7 +141,7 @@ def written_out(
             near = [math.exp(cosine(feature, cluster) / SETTINGS.tau) for cluster in clusters]
             mine = sum(value for value, owner in zip(near, owners, strict=True) if owner == label)
             total -= math.log(mine / sum(near))
-            total += SETTINGS.regularisation * float(
+            total += SETTINGS.regularization * float(
                 np.mean((feature - np.array(shared["unbiased"])[label]) ** 2)
             )
     return total / len(labels)
@@ -174,7 +174,7 @@ def test_the_loss_is_that_of_the_paper(owned: list[list[int]]) -> None:
 
 def test_a_dead_feature_is_no_nan() -> None:
     """A sample that the adapter's ReLU turns into zeros has a finite loss and gradient, at the lowest temperature."""
-    settings = FPL(adapter_size=4, tau=0.001, regularisation=1)
+    settings = FPL(adapter_size=4, tau=0.001, regularization=1)
     pooled = to_torch(pool(device("a", classes=[0, 1]), device("b", classes=[1], seed=1)))
     hidden = torch.full((2, 4), -1.0).requires_grad_()
     value = loss(

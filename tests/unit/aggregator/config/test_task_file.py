@@ -74,7 +74,7 @@ canary = 0.25
 margin = 0
 patience_s = 60
 [privacy]
-perturb = "pictures"
+perturb = "images"
 noise = "laplace"
 scale = 0.05
 shrink = 0.1
@@ -88,9 +88,7 @@ shrink = 0.1
     assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
     assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
     assert task.rollout_settings == RolloutSettings(canary=0.25, margin=0.0, patience_s=60.0)
-    assert perturbation_of(task.privacy) == Perturbation(
-        on="pictures", noise="laplace", scale=0.05, shrink=0.1
-    )
+    assert perturbation_of(task.privacy) == Perturbation(on="images", noise="laplace", scale=0.05, shrink=0.1)
 
 
 def test_rounds_have_defaults(tmp_path: Path) -> None:
@@ -170,16 +168,16 @@ WRONG: dict[str, tuple[str, int, str]] = {
     "unknown noise": (
         '[privacy]\nperturb = "features"',
         4,
-        "`privacy.perturb`: Invalid enum value 'features'; expected 'prototypes' or 'pictures'",
+        "`privacy.perturb`: Invalid enum value 'features'; expected 'prototypes' or 'images'",
     ),
-    "noise of no size": ('[privacy]\nperturb = "pictures"', 4, "`perturb` wants to know how much noise: set"),
+    "noise of no size": ('[privacy]\nperturb = "images"', 4, "`perturb` wants to know how much noise: set"),
     "a size of no noise": ("[privacy]\nscale = 0.1", 4, "`privacy.scale` says nothing without `perturb`"),
     "no deviation": (
-        '[privacy]\nperturb = "pictures"\nscale = 0',
+        '[privacy]\nperturb = "images"\nscale = 0',
         5,
         "`privacy.scale`: Expected `float` > 0",
     ),
-    "nothing is left": ('[privacy]\nperturb = "pictures"\nscale = 1\nshrink = 1', 6, "`privacy.shrink`"),
+    "nothing is left": ('[privacy]\nperturb = "images"\nscale = 1\nshrink = 1', 6, "`privacy.shrink`"),
     "a budget of nothing": (
         "[privacy]\nmax_epsilon = 8",
         4,
@@ -194,7 +192,7 @@ WRONG: dict[str, tuple[str, int, str]] = {
     "a budget that is spent at once": (
         "[privacy]\nepsilon = 2\nclip_norm = 9\nmax_epsilon = 1",
         6,
-        "max_epsilon (1) is less than epsilon (2): no device could hand in anything",
+        "max_epsilon (1) is less than epsilon (2): no device could upload anything",
     ),
     "an epsilon that bounds nothing": (
         "[privacy]\nepsilon = 21",
@@ -207,24 +205,24 @@ WRONG: dict[str, tuple[str, int, str]] = {
         "`privacy.delta`: Expected `float` <= 0.001",
     ),
     "two kinds of noise": (
-        PRIVATE + 'perturb = "pictures"\nscale = 1',
+        PRIVATE + 'perturb = "images"\nscale = 1',
         7,
         "perturbation and differential privacy exclude each other: take one",
     ),
     "outliers of a private task": (
         PRIVATE + "[client]\nalpha = 0.99",
         8,
-        "with differential privacy alpha must be 1: which outliers are left out hangs on other pictures",
+        "with differential privacy alpha must be 1: which outliers are left out hangs on other images",
     ),
     "rounds of a private task": (
         'algorithm = "fedpcl"\n' + PRIVATE,
         5,
-        'algorithm = "fedpcl" learns a projection from a device\'s own pictures, so that what one of them changes has',
+        'algorithm = "fedpcl" learns a projection from a device\'s own images, so that what one of them changes has',
     ),
     "half of what leaves perturbed": (
         'algorithm = "fpl"\n[privacy]\nscale = 0.1\nperturb = "prototypes"',
         6,
-        'algorithm = "fpl" hands in parameters beside prototypes, which would be as they are',
+        'algorithm = "fpl" uploads parameters beside prototypes, which would be as they are',
     ),
     "a table of another algorithm": (
         'algorithm = "fpl"\n[fedpcl]\nrounds = 3',

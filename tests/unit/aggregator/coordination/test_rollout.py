@@ -33,9 +33,9 @@ from protocol.wire.canary import canary_rank
 
 CANARY = Settings(canary=0.2, margin=0.02, patience_s=600.0)
 FLEET = frozenset(f"d{number}" for number in range(10))
-GOOD = Answer(right=90, pictures=100, before=91)
-WORSE = Answer(right=88, pictures=100, before=91)
-BROKEN = Answer(right=0, pictures=0, problem="it gives NaN")
+GOOD = Answer(correct=90, images=100, previous_correct=91)
+WORSE = Answer(correct=88, images=100, previous_correct=91)
+BROKEN = Answer(correct=0, images=0, problem="it gives NaN")
 
 
 def play(state: State, *events: Event, by: Settings = CANARY) -> tuple[State, list[Action]]:
@@ -114,8 +114,8 @@ def test_a_candidate_waits_for_the_first_device() -> None:
         ((GOOD, BROKEN), 1),
     ],
 )
-def test_the_pooled_pictures_decide(answers: tuple[Answer, Answer], current: int) -> None:
-    """Not worse by more than the margin over all pictures; without a comparison it is enough that it runs."""
+def test_the_pooled_images_decide(answers: tuple[Answer, Answer], current: int) -> None:
+    """Not worse by more than the margin over all images; without a comparison it is enough that it runs."""
     state = trying()
     assert state.trial is not None
     events = [
@@ -128,13 +128,13 @@ def test_the_pooled_pictures_decide(answers: tuple[Answer, Answer], current: int
 
 
 def test_the_reason_has_the_figures() -> None:
-    """Of both heads, and how many pictures and devices."""
+    """Of both heads, and how many images and devices."""
     state = trying()
     assert state.trial is not None
     assert figures_of(state.trial) == "no canary has answered"
     state, _ = play(state, *[Evaluated(device, 2, WORSE) for device in state.trial.canaries])
     assert state.rejected[2] == (
-        "88.0% of 200 held-out pictures right on 2 canaries, 91.0% with the head before"
+        "88.0% of 200 held-out images right on 2 canaries, 91.0% with the head before"
     )
 
 
@@ -337,13 +337,13 @@ def test_whatever_happens_there_is_one_good_head(events: list[Event]) -> None:
     assert state.trial is None
 
 
-def test_canaries_without_pictures_to_tell_of_say_that_it_runs() -> None:
+def test_canaries_without_images_to_tell_of_say_that_it_runs() -> None:
     """Under differential privacy all counts are 0: a head that runs on all canaries is taken, and no other."""
-    silent = Answer(right=0, pictures=0, before=0)
+    silent = Answer(correct=0, images=0, previous_correct=0)
     first, second = ranked(2)[:2]
     state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, silent))
     assert state.current == 2
     (use,) = [action for action in actions if isinstance(action, Use)]
-    assert use.why == "it runs on 2 canaries, without pictures to compare it on"
+    assert use.why == "it runs on 2 canaries, without images to compare it on"
     state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, BROKEN))
     assert (state.current, [type(action) for action in actions]) == (1, [Reject])

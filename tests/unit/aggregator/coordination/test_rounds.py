@@ -178,7 +178,7 @@ class World:
                 assert action.members == tuple(sorted(self.stored.items()))
 
     def submit(self, device: str, sequence: int, variant: int) -> None:
-        """A device hands in."""
+        """A device uploads."""
         digest = f"{device}{sequence}{variant}".encode()
         self.feed(Submitted(device, Entry(sequence, digest, self.now_s)))
 

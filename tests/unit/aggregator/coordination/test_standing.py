@@ -51,7 +51,7 @@ def _trained(*left_out: str) -> State:
 
 
 def test_who_was_left_out_makes_no_further_head() -> None:
-    """A device that was judged was judged, as long as it hands in nothing else."""
+    """A device that was judged was judged, as long as it uploads nothing else."""
     state, actions = _run(Ticked(1e6), state=_trained("b"))
     assert actions == []
     assert waiting(state, SETTINGS) == {}
@@ -70,7 +70,7 @@ def test_who_is_readmitted_makes_the_next_head() -> None:
 
 
 def test_a_head_of_a_barred_device_is_made_again_without_it() -> None:
-    """At once, and once; what it hands in later waits for nothing."""
+    """At once, and once; what it uploads later waits for nothing."""
     state, actions = _run(Standing(frozenset("b")), Ticked(1.0), state=_trained())
     assert _members(actions) == ["ac"]
     state, actions = _run(Trained(2), _submitted("b", number=7), Ticked(1e6), state=state)
@@ -128,7 +128,7 @@ def _store(folder: Path, *, aside: str = "") -> Store:
 def test_after_a_restart_who_was_left_out_was_judged(tmp_path: Path) -> None:
     """The state that the store gives is the one that was left: nothing waits, until a device is readmitted."""
     store = _store(tmp_path, aside="b")
-    store.set_aside(TASK, "b", why="far off", now_s=5.0)
+    store.quarantined(TASK, "b", why="far off", now_s=5.0)
     assert waiting(store.round_state(TASK), SETTINGS) == {}
     assert store.heads()[0].members.keys() == {"a"}
     store.readmit(TASK, "b", now_s=6.0)
@@ -136,10 +136,10 @@ def test_after_a_restart_who_was_left_out_was_judged(tmp_path: Path) -> None:
 
 
 def test_only_revoked_devices_are_barred(tmp_path: Path) -> None:
-    """Others that are set aside still hand in, and are judged anew."""
+    """Others that are quarantined still upload, and are judged anew."""
     store = _store(tmp_path)
-    store.set_aside(TASK, "a", why="far off", now_s=5.0)
-    store.set_aside(TASK, "b", why=REVOKED, now_s=5.0)
+    store.quarantined(TASK, "a", why="far off", now_s=5.0)
+    store.quarantined(TASK, "b", why=REVOKED, now_s=5.0)
     assert store.standing(TASK) == store.round_state(TASK).standing == Standing(barred=frozenset("b"))
     assert store.standing(bytes(32)) == Standing()
 
@@ -147,14 +147,14 @@ def test_only_revoked_devices_are_barred(tmp_path: Path) -> None:
 def test_set_aside_readmitted_and_set_aside_again(tmp_path: Path) -> None:
     """What is said again keeps its date; a readmission holds until somebody sets the device aside again."""
     store = _store(tmp_path)
-    store.set_aside(TASK, "a", why="far off", now_s=5.0)
-    store.set_aside(TASK, "a", why="farther off", now_s=6.0)
+    store.quarantined(TASK, "a", why="far off", now_s=5.0)
+    store.quarantined(TASK, "a", why="farther off", now_s=6.0)
     assert store.asides(TASK) == {"a": Aside("farther off", 5.0)}
     store.readmit(TASK, "a", now_s=7.0)
     store.readmit(TASK, "a", now_s=8.0)
     assert store.asides(TASK) == {"a": Aside("farther off", 5.0, 7.0)}
     assert store.standing(TASK) == Standing(readmitted=frozenset("a"))
-    store.set_aside(TASK, "a", why=REVOKED, now_s=9.0)
+    store.quarantined(TASK, "a", why=REVOKED, now_s=9.0)
     assert store.asides(TASK) == {"a": Aside(REVOKED, 9.0)}
     store.forget_aside(TASK, "a")
     assert store.asides(TASK) == {}
@@ -181,7 +181,7 @@ def test_a_round_does_not_wait_for_strangers() -> None:
 
 
 def test_keys_decide_who_counts_whatever_the_task(tmp_path: Path) -> None:
-    """Who is revoked is so in every task, and from the first enrolment on only who is enrolled counts."""
+    """Who is revoked is so in every task, and from the first enrollment on only who is enrolled counts."""
     store, other = _store(tmp_path), Store(tmp_path)
     other.keys.pin_key("a", b"a" * 32, now_s=1)
     other.keys.revoke_key("a", now_s=2)

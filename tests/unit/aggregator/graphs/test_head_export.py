@@ -57,7 +57,7 @@ def random_features(count: int) -> NDArray[np.float32]:
     return np.random.default_rng(count).normal(size=(count, FEATURE_SIZE)).astype(np.float32)
 
 
-def random_pictures(count: int) -> NDArray[np.uint8]:
+def random_images(count: int) -> NDArray[np.uint8]:
     """(count, H, W, 3)."""
     return np.random.default_rng(count).integers(0, 256, (count, EDGE, EDGE, 3), dtype=np.uint8)
 
@@ -138,15 +138,15 @@ def test_backbone_and_head_in_one_file_compute_the_same(head: bytes, backbone: b
     assert [entry.name for entry in fused.get_inputs()] == ["image"]
     assert [entry.name for entry in fused.get_outputs()] == ["logits", "probabilities"]
     for count in (1, 4):
-        (features,) = onnxruntime.InferenceSession(file).run(["feature"], {"image": random_pictures(count)})
+        (features,) = onnxruntime.InferenceSession(file).run(["feature"], {"image": random_images(count)})
         expected = onnxruntime.InferenceSession(head).run(["logits", "probabilities"], {"feature": features})
-        given = fused.run(["logits", "probabilities"], {"image": random_pictures(count)})
+        given = fused.run(["logits", "probabilities"], {"image": random_images(count)})
         for ours, theirs in zip(given, expected, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_the_fused_file_knows_both(backbone: bytes, head: bytes) -> None:
-    """Its metadata holds how to prepare pictures and what the classes are, and no other kind is claimed."""
+    """Its metadata holds how to prepare images and what the classes are, and no other kind is claimed."""
     session = onnxruntime.InferenceSession(fuse(backbone, head))
     properties = session.get_modelmeta().custom_metadata_map
     facts = model_metadata(properties)

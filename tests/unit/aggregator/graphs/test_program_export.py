@@ -24,7 +24,7 @@ ROLES = ("init", "step", "project", "head")
 L, C, D = 12, 4, 8
 ALGORITHMS: dict[str, Algorithm] = {
     "fedpcl": FedPCL(projection_size=D, tau=0.1, learning_rate=1e-2),
-    "fpl": FPL(adapter_size=D, tau=0.1, learning_rate=1e-2, regularisation=1, standardise=True),
+    "fpl": FPL(adapter_size=D, tau=0.1, learning_rate=1e-2, regularization=1, standardize=True),
 }
 METADATA = HeadMetadata(
     classes=("ant", "bee", "crow", "dog"),
@@ -51,7 +51,7 @@ def graphs(name: str) -> Graphs:
 
 
 def pooled(algorithm: Algorithm, *, devices: int) -> Arrays:
-    """A round's tensors after devices have handed in prototypes of the first three classes."""
+    """A round's tensors after devices have uploaded prototypes of the first three classes."""
     random = np.random.default_rng(devices)
     first = algorithm.first_tensors(feature_size=L, num_classes=C, seed=0)
     contributions = [
@@ -83,7 +83,7 @@ def run(file: bytes, arrays: Arrays) -> Arrays:
     return dict(zip((value.name for value in session.get_outputs()), session.run(None, feeds), strict=True))
 
 
-def pictures(count: int, *, classes: int = C) -> Arrays:
+def images(count: int, *, classes: int = C) -> Arrays:
     """Features that tell the classes apart, and labels."""
     random = np.random.default_rng(count)
     labels = np.arange(count) % classes
@@ -149,14 +149,14 @@ def test_the_same_program_has_the_same_bytes(graphs: Graphs, name: str) -> None:
 def test_states_round_the_graphs_fit(graphs: Graphs, name: str) -> None:
     """Every input is a batch, state, round or local tensor; each `next_NAME` is like the state's NAME."""
     algorithm = ALGORITHMS[name]
-    state = run(graphs.init, pictures(0))
+    state = run(graphs.init, images(0))
     assert {*algorithm.kept, *algorithm.uploaded} <= set(state)
     known = {*state, *pooled(algorithm, devices=2), "feature", "labels"}
     for role in ROLES:
         session = onnxruntime.InferenceSession(getattr(graphs, role))
         local = {"local_prototypes", "local_counts"} if role == "head" else set()
         assert {value.name for value in session.get_inputs()} <= known | local
-    after = run(graphs.step, {**pooled(algorithm, devices=2), **pictures(3), **state})
+    after = run(graphs.step, {**pooled(algorithm, devices=2), **images(3), **state})
     assert after.pop("loss").shape == ()
     for key, value in after.items():
         before = state[key.removeprefix("next_")]
@@ -169,7 +169,7 @@ def test_nothing_is_ever_nan(graphs: Graphs, name: str, devices: int, batch: int
     """Batches of one, fleets of none and of one, classes that nobody has: losses, states and heads are finite."""
     algorithm = ALGORITHMS[name]
     tensors = pooled(algorithm, devices=devices)
-    data = pictures(batch)
+    data = images(batch)
     state, losses = trained(graphs, data, tensors, steps=3)
     assert np.isfinite(losses).all()
     assert all(np.isfinite(value).all() for value in state.values())
@@ -184,14 +184,14 @@ def test_nothing_is_ever_nan(graphs: Graphs, name: str, devices: int, batch: int
 def test_training_learns(graphs: Graphs, name: str) -> None:
     """A hundred steps lower the loss."""
     tensors = pooled(ALGORITHMS[name], devices=3)
-    _, losses = trained(graphs, pictures(24, classes=3), tensors, steps=100)
+    _, losses = trained(graphs, images(24, classes=3), tensors, steps=100)
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_the_state_of_no_picture_is_that_of_the_seed(graphs: Graphs) -> None:
+def test_the_state_of_no_image_is_that_of_the_seed(graphs: Graphs) -> None:
     """It is valid, and what `untrained` gives."""
     state = untrained(graphs.init, feature_size=L)
-    expected = run(graphs.init, pictures(0))
+    expected = run(graphs.init, images(0))
     assert list(state) == list(expected)
     for key, value in expected.items():
         np.testing.assert_array_equal(state[key], value)
@@ -209,7 +209,7 @@ def test_a_bound_head_computes_what_the_unbound_one_does(graphs: Graphs, name: s
     assert head_metadata(session.get_modelmeta().custom_metadata_map) == METADATA
     local = {"local_prototypes": np.zeros((C, D)), "local_counts": np.zeros(C)}
     for rows in (1, 9):
-        data = pictures(rows)
+        data = images(rows)
         expected = run(graphs.head, {**bound, **local, **data})
         for key, value in run(head, data).items():
             np.testing.assert_allclose(value, expected[key], atol=1e-5)
@@ -229,7 +229,7 @@ def test_a_bound_head_carries_no_more_than_it_needs(graphs: Graphs, name: str) -
 
 def test_a_devices_own_prototypes_can_be_bound(graphs: Graphs, name: str) -> None:
     """What a device has of its own takes the place of zeros."""
-    data, tensors = pictures(5), pooled(ALGORITHMS[name], devices=2)
+    data, tensors = images(5), pooled(ALGORITHMS[name], devices=2)
     own = {"local_prototypes": np.eye(C, D, dtype=np.float32), "local_counts": np.ones(C, dtype=np.float32)}
     bound = {**untrained(graphs.init, feature_size=L), **tensors, **own}
     expected = run(graphs.head, {**bound, **data})["logits"]
@@ -284,21 +284,21 @@ def test_a_graph_that_computes_something_else_is_not_published(
         (FedPCL(projection_size=D, variant="local", relu=True, loss="contrastive", prior=False, tau=0.07), 1),
         (
             FedPCL(
-                projection_size=D, variant="global", standardise=False, learning_rate=0.1, weight_decay=0.0
+                projection_size=D, variant="global", standardize=False, learning_rate=0.1, weight_decay=0.0
             ),
             3,
         ),
-        (FPL(adapter_size=D, standardise=False, momentum=0.0, tau=0.004, learning_rate=0.5), 3),
+        (FPL(adapter_size=D, standardize=False, momentum=0.0, tau=0.004, learning_rate=0.5), 3),
     ],
 )
 def test_settings_far_from_the_defaults_make_programs_too(algorithm: Algorithm, classes: int) -> None:
-    """Also with one class, and where rounding alone moves what is learnt."""
+    """Also with one class, and where rounding alone moves what is learned."""
     graphs = build(algorithm, feature_size=7, num_classes=classes, seed=1)
     assert untrained(graphs.init, feature_size=7)["mean"].shape == (7,)
 
 
 def test_a_large_projection_is_worked_on_by_tiles() -> None:
-    """What would not fit a processor's cache is cut: the state is a stack of tiles, and the optimiser one `Scan`."""
+    """What would not fit a processor's cache is cut: the state is a stack of tiles, and the optimizer one `Scan`."""
     graphs = build(FedPCL(projection_size=32), feature_size=4096, num_classes=3, seed=0)
     assert untrained(graphs.init, feature_size=4096)["weight"].shape == (2, 16, 4096)
     operators = [node.op_type for node in onnx.load_model_from_string(graphs.step).graph.node]

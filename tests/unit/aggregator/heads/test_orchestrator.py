@@ -165,7 +165,7 @@ def _take_both(learning: Learning, task: Task) -> None:
 def test_what_is_replaced_does_not_fill_the_disk(
     task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that hands in all day leaves a bounded number of submissions, and its newest one among them."""
+    """A device that uploads all day leaves a bounded number of submissions, and its newest one among them."""
     learning = Learning(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, number=0, shapes=task.expectation.tensors)

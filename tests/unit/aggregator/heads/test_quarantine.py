@@ -1,4 +1,4 @@
-"""Who is set aside, over trainings and an operator's word; with the real aggregator from submissions to status."""
+"""Who is quarantined, over trainings and an operator's word; with the real aggregator from submissions to status."""
 
 import logging
 from pathlib import Path
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def _keep(store: Store, version: int, *, aside: dict[str, str], doubt: str = "") -> None:
-    """A head of a, b and c, without those that are set aside."""
+    """A head of a, b and c, without those that are quarantined."""
     digests = {device: device.encode().hex() for device in "abc"}
     head = HeadRow(
         *(version, TASK, bytes(32), 9, float(version), 1),
@@ -46,11 +46,11 @@ def test_every_training_judges_anew(store: Store, caplog: pytest.LogCaptureFixtu
     """Who is like the others again comes back; what is new is said once."""
     caplog.set_level(logging.INFO)
     _keep(store, 1, aside={"a": "far off", "b": "far off"})
-    assert [device for device in "abc" if f"{device} is set aside: far off" in caplog.text] == ["a", "b"]
+    assert [device for device in "abc" if f"{device} is quarantined: far off" in caplog.text] == ["a", "b"]
     caplog.clear()
     _keep(store, 2, aside={"a": "farther off"})
-    assert "is set aside" not in caplog.text
-    assert "b is no longer set aside" in caplog.text
+    assert "is quarantined" not in caplog.text
+    assert "b is no longer quarantined" in caplog.text
     assert {device: (one.why, one.since_s) for device, one in store.asides(TASK).items()} == {
         "a": ("farther off", 1.0)
     }
@@ -70,8 +70,8 @@ def test_a_readmission_outlives_trainings(store: Store) -> None:
 
 
 def test_a_revoked_device_stays_out(store: Store) -> None:
-    """Whatever a training that had begun before has found; only another enrolment helps."""
-    store.set_aside(TASK, "a", why=REVOKED, now_s=1.0)
+    """Whatever a training that had begun before has found; only another enrollment helps."""
+    store.quarantined(TASK, "a", why=REVOKED, now_s=1.0)
     _keep(store, 1, aside={})
     _keep(store, 2, aside={"a": "far off"})
     assert store.standing(TASK) == Standing(barred=frozenset("a"))
@@ -81,7 +81,7 @@ def test_a_revoked_device_stays_out(store: Store) -> None:
 
 def test_who_is_not_set_aside_cannot_be_readmitted(store: Store, tmp_path: Path) -> None:
     """The error says where to look; a folder of no aggregator stays as it was."""
-    with pytest.raises(ConfigError, match="a is not set aside: `aggregator status` shows who is"):
+    with pytest.raises(ConfigError, match="a is not quarantined: `aggregator status` shows who is"):
         readmit(store, "a")
     with pytest.raises(StateError, match="start `aggregator run`"):
         readmit(Store(tmp_path / "new"), "a")
@@ -98,30 +98,30 @@ def _submission(task: bytes, part: Prototypes) -> Submission:
         prototypes=to_tensor(part.values.astype(np.float16)),
         labels=to_unsigned(part.labels),
         counts=to_unsigned(part.counts),
-        pictures=int(part.counts.sum()),
+        images=int(part.counts.sum()),
     )
 
 
-def _hand_in(broker: Broker, device: str, part: Prototypes) -> None:
+def _upload(broker: Broker, device: str, part: Prototypes) -> None:
     with Device(broker, device) as hand:
         hand.aggregator_is("online")
         message = _submission(digest_of(hand.task()), part)
-        assert hand.hand_in(message).status == "received"
+        assert hand.upload(message).status == "received"
 
 
 def test_from_flipped_labels_to_readmission(tmp_path: Path) -> None:
-    """One of six is set aside, seen in status, and readmitted by a command that the running daemon sees."""
+    """One of six is quarantined, seen in status, and readmitted by a command that the running daemon sees."""
     task = write_task(tmp_path, "quorum = 6\ndeadline_s = 1000\n[training]\nepochs = 1")
     broker = free_address()
     with aggregator(task, broker, "--embedded-broker") as daemon:
         for device, part in {**fleet(5), "liar": flipped(honest(9))}.items():
-            _hand_in(broker, device, part)
+            _upload(broker, device, part)
         summary = daemon.until(lambda summary: len(summary["heads"]) == 1)
         assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
-        assert [one["device"] for one in summary["set_aside"]] == ["liar"]
-        assert "liar is set aside: class '" in daemon.log()
+        assert [one["device"] for one in summary["quarantined"]] == ["liar"]
+        assert "liar is quarantined: class '" in daemon.log()
         done = _run("readmit", "liar", "--state", str(daemon.state))
         assert (done.returncode, done.stdout) == (0, "liar is readmitted: it is in the next head\n")
         summary = daemon.until(lambda summary: len(summary["heads"]) == 2)
         assert summary["heads"][1]["devices"] == 6
-        assert summary["set_aside"][0]["readmitted_s"] is not None
+        assert summary["quarantined"][0]["readmitted_s"] is not None

@@ -47,15 +47,15 @@ def _submission(task: bytes, *, sequence: int = 1) -> Submission:
     values = np.random.default_rng(sequence).normal(size=(15, 16)) * 0.1 + np.eye(16)[labels] * 3
     return Submission(
         task=task, sequence=sequence, prototypes=to_tensor(values.astype(np.float16)),
-        labels=to_unsigned(labels), counts=to_unsigned(np.full(15, 5)), pictures=75,
+        labels=to_unsigned(labels), counts=to_unsigned(np.full(15, 5)), images=75,
     )  # fmt: skip
 
 
 def _says(task: bytes, version: int, right: int, *, before: int | None, problem: str = "") -> Evaluation:
-    """Of ten pictures."""
+    """Of ten images."""
     return Evaluation(
-        task=task, head_version=version, right=(right, 0, 0), wrong=(0 if problem else 10 - right, 0, 0),
-        before=() if before is None else (before, 0, 0), problem=problem,
+        task=task, head_version=version, correct=(right, 0, 0), incorrect=(0 if problem else 10 - right, 0, 0),
+        previous_correct=() if before is None else (before, 0, 0), problem=problem,
     )  # fmt: skip
 
 
@@ -63,9 +63,7 @@ def _online(device: Device, *, head: int = 0) -> None:
     """Say that it is there, and which head it uses."""
     topic = device_topic(FLEET, device.name, "state")
     device.say(topic, encode(Presence(state="online", epoch=1)), retain=True)
-    info = DeviceInfo(
-        epoch=1, software="", runtime="", backbones=(), pictures={}, refused=0, head_version=head
-    )
+    info = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, refused=0, head_version=head)
     device.say(device_topic(FLEET, device.name, "info"), encode(info), retain=True)
 
 
@@ -82,12 +80,12 @@ def _two_heads(first: Device, second: Device, daemon: Daemon) -> tuple[bytes, He
     for device in (first, second):
         _online(device)
     daemon.until(lambda summary: [row["state"] for row in summary["devices"]] == ["online", "online"])
-    first.hand_in(_submission(task))
+    first.upload(_submission(task))
     one = _manifest(first)
     assert (one.current.version, one.candidate, one.canaries_below) == (1, None, 0)
     for device in (first, second):
-        device.hand_in(evaluation(task=task))
-    first.hand_in(_submission(task, sequence=2))
+        device.upload(evaluation(task=task))
+    first.upload(_submission(task, sequence=2))
     two = first.wait(
         fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canaries_below > 0
     )
@@ -125,10 +123,10 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: Broker, tmp_path: Path) ->
             summary = daemon.status()
             assert summary["rollout"]["candidate"]["awaited"] == [FIRST]
             assert _head_file(daemon) == _sha256(summary, 1)
-            first.hand_in(_says(task, 2, 7, before=8))
+            first.upload(_says(task, 2, 7, before=8))
             back = _manifest(first, after=trial)
             assert (back.current.version, back.candidate) == (1, None)
-            why = "70.0% of 10 held-out pictures right on 1 canary, 80.0% with the head before"
+            why = "70.0% of 10 held-out images right on 1 canary, 80.0% with the head before"
             assert f"head 2 is rejected, head 1 stays: {why}" in daemon.log()
             heads = daemon.status()["heads"]
             assert [(head["state"], head["why"]) for head in heads] == [("current", ""), ("rejected", why)]
@@ -151,8 +149,8 @@ def test_a_good_head_goes_to_all_over_a_restart(alone: Broker, tmp_path: Path) -
             first.aggregator_is("online")
             with Device(alone, "late") as late:
                 assert _manifest(late) == trial
-            second.hand_in(_says(task, 2, 0, before=None, problem="it is no canary"))
-            first.hand_in(_says(task, 2, 8, before=8))
+            second.upload(_says(task, 2, 0, before=None, problem="it is no canary"))
+            first.upload(_says(task, 2, 8, before=8))
             after = second.wait(
                 fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.current.version == 2
             )
@@ -171,7 +169,7 @@ def test_a_head_that_a_canary_cannot_use(alone: Broker, tmp_path: Path) -> None:
         aggregator(task_file, alone) as daemon,
     ):
         task, trial = _two_heads(first, second, daemon)
-        first.hand_in(_says(task, 2, 0, before=None, problem="the head gives NaN"))
+        first.upload(_says(task, 2, 0, before=None, problem="the head gives NaN"))
         assert _manifest(first, after=trial).candidate is None
         assert f"{FIRST} does not use head 2: the head gives NaN" in daemon.log()
         assert daemon.status()["heads"][1]["why"] == f"{FIRST} does not use it: the head gives NaN"
@@ -223,7 +221,7 @@ def test_orders_wait_for_the_next_start(alone: Broker, tmp_path: Path) -> None:
             device.aggregator_is("online")
             task = digest_of(device.task())
             for version in (1, 2, 3):
-                device.hand_in(_submission(task, sequence=version))
+                device.upload(_submission(task, sequence=version))
                 device.head(version)
             daemon.stop()
             assert (
@@ -240,7 +238,7 @@ def test_orders_wait_for_the_next_start(alone: Broker, tmp_path: Path) -> None:
             rollout = daemon.status()["rollout"]
             assert (rollout["current"], rollout["ordered"]) == (1, None)
             device.aggregator_is("online")
-            device.hand_in(_submission(task, sequence=4))
+            device.upload(_submission(task, sequence=4))
             assert device.head(4).version == 4
 
 
@@ -253,7 +251,7 @@ def test_a_state_that_was_lost_is_no_older_release(alone: Broker, tmp_path: Path
             with aggregator(task_file, alone) as daemon:
                 device.aggregator_is("online")
                 task = digest_of(device.task())
-                device.hand_in(_submission(task))
+                device.upload(_submission(task))
                 released.append(device.signed("head").release)
                 daemon.stop()
             daemon.state.rename(tmp_path / f"lost-{len(released)}")
@@ -374,17 +372,17 @@ def test_a_head_whose_blob_is_gone_cannot_be_gone_back_to(tmp_path: Path) -> Non
 
 
 def test_impossible_counts_are_refused(alone: Broker, tmp_path: Path) -> None:
-    """More right before than there are pictures, or for another number of classes."""
+    """More right before than there are images, or for another number of classes."""
     with (
         aggregator(write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1"), alone),
         Device(alone) as device,
     ):
         device.aggregator_is("online")
         task = digest_of(device.task())
-        device.hand_in(_submission(task))
+        device.upload(_submission(task))
         device.head()
         good = _says(task, 1, 5, before=5)
         for before, reason in (((11, 0, 0), "malformed"), ((1, 1), "shape")):
-            receipt = device.hand_in(msgspec.structs.replace(good, before=before))
+            receipt = device.upload(msgspec.structs.replace(good, previous_correct=before))
             assert (receipt.status, receipt.reason) == ("refused", reason)
-        assert device.hand_in(good).status == "received"
+        assert device.upload(good).status == "received"

@@ -99,7 +99,7 @@ def test_in_a_closed_fleet_only_enrolled_keys_count(store: Store) -> None:
 
 
 def test_a_revoked_key_counts_no_more_from_that_moment(store: Store) -> None:
-    """Of a transfer that is under way as well; a new enrolment lets the device in again."""
+    """Of a transfer that is under way as well; a new enrollment lets the device in again."""
     gate, other = Gate(store, fleet="barn"), Store(store.folder)
     gate.check("a", signed())
     assert other.keys.revoke_key("a", now_s=5.0)
@@ -194,5 +194,5 @@ def test_another_key_comes_with_a_way_out(store: Store) -> None:
     with pytest.raises(Refused, match="`aggregator forget a` takes the next"):
         gate.check("a", signed(key=TWO))
     store.keys.enrol_key("a", public_key(TWO), now_s=1.0)
-    with pytest.raises(Refused, match="with the folder of its last enrolment"):
+    with pytest.raises(Refused, match="with the folder of its last enrollment"):
         gate.check("a", signed())

@@ -1,4 +1,4 @@
-"""The aggregator as a process among neighbours: nobody speaks for another, and nothing is said twice to any effect."""
+"""The aggregator as a process among neighbors: nobody speaks for another, and nothing is said twice to any effect."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from aggregator.security.enrollment import Wanted, enrol, revoke
 from aggregator.storage.store import Store
-from protocol.enrollment import read_enrolment
+from protocol.enrollment import read_enrollment
 from protocol.mqtt.session import Broker
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, DeviceInfo, Evaluation, Receipt, Submission
@@ -30,7 +30,7 @@ def alone(address: Broker) -> Iterator[Broker]:
 def captured(
     message: Submission | Evaluation, name: str, *, key: bytes | None = None, ranges: Ranges | None = None
 ) -> tuple[bytes, list[bytes]]:
-    """The digest of what a device hands in, and what the broker sees of it; signed with its own key or another one."""
+    """The digest of what a device uploads, and what the broker sees of it; signed with its own key or another one."""
     payload = encode(message)
     frames = frames_of(payload, digest=digest_of(payload), ranges=ranges)
     signed = (sign_frame(frame, key=key or key_of(name), fleet=FLEET, device=name) for frame in frames)
@@ -62,8 +62,8 @@ def test_nobody_speaks_for_another(alone: Broker, tmp_path: Path) -> None:
     ):
         task = digest_of(a.task())
         good = submission(task=task)
-        assert a.hand_in(good).status == "received"
-        assert b.hand_in(submission(task=task, seed=1)).status == "received"
+        assert a.upload(good).status == "received"
+        assert b.upload(submission(task=task, seed=1)).status == "received"
         forged = captured(submission(task=task, sequence=9, seed=2), "a", key=key_of("b"))
         put(b, "a", forged)
         assert refused(a.receipt(forged[0])) == "signature"
@@ -139,19 +139,19 @@ def test_a_fleet_is_closed_and_a_key_revoked_while_it_runs(alone: Broker, tmp_pa
     """By another process: who is not enrolled is not heard on any channel, and who is revoked no more."""
     with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
         task = digest_of(a.task())
-        assert a.hand_in(submission(task=task)).status == "received"
+        assert a.upload(submission(task=task)).status == "received"
         operator = Store(daemon.state)
         operator.keys.close_fleet()
-        assert refused(a.hand_in(submission(task=task, sequence=2))) == "unknown_device"
+        assert refused(a.upload(submission(task=task, sequence=2))) == "unknown_device"
         a.send("get", encode(BlobRequest(digest=task, offset=0, length=1)))
         assert refused(a.receipt(task)) == "unknown_device"
-        info = DeviceInfo(epoch=1, software="", runtime="", backbones=(), pictures={}, refused=0)
+        info = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, refused=0)
         a.send("info", encode(info))
         summary = daemon.until(lambda summary: counts(summary).get(("a", "unknown_device")) == 3)
         assert summary["devices"][0]["seen_s"] is None
         assert summary["keys"] == {"closed": True, "enrolled": 0, "first_use": 1, "revoked": 0}
         operator.keys.enrol_key("a", public_key(key_of("a")), now_s=0.0)
-        assert a.hand_in(submission(task=task, sequence=3)).status == "received"
+        assert a.upload(submission(task=task, sequence=3)).status == "received"
         large = submission(task=task, sequence=4, labels=(0, 1, 2) * 20)
         size = len(encode(large))
         a.send_payload(encode(large), ranges=((size - 9, size),))
@@ -178,10 +178,10 @@ def test_what_is_written_over_the_fleets_topics_does_not_stay(alone: Broker, tmp
 
 
 def test_who_is_enrolled_begins_anew(alone: Broker, tmp_path: Path) -> None:
-    """Whatever somebody has handed in under its name before, with the greatest number there is, stands in no way."""
+    """Whatever somebody has uploaded under its name before, with the greatest number there is, stands in no way."""
     with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
         task = digest_of(a.task())
-        assert a.hand_in(submission(task=task, sequence=2**63 - 1)).status == "received"
+        assert a.upload(submission(task=task, sequence=2**63 - 1)).status == "received"
         store = Store(daemon.state)
         enrol(store, Wanted("a"), fleet=FLEET, out=tmp_path / "a")
         own = captured(submission(task=task, sequence=5, seed=5), "a", key=_signing_key(tmp_path / "a"))
@@ -198,4 +198,4 @@ def test_who_is_enrolled_begins_anew(alone: Broker, tmp_path: Path) -> None:
 
 
 def _signing_key(folder: Path) -> bytes:
-    return read_enrolment(folder).signing_key
+    return read_enrollment(folder).signing_key

@@ -1,4 +1,4 @@
-"""What devices hand in is taken only if everything about it is right, and told apart by reason if not."""
+"""What devices upload is taken only if everything about it is right, and told apart by reason if not."""
 
 import re
 from dataclasses import replace
@@ -100,26 +100,26 @@ REFUSED: dict[str, tuple[Submission, str, str]] = {
     "NaN": (_changed(prototypes=_floats(float("nan"), 4, 16)), "not_finite", "NaN or infinity"),
     "infinity": (_changed(prototypes=_floats(float("-inf"), 4, 16)), "not_finite", "NaN or infinity"),
     "a class too many": (submission(labels=(0, 3)), "unknown_class", "labels below 3, got 3"),
-    "a picture by itself": (
+    "an image by itself": (
         _changed(counts=to_unsigned(np.array([5, 5, 1, 5]))),
         "malformed",
-        "at least 2 pictures",
+        "at least 2 images",
     ),
-    "no picture at all": (_changed(counts=to_unsigned(np.array([5, 5, 0, 5]))), "malformed", "got 0 to 5"),
-    "more pictures than there are": (
+    "no image at all": (_changed(counts=to_unsigned(np.array([5, 5, 0, 5]))), "malformed", "got 0 to 5"),
+    "more images than there are": (
         _changed(counts=to_unsigned(np.array([5, 5, 5, 2**32 - 1]))),
         "malformed",
         "to 4294967295",
     ),
-    "pictures that were never read": (
-        _changed(pictures=19),
+    "images that were never read": (
+        _changed(images=19),
         "implausible",
-        "20 pictures in prototypes of 19",
+        "20 images in prototypes of 19",
     ),
     "more than batches have": (
-        _changed(counts=to_unsigned(np.array([5, 9, 10, 5])), pictures=99),
+        _changed(counts=to_unsigned(np.array([5, 9, 10, 5])), images=99),
         "implausible",
-        "at most 9 pictures in a prototype where batches are of 5, got 10",
+        "at most 9 images in a prototype where batches are of 5, got 10",
     ),
     "a round": (_changed(round=1), "unknown_round", "no rounds, got a submission for round 1"),
     "tensors": (_changed(tensors={"bias": _floats(0, 4)}), "malformed", "tensors none, got bias"),
@@ -176,17 +176,17 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
     ),
     "a class too many": (_in_rounds(labels=to_unsigned(np.array([0, 3]))), "unknown_class", "got 3"),
     "NaN": (_in_rounds(prototypes=_floats(float("nan"), 2, 4)), "not_finite", "a prototype holds NaN"),
-    "too few pictures": (
+    "too few images": (
         _in_rounds(counts=to_unsigned(np.array([5, 1]))),
         "malformed",
-        "at least 2 pictures",
+        "at least 2 images",
     ),
     "a loss that is none": (_in_rounds(loss=float("nan")), "not_finite", "loss is nan"),
     "a loss without end": (_in_rounds(loss=float("inf")), "not_finite", "loss is inf"),
-    "pictures that were never read": (
-        _in_rounds(pictures=9),
+    "images that were never read": (
+        _in_rounds(images=9),
         "implausible",
-        "10 pictures in prototypes of 9",
+        "10 images in prototypes of 9",
     ),
     "no tensors": (_in_rounds(tensors={}), "malformed", "tensors bias, weight, got none"),
     "a tensor too few": (
@@ -235,11 +235,11 @@ def test_what_is_longer_than_can_be_is_implausible() -> None:
 
 
 def test_noisy_counts_may_be_anything_plausible_or_not() -> None:
-    """Under differential privacy, how many pictures there are is said with noise."""
+    """Under differential privacy, how many images there are is said with noise."""
     private = DifferentialPrivacy(clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=1.0)
     manifest = msgspec.structs.replace(EXPECTATION.manifest, differential_privacy=private)
     spent = Privacy(epsilon=1.0, total_epsilon=1.0, delta=1e-5, releases=1)
-    taken = check_submission(_changed(pictures=3, privacy=spent), replace(EXPECTATION, manifest=manifest))
+    taken = check_submission(_changed(images=3, privacy=spent), replace(EXPECTATION, manifest=manifest))
     assert taken.counts.sum() == 20
 
 
@@ -286,8 +286,8 @@ def test_a_good_evaluation_is_taken() -> None:
     [
         (evaluation(task=bytes(32)), "unknown_task"),
         (evaluation(head_version=3), "unknown_head"),
-        (msgspec.structs.replace(evaluation(), right=(1, 2)), "shape"),
-        (msgspec.structs.replace(evaluation(), wrong=(1, 2, 3, 4)), "shape"),
+        (msgspec.structs.replace(evaluation(), correct=(1, 2)), "shape"),
+        (msgspec.structs.replace(evaluation(), incorrect=(1, 2, 3, 4)), "shape"),
     ],
 )
 def test_a_wrong_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
@@ -308,7 +308,7 @@ PRIVATE = Expectation(EXPECTATION.task, PRIVATE_MANIFEST, FEATURE_SIZE)
 
 @pytest.mark.parametrize("total", [None, float("inf")])
 def test_a_private_task_takes_nothing_that_does_not_say_what_it_cost(total: float | None) -> None:
-    """A device that knows nothing of differential privacy hands in what has no noise: that is not taken."""
+    """A device that knows nothing of differential privacy uploads what has no noise: that is not taken."""
     spent = None if total is None else Privacy(epsilon=1.0, total_epsilon=total, delta=1e-5, releases=1)
     refused = _refused(_changed(privacy=spent), PRIVATE)
     assert (refused.reason, "what it cost" in refused.detail) == ("malformed", True)
@@ -317,5 +317,5 @@ def test_a_private_task_takes_nothing_that_does_not_say_what_it_cost(total: floa
 def test_a_private_task_takes_what_was_paid_for() -> None:
     """Noisy prototypes with noisy counts are prototypes."""
     spent = Privacy(epsilon=1.0, total_epsilon=2.0, delta=1e-5, releases=2)
-    taken = check_submission(_changed(privacy=spent, pictures=20), PRIVATE)
+    taken = check_submission(_changed(privacy=spent, images=20), PRIVATE)
     assert taken.counts.tolist() == [5, 5, 5, 5]

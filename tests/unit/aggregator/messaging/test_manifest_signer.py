@@ -95,7 +95,7 @@ def test_a_clock_that_was_ahead_shuts_nobody_out(tmp_path: Path, monkeypatch: py
 
 
 def test_two_that_make_the_key_at_once_make_one(tmp_path: Path) -> None:
-    """A first start waits for the first enrolment, which gives the device the key that is kept."""
+    """A first start waits for the first enrollment, which gives the device the key that is kept."""
     made: list[bytes] = []
     with alone(tmp_path):
         start = threading.Thread(target=lambda: made.append(identity_of(tmp_path)))

@@ -23,7 +23,7 @@ LINES = {
     "1795286470: OpenSSL Error[0]: error:0A000086:SSL routines::certificate verify failed": (
         ("?", "no_entry", "SSL routines::certificate verify failed")
     ),
-    "1795286470: Client cam-2 disconnected, not authorised.": ("cam-2", "no_entry", "not authorised"),
+    "1795286470: Client cam-2 disconnected, not authorized.": ("cam-2", "no_entry", "not authorized"),
     "1795286470: Client cam-2 disconnected due to oversize packet.": ("cam-2", "no_entry", "oversize packet"),
 }
 

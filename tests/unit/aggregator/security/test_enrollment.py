@@ -16,7 +16,7 @@ from aggregator.security.enrollment import Wanted, enrol, enrol_broker, revoke
 from aggregator.security.identity import close_again, own_access
 from aggregator.security.mosquitto_config import access_list
 from aggregator.storage.store import REVOKED, Store
-from protocol.enrollment import read_enrolment
+from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import Access, open_tls
 from protocol.storage.blobstore import write_atomically
@@ -60,7 +60,7 @@ def mode(file: Path) -> int:
 def test_a_folder_is_all_that_a_device_needs(store: Store, out: Path) -> None:
     """Its name, fleet and broker, keys of which the store knows the public halves, and files for TLS."""
     enrol(store, Wanted("shed-1", "broker.example:8883"), fleet="orchard", out=out)
-    read = read_enrolment(out)
+    read = read_enrollment(out)
     assert (read.device, read.fleet, read.broker) == ("shed-1", "orchard", "broker.example:8883")
     assert open_tls(read.access) is not None
     known = store.keys.key_of("shed-1")
@@ -86,7 +86,7 @@ def test_secrets_are_their_owners(store: Store, out: Path, tmp_path: Path) -> No
         assert all(mode(file) == 0o600 for file in private)
 
 
-def test_the_first_enrolment_closes_the_fleet(store: Store, out: Path, tmp_path: Path) -> None:
+def test_the_first_enrollment_closes_the_fleet(store: Store, out: Path, tmp_path: Path) -> None:
     """Making a broker's files does not; enrolling a device does, and the key that had its name before is gone."""
     store.keys.pin_key("shed-1", b"1" * 32, now_s=1)
     enrol_broker(store, ["broker.example"], fleet="orchard", out=tmp_path / "broker", days=1)
@@ -95,7 +95,7 @@ def test_the_first_enrolment_closes_the_fleet(store: Store, out: Path, tmp_path:
     assert store.keys.is_closed()
     known = store.keys.key_of("shed-1")
     assert known is not None
-    assert known.public == public_key(read_enrolment(out).signing_key)
+    assert known.public == public_key(read_enrollment(out).signing_key)
 
 
 def test_a_name_is_enrolled_once(store: Store, out: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_name_is_enrolled_once(store: Store, out: Path, tmp_path: Path) -> Non
     assert revoked_serials(store) == {serial(out)}
     known = store.keys.key_of("shed-1")
     assert known is not None
-    assert known.public == public_key(read_enrolment(again).signing_key)
+    assert known.public == public_key(read_enrollment(again).signing_key)
 
 
 def test_who_is_revoked_is_out_in_every_way(store: Store, out: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_who_is_revoked_is_out_in_every_way(store: Store, out: Path, tmp_path: P
 
 def test_who_was_set_aside_for_what_it_sent_stays_so(store: Store, out: Path) -> None:
     """New keys do not make its prototypes better."""
-    store.set_aside(TASK, "shed-1", why="its prototypes are far from all others", now_s=1)
+    store.quarantined(TASK, "shed-1", why="its prototypes are far from all others", now_s=1)
     enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
     assert "shed-1" in store.asides(TASK)
 
@@ -184,7 +184,7 @@ def test_a_fault_leaves_nothing_by_halves(
     assert not store.keys.is_closed()
     store._db.execute("DROP TRIGGER IF EXISTS full")
     enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    assert read_enrolment(out).device == "shed-1"
+    assert read_enrollment(out).device == "shed-1"
 
 
 def test_what_is_there_is_not_written_over(store: Store, out: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_state_is_one_fleets(store: Store, out: Path) -> None:
         enrol(store, Wanted("shed-2"), fleet="a" * 54, out=out.parent / "other")
 
 
-def test_enrolments_at_once_know_of_each_other(store: Store, tmp_path: Path) -> None:
+def test_enrollments_at_once_know_of_each_other(store: Store, tmp_path: Path) -> None:
     """Several commands at a time make one authority, and all their devices are known."""
     folders = [tmp_path / f"out-{number}" for number in range(6)]
 
@@ -232,7 +232,7 @@ def test_enrolments_at_once_know_of_each_other(store: Store, tmp_path: Path) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({read_enrolment(folder).device for folder in folders}) == 6
+    assert len({read_enrollment(folder).device for folder in folders}) == 6
     assert len({(folder / "ca.crt").read_bytes() for folder in folders}) == 1
     assert len(store.keys.all()) == 6
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.enrollment import read_enrolment
+from protocol.enrollment import read_enrollment
 from tests.support.aggregator_process import write_task
 from tests.unit.aggregator.test_cli import _run
 
@@ -24,17 +24,17 @@ def test_a_fleet_is_closed_by_commands(tmp_path: Path) -> None:
     for number, closes in ((1, True), (2, False)):
         done = _run("enroll", f"shed-{number}", "--out", str(tmp_path / f"shed-{number}"), *state)
         assert (done.returncode, done.stderr) == (0, "")
-        given = f"edge-client --enrolment {tmp_path}/shed-{number} --broker HOST[:PORT] --data PICTURES"
+        given = f"edge-client --enrollment {tmp_path}/shed-{number} --broker HOST[:PORT] --data IMAGES"
         assert given in done.stdout
         assert "made an authority" not in done.stdout
         assert ("the fleet is closed from now on" in done.stdout) == closes
-        assert read_enrolment(tmp_path / f"shed-{number}").device == f"shed-{number}"
+        assert read_enrollment(tmp_path / f"shed-{number}").device == f"shed-{number}"
     done = _run("revoke", "shed-1", *state)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"copy {tmp_path}/state/identity/revoked.crl" in done.stdout
     broker = ("--broker", "broker.example")
     done = _run("enroll", "shed-2", "--renew", "--out", str(tmp_path / "new"), *broker, *state)
-    assert f"edge-client --enrolment {tmp_path}/new --data PICTURES" in done.stdout
+    assert f"edge-client --enrollment {tmp_path}/new --data IMAGES" in done.stdout
     assert f"copy {tmp_path}/state/identity/revoked.crl" in done.stdout
 
 

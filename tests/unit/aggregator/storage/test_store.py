@@ -23,7 +23,7 @@ def _row(device: str, sequence: int = 1) -> SubmissionRow:
         device=device,
         entry=Entry(sequence, f"{device}{sequence}".encode(), 100.0 + sequence),
         size_bytes=1234,
-        pictures=40,
+        images=40,
         prototypes=8,
         per_class={0: 5, 2: 3},
     )
@@ -92,7 +92,7 @@ def test_an_evaluation_is_held_and_replaced(tmp_path: Path) -> None:
     """A repeated evaluation of one head counts once, with its newest figures."""
     store = Store(tmp_path)
     store.keep_evaluation("a", evaluation(), digest=b"first", now_s=1.0)
-    better = msgspec.structs.replace(evaluation(), right=(5, 5, 0), wrong=(0, 0, 0))
+    better = msgspec.structs.replace(evaluation(), correct=(5, 5, 0), incorrect=(0, 0, 0))
     store.keep_evaluation("a", better, digest=b"second", now_s=2.0)
     store.keep_evaluation("a", evaluation(head_version=2), digest=b"third", now_s=3.0)
     assert store.evaluations(TASK, 1) == {"a": better}

@@ -1,4 +1,4 @@
-"""Who is set aside: those that are far from the others, in words; and that nobody can have another set aside."""
+"""Who is quarantined: those that are far from the others, in words; and that nobody can have another quarantined."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def _changed(part: Prototypes, factor: float = 1.0, offset: float = 0.0, noise: 
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_honest_devices_are_not_set_aside(shift: int) -> None:
-    """Neither where all see the same, nor where each is in another place, nor who has few pictures or classes."""
+    """Neither where all see the same, nor where each is in another place, nor who has few images or classes."""
     parts = fleet(9, shift=shift)
     parts["few"] = honest(20, prototypes=1)
     parts["one class"] = honest(21, labels=(1,), shift=shift)
@@ -79,11 +79,11 @@ def test_where_most_are_far_off_nobody_is_set_aside() -> None:
     for device in (*range(3, 5), *range(8, 10), *range(13, 15)):
         parts[f"dev{device}"] = _changed(parts[f"dev{device}"], offset=100.0 + device)
     far = far_off(parts, classes=CLASSES, threshold=0.0)
-    judgement = judge(parts, classes=CLASSES, threshold=0.0)
+    judgment = judge(parts, classes=CLASSES, threshold=0.0)
     assert len(far) > 7
-    assert judgement.aside == {}
-    assert judgement.doubt.startswith(
-        f"{len(far)} of 15 devices are far from each other, so nobody is set aside"
+    assert judgment.aside == {}
+    assert judgment.doubt.startswith(
+        f"{len(far)} of 15 devices are far from each other, so nobody is quarantined"
     )
 
 
@@ -121,8 +121,8 @@ def test_whatever_comes_is_judged_whatever_the_order(parts: dict[str, Prototypes
     assert far_off(dict(shuffled), classes=CLASSES, threshold=0.0) == found
     assert found.keys() <= parts.keys()
     assert all(one.deviations > 0 for one in found.values())
-    judgement = judge(parts, classes=CLASSES, threshold=THRESHOLD)
-    assert len(judgement.aside) <= len(parts) / 2
+    judgment = judge(parts, classes=CLASSES, threshold=THRESHOLD)
+    assert len(judgment.aside) <= len(parts) / 2
 
 
 @given(st.integers(0, 1000), st.integers(-20, 20))
@@ -155,7 +155,7 @@ def test_liars_cannot_have_an_honest_device_set_aside(
 ) -> None:
     """Up to 30 % of a fleet may lie about anything, together or each by itself: the other seven stay in."""
     parts = {f"dev{device}": honest(seed + device) for device in range(7)}
-    for number, (kind, size, prototypes, pictures) in enumerate(lies):
+    for number, (kind, size, prototypes, images) in enumerate(lies):
         part = honest(seed + 100 + number, prototypes=prototypes)
         changes = {
             "offset": {"offset": size},
@@ -164,7 +164,7 @@ def test_liars_cannot_have_an_honest_device_set_aside(
             "flip": {},
         }
         part = _changed(flipped(part) if kind == "flip" else part, **changes[kind])
-        parts[f"liar{number}"] = Prototypes(part.values, part.labels, np.full(len(part.labels), pictures))
+        parts[f"liar{number}"] = Prototypes(part.values, part.labels, np.full(len(part.labels), images))
     assert [device for device in _judged(parts) if device.startswith("dev")] == []
 
 

@@ -198,7 +198,7 @@ def test_superseded_submission_is_made_again_with_a_greater_sequence() -> None:
 
 @pytest.mark.parametrize("sequence", [2**63 - 1, 2**63 - 2, 2**62])
 def test_no_receipt_uses_up_a_devices_numbers(sequence: int) -> None:
-    """Whoever says that such a one stands: a device that went above it could never hand in again."""
+    """Whoever says that such a one stands: a device that went above it could never upload again."""
     receipt = Receipt(
         digest=digest_of(SUBMISSION),
         status="refused",
@@ -224,9 +224,9 @@ def test_refusal_reaches_a_person(mode: Mode, kind: type[events.Action]) -> None
     assert state.uploads == ()
 
 
-def test_new_pictures_replace_what_was_not_sent_yet() -> None:
+def test_new_images_replace_what_was_not_sent_yet() -> None:
     """A newer submission takes the place of an older one that has no receipt yet."""
-    state, actions = step(_handing_in(), events.PicturesChanged(), now_s=1)
+    state, actions = step(_handing_in(), events.ImagesChanged(), now_s=1)
     assert actions == (events.Build(TASK, MANIFEST),)
     newer = item_of(b"newer")
     state, actions = step(state, events.Built(TASK, newer), now_s=2)

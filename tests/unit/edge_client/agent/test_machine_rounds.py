@@ -362,7 +362,7 @@ def test_a_first_failure_that_a_person_has_to_see_ends_the_program(mode: Mode, *
 
 
 def test_a_later_failure_is_told_and_the_next_round_joined() -> None:
-    """Once something was handed in, not even a failure that will not pass by itself ends a service."""
+    """Once something was uploaded, not even a failure that will not pass by itself ends a service."""
     world = begin(Mode.SERVICE, failing={1: False})
     world.run(steps=1_500)
     assert world.exit is None
@@ -373,7 +373,7 @@ def test_a_later_failure_is_told_and_the_next_round_joined() -> None:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), standing=st.dictionaries(st.integers(0, 3), st.integers(1, 99)))
 def test_a_device_that_lost_its_count_goes_above_it(seed: int, standing: dict[int, int]) -> None:
-    """What is superseded is handed in once more for the same round, with a greater sequence."""
+    """What is superseded is uploaded once more for the same round, with a greater sequence."""
     world = begin(seed=seed, standing=dict(standing))
     world.run()
     assert world.exit == events.Exit(0)
@@ -391,7 +391,7 @@ def test_a_device_that_comes_late_joins_the_round_that_is_open() -> None:
 
 
 def test_a_device_that_comes_after_the_rounds_takes_their_head() -> None:
-    """There is nothing to hand in any more, and the head is evaluated."""
+    """There is nothing to upload any more, and the head is evaluated."""
     world = begin(joins_s=1_000)
     world.run()
     assert world.exit == events.Exit(0)
@@ -402,7 +402,7 @@ def test_a_device_that_comes_after_the_rounds_takes_their_head() -> None:
 def test_what_is_for_the_whole_fleet_is_asked_for_where_it_does_not_come() -> None:
     """A device that hears of a round waits for its tensors a moment before it asks for them alone."""
     digest = digest_of(TENSORS[1])
-    state, actions = step(handed_in(), events.RoundSeen(round_manifest(1)), now_s=0)
+    state, actions = step(uploaded(), events.RoundSeen(round_manifest(1)), now_s=0)
     assert actions == (events.OpenDownload(round_manifest(1).tensors),)
     state, actions = step(state, events.DownloadStarts(digest, 0), now_s=0)
     assert actions == ()
@@ -414,7 +414,7 @@ def test_what_is_for_the_whole_fleet_is_asked_for_where_it_does_not_come() -> No
 
 @pytest.mark.parametrize("lasts_s", [60.0, 7.0])
 def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
-    """It ends with the first round that it could have handed in for."""
+    """It ends with the first round that it could have uploaded for."""
     world = begin(Mode.DRY_RUN, lasts_s=(lasts_s,) * (ROUNDS - 1) + (60.0,))
     world.run()
     assert world.exit == events.Exit(0)
@@ -431,7 +431,7 @@ def test_a_dry_run_after_the_last_round_says_so() -> None:
     assert (world.exit.code, "over" in world.exit.text) == (1, True)
 
 
-def handed_in() -> State:
+def uploaded() -> State:
     """A device in a single run whose submission for round 0 is on its way."""
     stored = frozenset(digest_of(data) for data in (*GRAPHS.values(), BACKBONE, TENSORS[0]))
     state = State(mode=Mode.ONCE, stored=stored, connected=True)
@@ -449,7 +449,7 @@ def handed_in() -> State:
 def test_a_submission_of_the_wrong_round_is_given_up(reason: Reason) -> None:
     """It is no fault of the device's: it says so, sends it no more, and waits for the round that comes."""
     receipt = Receipt(digest=ITEM.digest, status="refused", reason=reason)
-    state, actions = step(handed_in(), events.ReceiptSeen(receipt), now_s=1)
+    state, actions = step(uploaded(), events.ReceiptSeen(receipt), now_s=1)
     assert [type(action) for action in actions] == [events.Tell]
     assert state.uploads == ()
     state = replace(state, stored=state.stored | {digest_of(TENSORS[1])})
@@ -459,7 +459,7 @@ def test_a_submission_of_the_wrong_round_is_given_up(reason: Reason) -> None:
 
 def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
     """The newer round's tensors may not be there yet; its submission is made when they are, and once."""
-    state, _ = step(handed_in(), events.RoundSeen(round_manifest(1)), now_s=1)
+    state, _ = step(uploaded(), events.RoundSeen(round_manifest(1)), now_s=1)
     receipt = Receipt(digest=ITEM.digest, status="refused", reason="superseded", sequence=41)
     state, actions = step(state, events.ReceiptSeen(receipt), now_s=1)
     assert not [action for action in actions if isinstance(action, events.Build)]
@@ -469,7 +469,7 @@ def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
 
 def test_a_submission_that_is_newer_takes_the_place_of_an_older_one() -> None:
     """What was not received of the last round is not sent any more once there is something for this one."""
-    state = replace(handed_in(), stored=handed_in().stored | {digest_of(TENSORS[1])})
+    state = replace(uploaded(), stored=uploaded().stored | {digest_of(TENSORS[1])})
     state, _ = step(state, events.RoundSeen(round_manifest(1)), now_s=1)
     newer = item_of(b"newer", about="1")
     state, actions = step(state, events.Built(TASK, newer, 1), now_s=2)

@@ -21,7 +21,7 @@ QUESTION = (SIZE - QUESTION_BYTES, SIZE)
 
 
 def begin(mode: Mode = Mode.SERVICE, **more: object) -> State:
-    """A device that has something to hand in, and a connection."""
+    """A device that has something to upload, and a connection."""
     state = State(mode=mode, task=ITEM.task, uploads=(Upload(ITEM),), **more)  # type: ignore[arg-type]
     state, _ = step(state, events.Connected(), now_s=0)
     return state

@@ -1,4 +1,4 @@
-"""Pictures on a device's disk: what is found, what is refused, what is held out."""
+"""Images on a device's disk: what is found, what is refused, what is held out."""
 
 import os
 import re
@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from edge_client.data.images import Picture, decode, find_pictures, held_out
-from protocol.errors import ConfigError, UnreadablePicture
+from edge_client.data.images import LabeledImage, decode, find_images, held_out
+from protocol.errors import ConfigError, UnreadableImage
 from protocol.preprocessing import Preprocessing, preprocess
-from tests.support.image_files import noise, not_root, picture_file
+from tests.support.image_files import image_file, noise, not_root
 from tests.support.machine import open_folder
 
 CLASSES = ("cat", "dog", "Großer Käfer")
 
 
 def test_folders_give_labels_in_a_stable_order(tmp_path: Path) -> None:
-    """A folder's name is its pictures' class, pictures may lie deeper, and the order is that of the paths."""
+    """A folder's name is its images' class, images may lie deeper, and the order is that of the paths."""
     for name in ("dog/b.png", "dog/2023/a.JPG", "cat/z.png", "Großer Käfer/1.png"):
-        picture_file(tmp_path / name)
-    found = find_pictures(tmp_path, CLASSES)
+        image_file(tmp_path / name)
+    found = find_images(tmp_path, CLASSES)
     assert [(p.relative, p.label) for p in found] == [
         ("Großer Käfer/1.png", 2),
         ("cat/z.png", 0),
@@ -38,25 +38,25 @@ def test_folders_give_labels_in_a_stable_order(tmp_path: Path) -> None:
 
 def test_hidden_and_foreign_files_are_not_looked_at(tmp_path: Path) -> None:
     """Thumbnails' folders, notes and pipes in a class's folder are none of our business."""
-    picture_file(tmp_path / "cat/1.png")
-    picture_file(tmp_path / "cat/.trash/2.png")
-    picture_file(tmp_path / ".cache/3.png")
-    picture_file(tmp_path / "cat/._4.png")
+    image_file(tmp_path / "cat/1.png")
+    image_file(tmp_path / "cat/.trash/2.png")
+    image_file(tmp_path / ".cache/3.png")
+    image_file(tmp_path / "cat/._4.png")
     (tmp_path / "cat/readme.txt").write_text("hello")
     os.mkfifo(tmp_path / "cat/pipe.png")
-    assert [p.relative for p in find_pictures(tmp_path, CLASSES)] == ["cat/1.png"]
+    assert [p.relative for p in find_images(tmp_path, CLASSES)] == ["cat/1.png"]
 
 
 def test_links_in_circles_end(tmp_path: Path) -> None:
     """Links to folders are followed once; none leads into another class's folder or back up."""
-    picture_file(tmp_path / "data/cat/1.png")
-    picture_file(tmp_path / "data/dog/2.png")
-    picture_file(tmp_path / "elsewhere/3.png")
+    image_file(tmp_path / "data/cat/1.png")
+    image_file(tmp_path / "data/dog/2.png")
+    image_file(tmp_path / "elsewhere/3.png")
     (tmp_path / "data/cat/up").symlink_to(tmp_path / "data")
     (tmp_path / "data/cat/self").symlink_to(tmp_path / "data/cat")
     (tmp_path / "data/cat/dogs").symlink_to(tmp_path / "data/dog")
     (tmp_path / "data/dog/more").symlink_to(tmp_path / "elsewhere")
-    found = find_pictures(tmp_path / "data", CLASSES)
+    found = find_images(tmp_path / "data", CLASSES)
     assert [(p.relative, p.label) for p in found] == [
         ("cat/1.png", 0),
         ("dog/2.png", 1),
@@ -65,36 +65,36 @@ def test_links_in_circles_end(tmp_path: Path) -> None:
 
 
 def test_a_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
-    """A link to a picture that is away counts as a picture that cannot be read, not as none."""
-    picture_file(tmp_path / "cat/1.png")
+    """A link to an image that is away counts as an image that cannot be read, not as none."""
+    image_file(tmp_path / "cat/1.png")
     (tmp_path / "cat/2.png").symlink_to(tmp_path / "gone.png")
-    (_, dangling) = find_pictures(tmp_path, CLASSES)
-    with pytest.raises(UnreadablePicture, match=r"cat/2\.png: No such file"):
+    (_, dangling) = find_images(tmp_path, CLASSES)
+    with pytest.raises(UnreadableImage, match=r"cat/2\.png: No such file"):
         decode(dangling.path)
 
 
 def test_a_composed_and_a_decomposed_accent_are_one_class(tmp_path: Path) -> None:
     """A folder copied from a file system that takes accents apart still belongs to its class."""
-    picture_file(tmp_path / "Großer Ka\u0308fer/1.png")
-    assert find_pictures(tmp_path, CLASSES)[0].label == 2
+    image_file(tmp_path / "Großer Ka\u0308fer/1.png")
+    assert find_images(tmp_path, CLASSES)[0].label == 2
 
 
 def test_the_identity_changes_with_the_file(tmp_path: Path) -> None:
     """Same file, same identity; another size, time or place, another identity."""
-    path = picture_file(tmp_path / "cat/1.png")
-    (before,) = find_pictures(tmp_path, CLASSES)
-    assert find_pictures(tmp_path, CLASSES) == (before,)
+    path = image_file(tmp_path / "cat/1.png")
+    (before,) = find_images(tmp_path, CLASSES)
+    assert find_images(tmp_path, CLASSES) == (before,)
     os.utime(path, ns=(1, 2))
-    (touched,) = find_pictures(tmp_path, CLASSES)
+    (touched,) = find_images(tmp_path, CLASSES)
     path.rename(tmp_path / "cat/2.png")
-    (moved,) = find_pictures(tmp_path, CLASSES)
+    (moved,) = find_images(tmp_path, CLASSES)
     assert len({before.identity, touched.identity, moved.identity}) == 3
 
 
-def test_file_names_outside_utf8_are_pictures_too(tmp_path: Path) -> None:
-    """Linux file names are bytes: whatever they are, the picture is found, and read."""
-    picture_file(tmp_path / "cat/1.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/cat/\xff.png"))
-    (found,) = find_pictures(tmp_path, CLASSES)
+def test_file_names_outside_utf8_are_images_too(tmp_path: Path) -> None:
+    """Linux file names are bytes: whatever they are, the image is found, and read."""
+    image_file(tmp_path / "cat/1.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/cat/\xff.png"))
+    (found,) = find_images(tmp_path, CLASSES)
     assert decode(found.path).size == (40, 30)
     assert held_out(found, 1.0)
 
@@ -103,8 +103,8 @@ def test_file_names_outside_utf8_are_pictures_too(tmp_path: Path) -> None:
     ("folder", "says"),
     [
         ("nowhere", "there is no .*nowhere; say in which folder"),
-        ("empty", "empty holds no pictures; expected one folder of pictures per class .*cat, dog"),
-        ("unsorted", "unsorted holds no pictures"),
+        ("empty", "empty holds no images; expected one folder of images per class .*cat, dog"),
+        ("unsorted", "unsorted holds no images"),
         ("typo", r"'cats' is no class of the task \(did you mean 'cat'\?\); its classes are cat, dog"),
         ("stranger", "'zzz' is no class of the task; its classes are"),
     ],
@@ -112,29 +112,29 @@ def test_file_names_outside_utf8_are_pictures_too(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_the_tasks_is_refused(tmp_path: Path, folder: str, says: str) -> None:
     """One line says what is wrong with the folder and what was expected."""
     (tmp_path / "empty/cat").mkdir(parents=True)
-    picture_file(tmp_path / "unsorted/1.png")
-    picture_file(tmp_path / "typo/cats/1.png")
-    picture_file(tmp_path / "stranger/zzz/1.png")
+    image_file(tmp_path / "unsorted/1.png")
+    image_file(tmp_path / "typo/cats/1.png")
+    image_file(tmp_path / "stranger/zzz/1.png")
     with pytest.raises(ConfigError, match=says) as refusal:
-        find_pictures(tmp_path / folder, CLASSES)
+        find_images(tmp_path / folder, CLASSES)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_folder_that_may_not_be_read_is_named() -> None:
     """A folder without permission is an error, not an empty class."""
     with open_folder() as folder:
-        picture_file(folder / "cat/1.png")
+        image_file(folder / "cat/1.png")
         (folder / "cat").chmod(0)
         with not_root(), pytest.raises(ConfigError, match="cat cannot be read: Permission denied"):
-            find_pictures(folder, CLASSES)
+            find_images(folder, CLASSES)
 
 
-def test_a_list_names_pictures_and_classes(tmp_path: Path) -> None:
+def test_a_list_names_images_and_classes(tmp_path: Path) -> None:
     """A CSV file does what folders do: paths from its own folder, any suffix, columns in any order."""
-    picture_file(tmp_path / "a/1.png")
-    picture_file(tmp_path / "2.dat", format="PNG")
+    image_file(tmp_path / "a/1.png")
+    image_file(tmp_path / "2.dat", format="PNG")
     (tmp_path / "list.csv").write_text("\ufefflabel,path,who\r\ndog,a/1.png,me\r\n\r\ncat,2.dat,you\r\n")
-    found = find_pictures(tmp_path / "list.csv", CLASSES)
+    found = find_images(tmp_path / "list.csv", CLASSES)
     assert [(p.relative, p.label) for p in found] == [("2.dat", 0), ("a/1.png", 1)]
 
 
@@ -143,7 +143,7 @@ def test_a_list_names_pictures_and_classes(tmp_path: Path) -> None:
     [
         ("", "must start with the header path,label, not ''"),
         ("1.png,cat\n", "must start with the header path,label, not '1.png,cat'"),
-        ("path,label\n", "holds no pictures"),
+        ("path,label\n", "holds no images"),
         ("path,label\n1.png,cat\n1.png,dgo\n", r"line 3: 'dgo' is no class .*did you mean 'dog'"),
         ("path,label\n1.png\n", "line 2: '' is no class"),
         ("path,label\n\n2.png,cat\n", "line 3: there is no file .*2.png"),
@@ -154,40 +154,40 @@ def test_a_list_names_pictures_and_classes(tmp_path: Path) -> None:
 )
 def test_a_list_that_is_wrong_is_refused_with_the_line(tmp_path: Path, text: str, says: str) -> None:
     """One line says which line of the list is wrong, and why."""
-    picture_file(tmp_path / "1.png")
+    image_file(tmp_path / "1.png")
     (tmp_path / "list.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=says) as refusal:
-        find_pictures(tmp_path / "list.csv", CLASSES)
+        find_images(tmp_path / "list.csv", CLASSES)
     assert "\n" not in str(refusal.value)
 
 
 @given(st.lists(st.text(min_size=1), unique=True, min_size=1), st.floats(0, 1))
 def test_holding_out_depends_on_the_path_alone(names: list[str], fraction: float) -> None:
-    """Whatever else changes, a path stays where it is; a larger fraction only adds pictures."""
+    """Whatever else changes, a path stays where it is; a larger fraction only adds images."""
     for name in names:
-        picture = Picture(Path(), name, 0, size_bytes=1, mtime_ns=2)
-        later = Picture(Path("/moved"), name, 1, size_bytes=3, mtime_ns=4)
-        assert held_out(picture, fraction) == held_out(later, fraction)
-        assert held_out(picture, fraction) <= held_out(picture, min(1.0, fraction + 0.1))
-        assert not held_out(picture, 0.0)
-        assert held_out(picture, 1.0)
+        image = LabeledImage(Path(), name, 0, size_bytes=1, mtime_ns=2)
+        later = LabeledImage(Path("/moved"), name, 1, size_bytes=3, mtime_ns=4)
+        assert held_out(image, fraction) == held_out(later, fraction)
+        assert held_out(image, fraction) <= held_out(image, min(1.0, fraction + 0.1))
+        assert not held_out(image, 0.0)
+        assert held_out(image, 1.0)
 
 
 def test_about_the_fraction_is_held_out() -> None:
-    """Of many pictures, about the fraction asked for is held out, in the same share of consecutive names."""
-    pictures = [Picture(Path(), f"cat/{i:05}.png", 0, size_bytes=0, mtime_ns=0) for i in range(5000)]
-    held = sum(held_out(picture, 0.2) for picture in pictures)
+    """Of many images, about the fraction asked for is held out, in the same share of consecutive names."""
+    images = [LabeledImage(Path(), f"cat/{i:05}.png", 0, size_bytes=0, mtime_ns=0) for i in range(5000)]
+    held = sum(held_out(image, 0.2) for image in images)
     assert 900 < held < 1100
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
 def test_every_usual_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
-    """Grey, palette, transparent, print and 16-bit pictures all reach the backbone as 8-bit RGB."""
+    """Gray, palette, transparent, print and 16-bit images all reach the backbone as 8-bit RGB."""
     image = (
         Image.new("L", (20, 20), 120).convert(mode) if mode != "I;16" else Image.new(mode, (20, 20), 120 << 8)
     )
     suffix = ".jpg" if mode in {"CMYK", "YCbCr"} else ".png"
-    path = picture_file(tmp_path / f"p{suffix}", image)
+    path = image_file(tmp_path / f"p{suffix}", image)
     pixels = preprocess(decode(path), Preprocessing(height=8, width=8))
     assert pixels.shape == (8, 8, 3)
     if mode != "1":
@@ -203,7 +203,7 @@ def test_exif_orientation_is_applied(tmp_path: Path, orientation: int) -> None:
     stored = upright if undo is None else upright.transpose(Image.Transpose(undo))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    path = picture_file(tmp_path / "p.jpg", stored, exif=exif, quality=95, subsampling=0)
+    path = image_file(tmp_path / "p.jpg", stored, exif=exif, quality=95, subsampling=0)
     image = decode(path)
     assert image.size == (48, 32)
     red = image.getpixel((8, 8))
@@ -214,8 +214,8 @@ def test_exif_orientation_is_applied(tmp_path: Path, orientation: int) -> None:
 
 def test_of_several_frames_the_first_is_taken(tmp_path: Path) -> None:
     """An animation counts as its first frame."""
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("blue", "green")]
-    path = picture_file(tmp_path / "p.gif", frames[0], save_all=True, append_images=frames[1:])
+    frames = [Image.new("RGB", (8, 8), color) for color in ("blue", "green")]
+    path = image_file(tmp_path / "p.gif", frames[0], save_all=True, append_images=frames[1:])
     assert decode(path).convert("RGB").getpixel((0, 0)) == (0, 0, 255)
 
 
@@ -234,9 +234,9 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_truncated_picture_is_refused_and_never_padded(tmp_path: Path, kind: str) -> None:
-    """Cut a picture anywhere: it is refused by name, or every pixel is as in the whole file."""
-    path = picture_file(tmp_path / "cut.picture", noise(64, 48), **FORMATS[kind])
+def test_a_truncated_image_is_refused_and_never_padded(tmp_path: Path, kind: str) -> None:
+    """Cut an image anywhere: it is refused by name, or every pixel is as in the whole file."""
+    path = image_file(tmp_path / "cut.image", noise(64, 48), **FORMATS[kind])
     data = path.read_bytes()
     whole = np.asarray(decode(path).convert("RGB"))
     cuts = [*range(0, len(data), max(1, len(data) // 60)), len(data) - 1, len(data) - 2, len(data) - 20]
@@ -245,7 +245,7 @@ def test_a_truncated_picture_is_refused_and_never_padded(tmp_path: Path, kind: s
         path.write_bytes(data[:cut])
         try:
             np.testing.assert_array_equal(np.asarray(decode(path).convert("RGB")), whole)
-        except UnreadablePicture as refusal:
+        except UnreadableImage as refusal:
             refusals.append(str(refusal))
     assert len(refusals) >= len(cuts) - 4
     assert all(re.match(f"{re.escape(str(path))}: .", refusal) for refusal in refusals)
@@ -254,16 +254,16 @@ def test_a_truncated_picture_is_refused_and_never_padded(tmp_path: Path, kind: s
 @pytest.mark.parametrize(
     "data", [b"", b"\0" * 100, b"hello", b"\xff\xd8\xff\xe0" + b"\0" * 64, b"%!PS-Adobe\n"]
 )
-def test_what_is_no_picture_is_refused(tmp_path: Path, data: bytes) -> None:
-    """Whatever bytes carry a picture's name, the answer is a refusal that names the file."""
+def test_what_is_no_image_is_refused(tmp_path: Path, data: bytes) -> None:
+    """Whatever bytes carry an image's name, the answer is a refusal that names the file."""
     (tmp_path / "p.jpg").write_bytes(data)
-    with pytest.raises(UnreadablePicture, match=r"p\.jpg: it is none of JPEG, PNG"):
+    with pytest.raises(UnreadableImage, match=r"p\.jpg: it is none of JPEG, PNG"):
         decode(tmp_path / "p.jpg")
 
 
-def test_a_folder_is_no_picture(tmp_path: Path) -> None:
-    """A path that is no file is refused like a file that is no picture."""
-    with pytest.raises(UnreadablePicture, match="Is a directory"):
+def test_a_folder_is_no_image(tmp_path: Path) -> None:
+    """A path that is no file is refused like a file that is no image."""
+    with pytest.raises(UnreadableImage, match="Is a directory"):
         decode(tmp_path)
 
 
@@ -285,21 +285,21 @@ def test_decompression_bombs_are_refused_before_they_are_decoded(
 ) -> None:
     """A few kilobytes that claim gigabytes of pixels are refused, in Pillow's warning zone too."""
     (tmp_path / "bomb.png").write_bytes(png_claiming(width, height))
-    with pytest.raises(UnreadablePicture, match=r"bomb\.png: .*pixels"):
+    with pytest.raises(UnreadableImage, match=r"bomb\.png: .*pixels"):
         decode(tmp_path / "bomb.png")
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 10), (10, 0)])
-def test_a_picture_without_pixels_is_refused(tmp_path: Path, width: int, height: int) -> None:
-    """A picture with an edge of no pixels is refused."""
+def test_an_image_without_pixels_is_refused(tmp_path: Path, width: int, height: int) -> None:
+    """An image with an edge of no pixels is refused."""
     (tmp_path / "p.png").write_bytes(png_claiming(width, height))
-    with pytest.raises(UnreadablePicture, match=r"p\.png: "):
+    with pytest.raises(UnreadableImage, match=r"p\.png: "):
         decode(tmp_path / "p.png")
 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_32_bit_pixels_are_refused(tmp_path: Path, mode: str) -> None:
-    """Where nobody knows what white is, guessing would make every picture black or white."""
-    path = picture_file(tmp_path / "p.tif", Image.new(mode, (8, 8)))
-    with pytest.raises(UnreadablePicture, match="8 bits a channel"):
+    """Where nobody knows what white is, guessing would make every image black or white."""
+    path = image_file(tmp_path / "p.tif", Image.new(mode, (8, 8)))
+    with pytest.raises(UnreadableImage, match="8 bits a channel"):
         decode(path)

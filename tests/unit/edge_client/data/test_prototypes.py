@@ -44,10 +44,10 @@ settings_in_range = st.integers(1, 12).flatmap(
 @given(
     features=features_of_a_class, settings=settings_in_range, alpha=st.sampled_from([0.07, 0.5, 0.99, 1.0])
 )
-def test_counts_add_up_to_the_kept_pictures(
+def test_counts_add_up_to_the_kept_images(
     features: Features, settings: tuple[int, int], alpha: float
 ) -> None:
-    """No kept picture is lost, and none but a class too small for any prototype sends nothing."""
+    """No kept image is lost, and none but a class too small for any prototype sends nothing."""
     batch_size, min_images = settings
     _, counts = _prototypes_of(features, alpha=alpha, batch_size=batch_size, min_images=min_images)
     hundredths = round(alpha * 100)
@@ -93,7 +93,7 @@ def test_any_chunking_gives_the_same_bits(features: Features, cuts: list[int]) -
 
 
 def test_chunks_across_block_borders_give_the_same_bits() -> None:
-    """The same holds for more pictures than are added up in one block."""
+    """The same holds for more images than are added up in one block."""
     features = _random_features(1000, 17)
     whole, _ = _prototypes_of(features, alpha=0.97)
     for size in (1, 100, 255, 256, 257, 999):
@@ -112,7 +112,7 @@ def test_matches_the_equations_written_out() -> None:
 
 
 def test_the_outlier_is_left_out() -> None:
-    """A picture that points away from its class does not reach any prototype."""
+    """An image that points away from its class does not reach any prototype."""
     features = np.full((100, 3), 1.0, dtype=np.float32)
     features[42] = [50.0, 0.0, 0.0]
     prototypes, counts = _prototypes_of(features, alpha=0.99)
@@ -120,35 +120,33 @@ def test_the_outlier_is_left_out() -> None:
     np.testing.assert_array_equal(prototypes, np.ones_like(prototypes))
 
 
-def test_equal_scores_keep_the_earlier_pictures() -> None:
-    """Ties fall to the order of the pictures, so that a device sends the same thing after a restart."""
+def test_equal_scores_keep_the_earlier_images() -> None:
+    """Ties fall to the order of the images, so that a device sends the same thing after a restart."""
     powers_of_two = 2.0 ** np.arange(10, dtype=np.float32)
     features = powers_of_two[:, None] * np.array([[1.0, 2.0]], dtype=np.float32)
     prototypes, _ = _prototypes_of(features, alpha=0.5, batch_size=1, min_images=1)
     assert sorted(prototypes[:, 0].tolist()) == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-@pytest.mark.parametrize(("alpha", "pictures", "kept"), [(0.07, 100, 7), (0.29, 100, 29), (0.99, 100, 99)])
-def test_the_share_kept_is_exact(alpha: float, pictures: int, kept: int) -> None:
-    """ceil(alpha n) is taken of the decimal as written, not of its binary neighbour: 0.07 * 100 > 7."""
-    _, counts = _prototypes_of(_random_features(pictures), alpha=alpha)
+@pytest.mark.parametrize(("alpha", "images", "kept"), [(0.07, 100, 7), (0.29, 100, 29), (0.99, 100, 99)])
+def test_the_share_kept_is_exact(alpha: float, images: int, kept: int) -> None:
+    """ceil(alpha n) is taken of the decimal as written, not of its binary neighbor: 0.07 * 100 > 7."""
+    _, counts = _prototypes_of(_random_features(images), alpha=alpha)
     assert counts.sum() == kept
 
 
-def test_pictures_are_shuffled_before_they_are_averaged() -> None:
-    """Another seed averages other pictures together; the same seed the same ones."""
+def test_images_are_shuffled_before_they_are_averaged() -> None:
+    """Another seed averages other images together; the same seed the same ones."""
     features = _random_features(50)
     first, second, again = (_prototypes_of(features, seed=seed)[0] for seed in (1, 2, 1))
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, second)
 
 
-@pytest.mark.parametrize(
-    ("pictures", "counts"), [(0, []), (1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])]
-)
-def test_small_classes(pictures: int, counts: list[int]) -> None:
-    """A lone picture never leaves, a few make one prototype, a remainder joins the last."""
-    prototypes, got = _prototypes_of(_random_features(pictures))
+@pytest.mark.parametrize(("images", "counts"), [(0, []), (1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])])
+def test_small_classes(images: int, counts: list[int]) -> None:
+    """A lone image never leaves, a few make one prototype, a remainder joins the last."""
+    prototypes, got = _prototypes_of(_random_features(images))
     assert got.tolist() == counts
     assert prototypes.shape == (len(counts), 3)
     assert [array.dtype.name for array in (prototypes, got)] == ["float32", "uint32"]
@@ -188,7 +186,7 @@ def test_alpha_out_of_range_is_refused(alpha: float) -> None:
 
 @pytest.mark.parametrize(("batch_size", "min_images"), [(5, 0), (5, 6), (0, 0)])
 def test_min_images_out_of_range_is_refused(batch_size: int, min_images: int) -> None:
-    """A promise of more pictures per prototype than a batch holds could not be kept."""
+    """A promise of more images per prototype than a batch holds could not be kept."""
     with pytest.raises(ConfigError, match="min_images"):
         _prototypes_of(_random_features(10), batch_size=batch_size, min_images=min_images)
 
@@ -197,7 +195,7 @@ def test_min_images_out_of_range_is_refused(batch_size: int, min_images: int) ->
 def test_class_means_are_the_means_of_the_classes(
     labels: list[int], min_images: int, shuffler: random.Random
 ) -> None:
-    """Every class with enough pictures has its plain mean, whatever the order; no other class has any."""
+    """Every class with enough images has its plain mean, whatever the order; no other class has any."""
     projection = _random_features(len(labels), size=4)
     means, classes, counts = class_means(
         projection, np.array(labels, np.int64), num_classes=7, min_images=min_images

@@ -15,14 +15,14 @@ from edge_client.runtime.backbone import Backbone
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.preprocessing import preprocess
 from tests.support import step_graphs
-from tests.support.device_factory import CLASSES, choosy, linear_head, tiny, write_pictures
+from tests.support.device_factory import CLASSES, choosy, linear_head, tiny, write_images
 from tests.system.attacks.graphs import endless, spoilt
 
 
-def _weights(backbone: Backbone, pictures: list[Path]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Weights that tell the first picture's class from the last one's."""
+def _weights(backbone: Backbone, images: list[Path]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """Weights that tell the first image's class from the last one's."""
     spec = backbone.metadata.preprocessing
-    features = backbone.features(np.stack([preprocess(decode(p), spec) for p in pictures]))
+    features = backbone.features(np.stack([preprocess(decode(p), spec) for p in images]))
     middle = features.mean(axis=0)
     direction = features[-1] - features[0]
     scaled = 20 * direction / np.abs(features @ direction - middle @ direction).max()
@@ -32,21 +32,21 @@ def _weights(backbone: Backbone, pictures: list[Path]) -> np.ndarray[tuple[int, 
 
 def test_prediction_names_the_class(tmp_path: Path) -> None:
     """A head that separates two classes names them, the likeliest first, with probabilities that add up to 1."""
-    data = write_pictures(tmp_path / "data", count=3)
+    data = write_images(tmp_path / "data", count=3)
     backbone = tiny(tmp_path)
-    pictures = [data / "cat" / "0000.png", data / "dog" / "0000.png"]
+    images = [data / "cat" / "0000.png", data / "dog" / "0000.png"]
     head = open_head(
-        linear_head([backbone], _weights(backbone, pictures)), backbones=[backbone], classes=CLASSES
+        linear_head([backbone], _weights(backbone, images)), backbones=[backbone], classes=CLASSES
     )
-    cat, dog = predict(pictures, [backbone], head, top=2)
+    cat, dog = predict(images, [backbone], head, top=2)
     assert (cat.label, dog.label) == ("cat", "dog")
     assert sum(score for _, score in cat.top) == pytest.approx(1, abs=1e-5)
     assert cat.top[0][1] > cat.top[1][1]
 
 
-def test_an_unreadable_picture_does_not_end_the_rest(tmp_path: Path) -> None:
-    """What cannot be read is told, and the next picture is predicted."""
-    data = write_pictures(tmp_path / "data", count=1)
+def test_an_unreadable_image_does_not_end_the_rest(tmp_path: Path) -> None:
+    """What cannot be read is told, and the next image is predicted."""
+    data = write_images(tmp_path / "data", count=1)
     backbone = tiny(tmp_path)
     head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
     missing, there = predict([tmp_path / "none.png", data / "cat" / "0000.png"], [backbone], head, top=5)
@@ -56,8 +56,8 @@ def test_an_unreadable_picture_does_not_end_the_rest(tmp_path: Path) -> None:
 
 
 def test_predictions_come_in_order_whatever_is_among_them(tmp_path: Path) -> None:
-    """Broken pictures and those with NaN features take their places in the row, over any cut into batches."""
-    data = write_pictures(tmp_path / "data", count=4)
+    """Broken images and those with NaN features take their places in the row, over any cut into batches."""
+    data = write_images(tmp_path / "data", count=4)
     Image.new("RGB", (12, 10), "white").save(tmp_path / "white.png")
     (tmp_path / "junk.png").write_text("junk")
     backbone = choosy(tmp_path)
@@ -131,8 +131,8 @@ def test_a_head_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_features_of_several_backbones_stand_in_their_order(tmp_path: Path) -> None:
-    """A picture is decoded once; the head is given what each backbone makes of it, one after the other."""
-    data = write_pictures(tmp_path / "data", count=2)
+    """An image is decoded once; the head is given what each backbone makes of it, one after the other."""
+    data = write_images(tmp_path / "data", count=2)
     Image.new("RGB", (12, 10), "white").save(tmp_path / "white.png")
     backbones = [tiny(tmp_path, feature_size=5), choosy(tmp_path), tiny(tmp_path, seed=1, feature_size=3)]
     weights = np.random.default_rng(0).normal(size=(5 + 16 + 3, 2)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Pictures that come or go: no submission differs from the one before in fewer than a prototype averages."""
+"""Images that come or go: no submission differs from the one before in fewer than a prototype averages."""
 
 import time
 from pathlib import Path
@@ -11,7 +11,7 @@ from edge_client.privacy.differencing_guard import NOTHING_YET, Standing, from_f
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import Local, Prepared, find, prepare, submission_of
 from protocol.wire.messages import BlobRef, TaskManifest
-from tests.support.device_factory import CLASSES, tiny, write_pictures
+from tests.support.device_factory import CLASSES, tiny, write_images
 
 TASK = b"t" * 32
 B = 5
@@ -29,26 +29,26 @@ MANIFEST = TaskManifest(
 
 
 class Life:
-    """A device's folder of pictures over time, and what it hands in of it."""
+    """A device's folder of images over time, and what it uploads of it."""
 
-    def __init__(self, folder: Path, *, pictures: int = 12) -> None:
+    def __init__(self, folder: Path, *, images: int = 12) -> None:
         self.folder = folder
-        self.data = write_pictures(folder / "data", count=pictures)
+        self.data = write_images(folder / "data", count=images)
         self.first = CLASSES[0]
         self.standing = NOTHING_YET
 
     def come(self, count: int, start: int = 100) -> None:
-        """New pictures of the first class."""
+        """New images of the first class."""
         for number in range(start, start + count):
             pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
             Image.fromarray(pixels).save(self.data / self.first / f"{number}.png")
 
     def go(self, count: int) -> None:
-        """The first pictures of the first class are deleted."""
+        """The first images of the first class are deleted."""
         for path in sorted((self.data / self.first).iterdir())[:count]:
             path.unlink()
 
-    def hand_in(self, task: bytes = TASK) -> Prepared:
+    def upload(self, task: bytes = TASK) -> Prepared:
         """Make a submission, and remember it as the program does, in JSON and bytes."""
         local = Local(device_id="device", data=self.data, holdout=0.0, batch_size=4, workers=1)
         cache = FeatureCache(self.folder / "features.sqlite")
@@ -60,26 +60,26 @@ class Life:
             on_progress=lambda _done, _total: None,
             should_stop=lambda: False,
         )
-        standing = self.standing if task == TASK else Standing(self.standing.pictures)
+        standing = self.standing if task == TASK else Standing(self.standing.images)
         prepared = prepare(
             task=MANIFEST, local=local, found=found, cache=cache, secret=b"s" * 32, standing=standing
         )
         payload = submission_of(prepared, task=TASK, manifest=MANIFEST, sequence=int(time.time()))
-        self.standing = from_fact(to_fact(prepared.pictures), payload)
+        self.standing = from_fact(to_fact(prepared.images), payload)
         return prepared
 
 
-def test_few_new_pictures_wait_and_enough_count(tmp_path: Path) -> None:
-    """The sum of two submissions never tells of fewer than B pictures; the class without new ones is as it was."""
+def test_few_new_images_wait_and_enough_count(tmp_path: Path) -> None:
+    """The sum of two submissions never tells of fewer than B images; the class without new ones is as it was."""
     life = Life(tmp_path)
-    first = life.hand_in()
+    first = life.upload()
     life.come(B - 1)
-    waiting = life.hand_in()
+    waiting = life.upload()
     assert waiting.fingerprint == first.fingerprint
     assert waiting.classes[0].waiting == B - 1
-    assert waiting.classes[0].pictures == 12 + B - 1
+    assert waiting.classes[0].images == 12 + B - 1
     life.come(1, start=200)
-    second = life.hand_in()
+    second = life.upload()
     assert second.classes[0].waiting == 0
     assert second.classes[0].counts != first.classes[0].counts
     assert second.counts[second.labels == 0].sum() == 12 + B
@@ -88,46 +88,46 @@ def test_few_new_pictures_wait_and_enough_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("come", "go"), [(0, 1), (0, B - 1), (2, 2), (1, B - 2)])
-def test_pictures_that_go_wait_as_well(tmp_path: Path, come: int, go: int) -> None:
-    """What was handed in stands while too few have come and gone, though some of it is not there any more."""
+def test_images_that_go_wait_as_well(tmp_path: Path, come: int, go: int) -> None:
+    """What was uploaded stands while too few have come and gone, though some of it is not there any more."""
     life = Life(tmp_path)
-    first = life.hand_in()
+    first = life.upload()
     life.go(go)
     life.come(come)
-    waiting = life.hand_in()
+    waiting = life.upload()
     assert waiting.fingerprint == first.fingerprint
     assert waiting.classes[0].waiting == come + go
     life.go(B)
-    assert life.hand_in().fingerprint != first.fingerprint
+    assert life.upload().fingerprint != first.fingerprint
 
 
-def test_a_picture_that_was_changed_is_two(tmp_path: Path) -> None:
+def test_an_image_that_was_changed_is_two(tmp_path: Path) -> None:
     """One that went and one that came: it waits, and what was seen of it before stands."""
     life = Life(tmp_path)
-    first = life.hand_in()
+    first = life.upload()
     path = min((life.data / life.first).iterdir())
     Image.fromarray(np.zeros((9, 9, 3), np.uint8)).save(path)
-    waiting = life.hand_in()
+    waiting = life.upload()
     assert (waiting.fingerprint, waiting.classes[0].waiting) == (first.fingerprint, 2)
 
 
 def test_a_whole_class_comes_and_goes_at_once(tmp_path: Path) -> None:
-    """Of few pictures too: its prototype alone says as much, which the task allows."""
-    life = Life(tmp_path, pictures=3)
-    life.hand_in()
+    """Of few images too: its prototype alone says as much, which the task allows."""
+    life = Life(tmp_path, images=3)
+    life.upload()
     life.go(3)
-    gone = life.hand_in()
+    gone = life.upload()
     assert set(gone.labels.tolist()) == {1}
     life.come(3)
-    assert set(life.hand_in().labels.tolist()) == {0, 1}
+    assert set(life.upload().labels.tolist()) == {0, 1}
 
 
-def test_another_task_has_no_part_of_the_new_pictures(tmp_path: Path) -> None:
-    """Two tasks of the same backbone are two submissions of the same pictures, too."""
+def test_another_task_has_no_part_of_the_new_images(tmp_path: Path) -> None:
+    """Two tasks of the same backbone are two submissions of the same images, too."""
     life = Life(tmp_path)
-    first = life.hand_in()
+    first = life.upload()
     life.come(1)
-    other = life.hand_in(task=b"u" * 32)
+    other = life.upload(task=b"u" * 32)
     assert other.fingerprint == first.fingerprint
     assert other.classes[0].waiting == 1
 
@@ -135,7 +135,7 @@ def test_another_task_has_no_part_of_the_new_pictures(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_as_if_it_were_not_there(tmp_path: Path) -> None:
     """A damaged outbox makes everything anew instead of nothing."""
     life = Life(tmp_path)
-    life.hand_in()
+    life.upload()
     life.go(1)
-    life.standing = from_fact(to_fact(life.standing.pictures), b"damaged")
-    assert life.hand_in().counts.sum() == 12 + 11
+    life.standing = from_fact(to_fact(life.standing.images), b"damaged")
+    assert life.upload().counts.sum() == 12 + 11

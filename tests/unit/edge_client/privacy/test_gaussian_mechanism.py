@@ -1,4 +1,4 @@
-"""The mechanism: what one picture can change, how much noise there is, and that nothing else is in it."""
+"""The mechanism: what one image can change, how much noise there is, and that nothing else is in it."""
 
 import math
 import os
@@ -25,7 +25,7 @@ def _features(count: int, size: int = 8, *, seed: int = 0, scale: float = 1.0) -
 
 
 def _names(count: int) -> list[str]:
-    return [f"picture-{number}" for number in range(count)]
+    return [f"image-{number}" for number in range(count)]
 
 
 def _clipped(features: NDArray[np.float32], norm: float) -> NDArray[np.float64]:
@@ -35,7 +35,7 @@ def _clipped(features: NDArray[np.float32], norm: float) -> NDArray[np.float64]:
 
 
 def test_without_noise_it_is_the_mean_of_clipped_features() -> None:
-    """Every picture is in exactly one batch, and weighted with the counts the batches have the class's mean."""
+    """Every image is in exactly one batch, and weighted with the counts the batches have the class's mean."""
     features = _features(105, scale=3.0)
     values, counts = private_prototypes(features, _names(105), QUIET, secret=SECRET, key=os.urandom(32))
     assert len(values) == 10
@@ -60,10 +60,10 @@ def _released(features: NDArray[np.float32], names: list[str], batches: int) -> 
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_one_picture_changes_what_is_released_by_no_more_than_the_sensitivity(
+def test_one_image_changes_what_is_released_by_no_more_than_the_sensitivity(
     count: int, batches: int, scale: float, seed: int, data: st.DataObject
 ) -> None:
-    """Take any picture out of any set: the two steps together move by at most sqrt(1 + 2 w^2), however long it is."""
+    """Take any image out of any set: the two steps together move by at most sqrt(1 + 2 w^2), however long it is."""
     features, names = _features(count, seed=seed, scale=scale), _names(count)
     gone = data.draw(st.integers(0, count - 1))
     rest = [number for number in range(count) if number != gone]
@@ -102,13 +102,13 @@ def test_the_noise_has_the_deviation_that_was_promised() -> None:
 
 
 def test_the_number_of_prototypes_hangs_on_the_noisy_count() -> None:
-    """Without noise M = floor(n / B), and none below B; with it, a class without pictures may seem to have some."""
+    """Without noise M = floor(n / B), and none below B; with it, a class without images may seem to have some."""
 
-    def batches(pictures: int, how: Mechanism = QUIET) -> int:
+    def batches(images: int, how: Mechanism = QUIET) -> int:
         key = os.urandom(32)
-        return len(private_prototypes(_features(pictures), _names(pictures), how, secret=SECRET, key=key)[0])
+        return len(private_prototypes(_features(images), _names(images), how, secret=SECRET, key=key)[0])
 
-    assert [batches(pictures) for pictures in (0, 9, 11, 19, 21, 105)] == [0, 0, 1, 1, 2, 10]
+    assert [batches(images) for images in (0, 9, 11, 19, 21, 105)] == [0, 0, 1, 1, 2, 10]
     loud = replace(HOW, noise_multiplier=20.0)
     of_nothing = [batches(0, loud) for _ in range(40)]
     assert min(of_nothing) == 0
@@ -140,8 +140,8 @@ def test_the_same_key_is_the_same_release() -> None:
     assert other.shape != one[0].shape or (other != one[0]).all()
 
 
-def test_no_other_picture_moves_one_to_another_batch() -> None:
-    """A picture's batch is a matter of its identity and the device's secret, and of the number of batches."""
+def test_no_other_image_moves_one_to_another_batch() -> None:
+    """An image's batch is a matter of its identity and the device's secret, and of the number of batches."""
     batch_of = gaussian_mechanism._batch_of
     assert {batch_of(name, 7, SECRET) for name in _names(200)} == set(range(7))
     assert [batch_of(name, 7, SECRET) for name in _names(9)] == [
@@ -177,18 +177,18 @@ def test_a_feature_that_is_not_finite_sends_nothing(wrong: float) -> None:
         (replace(HOW, clip_norm=0.0), 30, "above 0"),
         (replace(HOW, noise_multiplier=0.0), 30, "above 0"),
         (replace(HOW, noise_multiplier=math.nan), 30, "above 0"),
-        (HOW, 29, "one feature of each picture"),
+        (HOW, 29, "one feature of each image"),
     ],
 )
 def test_what_bounds_nothing_is_refused(how: Mechanism, names: int, problem: str) -> None:
-    """No noise, no norm, or features that are of nobody knows which pictures: nothing is made."""
+    """No noise, no norm, or features that are of nobody knows which images: nothing is made."""
     with pytest.raises(PrivacyRefused, match=problem):
         private_prototypes(_features(30), _names(names), how, secret=SECRET, key=os.urandom(32))
 
 
-def test_a_picture_that_is_there_twice_is_refused() -> None:
-    """Twice in the sums, it would weigh twice what one picture may."""
-    with pytest.raises(PrivacyRefused, match="each picture once"):
+def test_an_image_that_is_there_twice_is_refused() -> None:
+    """Twice in the sums, it would weigh twice what one image may."""
+    with pytest.raises(PrivacyRefused, match="each image once"):
         private_prototypes(_features(2), ["a", "a"], HOW, secret=SECRET, key=os.urandom(32))
 
 

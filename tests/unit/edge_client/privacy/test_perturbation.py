@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from edge_client.data.images import find_pictures, held_out
+from edge_client.data.images import find_images, held_out
 from edge_client.privacy.noise import gaussian, laplace, subkey
-from edge_client.privacy.perturbation import perturb_picture, perturb_prototypes, to_half
+from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import Found, Local, digests, find, learning_keys, prepare
 from protocol.errors import PrivacyRefused
 from protocol.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, Perturbation, Program, TaskManifest
-from tests.support.device_factory import CLASSES, tiny, write_pictures
+from tests.support.device_factory import CLASSES, tiny, write_images
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HOW = Perturbation(on="prototypes", noise="gaussian", scale=0.5, shrink=0.25)
@@ -42,9 +42,9 @@ def manifest(how: Perturbation | None, program: Program | None = None) -> TaskMa
     )
 
 
-def on_pictures(scale: float = 0.2) -> Perturbation:
-    """Noise on pictures."""
-    return Perturbation(on="pictures", noise="gaussian", scale=scale)
+def on_images(scale: float = 0.2) -> Perturbation:
+    """Noise on images."""
+    return Perturbation(on="images", noise="gaussian", scale=scale)
 
 
 def _local(data: Path) -> Local:
@@ -95,7 +95,7 @@ def test_prototypes_are_shrunk_and_get_noise() -> None:
 
 
 def test_a_prototype_that_stays_keeps_its_noise() -> None:
-    """New pictures of one class do not make new noise for another: asking again averages nothing away."""
+    """New images of one class do not make new noise for another: asking again averages nothing away."""
     clean = np.arange(12, dtype=np.float32).reshape(3, 4)
     labels = np.array([0, 1, 1], np.uint32)
     before = perturb_prototypes(clean, labels, HOW, secret=SECRET)
@@ -151,26 +151,26 @@ def test_a_perturbed_prototype_is_finite(
     assert np.isfinite(to_half(values.astype(np.float64) * 1e30)).all()
 
 
-def test_a_picture_gets_its_noise_once() -> None:
-    """The same picture is perturbed in the same way at every extraction; another one, or another size, otherwise."""
-    grey = np.full((8, 8, 3), 128, np.uint8)
-    made = perturb_picture(grey, on_pictures(), identity="one", wanted=WANTED, secret=SECRET)
-    again = perturb_picture(grey, on_pictures(), identity="one", wanted=WANTED, secret=SECRET)
+def test_an_image_gets_its_noise_once() -> None:
+    """The same image is perturbed in the same way at every extraction; another one, or another size, otherwise."""
+    gray = np.full((8, 8, 3), 128, np.uint8)
+    made = perturb_image(gray, on_images(), identity="one", wanted=WANTED, secret=SECRET)
+    again = perturb_image(gray, on_images(), identity="one", wanted=WANTED, secret=SECRET)
     np.testing.assert_array_equal(made, again)
     wider = Preprocessing(height=8, width=8, crop_pct=0.9)
     for identity, wanted in (("two", WANTED), ("one", wider)):
-        other = perturb_picture(grey, on_pictures(), identity=identity, wanted=wanted, secret=SECRET)
+        other = perturb_image(gray, on_images(), identity=identity, wanted=wanted, secret=SECRET)
         assert (made != other).mean() > 0.5
     assert made.astype(np.float64).std() / 255 == pytest.approx(0.2, rel=0.2)
 
 
-def test_pictures_to_learn_from_are_perturbed_and_those_held_out_are_not(tmp_path: Path) -> None:
+def test_images_to_learn_from_are_perturbed_and_those_held_out_are_not(tmp_path: Path) -> None:
     """The cache keeps both apart, a second look computes nothing, and a task without noise gets clean features."""
-    write_pictures(tmp_path / "data", count=12)
+    write_images(tmp_path / "data", count=12)
     cache = FeatureCache(tmp_path / "features.sqlite")
-    noisy, clean = manifest(on_pictures()), manifest(None)
+    noisy, clean = manifest(on_images()), manifest(None)
     found = _find(tmp_path, noisy, cache)
-    kept_out = {picture.identity for picture in found.usable if held_out(picture, 0.3)}
+    kept_out = {image.identity for image in found.usable if held_out(image, 0.3)}
     assert 0 < len(kept_out) < 24
     assert cache.known(*digests(noisy)) == kept_out
     assert cache.known(*learning_keys(noisy)) == {p.identity for p in found.usable} - kept_out
@@ -183,28 +183,28 @@ def test_pictures_to_learn_from_are_perturbed_and_those_held_out_are_not(tmp_pat
     assert again.fingerprint == mean_noisy.fingerprint, "the noise was drawn once"
 
 
-def test_a_refused_picture_is_told_of_where_pictures_are_perturbed(tmp_path: Path) -> None:
+def test_a_refused_image_is_told_of_where_images_are_perturbed(tmp_path: Path) -> None:
     """What cannot be read is left out and named, held out or not."""
-    data = write_pictures(tmp_path / "data", count=10)
-    for picture in find_pictures(data, CLASSES)[:8]:
-        picture.path.write_text("broken")
-    found = _find(tmp_path, manifest(on_pictures()), FeatureCache(tmp_path / "features.sqlite"))
+    data = write_images(tmp_path / "data", count=10)
+    for image in find_images(data, CLASSES)[:8]:
+        image.path.write_text("broken")
+    found = _find(tmp_path, manifest(on_images()), FeatureCache(tmp_path / "features.sqlite"))
     assert len(found.refused) == 8
     assert len(found.usable) == 12
 
 
-def test_without_a_secret_pictures_do_not_become_features(tmp_path: Path) -> None:
-    """A fault of the noise is no fault of the picture: all of the work ends, and nothing is kept of it."""
-    write_pictures(tmp_path / "data", count=6)
+def test_without_a_secret_images_do_not_become_features(tmp_path: Path) -> None:
+    """A fault of the noise is no fault of the image: all of the work ends, and nothing is kept of it."""
+    write_images(tmp_path / "data", count=6)
     cache = FeatureCache(tmp_path / "features.sqlite")
     with pytest.raises(PrivacyRefused, match="no secret"):
-        _find(tmp_path, manifest(on_pictures()), cache, b"")
-    assert not cache.known(*learning_keys(manifest(on_pictures())))
+        _find(tmp_path, manifest(on_images()), cache, b"")
+    assert not cache.known(*learning_keys(manifest(on_images())))
 
 
 def test_prototypes_leave_perturbed(tmp_path: Path) -> None:
-    """What is prepared is what `perturb_prototypes` makes, and the same pictures make the same submission."""
-    write_pictures(tmp_path / "data", count=12)
+    """What is prepared is what `perturb_prototypes` makes, and the same images make the same submission."""
+    write_images(tmp_path / "data", count=12)
     cache = FeatureCache(tmp_path / "features.sqlite")
     found = _find(tmp_path, manifest(HOW), cache)
     local = _local(tmp_path / "data")
@@ -218,11 +218,11 @@ def test_prototypes_leave_perturbed(tmp_path: Path) -> None:
         prepare(task=manifest(HOW), local=local, found=found, cache=cache)
 
 
-def test_a_device_does_not_perturb_half_of_what_it_hands_in() -> None:
+def test_a_device_does_not_perturb_half_of_what_it_uploads() -> None:
     """A program that uploads parameters beside perturbed prototypes is refused; one that does not is taken."""
     fields = {"kept": (), "batch_size": 32, "init": BLOB, "step": BLOB, "project": BLOB, "head": BLOB}
     uploading = Program(**fields, uploaded=("weight",))  # type: ignore[arg-type]
     with pytest.raises(PrivacyRefused, match="parameters beside them"):
         check_task(manifest(HOW, uploading))
-    check_task(manifest(on_pictures(), uploading))
+    check_task(manifest(on_images(), uploading))
     check_task(manifest(HOW, Program(**fields, uploaded=())))  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ def _without_metadata() -> bytes:
 
 def _with_another_input() -> bytes:
     model = onnx.load_from_string(tiny_backbone())
-    model.graph.input[0].name = model.graph.node[0].input[0] = "picture"
+    model.graph.input[0].name = model.graph.node[0].input[0] = "image"
     return bytes(model.SerializeToString())
 
 
@@ -170,7 +170,7 @@ def _with_feature_size(size: int) -> bytes:
         (b"not an onnx file", "cannot load"),
         (tiny_backbone()[:-200], "cannot load"),
         (_without_metadata(), "metadata"),
-        (_with_another_input(), "picture"),
+        (_with_another_input(), "image"),
         (_with_edge("input", 0, 1), r"must have image .*\('n', 8, 8, 3\).* has image .*\(1, 8, 8, 3\)"),
         (_with_edge("input", 1, 9), r"\('n', 9, 8, 3\)"),
         (_with_edge("output", 1, 15), "has .*feature"),
@@ -184,7 +184,7 @@ def _with_feature_size(size: int) -> bytes:
         "truncated",
         "no metadata",
         "another input",
-        "one picture at a time",
+        "one image at a time",
         "another height",
         "another output",
         "foreign operators",
@@ -203,7 +203,7 @@ def test_what_is_no_backbone_is_refused(tmp_path: Path, file: bytes, said: str) 
 
 def test_a_run_that_fails_is_one_line(tmp_path: Path) -> None:
     """Whatever ONNX Runtime raises over a batch becomes an error of ours that says what to try."""
-    with pytest.raises(ProtofleetError, match=r"failed on 2 pictures on cpu: .*--batch-size") as caught:
+    with pytest.raises(ProtofleetError, match=r"failed on 2 images on cpu: .*--batch-size") as caught:
         tiny(tmp_path).features(np.zeros((2, 8, 7, 3), dtype=np.uint8))
     assert "\n" not in str(caught.value)
 

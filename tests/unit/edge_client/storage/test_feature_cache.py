@@ -40,8 +40,8 @@ def test_every_name_a_file_can_have_is_found_again(tmp_path: Path) -> None:
     check()
 
 
-def test_nothing_is_known_of_another_picture_or_backbone(tmp_path: Path) -> None:
-    """A feature belongs to one picture and one backbone; reading what is not there is an error."""
+def test_nothing_is_known_of_another_image_or_backbone(tmp_path: Path) -> None:
+    """A feature belongs to one image and one backbone; reading what is not there is an error."""
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", rows(1), [("bad", "broken")])
     assert cache.lookup("1", "b") is None
@@ -79,7 +79,7 @@ def test_features_of_several_backbones_stand_one_after_the_other(tmp_path: Path)
         cache.matrix(order, "c", "b", size=4)
 
 
-def test_a_picture_is_known_to_several_backbones_if_it_is_to_each(tmp_path: Path) -> None:
+def test_an_image_is_known_to_several_backbones_if_it_is_to_each(tmp_path: Path) -> None:
     """What one backbone has not seen, or refuses, is not known to all."""
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", rows(4), [])
@@ -102,7 +102,7 @@ def test_a_task_may_use_several_backbones(tmp_path: Path, monkeypatch: pytest.Mo
     assert cache.known("other") == set()
 
 
-def test_pictures_that_are_gone_are_forgotten_and_their_room_given_back(tmp_path: Path) -> None:
+def test_images_that_are_gone_are_forgotten_and_their_room_given_back(tmp_path: Path) -> None:
     """Pruning keeps what there is, for every backbone, and makes the file smaller."""
     cache = FeatureCache(tmp_path / "features.sqlite")
     for backbone in ("old", "new"):

@@ -1,4 +1,4 @@
-"""What is handed in, on the disk: until it was received, whatever happens in between."""
+"""What is uploaded, on the disk: until it was received, whatever happens in between."""
 
 import itertools
 import random
@@ -25,7 +25,7 @@ KEY = "ab" * 32
 
 
 def keep(state: DeviceState, payload: bytes, *, about: str = "made of this", **facts: object) -> Item:
-    """Have a submission to hand in."""
+    """Have a submission to upload."""
     return state.outbox.keep("submission", payload, task=TASK, about=about, facts=facts)
 
 

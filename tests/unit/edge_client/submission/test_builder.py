@@ -1,4 +1,4 @@
-"""From pictures to what leaves the device, and from a head to its evaluation."""
+"""From images to what leaves the device, and from a head to its evaluation."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
-from edge_client.data.images import find_pictures, held_out
+from edge_client.data.images import find_images, held_out
 from edge_client.inference.predictor import open_head
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import Local, Prepared, evaluate_head, find, prepare, submission_of
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
-from tests.support.device_factory import CLASSES, linear_head, tiny, write_pictures
+from tests.support.device_factory import CLASSES, linear_head, tiny, write_images
 
 TASK = b"t" * 32
 
@@ -42,31 +42,31 @@ def _prepare(folder: Path, local: Local, manifest: TaskManifest, *, secret: byte
     return prepare(task=manifest, local=local, found=found, cache=cache, secret=secret)
 
 
-def test_held_out_pictures_stay_out(tmp_path: Path) -> None:
-    """Every picture is either behind exactly one prototype or held out, and the report says how many."""
-    data = write_pictures(tmp_path / "data", count=30)
+def test_held_out_images_stay_out(tmp_path: Path) -> None:
+    """Every image is either behind exactly one prototype or held out, and the report says how many."""
+    data = write_images(tmp_path / "data", count=30)
     prepared = _prepare(tmp_path, _local(data), _manifest())
-    pictures = find_pictures(data, CLASSES)
-    kept = [picture for picture in pictures if not held_out(picture, 0.2)]
-    assert 0 < len(pictures) - len(kept) < 30
+    images = find_images(data, CLASSES)
+    kept = [image for image in images if not held_out(image, 0.2)]
+    assert 0 < len(images) - len(kept) < 30
     assert prepared.counts.sum() == len(kept)
-    assert [report.pictures for report in prepared.classes] == [30, 30]
-    assert sum(report.held_out for report in prepared.classes) == len(pictures) - len(kept)
+    assert [report.images for report in prepared.classes] == [30, 30]
+    assert sum(report.held_out for report in prepared.classes) == len(images) - len(kept)
     assert prepared.prototypes.dtype == np.float16
 
 
-def test_the_same_pictures_make_the_same_submission(tmp_path: Path) -> None:
+def test_the_same_images_make_the_same_submission(tmp_path: Path) -> None:
     """A restart has nothing new to send; another device shuffles differently."""
-    data = write_pictures(tmp_path / "data", count=12)
+    data = write_images(tmp_path / "data", count=12)
     first = _prepare(tmp_path, _local(data), _manifest())
     assert _prepare(tmp_path, _local(data), _manifest()).fingerprint == first.fingerprint
     other = _prepare(tmp_path, _local(data, device_id="other"), _manifest())
     assert other.fingerprint != first.fingerprint
 
 
-def test_nobody_else_can_tell_how_pictures_were_shuffled(tmp_path: Path) -> None:
-    """Task, device and class, which the server knows, do not say which pictures are in which prototype."""
-    data = write_pictures(tmp_path / "data", count=12)
+def test_nobody_else_can_tell_how_images_were_shuffled(tmp_path: Path) -> None:
+    """Task, device and class, which the server knows, do not say which images are in which prototype."""
+    data = write_images(tmp_path / "data", count=12)
     first, other = (_prepare(tmp_path, _local(data), _manifest(), secret=bytes([i] * 32)) for i in range(2))
     assert first.counts.tolist() == other.counts.tolist()
     assert first.fingerprint != other.fingerprint
@@ -74,7 +74,7 @@ def test_nobody_else_can_tell_how_pictures_were_shuffled(tmp_path: Path) -> None
 
 def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:
     """A submission passes the aggregator's checks and holds the device's prototypes."""
-    prepared = _prepare(tmp_path, _local(write_pictures(tmp_path / "data", count=12)), _manifest())
+    prepared = _prepare(tmp_path, _local(write_images(tmp_path / "data", count=12)), _manifest())
     payload = submission_of(prepared, task=TASK, manifest=_manifest(), sequence=7)
     message = read_message(payload)
     assert isinstance(message, Submission)
@@ -89,14 +89,14 @@ def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:
 def test_no_prototype_of_fewer_than_min_images(
     tmp_path_factory: pytest.TempPathFactory, counts: tuple[int, int], min_images: int
 ) -> None:
-    """Whatever classes a device has, no prototype averages fewer pictures than the task allows."""
+    """Whatever classes a device has, no prototype averages fewer images than the task allows."""
     folder = tmp_path_factory.mktemp("work")
     for name, count in zip(CLASSES, counts, strict=True):
-        write_pictures(folder / "data", count=count, classes=(name,))
+        write_images(folder / "data", count=count, classes=(name,))
     manifest = _manifest(batch_size=4, min_images=min_images)
     local = _local(folder / "data", holdout=0.0)
     if max(counts) < min_images:
-        with pytest.raises(ProtofleetError, match=r"no class has enough|holds no pictures"):
+        with pytest.raises(ProtofleetError, match=r"no class has enough|holds no images"):
             _prepare(folder, local, manifest)
         return
     prepared = _prepare(folder, local, manifest)
@@ -107,11 +107,11 @@ def test_no_prototype_of_fewer_than_min_images(
 
 
 def test_nothing_to_learn_from_is_one_line(tmp_path: Path) -> None:
-    """Only broken pictures, or no data at all: what is wrong, and nothing to send."""
-    data = write_pictures(tmp_path / "data", count=2)
-    for picture in data.rglob("*.png"):
-        picture.write_text("broken")
-    with pytest.raises(ProtofleetError, match="none of the 4 pictures can be used"):
+    """Only broken images, or no data at all: what is wrong, and nothing to send."""
+    data = write_images(tmp_path / "data", count=2)
+    for image in data.rglob("*.png"):
+        image.write_text("broken")
+    with pytest.raises(ProtofleetError, match="none of the 4 images can be used"):
         _prepare(tmp_path, _local(data), _manifest())
     with pytest.raises(ConfigError):
         _prepare(tmp_path, _local(tmp_path / "nowhere"), _manifest())
@@ -123,20 +123,20 @@ def test_nothing_to_learn_from_is_one_line(tmp_path: Path) -> None:
 def test_the_number_that_is_needed_is_enough(
     tmp_path: Path, alpha: float, min_images: int, needed: int
 ) -> None:
-    """One picture fewer than the message asks for sends nothing, and that many send a prototype."""
+    """One image fewer than the message asks for sends nothing, and that many send a prototype."""
     manifest = _manifest(alpha=alpha, min_images=min_images)
-    data = write_pictures(tmp_path / "data", count=needed)
+    data = write_images(tmp_path / "data", count=needed)
     assert len(_prepare(tmp_path, _local(data, holdout=0.0), manifest).counts) == len(CLASSES)
     if needed > 1:
         for name in CLASSES:
             (data / name / "0000.png").unlink()
-        with pytest.raises(ProtofleetError, match=f" {needed} of the rest are needed; add pictures$"):
+        with pytest.raises(ProtofleetError, match=f" {needed} of the rest are needed; add images$"):
             _prepare(tmp_path, _local(data, holdout=0.0), manifest)
 
 
-def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
-    """Per class, right and wrong add up to the readable pictures that were kept out."""
-    data = write_pictures(tmp_path / "data", count=25)
+def test_evaluation_is_over_held_out_images_only(tmp_path: Path) -> None:
+    """Per class, right and wrong add up to the readable images that were kept out."""
+    data = write_images(tmp_path / "data", count=25)
     (data / "cat" / "broken.png").write_text("broken")
     local, manifest = _local(data, holdout=0.4), _manifest()
     prepared = _prepare(tmp_path, local, manifest)
@@ -150,16 +150,16 @@ def test_evaluation_is_over_held_out_pictures_only(tmp_path: Path) -> None:
         local=local,
         cache=FeatureCache(tmp_path / "features.sqlite"),
     )
-    totals = [right + wrong for right, wrong in zip(evaluation.right, evaluation.wrong, strict=True)]
+    totals = [right + wrong for right, wrong in zip(evaluation.correct, evaluation.incorrect, strict=True)]
     assert totals == [report.held_out for report in prepared.classes]
-    assert evaluation.right == (totals[0], 0)
+    assert evaluation.correct == (totals[0], 0)
 
 
-def test_pictures_that_are_not_the_tasks_do_not_stand_in_a_heads_way(tmp_path: Path) -> None:
+def test_images_that_are_not_the_tasks_do_not_stand_in_a_heads_way(tmp_path: Path) -> None:
     """A folder that is no class, or a disk that is away, leaves nothing to evaluate on; the head is good."""
     backbone = tiny(tmp_path)
     head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
-    data = write_pictures(tmp_path / "data", count=2, classes=("cat", "zebra"))
+    data = write_images(tmp_path / "data", count=2, classes=("cat", "zebra"))
     for folder in (data, tmp_path / "away"):
         evaluation = evaluate_head(
             head,
@@ -169,4 +169,4 @@ def test_pictures_that_are_not_the_tasks_do_not_stand_in_a_heads_way(tmp_path: P
             local=_local(folder),
             cache=FeatureCache(tmp_path / "features.sqlite"),
         )
-        assert (evaluation.right, evaluation.wrong) == ((0, 0), (0, 0))
+        assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))

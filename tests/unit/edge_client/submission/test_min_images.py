@@ -1,4 +1,4 @@
-"""No prototype of fewer than `min_images` pictures: looked for in the bytes of encoded submissions."""
+"""No prototype of fewer than `min_images` images: looked for in the bytes of encoded submissions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import read_message
-from edge_client.data.images import Picture, held_out
+from edge_client.data.images import LabeledImage, held_out
 from edge_client.data.prototypes import class_means
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import (
@@ -22,7 +22,7 @@ from edge_client.submission.builder import (
     prepare_round,
     submission_of,
 )
-from edge_client.training.local_round import Contribution, Learnt
+from edge_client.training.local_round import Contribution, Learned
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import BlobRef, Program, Submission, TaskManifest
@@ -33,26 +33,26 @@ PROGRAM = Program(
     init=BLOB, step=BLOB, project=BLOB, head=BLOB, kept=(), uploaded=(), batch_size=4
 )  # fmt: skip
 SIZE = 1 << 6
-"""Values of a feature: one for each picture of a class, so that a prototype tells which ones are in it."""
+"""Values of a feature: one for each image of a class, so that a prototype tells which ones are in it."""
 
 
-def _pictures(counts: Sequence[int]) -> list[Picture]:
+def _images(counts: Sequence[int]) -> list[LabeledImage]:
     return [
-        Picture(Path(), f"{CLASSES[label]}/{number}.png", label, size_bytes=1, mtime_ns=1)
+        LabeledImage(Path(), f"{CLASSES[label]}/{number}.png", label, size_bytes=1, mtime_ns=1)
         for label, count in enumerate(counts)
         for number in range(count)
     ]
 
 
-def _feature(picture: Picture) -> NDArray[np.float32]:
-    """A picture's own direction."""
+def _feature(image: LabeledImage) -> NDArray[np.float32]:
+    """An image's own direction."""
     feature = np.zeros(SIZE, np.float32)
-    feature[int(Path(picture.relative).stem)] = 1.0
+    feature[int(Path(image.relative).stem)] = 1.0
     return feature
 
 
 def _behind(payload: bytes) -> list[tuple[int, int, int]]:
-    """Of each prototype in a submission's bytes: its class, what it says of itself, and the pictures in it."""
+    """Of each prototype in a submission's bytes: its class, what it says of itself, and the images in it."""
     message = read_message(payload)
     assert isinstance(message, Submission)
     arrays = (to_array(message.labels), to_array(message.counts), to_array(message.prototypes))
@@ -65,22 +65,22 @@ def _behind(payload: bytes) -> list[tuple[int, int, int]]:
 def _sent(
     counts: Sequence[int], manifest: TaskManifest, holdout: float, folder: Path
 ) -> list[tuple[int, int, int]]:
-    """What leaves a device with so many pictures of each class; nothing at all where it says that it has too few."""
-    pictures = _pictures(counts)
+    """What leaves a device with so many images of each class; nothing at all where it says that it has too few."""
+    images = _images(counts)
     local = Local(device_id="device", data=folder, holdout=holdout, batch_size=4, workers=1)
     cache = FeatureCache(folder / "features.sqlite")
     (key,) = learning_keys(manifest)
-    cache.put(key, [(picture.identity, _feature(picture)) for picture in pictures], [])
-    found = Found(tuple(pictures), ())
+    cache.put(key, [(image.identity, _feature(image)) for image in images], [])
+    found = Found(tuple(images), ())
 
-    def take_part(kept: Sequence[Picture]) -> Contribution:
-        projection = np.array([_feature(picture) for picture in kept], np.float32).reshape(-1, SIZE)
-        labels = np.array([picture.label for picture in kept], np.int64)
+    def take_part(kept: Sequence[LabeledImage]) -> Contribution:
+        projection = np.array([_feature(image) for image in kept], np.float32).reshape(-1, SIZE)
+        labels = np.array([image.label for image in kept], np.int64)
         values, owners, sizes = class_means(
             projection, labels, num_classes=len(CLASSES), min_images=manifest.min_images
         )
-        learnt = Learnt({}, values, sizes.astype(np.float32))
-        return Contribution(learnt, values.astype(np.float16), owners, sizes, {}, None)
+        learned = Learned({}, values, sizes.astype(np.float32))
+        return Contribution(learned, values.astype(np.float16), owners, sizes, {}, None)
 
     try:
         prepared: Prepared
@@ -104,20 +104,20 @@ def _sent(
     holdout=st.floats(0.0, 0.9),
     data=st.data(),
 )
-def test_no_prototype_is_made_of_fewer_pictures_than_min_images(
+def test_no_prototype_is_made_of_fewer_images_than_min_images(
     tmp_path_factory: pytest.TempPathFactory, program: Program | None, counts: list[int], alpha: float,
     batch_size: int, holdout: float, data: st.DataObject,
 ) -> None:  # fmt: skip
-    """Whatever a device has and a task says: each prototype has as many pictures as it says, and enough of them."""
+    """Whatever a device has and a task says: each prototype has as many images as it says, and enough of them."""
     min_images = data.draw(st.integers(1, batch_size))
     manifest = TaskManifest(
         fleet="f", algorithm="a", classes=CLASSES, backbones=(BLOB,), alpha=alpha, batch_size=batch_size,
         min_images=min_images, seed=0, program=program,
     )  # fmt: skip
     sent = _sent(counts, manifest, holdout, tmp_path_factory.mktemp("device"))
-    for label, said, pictures in sent:
-        assert said == pictures >= min_images, CLASSES[label]
-    kept = [picture for picture in _pictures(counts) if not held_out(picture, holdout)]
+    for label, said, images in sent:
+        assert said == images >= min_images, CLASSES[label]
+    kept = [image for image in _images(counts) if not held_out(image, holdout)]
     enough = {label for label in range(4) if sum(p.label == label for p in kept) >= min_images}
     assert {label for label, _, _ in sent} <= enough, "a class with fewer gives none"
     if program is not None or alpha == 1.0:

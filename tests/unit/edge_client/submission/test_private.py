@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.agent import events
 from edge_client.agent.upload_item import Item
-from edge_client.data.images import find_pictures, held_out
+from edge_client.data.images import find_images, held_out
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.policy import (
     BOTH,
@@ -51,7 +51,7 @@ from protocol.wire.messages import (
     Submission,
     TaskManifest,
 )
-from tests.support.device_factory import CLASSES, linear_head, tiny, write_pictures
+from tests.support.device_factory import CLASSES, linear_head, tiny, write_images
 from tests.support.graphs import tiny_backbone
 from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
 from tests.unit.edge_client.test_runner import make_settings
@@ -62,13 +62,13 @@ TWO = closed_form({2.0: 2}, 1e-5)
 
 
 class Bench:
-    """A device with pictures, on a task that asks for differential privacy; every piece of work is done at once."""
+    """A device with images, on a task that asks for differential privacy; every piece of work is done at once."""
 
     def __init__(
         self, folder: Path, *, count: int = 40, max_epsilon: float | None = None, **task: Any
     ) -> None:
         self.folder = folder
-        self.data = write_pictures(folder / "data", count=count)
+        self.data = write_images(folder / "data", count=count)
         self.max_epsilon = max_epsilon
         self.kept = DeviceState(folder / "state")
         digest = self.kept.blobs.put(tiny_backbone())
@@ -114,7 +114,7 @@ class Bench:
         assert isinstance(built, events.Built)
         return built
 
-    def hand_in(self) -> Submission:
+    def upload(self) -> Submission:
         """Make a submission, which has to succeed, and read what would be sent."""
         built = self.build()
         assert built.item is not None, built.reason
@@ -128,7 +128,7 @@ class Bench:
         return message
 
     def refused(self) -> str:
-        """Why nothing is handed in: nothing is in the outbox either."""
+        """Why nothing is uploaded: nothing is in the outbox either."""
         before = self.kept.outbox.items()
         built = self.build()
         assert built.item is None
@@ -136,12 +136,12 @@ class Bench:
         assert self.kept.outbox.items() == before
         return built.reason
 
-    def add_pictures(self, *, seed: int) -> None:
-        """Have other pictures than before."""
-        write_pictures(self.data / f"more-{seed}", count=0)
-        more = write_pictures(self.folder / f"more-{seed}", count=3, seed=seed)
-        for picture in more.rglob("*.png"):
-            picture.rename(self.data / picture.parent.name / f"{seed}-{picture.name}")
+    def add_images(self, *, seed: int) -> None:
+        """Have other images than before."""
+        write_images(self.data / f"more-{seed}", count=0)
+        more = write_images(self.folder / f"more-{seed}", count=3, seed=seed)
+        for image in more.rglob("*.png"):
+            image.rename(self.data / image.parent.name / f"{seed}-{image.name}")
         for name in CLASSES:
             (self.data / f"more-{seed}" / name).rmdir()
         (self.data / f"more-{seed}").rmdir()
@@ -162,18 +162,18 @@ def bench(tmp_path: Path) -> Bench:
 
 def test_a_submission_says_what_it_cost(bench: Bench) -> None:
     """By the accountant, which agrees with the closed form; the aggregator takes it as it is."""
-    submission = bench.hand_in()
+    submission = bench.upload()
     spent = submission.privacy
     assert spent is not None
     assert spent.epsilon == spent.total_epsilon == pytest.approx(ONE, rel=1e-3)
     assert (spent.delta, spent.releases) == (1e-5, 1)
     taken = check_submission(submission, Expectation(bench.task, bench.manifest, 16))
     assert taken.counts.min() >= 3
-    assert submission.pictures == taken.counts.sum()
+    assert submission.images == taken.counts.sum()
     assert (submission.left_out, submission.loss, submission.tensors, submission.round) == ((), None, {}, 0)
 
 
-def test_the_same_pictures_are_paid_for_once(bench: Bench) -> None:
+def test_the_same_images_are_paid_for_once(bench: Bench) -> None:
     """Looked at again, also after a restart, they make the very same submission, and nothing is spent."""
     first = bench.build()
     assert bench.build() == first
@@ -184,23 +184,23 @@ def test_the_same_pictures_are_paid_for_once(bench: Bench) -> None:
 
 def test_a_release_that_was_lost_on_its_way_is_made_again_as_it_was(bench: Bench) -> None:
     """An outbox that was damaged costs nothing: the noise is the one that was paid for."""
-    first = bench.hand_in()
+    first = bench.upload()
     with bench.kept._database.transaction() as database:
         database.execute("DELETE FROM outbox")
     bench.restart()
-    again = bench.hand_in()
+    again = bench.upload()
     assert (again.prototypes, again.counts, again.labels) == (first.prototypes, first.counts, first.labels)
     assert again.privacy == first.privacy
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_other_pictures_are_paid_for_on_top(bench: Bench, *, restarts: bool) -> None:
-    """New noise for new pictures, and what was spent before counts, restart or not."""
-    first = bench.hand_in()
-    bench.add_pictures(seed=1)
+def test_other_images_are_paid_for_on_top(bench: Bench, *, restarts: bool) -> None:
+    """New noise for new images, and what was spent before counts, restart or not."""
+    first = bench.upload()
+    bench.add_images(seed=1)
     if restarts:
         bench.restart()
-    second = bench.hand_in()
+    second = bench.upload()
     assert second.privacy is not None
     assert second.privacy.total_epsilon == pytest.approx(TWO, rel=1e-3)
     assert second.privacy.epsilon == pytest.approx(ONE, rel=1e-3)
@@ -211,10 +211,10 @@ def test_other_pictures_are_paid_for_on_top(bench: Bench, *, restarts: bool) -> 
 
 def test_another_task_does_not_begin_anew(bench: Bench) -> None:
     """What earlier tasks were given counts, with other noise too; what is shown is of all of it."""
-    bench.hand_in()
+    bench.upload()
     other = msgspec.structs.replace(WANTED, noise_multiplier=3.0)
     bench.manifest = msgspec.structs.replace(bench.manifest, seed=1, differential_privacy=other)
-    second = bench.hand_in()
+    second = bench.upload()
     assert second.privacy is not None
     assert second.privacy.total_epsilon == pytest.approx(closed_form({2.0: 1, 3.0: 1}, 1e-5), rel=1e-3)
     assert second.privacy.epsilon == pytest.approx(closed_form({3.0: 1}, 1e-5), rel=1e-3)
@@ -229,7 +229,7 @@ def test_nobody_spends_more_than_the_task_and_the_owner_allow(
     wanted = msgspec.structs.replace(WANTED, max_epsilon=of_task)
     bench = Bench(tmp_path, max_epsilon=own, differential_privacy=wanted)
     first = bench.build()
-    bench.add_pictures(seed=1)
+    bench.add_images(seed=1)
     assert bench.refused() == BUDGET
     assert bench.kept.outbox.newest_submission() == first.item
     assert len(bench.kept.ledger.releases()) == 1
@@ -240,7 +240,7 @@ def test_nobody_spends_more_than_the_task_and_the_owner_allow(
 def test_what_was_drawn_is_spent_even_if_it_is_never_sent(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Power that goes off between paying and handing in: the release is in the record, and is made from it."""
+    """Power that goes off between paying and uploading: the release is in the record, and is made from it."""
 
     def ends(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -252,7 +252,7 @@ def test_what_was_drawn_is_spent_even_if_it_is_never_sent(
     assert bench.kept.outbox.items() == ()
     bench.restart()
     assert len(bench.kept.ledger.releases()) == 1
-    spent = bench.hand_in().privacy
+    spent = bench.upload().privacy
     assert spent is not None
     assert spent.releases == 1
 
@@ -308,7 +308,7 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "the marker cannot be written": (FAILED, lambda bench, _: (bench.folder / "state" / "releases").mkdir()),
     "the record cannot be read": (FAILED, lambda bench, _: _forget(bench, "DROP TABLE releases")),
     "a feature is not finite": (
-        "a feature is not finite: nothing is handed in",
+        "a feature is not finite: nothing is uploaded",
         lambda bench, patch: patch.setattr(bench.worker._cache, "matrix", _not_a_number),
     ),
     "features are gone": (
@@ -330,10 +330,8 @@ FAILURES: dict[str, tuple[str, Break]] = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_whatever_fails_nothing_is_handed_in(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    """Each step of the way, broken: no submission, a problem that names no picture, and the program goes on."""
+def test_whatever_fails_nothing_is_uploaded(bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Each step of the way, broken: no submission, a problem that names no image, and the program goes on."""
     reason, bring_about = FAILURES[what]
     with monkeypatch.context() as patched:
         bring_about(bench, patched)
@@ -366,10 +364,10 @@ LOSSES: dict[str, Callable[[Bench], object]] = {
 @pytest.mark.parametrize("lost", LOSSES)
 def test_a_record_that_was_lost_is_not_begun_anew(bench: Bench, lost: str) -> None:
     """Where it is known that there were releases and not all are there, nobody knows what is left to spend."""
-    bench.hand_in()
-    bench.add_pictures(seed=1)
-    bench.hand_in()
-    bench.add_pictures(seed=2)
+    bench.upload()
+    bench.add_images(seed=1)
+    bench.upload()
+    bench.add_images(seed=2)
     LOSSES[lost](bench)
     bench.restart()
     bench.kept.blobs.put(tiny_backbone())
@@ -378,17 +376,17 @@ def test_a_record_that_was_lost_is_not_begun_anew(bench: Bench, lost: str) -> No
 
 def test_power_may_go_off_between_the_record_and_its_marker(bench: Bench) -> None:
     """The marker is one behind then, and the record is whole."""
-    bench.hand_in()
-    bench.add_pictures(seed=1)
-    bench.hand_in()
+    bench.upload()
+    bench.add_images(seed=1)
+    bench.upload()
     (bench.folder / "state" / "releases").write_bytes(b"1\n")
     bench.restart()
     assert len(bench.kept.ledger.releases()) == 2
-    bench.hand_in()
+    bench.upload()
 
 
-def test_no_picture_at_all_is_no_telling_difference(tmp_path: Path) -> None:
-    """A device without pictures releases its noise as all do: that there is nothing to learn from is not told."""
+def test_no_image_at_all_is_no_telling_difference(tmp_path: Path) -> None:
+    """A device without images releases its noise as all do: that there is nothing to learn from is not told."""
     loud = msgspec.structs.replace(WANTED, noise_multiplier=40.0)
     bench = Bench(tmp_path, count=0, batch_size=3, differential_privacy=loud)
     reasons = set()
@@ -397,14 +395,14 @@ def test_no_picture_at_all_is_no_telling_difference(tmp_path: Path) -> None:
         built = bench.build()
         reasons.add(built.reason)
         if built.item is not None:
-            assert bench.read(built.item).pictures >= 3
+            assert bench.read(built.item).images >= 3
     assert reasons <= {"", NOTHING}
     assert "" in reasons
     assert len(bench.kept.ledger.releases()) == 12, "nothing was paid for as well"
 
 
 def test_noise_that_leaves_nothing_is_not_drawn_until_it_does(tmp_path: Path) -> None:
-    """Too few pictures for a prototype: looking again is the same release, and costs nothing."""
+    """Too few images for a prototype: looking again is the same release, and costs nothing."""
     bench = Bench(tmp_path, count=3, batch_size=200)
     assert [bench.refused(), bench.refused()] == [NOTHING, NOTHING]
     bench.restart()
@@ -451,7 +449,7 @@ def test_an_owner_may_take_private_tasks_alone(tmp_path: Path) -> None:
 
 def test_nothing_else_can_be_encoded(bench: Bench) -> None:
     """Prototypes that were made without noise do not become a submission to a task that wants it."""
-    bench.hand_in()
+    bench.upload()
     shown: list[Any] = []
     plain = msgspec.structs.replace(bench.manifest, differential_privacy=None)
     worker = Worker(
@@ -467,40 +465,40 @@ def test_nothing_else_can_be_encoded(bench: Bench) -> None:
 # What leaves under differential privacy, field by field.
 
 DECISIONS: dict[type[Any], dict[str, str]] = {
-    messages.Presence: {"v": "constant", "state": "no picture", "epoch": "time of the start"},
+    messages.Presence: {"v": "constant", "state": "no image", "epoch": "time of the start"},
     DeviceInfo: {
         "v": "constant",
         "epoch": "time of the start",
-        "software": "no picture",
-        "runtime": "no picture",
-        "backbones": "no picture",
-        "pictures": "empty",
+        "software": "no image",
+        "runtime": "no image",
+        "backbones": "no image",
+        "images": "empty",
         "refused": "zero",
         "problem": "constant words",
-        "head_version": "no picture",
-        "refusals": "no picture",
+        "head_version": "no image",
+        "refusals": "no image",
     },
     Submission: {
         "v": "constant",
-        "task": "no picture",
+        "task": "no image",
         "sequence": "time of the submission",
         "prototypes": "noisy",
         "labels": "noisy",
         "counts": "noisy",
-        "pictures": "noisy",
+        "images": "noisy",
         "left_out": "empty",
         "round": "zero",
         "tensors": "empty",
         "loss": "none",
-        "privacy": "no picture",
+        "privacy": "no image",
     },
-    messages.Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no picture"),
+    messages.Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no image"),
     Evaluation: {
         "v": "constant",
-        "task": "no picture",
-        "head_version": "no picture",
-        "right": "zeros",
-        "wrong": "zeros",
+        "task": "no image",
+        "head_version": "no image",
+        "correct": "zeros",
+        "incorrect": "zeros",
         "before": "zeros",
         "problem": "constant words",
     },
@@ -511,13 +509,13 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         "offset": "of one of the above",
         "data": "of one of the above",
         "signature": "of one of the above",
-        "key": "no picture",
+        "key": "no image",
     },
     messages.BlobRequest: {
         "v": "constant",
-        "digest": "no picture",
-        "offset": "no picture",
-        "length": "no picture",
+        "digest": "no image",
+        "offset": "no image",
+        "length": "no image",
     },
     messages.Tensor: {"dtype": "noisy", "shape": "noisy", "data": "noisy"},
 }
@@ -525,7 +523,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
 
 @pytest.mark.parametrize("message", DECISIONS, ids=lambda message: message.__name__)
 def test_every_field_that_leaves_was_thought_of(message: type[Any]) -> None:
-    """A field that is added to what devices send needs a word on what it says of pictures."""
+    """A field that is added to what devices send needs a word on what it says of images."""
     assert DECISIONS[message].keys() == set(message.__struct_fields__)
 
 
@@ -539,34 +537,34 @@ def test_no_other_message_leaves_a_device() -> None:
     assert sent == {message.__name__ for message in DECISIONS}
 
 
-def test_what_a_device_says_of_itself_names_no_picture(bench: Bench) -> None:
+def test_what_a_device_says_of_itself_names_no_image(bench: Bench) -> None:
     """The owner sees counts, refused files and why; the aggregator sees none of it."""
     (bench.data / "cat" / "broken.png").write_text("broken")
-    bench.hand_in()
+    bench.upload()
     report = bench.kept.get("report")
-    assert report["classes"][0]["pictures"] == 40
+    assert report["classes"][0]["images"] == 40
     assert len(report["refused"]) == 1
     info = bench.info()
-    assert (info.pictures, info.refused, info.problem) == ({}, 0, "")
-    bench.kept.set(problem="/home/anna/pictures/secret.png: truncated")
+    assert (info.images, info.refused, info.problem) == ({}, 0, "")
+    bench.kept.set(problem="/home/anna/images/secret.png: truncated")
     assert bench.info().problem == CANNOT
     bench.kept.set(problem=BUDGET)
     assert bench.info().problem == BUDGET
 
 
-def test_before_a_task_is_known_nothing_is_told_of_pictures(bench: Bench) -> None:
+def test_before_a_task_is_known_nothing_is_told_of_images(bench: Bench) -> None:
     """A program that has just started may be on a private task, whatever its last report was."""
-    bench.hand_in()
+    bench.upload()
     info = Device(bench.settings, bench.kept)._info()
-    assert (info.pictures, info.refused) == ({}, 0)
+    assert (info.images, info.refused) == ({}, 0)
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_head_is_judged_without_pictures(bench: Bench, *, works: bool) -> None:
-    """An evaluation says that the head runs, or in constant words that it does not, and nothing of pictures."""
-    bench.hand_in()
-    pictures = find_pictures(bench.data, CLASSES)
-    assert any(held_out(picture, 0.2) for picture in pictures)
+def test_a_head_is_judged_without_images(bench: Bench, *, works: bool) -> None:
+    """An evaluation says that the head runs, or in constant words that it does not, and nothing of images."""
+    bench.upload()
+    images = find_images(bench.data, CLASSES)
+    assert any(held_out(image, 0.2) for image in images)
     weights = np.ones((16, 2), dtype=np.float32)
     file = linear_head([tiny(bench.folder)], weights, softmax=works)
     digest = bench.kept.blobs.put(file)
@@ -582,7 +580,7 @@ def test_a_head_is_judged_without_pictures(bench: Bench, *, works: bool) -> None
     report = installed.report
     (payload,) = bench.kept.outbox.read(report.digest, ((0, report.size_bytes),)) or (b"",)
     evaluation = decode(payload, Evaluation, max_bytes=len(payload))
-    assert (evaluation.right, evaluation.wrong) == ((0, 0), (0, 0))
+    assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
     assert evaluation.problem == ("" if works else HEAD_REFUSED)
 
 

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from edge_client.agent.upload_item import Item
 from edge_client.data.extraction import Interrupted
-from edge_client.data.images import Picture
+from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import Found, Local, Prepared, submission_of
 from edge_client.submission.rounds import RoundWork
-from edge_client.training.local_round import Learnt, pack, unpack
+from edge_client.training.local_round import Learned, pack, unpack
 from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.wire.codec import decode
@@ -30,12 +30,12 @@ from tests.support.round_factory import (
     make_task,
     open_round,
     same_bits,
-    take_pictures,
+    take_images,
 )
 from tests.support.step_graphs import PROJECTION
 
 STEPS_AN_EPOCH = 5
-"""Of 18 pictures, 4 at a time."""
+"""Of 18 images, 4 at a time."""
 
 
 @dataclass
@@ -59,13 +59,13 @@ class Device:
         manifest: TaskManifest,
         opened: RoundManifest,
         *,
-        pictures: Sequence[Picture] | None = None,
+        images: Sequence[LabeledImage] | None = None,
         stop_before: int | None = None,
         task: bytes = TASK,
-    ) -> tuple[Prepared, Learnt]:
+    ) -> tuple[Prepared, Learned]:
         """Take part in a round; `steps` has those that were done."""
         self.steps = []
-        found = take_pictures() if pictures is None else pictures
+        found = take_images() if images is None else images
         look_at(self.cache, found)
         return self.work.take_part(
             task,
@@ -76,18 +76,18 @@ class Device:
             should_stop=lambda: stop_before is not None and len(self.steps) >= stop_before,
         )
 
-    def hand_in(self, manifest: TaskManifest, opened: RoundManifest, *, sequence: int = 7) -> Item:
+    def upload(self, manifest: TaskManifest, opened: RoundManifest, *, sequence: int = 7) -> Item:
         """Take part in a round and keep it."""
-        prepared, learnt = self.take_part(manifest, opened)
+        prepared, learned = self.take_part(manifest, opened)
         payload = submission_of(
             prepared, task=TASK, manifest=manifest, sequence=sequence, number=opened.number
         )
-        return self.work.keep(TASK, opened, payload=payload, learnt=learnt, report={})
+        return self.work.keep(TASK, opened, payload=payload, learned=learned, report={})
 
     def on_disk(self) -> dict[str, bytes]:
         """Every file but the cache of features, and every fact."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and "sqlite" not in path.name]
-        facts = {name: repr(self.kept.get(name)).encode() for name in ("learnt", "sequence", "report")}
+        facts = {name: repr(self.kept.get(name)).encode() for name in ("learned", "sequence", "report")}
         facts["outbox"] = repr(self.kept.outbox.items()).encode()
         return {**{str(path.relative_to(self.folder)): path.read_bytes() for path in files}, **facts}
 
@@ -103,29 +103,29 @@ def device(tmp_path: Path) -> Device:
     return Device(tmp_path)
 
 
-def test_a_restart_hands_in_what_was_made(tmp_path: Path, device: Device) -> None:
+def test_a_restart_uploads_what_was_made(tmp_path: Path, device: Device) -> None:
     """After a restart the round's submission is there, and none for another round or another task."""
     opened = open_round(device.kept.blobs)
-    item = device.hand_in(make_task(device.kept.blobs), opened)
+    item = device.upload(make_task(device.kept.blobs), opened)
     again = Device(tmp_path)
-    assert again.work.handed_in(TASK, opened, above=0) == item
-    assert again.work.handed_in(TASK, open_round(device.kept.blobs, number=1), above=0) is None
-    assert again.work.handed_in(b"u" * 32, opened, above=0) is None
+    assert again.work.uploaded(TASK, opened, above=0) == item
+    assert again.work.uploaded(TASK, open_round(device.kept.blobs, number=1), above=0) is None
+    assert again.work.uploaded(b"u" * 32, opened, above=0) is None
     again.kept.outbox.receive(item.digest)
-    assert again.work.handed_in(TASK, opened, above=0) == replace(item, received=True)
+    assert again.work.uploaded(TASK, opened, above=0) == replace(item, received=True)
 
 
 def test_a_submission_is_renumbered_and_nothing_else(tmp_path: Path, device: Device) -> None:
     """One that has to go above a sequence says the same under a greater one, and is what stands from then on."""
     opened = open_round(device.kept.blobs)
-    first = device.payload(device.hand_in(make_task(device.kept.blobs), opened))
+    first = device.payload(device.upload(make_task(device.kept.blobs), opened))
     far = 10**12
-    second = device.work.handed_in(TASK, opened, above=far)
+    second = device.work.uploaded(TASK, opened, above=far)
     assert second is not None
     was, now = (decode(payload, Submission, max_bytes=10**6) for payload in (first, device.payload(second)))
     assert now.sequence > far
     assert msgspec.structs.replace(now, sequence=was.sequence) == was
-    assert Device(tmp_path).work.handed_in(TASK, opened, above=0) == second
+    assert Device(tmp_path).work.uploaded(TASK, opened, above=0) == second
 
 
 def test_an_interrupted_training_goes_on(
@@ -140,34 +140,34 @@ def test_an_interrupted_training_goes_on(
     with pytest.raises(Interrupted):
         device.take_part(manifest, opened, stop_before=7)
     again = Device(tmp_path)
-    _, learnt = again.take_part(manifest, opened)
+    _, learned = again.take_part(manifest, opened)
     assert again.steps == [8, 9, 10]
     assert "going on with the training from step 7" in caplog.text
-    assert pack(learnt) == pack(whole)
+    assert pack(learned) == pack(whole)
 
 
-def _longer(pictures: list[Picture]) -> list[Picture]:
-    return [*pictures, Picture(Path("data"), "2/new.png", 2, 100, 1_000)]
+def _longer(images: list[LabeledImage]) -> list[LabeledImage]:
+    return [*images, LabeledImage(Path("data"), "2/new.png", 2, 100, 1_000)]
 
 
-def _touched(pictures: list[Picture]) -> list[Picture]:
-    return [replace(pictures[0], mtime_ns=2_000), *pictures[1:]]
+def _touched(images: list[LabeledImage]) -> list[LabeledImage]:
+    return [replace(images[0], mtime_ns=2_000), *images[1:]]
 
 
-def _relabelled(pictures: list[Picture]) -> list[Picture]:
-    return [replace(pictures[0], label=1), *pictures[1:]]
+def _relabeled(images: list[LabeledImage]) -> list[LabeledImage]:
+    return [replace(images[0], label=1), *images[1:]]
 
 
-@pytest.mark.parametrize("change", [_longer, _touched, _relabelled, lambda pictures: pictures[:-1]])
-def test_other_pictures_begin_the_round_anew(
-    tmp_path: Path, device: Device, change: Callable[[list[Picture]], list[Picture]]
+@pytest.mark.parametrize("change", [_longer, _touched, _relabeled, lambda images: images[:-1]])
+def test_other_images_begin_the_round_anew(
+    tmp_path: Path, device: Device, change: Callable[[list[LabeledImage]], list[LabeledImage]]
 ) -> None:
-    """A picture more, one less, one that was changed or is of another class now: nothing of before goes on."""
+    """An image more, one less, one that was changed or is of another class now: nothing of before goes on."""
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
     with pytest.raises(Interrupted):
         device.take_part(manifest, opened, stop_before=7)
     again = Device(tmp_path)
-    again.take_part(manifest, opened, pictures=change(take_pictures()))
+    again.take_part(manifest, opened, images=change(take_images()))
     assert again.steps == list(range(1, 2 * STEPS_AN_EPOCH + 1))
 
 
@@ -202,10 +202,10 @@ def test_a_damaged_checkpoint_begins_the_round_anew(
     assert "begins anew" in caplog.text
 
 
-def test_few_pictures_of_a_class_send_nothing(device: Device) -> None:
+def test_few_images_of_a_class_send_nothing(device: Device) -> None:
     """A class with fewer than `min_images` has no prototype, and the report says so; it is trained on all the same."""
     manifest = make_task(device.kept.blobs, min_images=6)
-    prepared, learnt = device.take_part(manifest, open_round(device.kept.blobs))
+    prepared, learned = device.take_part(manifest, open_round(device.kept.blobs))
     assert prepared.labels.tolist() == [0, 1]
     assert prepared.counts.tolist() == [7, 6]
     assert [(entry.counts, entry.left_out) for entry in prepared.classes] == [
@@ -213,34 +213,34 @@ def test_few_pictures_of_a_class_send_nothing(device: Device) -> None:
         ((6,), False),
         ((), True),
     ]
-    assert learnt.counts.tolist() == [7, 6, 0]
+    assert learned.counts.tolist() == [7, 6, 0]
     assert len(device.steps) == 2 * STEPS_AN_EPOCH
 
 
-def test_held_out_pictures_are_not_learnt_from(tmp_path: Path) -> None:
-    """Counts are those of the pictures that remain, and a class that is held out as a whole sends nothing."""
+def test_held_out_images_are_not_learned_from(tmp_path: Path) -> None:
+    """Counts are those of the images that remain, and a class that is held out as a whole sends nothing."""
     device = Device(tmp_path, holdout=0.5)
-    prepared, learnt = device.take_part(make_task(device.kept.blobs), open_round(device.kept.blobs))
+    prepared, learned = device.take_part(make_task(device.kept.blobs), open_round(device.kept.blobs))
     reports = {entry.name: entry for entry in prepared.classes}
-    remain = [entry.pictures - entry.held_out for entry in reports.values()]
+    remain = [entry.images - entry.held_out for entry in reports.values()]
     assert 0 < sum(remain) < sum(COUNTS)
-    assert learnt.counts.tolist() == remain
+    assert learned.counts.tolist() == remain
 
 
-def test_too_few_pictures_of_everything_are_one_line(device: Device) -> None:
-    """Nothing is trained on that could not be handed in."""
-    with pytest.raises(ProtofleetError, match="no class has enough pictures"):
+def test_too_few_images_of_everything_are_one_line(device: Device) -> None:
+    """Nothing is trained on that could not be uploaded."""
+    with pytest.raises(ProtofleetError, match="no class has enough images"):
         device.take_part(make_task(device.kept.blobs, min_images=8), open_round(device.kept.blobs))
     assert device.steps == []
 
 
 def test_a_dry_run_leaves_nothing(tmp_path: Path, device: Device) -> None:
-    """Neither when it ends nor when it is interrupted; and it shows what a round would be, also one handed in."""
+    """Neither when it ends nor when it is interrupted; and it shows what a round would be, also one uploaded."""
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
-    device.hand_in(manifest, opened)
+    device.upload(manifest, opened)
     dry = Device(tmp_path, dry=True)
     before = dry.on_disk()
-    assert dry.work.handed_in(TASK, opened, above=0) is None
+    assert dry.work.uploaded(TASK, opened, above=0) is None
     prepared, _ = dry.take_part(manifest, opened)
     assert len(prepared.counts) == 3
     with pytest.raises(Interrupted):
@@ -250,47 +250,47 @@ def test_a_dry_run_leaves_nothing(tmp_path: Path, device: Device) -> None:
 
 @pytest.mark.parametrize("tensors", [{"rate": np.array(1e20, np.float32)}, {"rate": np.zeros(2, np.float32)}])
 def test_a_round_that_fails_changes_nothing(device: Device, tensors: dict[str, NDArray[np.float32]]) -> None:
-    """What was learnt and handed in before stands, bit for bit, after a training that diverged or was refused."""
+    """What was learned and uploaded before stands, bit for bit, after a training that diverged or was refused."""
     manifest = make_task(device.kept.blobs, kept=("weight",))
-    device.hand_in(manifest, open_round(device.kept.blobs))
+    device.upload(manifest, open_round(device.kept.blobs))
     wrong = open_round(device.kept.blobs, number=1, tensors=tensors, epochs=20)
     before = device.on_disk()
     with pytest.raises((Diverged, GraphRefused)), np.errstate(all="ignore"):
         device.take_part(manifest, wrong)
     assert device.on_disk() == before
-    _, learnt = device.take_part(manifest, open_round(device.kept.blobs, number=2, epochs=0))
-    standing = unpack(device.kept.blobs.read(bytes.fromhex(device.work.learnt_digest(TASK))))
-    np.testing.assert_array_equal(learnt.state["weight"], standing.state["weight"])
+    _, learned = device.take_part(manifest, open_round(device.kept.blobs, number=2, epochs=0))
+    standing = unpack(device.kept.blobs.read(bytes.fromhex(device.work.learned_digest(TASK))))
+    np.testing.assert_array_equal(learned.state["weight"], standing.state["weight"])
 
 
-def test_what_was_learnt_goes_into_the_next_round_of_its_task_alone(device: Device) -> None:
+def test_what_was_learned_goes_into_the_next_round_of_its_task_alone(device: Device) -> None:
     """Another task knows nothing of it."""
     manifest = make_task(device.kept.blobs, kept=("steps",))
-    device.hand_in(manifest, open_round(device.kept.blobs))
-    _, learnt = device.take_part(manifest, open_round(device.kept.blobs, number=1))
-    assert learnt.state["steps"] == 4 * STEPS_AN_EPOCH
-    assert device.work.learnt_digest(b"u" * 32) == ""
-    _, learnt = device.take_part(manifest, open_round(device.kept.blobs, number=1), task=b"u" * 32)
-    assert learnt.state["steps"] == 2 * STEPS_AN_EPOCH
+    device.upload(manifest, open_round(device.kept.blobs))
+    _, learned = device.take_part(manifest, open_round(device.kept.blobs, number=1))
+    assert learned.state["steps"] == 4 * STEPS_AN_EPOCH
+    assert device.work.learned_digest(b"u" * 32) == ""
+    _, learned = device.take_part(manifest, open_round(device.kept.blobs, number=1), task=b"u" * 32)
+    assert learned.state["steps"] == 2 * STEPS_AN_EPOCH
 
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
-def test_what_was_learnt_may_get_lost(device: Device, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_learned_may_get_lost(device: Device, how: str, caplog: pytest.LogCaptureFixture) -> None:
     """A device whose disk has lost it says so and begins anew, at this round and at every start after it."""
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
-    _, learnt = device.take_part(manifest, opened)
-    device.work.keep(TASK, opened, payload=b"payload", learnt=learnt, report={})
-    file = device.kept.blobs.path(bytes.fromhex(device.work.learnt_digest(TASK)))
+    _, learned = device.take_part(manifest, opened)
+    device.work.keep(TASK, opened, payload=b"payload", learned=learned, report={})
+    file = device.kept.blobs.path(bytes.fromhex(device.work.learned_digest(TASK)))
     if how == "gone":
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-1])
-    assert device.work.learnt_digest(TASK) == ""
+    assert device.work.learned_digest(TASK) == ""
     assert "what earlier rounds have taught is lost" in caplog.text
     device.take_part(manifest, open_round(device.kept.blobs, number=1))
 
 
-def test_submission_and_what_was_learnt_are_kept_together(tmp_path: Path, device: Device) -> None:
+def test_submission_and_what_was_learned_are_kept_together(tmp_path: Path, device: Device) -> None:
     """On a disk that is full at any moment either both are there afterwards or neither, and then it can be made up."""
     manifest = make_task(device.kept.blobs)
     outcomes = set()
@@ -298,40 +298,40 @@ def test_submission_and_what_was_learnt_are_kept_together(tmp_path: Path, device
         opened = open_round(device.kept.blobs, number=number)
         with pytest.raises(Interrupted):
             device.take_part(manifest, opened, stop_before=5)
-        prepared, learnt = device.take_part(manifest, opened)
+        prepared, learned = device.take_part(manifest, opened)
         payload = submission_of(prepared, task=TASK, manifest=manifest, sequence=number, number=number)
-        before = (device.kept.get("learnt"), device.kept.outbox.items())
+        before = (device.kept.get("learned"), device.kept.outbox.items())
         try:
             with full_disk(after_bytes=room):
-                device.work.keep(TASK, opened, payload=payload, learnt=learnt, report={})
+                device.work.keep(TASK, opened, payload=payload, learned=learned, report={})
         except StateError:
-            assert (device.kept.get("learnt"), device.kept.outbox.items()) == before
+            assert (device.kept.get("learned"), device.kept.outbox.items()) == before
             assert (device.folder / "training.checkpoint").exists()
-            assert Device(tmp_path).work.handed_in(TASK, opened, above=0) is None
+            assert Device(tmp_path).work.uploaded(TASK, opened, above=0) is None
             outcomes.add("neither")
-            device.work.keep(TASK, opened, payload=payload, learnt=learnt, report={})
+            device.work.keep(TASK, opened, payload=payload, learned=learned, report={})
         else:
             outcomes.add("both")
         again = Device(tmp_path)
-        item = again.work.handed_in(TASK, opened, above=0)
+        item = again.work.uploaded(TASK, opened, above=0)
         assert item is not None
         assert again.payload(item) == payload
-        taught = unpack(again.kept.blobs.read(bytes.fromhex(again.work.learnt_digest(TASK))))
-        assert same_bits(taught.state, learnt.state)
+        taught = unpack(again.kept.blobs.read(bytes.fromhex(again.work.learned_digest(TASK))))
+        assert same_bits(taught.state, learned.state)
         assert not (device.folder / "training.checkpoint").exists()
     assert outcomes == {"both", "neither"}
 
 
 @pytest.mark.parametrize("counts", [COUNTS, ()])
-def test_a_device_that_came_too_late_fits_the_head_to_its_pictures(
+def test_a_device_that_came_too_late_fits_the_head_to_its_images(
     device: Device, counts: tuple[int, ...]
 ) -> None:
-    """It has no prototypes of its own; its state is made of the pictures that it has, if there are any."""
+    """It has no prototypes of its own; its state is made of the images that it has, if there are any."""
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
-    pictures = take_pictures(counts)
-    look_at(device.cache, pictures)
-    digest = device.work.keep_untaught(manifest, opened.tensors, Found(tuple(pictures), ()))
-    learnt = unpack(device.kept.blobs.read(bytes.fromhex(digest)))
-    assert learnt.prototypes.shape == (3, PROJECTION)
-    assert not learnt.counts.any()
-    assert learnt.state["mean"].any() == bool(counts)
+    images = take_images(counts)
+    look_at(device.cache, images)
+    digest = device.work.keep_untaught(manifest, opened.tensors, Found(tuple(images), ()))
+    learned = unpack(device.kept.blobs.read(bytes.fromhex(digest)))
+    assert learned.prototypes.shape == (3, PROJECTION)
+    assert not learned.counts.any()
+    assert learned.state["mean"].any() == bool(counts)

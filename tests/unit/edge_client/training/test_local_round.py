@@ -17,7 +17,7 @@ from edge_client.data.extraction import Interrupted
 from edge_client.submission.builder import Prepared, submission_of
 from edge_client.training.local_round import (
     Contribution,
-    Learnt,
+    Learned,
     TrainingSet,
     contribute,
     feature_size,
@@ -45,7 +45,7 @@ from tests.support.round_factory import (
 from tests.support.step_graphs import FEATURES, PROJECTION, data, file, round_tensors
 
 DATA = TrainingSet(*data(23))
-ABOUT = ("task", 3, "tensors", "pictures")
+ABOUT = ("task", 3, "tensors", "images")
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def take_part(
     manifest: TaskManifest,
     opened: RoundManifest,
     *,
-    last: Learnt | None = None,
+    last: Learned | None = None,
     resumed: Checkpoint | None = None,
     watch: Watch | None = None,
 ) -> Contribution:
@@ -78,7 +78,7 @@ def sent(made: Contribution, manifest: TaskManifest) -> bytes:
 
 @settings(max_examples=25, deadline=None)
 @given(stops=st.lists(st.integers(0, 11), max_size=3))
-def test_interrupted_anywhere_it_hands_in_the_same_bytes(
+def test_interrupted_anywhere_it_uploads_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int]
 ) -> None:
     """However often a training is broken off and read from the disk again, nobody can tell by the submission."""
@@ -99,7 +99,7 @@ def test_interrupted_anywhere_it_hands_in_the_same_bytes(
     resumed = unpack_checkpoint(written[-1], ABOUT) if written else None
     made = take_part(blobs, manifest, opened, resumed=resumed)
     assert sent(made, manifest) == sent(whole, manifest)
-    assert pack(made.learnt) == pack(whole.learnt)
+    assert pack(made.learned) == pack(whole.learned)
 
 
 def test_the_round_and_the_device_make_the_order(blobs: BlobStore) -> None:
@@ -108,22 +108,22 @@ def test_the_round_and_the_device_make_the_order(blobs: BlobStore) -> None:
     first, again, other = (
         take_part(blobs, manifest, open_round(blobs, number=number)) for number in (0, 0, 1)
     )
-    assert same_bits(first.learnt.state, again.learnt.state)
-    assert not same_bits(first.learnt.state, other.learnt.state)
+    assert same_bits(first.learned.state, again.learned.state)
+    assert not same_bits(first.learned.state, other.learned.state)
 
 
 def test_what_is_kept_stays_and_what_the_round_brings_replaces_it(blobs: BlobStore) -> None:
     """Of the last round's state, only what the program keeps; of that, only what the round does not bring."""
     ones = {"weight": np.ones((4, 2), np.float32), "velocity": np.ones((4, 2), np.float32)}
-    last = Learnt({**ones, "steps": np.array(7)}, np.zeros((3, 2), np.float32), np.zeros(3, np.float32))
+    last = Learned({**ones, "steps": np.array(7)}, np.zeros((3, 2), np.float32), np.zeros(3, np.float32))
     manifest = make_task(blobs, kept=("weight", "steps", "never_made"))
-    begun = take_part(blobs, manifest, open_round(blobs, epochs=0)).learnt.state
-    made = take_part(blobs, manifest, open_round(blobs, epochs=0), last=last).learnt.state
+    begun = take_part(blobs, manifest, open_round(blobs, epochs=0)).learned.state
+    made = take_part(blobs, manifest, open_round(blobs, epochs=0), last=last).learned.state
     np.testing.assert_array_equal(made["weight"], ones["weight"])
     np.testing.assert_array_equal(made["velocity"], begun["velocity"])
     assert made["steps"] == 7
     brought = {"weight": np.full((4, 2), 0.25, np.float16)}
-    made = take_part(blobs, manifest, open_round(blobs, epochs=0, tensors=brought), last=last).learnt.state
+    made = take_part(blobs, manifest, open_round(blobs, epochs=0, tensors=brought), last=last).learned.state
     np.testing.assert_array_equal(made["weight"], np.full((4, 2), 0.25, np.float32))
     assert made["weight"].dtype == np.float32
 
@@ -134,7 +134,7 @@ def test_changes_are_what_the_training_added(blobs: BlobStore, dtype: type[np.fl
     brought = {"weight": np.linspace(-1, 1, 8).reshape(4, 2).astype(dtype)}
     made = take_part(blobs, make_task(blobs, uploaded=("weight",)), open_round(blobs, tensors=brought))
     assert list(made.changes) == ["weight"]
-    expected = made.learnt.state["weight"].astype(float) - brought["weight"].astype(float)
+    expected = made.learned.state["weight"].astype(float) - brought["weight"].astype(float)
     found = to_array(made.changes["weight"])
     assert found.dtype == np.float16
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
@@ -147,29 +147,29 @@ def test_changes_are_what_the_training_added(blobs: BlobStore, dtype: type[np.fl
 
 
 def test_prototypes_are_means_of_what_the_trained_state_projects(blobs: BlobStore) -> None:
-    """One a class, with its pictures; the device keeps the same in float32, zeros for a class it lacks."""
+    """One a class, with its images; the device keeps the same in float32, zeros for a class it lacks."""
     manifest = make_task(blobs, min_images=8)
     made = take_part(blobs, manifest, open_round(blobs))
     counts = np.bincount(DATA.labels, minlength=3)
     assert 0 < (counts >= 8).sum() < 3
-    state = made.learnt.state
+    state = made.learned.state
     projection = (DATA.feature - state["mean"]) @ state["weight"]
     for label in range(3):
         if counts[label] < 8:
-            assert not made.learnt.prototypes[label].any()
-            assert made.learnt.counts[label] == 0
+            assert not made.learned.prototypes[label].any()
+            assert made.learned.counts[label] == 0
             assert label not in made.labels
             continue
         (row,) = np.flatnonzero(made.labels == label)
         mean = projection[DATA.labels == label].mean(axis=0)
-        np.testing.assert_allclose(made.learnt.prototypes[label], mean, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(made.learned.prototypes[label], mean, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(made.prototypes[row], mean, rtol=2e-3, atol=1e-3)
-        assert made.counts[row] == made.learnt.counts[label] == counts[label]
+        assert made.counts[row] == made.learned.counts[label] == counts[label]
 
 
 @pytest.mark.parametrize(("rate", "epochs"), [(1e4, 30), (3e38, 1), (3e6, 1)])
 def test_a_training_that_leads_nowhere_is_told_as_such(blobs: BlobStore, rate: float, epochs: int) -> None:
-    """NaN, infinity, and what float16 does not hold: nothing of it is handed in."""
+    """NaN, infinity, and what float16 does not hold: nothing of it is uploaded."""
     tensors = {"rate": np.array(rate, np.float32), "weight": np.zeros((4, 2), np.float32)}
     opened = open_round(blobs, tensors=tensors, epochs=epochs)
     with pytest.raises(Diverged):
@@ -235,34 +235,34 @@ def test_a_program_without_a_size_is_refused(blobs: BlobStore, graph: bytes) -> 
     assert feature_size(make_task(blobs), blobs) == FEATURES
 
 
-@pytest.mark.parametrize("pictures", [None, 23])
-def test_an_untaught_device_has_a_state_all_the_same(blobs: BlobStore, pictures: int | None) -> None:
-    """It is what a round begins with, of its own pictures if it has any, and there are no prototypes."""
+@pytest.mark.parametrize("images", [None, 23])
+def test_an_untaught_device_has_a_state_all_the_same(blobs: BlobStore, images: int | None) -> None:
+    """It is what a round begins with, of its own images if it has any, and there are no prototypes."""
     manifest = make_task(blobs, kept=("weight",))
     brought = open_round(blobs, tensors={"weight": np.full((4, 2), 0.25, np.float16)})
-    learnt = untaught(manifest, brought.tensors, data=DATA if pictures else None, blobs=blobs)
-    np.testing.assert_array_equal(learnt.state["weight"], np.full((4, 2), 0.25, np.float32))
-    mean = DATA.feature.mean(axis=0) if pictures else np.zeros(FEATURES)
-    np.testing.assert_allclose(learnt.state["mean"], mean, rtol=1e-5, atol=1e-6)
-    assert learnt.prototypes.shape == (3, PROJECTION)
-    assert not learnt.prototypes.any()
-    assert not learnt.counts.any()
+    learned = untaught(manifest, brought.tensors, data=DATA if images else None, blobs=blobs)
+    np.testing.assert_array_equal(learned.state["weight"], np.full((4, 2), 0.25, np.float32))
+    mean = DATA.feature.mean(axis=0) if images else np.zeros(FEATURES)
+    np.testing.assert_allclose(learned.state["mean"], mean, rtol=1e-5, atol=1e-6)
+    assert learned.prototypes.shape == (3, PROJECTION)
+    assert not learned.prototypes.any()
+    assert not learned.counts.any()
 
 
-def _learnt() -> Learnt:
+def _learned() -> Learned:
     state = {"weight": np.random.default_rng(0).normal(size=(4, 2)), "steps": np.array(3)}
-    return Learnt(state, np.ones((3, 2), np.float32), np.arange(3, dtype=np.float32))
+    return Learned(state, np.ones((3, 2), np.float32), np.arange(3, dtype=np.float32))
 
 
-CHECKPOINT = Checkpoint(_learnt().state, steps=17, loss_sum=0.1 + 0.2)
+CHECKPOINT = Checkpoint(_learned().state, steps=17, loss_sum=0.1 + 0.2)
 
 
 def test_what_was_written_is_read_again() -> None:
     """Bit for bit, dtypes and shapes included; a checkpoint only for what it was made of."""
-    learnt = unpack(pack(_learnt()))
-    assert same_bits(learnt.state, _learnt().state)
+    learned = unpack(pack(_learned()))
+    assert same_bits(learned.state, _learned().state)
     assert same_bits(
-        {"p": learnt.prototypes, "c": learnt.counts}, {"p": _learnt().prototypes, "c": _learnt().counts}
+        {"p": learned.prototypes, "c": learned.counts}, {"p": _learned().prototypes, "c": _learned().counts}
     )
     written = pack_checkpoint(CHECKPOINT, ABOUT)
     checkpoint = unpack_checkpoint(written, ABOUT)
@@ -276,7 +276,7 @@ def test_what_was_written_is_read_again() -> None:
 def test_every_beginning_of_a_file_is_refused() -> None:
     """A disk that kept only a part of it is told, whatever the part."""
     for whole, read in (
-        (pack(_learnt()), unpack),
+        (pack(_learned()), unpack),
         (pack_checkpoint(CHECKPOINT, ABOUT), lambda data: unpack_checkpoint(data, ABOUT)),
     ):
         for size in range(len(whole)):
@@ -302,7 +302,7 @@ def test_a_changed_byte_is_found(at: int, byte: int) -> None:
 
 @pytest.mark.parametrize("other", [b"", bytes(100), b"PK\5\6" + bytes(18), _array(), _array()[:50]])
 def test_another_file_is_refused(other: bytes) -> None:
-    """What something else wrote, an array without a name among it, is neither a checkpoint nor what was learnt."""
+    """What something else wrote, an array without a name among it, is neither a checkpoint nor what was learned."""
     with pytest.raises(StateError):
         unpack(other)
     with pytest.raises(StateError):
@@ -317,7 +317,7 @@ def _npz(note: object) -> bytes:
 
 @pytest.mark.parametrize(
     "data",
-    [pack(_learnt()), _npz(7), _npz([list(ABOUT), "7", 0.5]), _npz([list(ABOUT), -1, 0.5]), _npz("\ud800")],
+    [pack(_learned()), _npz(7), _npz([list(ABOUT), "7", 0.5]), _npz([list(ABOUT), -1, 0.5]), _npz("\ud800")],
     ids=["no note", "a number", "steps in words", "steps below zero", "half a character"],
 )
 def test_a_checkpoint_whose_note_is_none_is_refused(data: bytes) -> None:
@@ -354,9 +354,9 @@ def test_a_file_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
         tracemalloc.stop()
 
 
-def test_a_checkpoint_is_nothing_learnt() -> None:
+def test_a_checkpoint_is_nothing_learned() -> None:
     """Nor the other way round."""
     with pytest.raises(StateError):
-        unpack_checkpoint(pack(_learnt()), ABOUT)
+        unpack_checkpoint(pack(_learned()), ABOUT)
     with pytest.raises(StateError):
         unpack(pack_checkpoint(CHECKPOINT, ABOUT))

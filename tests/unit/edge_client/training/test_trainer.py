@@ -73,14 +73,14 @@ def run(
     watch: Watch | None = None,
     step: Graph = STEP,
     tensors: Tensors | None = None,
-    pictures: int = len(FEATURE),
+    images: int = len(FEATURE),
 ) -> Trained:
-    """Train on the first so many pictures."""
+    """Train on the first so many images."""
     return train(
         step,
         start,
-        feature=FEATURE[:pictures],
-        labels=LABELS[:pictures],
+        feature=FEATURE[:images],
+        labels=LABELS[:images],
         tensors=round_tensors() if tensors is None else tensors,
         schedule=schedule,
         watch=watch or Recorder().watch(),
@@ -95,10 +95,10 @@ def by_hand(state: State, schedule: Schedule) -> tuple[State, float]:
         order, loss_sum = np.random.default_rng([*schedule.seed, epoch]).permutation(len(FEATURE)), 0.0
         for start in range(0, len(order), schedule.batch_size):
             rows = order[start : start + schedule.batch_size]
-            centred = FEATURE[rows] - state["mean"]
-            error = centred @ weight - targets[LABELS[rows]]
+            centerd = FEATURE[rows] - state["mean"]
+            error = centerd @ weight - targets[LABELS[rows]]
             loss_sum += (error**2).mean() * len(rows)
-            velocity = MOMENTUM * velocity + centred.T @ error / error.size
+            velocity = MOMENTUM * velocity + centerd.T @ error / error.size
             weight = weight - 0.1 * velocity
     return {"weight": weight, "velocity": velocity}, loss_sum / len(FEATURE)
 
@@ -178,13 +178,11 @@ def test_another_seed_is_another_order_and_another_epoch_too() -> None:
     assert np.abs(one - other).max() > 1e-4
 
 
-@pytest.mark.parametrize(("epochs", "pictures"), [(0, 23), (3, 0)])
-def test_nothing_to_do_leaves_everything(epochs: int, pictures: int) -> None:
-    """Without an epoch or without a picture the state stays, and there is no loss."""
+@pytest.mark.parametrize(("epochs", "images"), [(0, 23), (3, 0)])
+def test_nothing_to_do_leaves_everything(epochs: int, images: int) -> None:
+    """Without an epoch or without an image the state stays, and there is no loss."""
     state = begin()
-    trained = run(
-        Checkpoint(state), schedule=Schedule(epochs=epochs, batch_size=4, seed=()), pictures=pictures
-    )
+    trained = run(Checkpoint(state), schedule=Schedule(epochs=epochs, batch_size=4, seed=()), images=images)
     assert_same_bits(trained.state, state)
     assert (trained.loss, trained.steps) == (None, 0)
 
@@ -251,7 +249,7 @@ def test_a_state_holds_on_to_no_session() -> None:
     assert all(array.flags.owndata for array in begin().values())
 
 
-def test_a_state_begins_without_any_picture() -> None:
+def test_a_state_begins_without_any_image() -> None:
     """A device that has none has a state all the same."""
     state = first_state(opened("init"), feature=FEATURE[:0], labels=LABELS[:0], kept={}, tensors={})
     assert np.isfinite(state["mean"]).all()
@@ -288,14 +286,14 @@ def _with_other_shape() -> Graph:
     )
 
 
-@pytest.mark.parametrize("pictures", [0, 1, 23, 700])
-def test_projections_are_the_graphs(pictures: int) -> None:
+@pytest.mark.parametrize("images", [0, 1, 23, 700])
+def test_projections_are_the_graphs(images: int) -> None:
     """Any number of features is projected, a few at a time."""
-    feature, _ = data(pictures)
+    feature, _ = data(images)
     state = begin()
     projection = project(opened("project"), feature=feature, state=state, tensors={})
     np.testing.assert_allclose(projection, (feature - state["mean"]) @ state["weight"], rtol=1e-4, atol=1e-5)
-    assert projection.shape == (pictures, 2)
+    assert projection.shape == (images, 2)
     assert projection.dtype == np.float32
 
 

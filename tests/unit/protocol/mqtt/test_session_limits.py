@@ -158,7 +158,7 @@ def test_what_is_larger_than_the_broker_takes_is_named_and_the_rest_goes_on(
 
 @needs_mosquitto
 @pytest.mark.usefixtures("only_311", "short_pauses")
-def test_a_limit_that_nobody_says_is_learnt(
+def test_a_limit_that_nobody_says_is_learned(
     address: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In 3.1.1 a broker hangs up over a large message; after the second time it gets no such thing any more."""

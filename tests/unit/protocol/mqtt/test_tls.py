@@ -320,4 +320,4 @@ def test_a_certificate_that_ends_soon_is_a_line(made: Certificates) -> None:
 def test_who_does_not_encrypt_is_told_of_it(address: Broker, made: Certificates) -> None:
     """A broker that encrypts hangs up without a word."""
     with closed(address, made):
-        assert "where it encrypts, give --enrolment, --ca or --tls" in refusal(address, Access())
+        assert "where it encrypts, give --enrollment, --ca or --tls" in refusal(address, Access())

@@ -167,7 +167,7 @@ HUGE_LENGTHS = {
 @pytest.mark.parametrize("head", HUGE_LENGTHS.values(), ids=HUGE_LENGTHS.keys())
 def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
     """Four gigabytes announced in five bytes are refused without room being made for them."""
-    evaluation = encode(Evaluation(task=bytes(32), head_version=1, right=(1,), wrong=()))
+    evaluation = encode(Evaluation(task=bytes(32), head_version=1, correct=(1,), incorrect=()))
     where = evaluation.index(b"right") + len("right")
     attacks: list[tuple[bytes, type[Message | Frame]]] = [
         (evaluation[:where] + head + evaluation[where + 1 :], Evaluation),
@@ -363,7 +363,7 @@ def test_a_submission_is_hardly_larger_than_its_prototypes(rows: int, size: int)
         prototypes=to_tensor(prototypes),
         labels=to_unsigned(rng.integers(0, 10, rows)),
         counts=to_unsigned(rng.integers(5, 10, rows)),
-        pictures=rows * 5,
+        images=rows * 5,
         left_out=(1, 2),
     )
     payload = encode(submission)

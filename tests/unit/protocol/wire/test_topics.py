@@ -56,8 +56,8 @@ def test_fleet_topics_stand_apart(channel: FleetChannel) -> None:
 
 def test_the_topics_are_those_of_version_1() -> None:
     """The spelling is part of the wire contract, and stays under the seven slashes of the strictest broker."""
-    spelt = {channel: device_topic("fleet", "dev-1", channel) for channel in DEVICE_CHANNELS}
-    assert spelt == {
+    spelled = {channel: device_topic("fleet", "dev-1", channel) for channel in DEVICE_CHANNELS}
+    assert spelled == {
         "state": "pf/1/fleet/d/dev-1/state",
         "info": "pf/1/fleet/d/dev-1/info",
         "up": "pf/1/fleet/d/dev-1/up/6",
@@ -65,7 +65,7 @@ def test_the_topics_are_those_of_version_1() -> None:
         "get": "pf/1/fleet/d/dev-1/get",
         "blk": "pf/1/fleet/d/dev-1/blk",
     }
-    assert max(topic.count("/") for topic in spelt.values()) <= 7
+    assert max(topic.count("/") for topic in spelled.values()) <= 7
 
 
 def test_every_channel_says_whether_it_is_retained() -> None:

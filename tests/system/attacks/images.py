@@ -1,4 +1,4 @@
-"""Pictures that can be told apart from everything else, wherever they should not be, and one that is a bomb."""
+"""Images that can be told apart from everything else, wherever they should not be, and one that is a bomb."""
 
 import struct
 import zlib
@@ -11,18 +11,18 @@ from tests.support.fleet_processes import write_digits
 from tests.system.attacks.ground import HONEST
 
 IN_NAMES = "xyzzyname"
-"""Stands in the name of every picture of the honest devices."""
+"""Stands in the name of every image of the honest devices."""
 IN_BYTES = "xyzzybytes"
 """Stands in the bytes of every one."""
 BOMB = "bomb.png"
 BOMB_EDGE = 50_000
 
 
-def write_pictures(root: Path) -> dict[str, Path]:
-    """Write each honest device's pictures, half of the classes each, and a bomb among those of the first."""
+def write_images(root: Path) -> dict[str, Path]:
+    """Write each honest device's images, half of the classes each, and a bomb among those of the first."""
     folders = {}
     for number, name in enumerate(HONEST):
-        folder = write_digits(root / f"pictures-{name}", classes=list(range(5 * number, 5 * number + 5)))
+        folder = write_digits(root / f"images-{name}", classes=list(range(5 * number, 5 * number + 5)))
         for file in sorted(folder.rglob("*.png")):
             mark(file)
         folders[name] = folder
@@ -31,11 +31,11 @@ def write_pictures(root: Path) -> dict[str, Path]:
 
 
 def mark(file: Path) -> None:
-    """Give a picture a name and bytes that are found again."""
+    """Give an image a name and bytes that are found again."""
     note = PngInfo()
     note.add_text("Comment", IN_BYTES)
-    with Image.open(file) as picture:
-        picture.save(file.with_name(f"{IN_NAMES}-{file.name}"), pnginfo=note)
+    with Image.open(file) as image:
+        image.save(file.with_name(f"{IN_NAMES}-{file.name}"), pnginfo=note)
     file.unlink()
 
 

@@ -1,4 +1,4 @@
-"""A device's enrolment with one of its files replaced: it is read whole, or refused in a line."""
+"""A device's enrollment with one of its files replaced: it is read whole, or refused in a line."""
 
 import base64
 import binascii
@@ -10,12 +10,12 @@ from random import Random
 
 from aggregator.security.enrollment import Wanted, enrol
 from aggregator.storage.store import Store
-from protocol.enrollment import read_enrolment
+from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from tests.fuzz.devices import folder
 from tests.fuzz.target import Target
 
-FILES = ("enrolment.toml", "ca.crt", "device.crt", "signing.key")
+FILES = ("enrollment.toml", "ca.crt", "device.crt", "signing.key")
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def read_damaged(data: bytes) -> None:
     (place / name).write_bytes(data[1:])
     try:
         with contextlib.suppress(ConfigError):
-            assert read_enrolment(place).device == "shed-1"
+            assert read_enrollment(place).device == "shed-1"
     finally:
         (place / name).write_bytes(good[name])
 
@@ -65,4 +65,4 @@ def _seeds() -> Iterable[bytes]:
     return (bytes([number]) + good[name] for number, name in enumerate(FILES))
 
 
-ENROLMENT = Target("enrolment", read_damaged, _seeds, mutate, bytes_per_byte=512, share=1)
+ENROLLMENT = Target("enrollment", read_damaged, _seeds, mutate, bytes_per_byte=512, share=1)

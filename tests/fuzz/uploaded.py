@@ -1,11 +1,11 @@
-"""What a device hands in, from bytes to arrays: what is taken is sound, and all else is refused."""
+"""What a device uploads, from bytes to arrays: what is taken is sound, and all else is refused."""
 
 import math
 
 import numpy as np
 
 from aggregator.ingest.validation import (
-    MAX_PICTURES_IN_PROTOTYPE,
+    MAX_IMAGES_IN_PROTOTYPE,
     Expectation,
     Refused,
     check_evaluation,
@@ -36,7 +36,7 @@ DEEP_EXPECTATION = Expectation(
 """A program that uploads a tensor of as many dimensions as there may be."""
 
 
-def hand_in(data: bytes) -> None:
+def upload(data: bytes) -> None:
     """A payload is a submission or evaluation that the task can use, or is refused."""
     try:
         message = read_message(data)
@@ -47,7 +47,7 @@ def hand_in(data: bytes) -> None:
             check_evaluation(message, EXPECTATION, newest_head=3)
         except Refused:
             return
-        assert len(message.right) == len(message.wrong) == 3
+        assert len(message.correct) == len(message.incorrect) == 3
         return
     for expectation in (EXPECTATION, ROUNDS_EXPECTATION, DEEP_EXPECTATION):
         _check(message, expectation)
@@ -77,7 +77,7 @@ def _check(message: Submission, expectation: Expectation) -> None:
     assert taken.labels.min() >= 0
     assert taken.labels.max() < len(expectation.manifest.classes)
     assert taken.counts.min() >= 2
-    assert taken.counts.max() <= MAX_PICTURES_IN_PROTOTYPE
+    assert taken.counts.max() <= MAX_IMAGES_IN_PROTOTYPE
     assert {name: array.shape for name, array in taken.tensors.items()} == expectation.tensors
     assert all(np.isfinite(array).all() for array in taken.tensors.values())
     assert message.loss is None or math.isfinite(message.loss)
@@ -85,8 +85,8 @@ def _check(message: Submission, expectation: Expectation) -> None:
 
 
 HANDED_IN = Target(
-    "handed_in",
-    hand_in,
+    "uploaded",
+    upload,
     lambda: (
         encode(message)
         for message in (
