@@ -136,20 +136,24 @@ def say(text: str, *, err: bool = False) -> None:
     click.echo(plain(text), err=err)
 
 
-class _Lines(logging.Formatter):
-    """Log lines that stay what they are, whatever is told in them."""
+class _OneLine(logging.Formatter):
+    """A formatter that writes each record as one printable line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         return plain(super().formatMessage(record))
 
 
 def start_logging(*, verbose: bool) -> None:
-    """Log to stderr: one line an event, with the time.
+    """Log to stderr, one line per event: local date and time, level, logger and message.
 
-    More is said by our own code alone: in a debug line of Pillow stands what is in an image, GPS positions included.
+    Args:
+        verbose: log this project's debug events too. Those of libraries stay off: Pillow logs an image's metadata,
+            GPS position included.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines("%(asctime)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(
+        _OneLine("%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    )
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for package in _OURS:
         logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.NOTSET)

@@ -178,7 +178,8 @@ def test_signals(number: signal.Signals, code: int) -> None:
         program.send_signal(number)
         _, errors = program.communicate(timeout=120)
     assert program.returncode == code
-    assert re.fullmatch(r"\d\d:\d\d:\d\d ready\n" + ("\n?interrupted\n" if code else ""), errors)
+    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO [\w.]+ ready\n"
+    assert re.fullmatch(line + ("\n?interrupted\n" if code else ""), errors)
 
 
 def test_a_log_line_stays_one_line_and_paints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,8 +193,8 @@ def test_a_log_line_stays_one_line_and_paints_nothing(capsys: pytest.CaptureFixt
         log.exception("then")
     first, second, *trace = capsys.readouterr().err.splitlines()
     said = r"\x1b[2J\r\n12:00:00 all is well\x9b8m \u202e Käfer 🦊"
-    assert first[9:] == f"shed-1 says: {said}"
-    assert second[9:] == "then"
+    assert first[20:] == f"WARNING test shed-1 says: {said}"
+    assert second[20:] == "ERROR test then"
     assert trace[0].startswith("Traceback")
 
 
@@ -204,7 +205,7 @@ def test_verbose_is_about_our_own_code(capsys: pytest.CaptureFixture[str]) -> No
     logging.getLogger("edge_client.runner").debug("ours")
     start_logging(verbose=False)
     logging.getLogger("edge_client.runner").debug("no more")
-    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["ours"]
+    assert [line[20:] for line in capsys.readouterr().err.splitlines()] == ["DEBUG edge_client.runner ours"]
 
 
 def test_a_reader_that_goes_away_gets_no_stack_trace() -> None:

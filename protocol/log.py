@@ -1,0 +1,29 @@
+"""Log events as one line each: a message, then key=value pairs."""
+
+import json
+import logging
+
+
+def event(logger: logging.Logger, level: int, message: str, **fields: object) -> None:
+    """Log `message key=value ...`, formatted only if the logger is enabled for the level.
+
+    Args:
+        logger: the module's logger.
+        level: as in `logging`, for example `logging.INFO`.
+        message: constant words that describe the event; the same event has the same words everywhere.
+        fields: its details, in this order. A field whose value is None is omitted.
+    """
+    if logger.isEnabledFor(level):
+        pairs = [f"{name}={_text(value)}" for name, value in fields.items() if value is not None]
+        logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=2)
+
+
+def _text(value: object) -> str:
+    """Return floats with four significant digits, bytes in hex, and texts in quotes where they would be ambiguous."""
+    if isinstance(value, float):
+        text = f"{value:.4g}"
+        return f"{value:.0f}" if "e+" in text else text
+    text = value.hex() if isinstance(value, bytes) else str(value)
+    if text and not any(character.isspace() or character in "\"'=" for character in text):
+        return text
+    return json.dumps(text, ensure_ascii=False)

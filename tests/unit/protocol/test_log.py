@@ -1,0 +1,54 @@
+"""Log events: one line of a message and key=value pairs."""
+
+import logging
+
+import pytest
+
+from protocol.log import event
+
+log = logging.getLogger("protocol.test_log")
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise AssertionError("formatted although nothing logs it")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (27, "27"),
+        (0.1234567, "0.1235"),
+        (1234567.0, "1234567"),
+        (2e-9, "2e-09"),
+        (3.0, "3"),
+        (True, "True"),
+        ("press-7", "press-7"),
+        ("", '""'),
+        ("two words", '"two words"'),
+        ('say "x"', '"say \\"x\\""'),
+        ("a=b", '"a=b"'),
+        ("line\nbreak", '"line\\nbreak"'),
+        (b"\x01\xff", "01ff"),
+        (("a", "b"), "\"('a', 'b')\""),
+    ],
+)
+def test_event_formats_values(value: object, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=log.name):
+        event(log, logging.INFO, "head installed", value=value)
+    assert caplog.messages == [f"head installed value={text}"]
+
+
+def test_event_keeps_order_and_omits_none(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=log.name):
+        event(log, logging.WARNING, "100 % done", zebra=1, reason=None, apple=2)
+    (record,) = caplog.records
+    assert record.getMessage() == "100 % done zebra=1 apple=2"
+    assert record.levelno == logging.WARNING
+    assert record.filename == "test_log.py", "the record names the caller, not the helper"
+
+
+def test_event_formats_nothing_below_level(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger=log.name):
+        event(log, logging.DEBUG, "frame received", frame=Unprintable())
+    assert caplog.messages == []
