@@ -29,7 +29,10 @@ from protocol.wire.messages import BlobRef
 from tests.docs.command_lines import parse
 
 ROOT = Path(__file__).parents[2]
-OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGES_OF_TASKS = {
+    page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "operations").glob("*.md")
+}
+OPERATIONS = "\n".join(PAGES_OF_TASKS.values())
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
 
 DEFAULTS = {
@@ -77,13 +80,6 @@ BASES = dict.fromkeys(["perturb", "noise", "scale", "shrink"], PERTURBED) | dict
 """Settings of `[privacy]` among which a change of one says something."""
 
 
-def section(title: str) -> str:
-    """What stands under a heading of the operations page, up to the next one."""
-    found = re.search(rf"(?ms)^## {re.escape(title)}\n(.*?)(?=^## |\Z)", OPERATIONS)
-    assert found, title
-    return found[1]
-
-
 def rows(text: str) -> list[list[str]]:
     """The cells of each row of the tables in a text, without headings."""
     cells = [
@@ -98,7 +94,7 @@ def settings() -> dict[tuple[str, str], list[str]]:
     """The table of settings: (table of the task file, setting) to its row."""
     table = ""
     found = {}
-    for row in rows(section("3. The task file")):
+    for row in rows(PAGES_OF_TASKS["task-file"]):
         if row[0].startswith("**"):
             table = row[0].strip("*`[]")
         else:
@@ -154,12 +150,12 @@ def test_what_makes_a_new_task_is_marked(table: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "command"),
-    [("4. The aggregator", aggregator.commands["run"]), ("5. The devices", edge_client)],
+    ("page", "command"),
+    [("aggregator", aggregator.commands["run"]), ("devices", edge_client)],
 )
-def test_every_option_is_explained(title: str, command: click.Command) -> None:
+def test_every_option_is_explained(page: str, command: click.Command) -> None:
     """The table has the command's options with their environment variables, and no others."""
-    written = {row[0].strip("`"): row[1].strip("`") for row in rows(section(title))}
+    written = {row[0].strip("`"): row[1].strip("`") for row in rows(PAGES_OF_TASKS[page])}
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
     offered = {option.opts[-1]: option.envvar or "" for option in options if option.name != "version"}
     assert written == offered
@@ -180,7 +176,7 @@ def test_every_log_line_is_one() -> None:
     code = "\n".join(
         file.read_text(encoding="utf-8") for package in packages for file in (ROOT / package).rglob("*.py")
     )
-    lines = [row[0].strip("`") for row in rows(section("Log lines"))]
+    lines = [row[0].strip("`") for row in rows(PAGES_OF_TASKS["troubleshooting"])]
     assert lines
     for line in lines:
         for fragment in filter(None, map(str.strip, line.split("…"))):
