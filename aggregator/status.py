@@ -316,7 +316,7 @@ def _show_devices(rows: list[dict[str, Any]], console: "Console") -> None:
     devices.add_column("held-out\naccuracy", no_wrap=True)
     for row in rows:
         accuracy = (
-            "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['right'] + row['wrong']}"
+            "" if row["accuracy"] is None else f"{row['accuracy']:.1%} of {row['correct'] + row['incorrect']}"
         )
         # Under differential privacy nobody but the device knows how many images it has.
         images = row["images"] if row["epsilon"] is None else ""

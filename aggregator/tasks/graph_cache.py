@@ -117,9 +117,8 @@ def _key(task: TaskFile, feature_size: int) -> str:
 
     What says how often, how long and with whom is learned is in no graph: the fleet goes on where it was.
     """
-    here = Path(__file__).parent
-    names = ("step_graphs.py", "step_checks.py", "tracing.py", "tiling.py", "graphs.py")
-    code = sorted([here / name for name in names] + list((here / "algorithms").glob("*.py")))
+    here = Path(__file__).parents[1]
+    code = sorted(file for room in ("graphs", "algorithms") for file in (here / room).glob("*.py"))
     settings: dict[str, str | float | None] = msgspec.to_builtins(task.learning)
     entering = (
         task.algorithm,
