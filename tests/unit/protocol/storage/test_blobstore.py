@@ -167,7 +167,7 @@ def test_what_is_no_blob_is_no_digest(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from pathlib import Path
-from protocol import blobstore
+from protocol.storage import blobstore
 Path.replace = lambda *_: os._exit(9)
 blobstore.write_atomically(Path(sys.argv[1]), b"new" * 100000)
 """

@@ -1,0 +1,229 @@
+"""SQLite files: opened in WAL mode, locked, migrated, and written in durable transactions."""
+
+import contextlib
+import logging
+import sqlite3
+import threading
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import StateError
+from protocol.log import event
+from protocol.storage.blobstore import state_errors
+from protocol.storage.folder_lock import FolderLock
+
+log = logging.getLogger(__name__)
+
+_PRAGMAS = {"journal_mode": "WAL", "synchronous": "FULL", "journal_size_limit": 2**20}
+
+
+class Database:
+    """An SQLite file that the threads of a program share.
+
+    Args:
+        file: created if it does not exist, unless `read_only`.
+        program: the command that writes the file, for error messages.
+        migrations: SQL scripts that each bring the schema from one version to the next, beginning with an empty
+            file; every statement ends its line. `PRAGMA user_version` holds how many of them have run.
+        read_only: open an existing file without changing it, even while another process writes it.
+        lock: the folder's lock, taken before the file is opened and held until `close`.
+        is_cache: the contents can be computed again. A damaged file is renamed to `.damaged` and created anew; a
+            file of another schema version is deleted and created anew.
+        pragmas: set before or in place of WAL, synchronous FULL, and 1 MiB for the log between transactions.
+
+    Raises:
+        StateError: the file cannot be used, has another schema version, or another process holds the lock.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        program: str,
+        migrations: Sequence[str],
+        read_only: bool = False,
+        lock: FolderLock | None = None,
+        is_cache: bool = False,
+        pragmas: Mapping[str, str | int] | None = None,
+    ) -> None:
+        self.file = file
+        self._program = program
+        self._migrations = migrations
+        self._read_only = read_only
+        self._is_cache = is_cache
+        own = dict(pragmas or {})
+        self._pragmas = {} if read_only else own | {name: _PRAGMAS[name] for name in _PRAGMAS.keys() - own}
+        self._thread_lock = threading.RLock()
+        if lock is not None and not lock.take():
+            raise StateError(f"`{program}` already runs on {file.parent}: stop it, or use another --state")
+        self._lock = lock
+        try:
+            with self._errors():
+                self._db = self._open()
+        except BaseException:
+            self._release()
+            raise
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return self._connect()
+        except sqlite3.DatabaseError as error:
+            if not (self._is_cache and _is_damage(error)):
+                raise
+        self._move_damaged()
+        return self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        mode = "ro" if self._read_only else "rwc"
+        uri = f"file:{urllib.parse.quote(str(self.file))}?mode={mode}"
+        database = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10, check_same_thread=False)
+        try:
+            for name, value in self._pragmas.items():
+                database.execute(f"PRAGMA {name} = {value}")
+            if not self._read_only:
+                self._migrate(database)
+            self._check_version(database)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _migrate(self, database: sqlite3.Connection) -> None:
+        expected = len(self._migrations)
+        if _version(database) == expected:
+            return
+        with _transaction(database):
+            version = _version(database)  # again: another process may have migrated the file meanwhile
+            if self._is_cache and version != expected:
+                _drop_tables(database)
+                version = 0
+            for script in self._migrations[version:]:
+                for statement in _statements(script):
+                    database.execute(statement)
+            database.execute(f"PRAGMA user_version = {max(version, expected)}")
+
+    def _check_version(self, database: sqlite3.Connection) -> None:
+        version, expected = _version(database), len(self._migrations)
+        found = f"{self.file} has schema version {version}, expected {expected}"
+        if version > expected:
+            raise StateError(f"{found}: upgrade protofleet here, or use another --state")
+        if version < expected:
+            raise StateError(f"{found}: start `{self._program}` on it once")
+
+    def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Return all rows of a query."""
+        with self.connection() as database:
+            return database.execute(query, values).fetchall()
+
+    def write(self, statement: str, *values: Any) -> None:
+        """Execute one statement, durably, or as a part of the transaction that is open in this thread."""
+        with self.connection() as database:
+            database.execute(statement, values)
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[sqlite3.Connection]:
+        """Keep other threads out while several statements run.
+
+        Raises:
+            StateError: SQLite cannot read or write the file.
+        """
+        with self._thread_lock, self._errors():
+            yield self._db
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Make the changes of the body durable together at its end, or none of them if it raises.
+
+        No other process can write in between.
+
+        Raises:
+            StateError: SQLite cannot read or write the file.
+        """
+        with self.connection() as database, _transaction(database):
+            yield database
+
+    def check_writable(self) -> None:
+        """Write to the file without changing its contents.
+
+        Raises:
+            StateError: the disk is full, or the file cannot be written.
+        """
+        with self.transaction() as database:
+            database.execute(f"PRAGMA user_version = {len(self._migrations)}")
+
+    def close(self) -> None:
+        """Close the file and release the folder's lock."""
+        self._db.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if not _is_damage(error):
+                raise StateError(f"cannot use {self.file}: {error}") from error
+            if not self._is_cache:
+                raise StateError(
+                    f"cannot use {self.file}: {error}: restore it from a backup, or use another --state"
+                ) from error
+            self._db.close()
+            self._move_damaged()
+            self._db = self._connect()
+            raise StateError(f"{self.file} was damaged and has been created anew: start again") from error
+
+    def _move_damaged(self) -> None:
+        moved = self.file.with_suffix(".damaged")
+        event(
+            log, logging.WARNING, "damaged file renamed and created anew", file=self.file, renamed=moved.name
+        )
+        with state_errors(self.file):
+            for suffix in ("-wal", "-shm"):
+                self.file.with_name(self.file.name + suffix).unlink(missing_ok=True)
+            self.file.replace(moved)
+
+
+def _version(database: sqlite3.Connection) -> int:
+    ((version,),) = database.execute("PRAGMA user_version")
+    return int(version)
+
+
+@contextlib.contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    # IMMEDIATE: what the body reads would be too old to write on if another process wrote first.
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            database.execute("ROLLBACK")  # after some failures SQLite has done so itself
+        raise
+
+
+def _statements(script: str) -> Iterator[str]:
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+    if statement.strip():
+        yield statement
+
+
+def _drop_tables(database: sqlite3.Connection) -> None:
+    tables = "SELECT name FROM sqlite_schema WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    for (name,) in database.execute(tables).fetchall():
+        database.execute(f'DROP TABLE "{name}"')
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    code: int = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}

@@ -1,0 +1,278 @@
+"""The SQLite helper: what is committed stays, what fails leaves nothing, and files of other versions are kept."""
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import StateError
+from protocol.storage.database import Database
+from protocol.storage.folder_lock import FolderLock
+from tests.support.machine import full_disk, open_folder, read_only
+
+FIRST = "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;"
+SECOND = """
+CREATE TABLE log (line TEXT) STRICT;
+CREATE TRIGGER record AFTER DELETE ON facts
+BEGIN INSERT INTO log VALUES (OLD.key); END;
+UPDATE facts SET value = upper(value)
+"""
+
+
+def open_database(
+    folder: Path,
+    *,
+    migrations: Sequence[str] = (FIRST, SECOND),
+    read_only: bool = False,
+    is_cache: bool = False,
+    lock: FolderLock | None = None,
+) -> Database:
+    """The file `state.sqlite` of a folder."""
+    return Database(
+        folder / "state.sqlite",
+        program="fleet run",
+        migrations=migrations,
+        read_only=read_only,
+        is_cache=is_cache,
+        lock=lock,
+    )
+
+
+def put(database: Database, key: str, value: str = "1") -> None:
+    """Write one fact."""
+    database.write("INSERT OR REPLACE INTO facts VALUES (?, ?)", key, value)
+
+
+def keys(database: Database) -> list[str]:
+    """The keys of all facts."""
+    return [key for (key,) in database.read("SELECT key FROM facts ORDER BY key")]
+
+
+def test_reader_sees_committed_writes_and_cannot_write(tmp_path: Path) -> None:
+    writer = open_database(tmp_path)
+    assert writer.read("PRAGMA journal_mode") == [("wal",)]
+    assert writer.read("PRAGMA synchronous") == [(2,)]
+    reader = open_database(tmp_path, read_only=True)
+    with writer.transaction():
+        put(writer, "a")
+        assert keys(reader) == []
+    assert keys(reader) == ["a"]
+    with pytest.raises(StateError, match="readonly"):
+        put(reader, "b")
+    writer.close()
+    assert keys(open_database(tmp_path, read_only=True)) == ["a"]
+
+
+def test_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
+    database = open_database(tmp_path)
+    for error in (KeyError, KeyboardInterrupt):
+        with pytest.raises(error), database.transaction():  # noqa: PT012
+            put(database, "a")
+            raise error
+    with pytest.raises(StateError, match="UNIQUE"), database.transaction() as connection:
+        connection.executemany("INSERT INTO facts VALUES (?, '1')", [("a",), ("a",)])
+    assert keys(database) == []
+    put(database, "a")
+    assert keys(open_database(tmp_path, read_only=True)) == ["a"]
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    database = open_database(tmp_path)
+    put(database, "count", "0")
+
+    def count() -> None:
+        for _ in range(50):
+            with database.transaction() as connection:
+                ((value,),) = connection.execute("SELECT value FROM facts")
+                put(database, "count", str(int(value) + 1))
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert database.read("SELECT value FROM facts") == [("200",)]
+
+
+def test_older_file_is_migrated(tmp_path: Path) -> None:
+    """Its contents stay; a reader is told which command migrates it."""
+    old = open_database(tmp_path, migrations=[FIRST])
+    put(old, "a", "kept")
+    old.close()
+    with pytest.raises(StateError, match="version 1, expected 2: start `fleet run` on it once"):
+        open_database(tmp_path, read_only=True)
+    database = open_database(tmp_path)
+    assert database.read("SELECT * FROM facts") == [("a", "KEPT")]
+    database.write("DELETE FROM facts")
+    assert open_database(tmp_path, read_only=True).read("SELECT line FROM log") == [("a",)]
+
+
+def test_failed_migration_changes_nothing(tmp_path: Path) -> None:
+    put(open_database(tmp_path, migrations=[FIRST]), "a", "kept")
+    with pytest.raises(StateError, match="syntax error"):
+        open_database(tmp_path, migrations=[FIRST, SECOND, "NO SQL;"])
+    assert open_database(tmp_path, migrations=[FIRST]).read("SELECT * FROM facts") == [("a", "kept")]
+
+
+def test_newer_file_is_refused(tmp_path: Path) -> None:
+    put(open_database(tmp_path), "a")
+    for only in (False, True):
+        with pytest.raises(StateError, match="version 2, expected 1: upgrade protofleet here, or"):
+            open_database(tmp_path, migrations=[FIRST], read_only=only)
+    assert keys(open_database(tmp_path)) == ["a"]
+
+
+def test_concurrent_starts_migrate_once(tmp_path: Path) -> None:
+    failed: list[Exception] = []
+
+    def start() -> None:
+        try:
+            put(open_database(tmp_path), threading.current_thread().name)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(keys(open_database(tmp_path))) == 8
+
+
+def test_lock_is_taken_before_the_file_and_released_on_close(tmp_path: Path) -> None:
+    first = open_database(tmp_path, lock=FolderLock(tmp_path))
+    with pytest.raises(StateError, match=f"`fleet run` already runs on {tmp_path}: stop it"):
+        open_database(tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], lock=FolderLock(tmp_path))
+    first.close()
+    with pytest.raises(StateError, match="syntax"):
+        open_database(tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], lock=FolderLock(tmp_path))
+    open_database(tmp_path, lock=FolderLock(tmp_path)).close()
+    assert not FolderLock(tmp_path).is_taken()
+
+
+def test_any_folder_name_can_be_opened(tmp_path: Path) -> None:
+    folder = tmp_path / "50% of #1? state"
+    folder.mkdir()
+    put(open_database(folder), "a")
+    assert (folder / "state.sqlite").is_file()
+    assert keys(open_database(folder, read_only=True)) == ["a"]
+
+
+def test_missing_file_is_not_created_by_a_reader(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"cannot use .*state\.sqlite: unable to open"):
+        open_database(tmp_path, read_only=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+NOISE = [b"no database" * 500, b"SQLite format 3\0" + b"\xff" * 5000]
+
+
+@pytest.mark.parametrize("contents", NOISE)
+def test_damaged_file_is_kept_and_named(tmp_path: Path, contents: bytes) -> None:
+    file = tmp_path / "state.sqlite"
+    file.write_bytes(contents)
+    with pytest.raises(StateError, match=rf"cannot use {file}: .*: restore it from a backup, or use another"):
+        open_database(tmp_path)
+    assert file.read_bytes() == contents
+
+
+@pytest.mark.parametrize("contents", NOISE)
+def test_damaged_cache_is_renamed_and_created_anew(
+    tmp_path: Path, contents: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "state.sqlite").write_bytes(contents)
+    (tmp_path / "state.sqlite-wal").write_bytes(b"left over" * 100)
+    cache = open_database(tmp_path, is_cache=True)
+    put(cache, "a")
+    cache.close()
+    assert keys(open_database(tmp_path, is_cache=True)) == ["a"]
+    assert (tmp_path / "state.damaged").read_bytes() == contents
+    assert "renamed=state.damaged" in caplog.text
+
+
+def test_cache_damage_found_while_reading_fails_once(tmp_path: Path) -> None:
+    cache = open_database(tmp_path, is_cache=True)
+    for number in range(300):
+        put(cache, str(number), "x" * 1000)
+    cache.close()
+    file = tmp_path / "state.sqlite"
+    size = file.stat().st_size
+    with file.open("r+b") as damaged:
+        damaged.seek(8192)
+        damaged.write(b"\xa5" * (size - 8192))
+    cache = open_database(tmp_path, is_cache=True)
+    with pytest.raises(StateError, match="damaged and has been created anew: start again"):
+        cache.read("SELECT * FROM facts")
+    assert keys(cache) == []
+    put(cache, "a")
+    assert keys(open_database(tmp_path, is_cache=True)) == ["a"]
+    assert (tmp_path / "state.damaged").stat().st_size == size
+
+
+@pytest.mark.parametrize("version", [0, 1, 7])
+def test_cache_of_another_version_is_created_anew(tmp_path: Path, version: int) -> None:
+    with sqlite3.connect(tmp_path / "state.sqlite") as other:
+        other.executescript(f"CREATE TABLE facts (something TEXT); PRAGMA user_version = {version};")
+    put(open_database(tmp_path, is_cache=True), "a")
+    assert keys(open_database(tmp_path, is_cache=True)) == ["a"]
+
+
+def test_full_disk_loses_nothing(tmp_path: Path) -> None:
+    database = open_database(tmp_path)
+    put(database, "before")
+    with full_disk(after_bytes=50_000):
+        with pytest.raises(StateError, match="cannot use"), database.transaction() as connection:
+            connection.executemany("INSERT INTO facts VALUES (?, ?)", [("small", ""), ("large", "x" * 10**6)])
+        assert keys(database) == ["before"]
+    with full_disk(after_bytes=0), pytest.raises(StateError, match=r"cannot use .*state\.sqlite: "):
+        database.check_writable()
+    database.check_writable()
+    put(database, "after")
+    assert keys(open_database(tmp_path, read_only=True)) == ["after", "before"]
+
+
+def test_unwritable_folder_is_named() -> None:
+    with open_folder() as folder, read_only(folder), pytest.raises(StateError, match=r"state\.sqlite"):
+        open_database(folder)
+
+
+def test_log_file_shrinks_after_a_large_transaction(tmp_path: Path) -> None:
+    database = open_database(tmp_path)
+    put(database, "large", "x" * 8 * 2**20)
+    put(database, "small")
+    assert (tmp_path / "state.sqlite-wal").stat().st_size <= 2**20
+
+
+_WRITE = """
+import sys
+from pathlib import Path
+from tests.unit.protocol.storage.test_database import open_database, put
+
+database = open_database(Path(sys.argv[1]))
+number = int(dict(database.read("SELECT key, value FROM facts")).get("a", 0))
+while True:
+    number += 1
+    with database.transaction():
+        put(database, "a", str(number))
+        put(database, "padding", "x" * 10**5)
+        put(database, "b", str(number))
+    print(number, flush=True)
+"""
+
+
+def test_kill_leaves_the_last_transaction_or_the_next(tmp_path: Path) -> None:
+    for reported in (1, 3, 8):
+        with subprocess.Popen([sys.executable, "-c", _WRITE, tmp_path], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(reported)]
+            process.send_signal(signal.SIGKILL)
+            lines += process.stdout.readlines()
+        facts = dict(open_database(tmp_path).read("SELECT key, value FROM facts WHERE key != 'padding'"))
+        assert facts["a"] == facts["b"]
+        assert int(facts["a"]) - int(lines[-1]) in {0, 1}
