@@ -1,31 +1,37 @@
-"""`python -m benchmarks NAME`: each measurement is a module with a command."""
+"""`python -m benchmarks NAME`: measurements for users; `python -m benchmarks research NAME`: attacks and their cost."""
 
 import os
 
 import click
 
-# Read by OpenMP when torch is first imported: threads that spin while they wait slow their neighbors down.
+# Read by OpenMP when torch is first imported: spinning idle threads slow other processes down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks import device, fedpcl, fedtc, fpl, ingest, memory, poisoning, privacy, soak, step
+from benchmarks.accuracy import fedpcl, fedtc, fpl
+from benchmarks.cost import device, ingest, memory, step
+from benchmarks.research import poisoning, privacy
 from protocol.cli import run
 
+_HELP = {"help_option_names": ["-h", "--help"]}
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+USER = (device.device, fedpcl.command, fedtc.command, fpl.command, ingest.ingest, memory.memory, step.step)
+RESEARCH = (poisoning.command, privacy.command)
+
+
+@click.group(context_settings=_HELP)
 def cli() -> None:
-    """Measure on real data what the documentation claims."""
+    """Measure the figures of docs/benchmarks.md on real data."""
 
 
-cli.add_command(device.device)
-cli.add_command(fedpcl.command)
-cli.add_command(fedtc.command)
-cli.add_command(fpl.command)
-cli.add_command(ingest.ingest)
-cli.add_command(memory.memory)
-cli.add_command(poisoning.command)
-cli.add_command(privacy.command)
-cli.add_command(soak.soak)
-cli.add_command(step.step)
+@cli.group(context_settings=_HELP)
+def research() -> None:
+    """Measure attacks on submissions and on training, and what protection costs."""
+
+
+for each in USER:
+    cli.add_command(each)
+for each in RESEARCH:
+    research.add_command(each)
 
 if __name__ == "__main__":
     run(cli, program="python -m benchmarks")

@@ -81,7 +81,10 @@ def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
     if row["accuracy"] is None:
         sent = f"sent {row['prototypes']} prototypes, {_kilobytes(row['bytes'])}"
         return (3, f"{sent}; trying the head") if has_head else (2, sent)
-    return STEPS, f"{row['right']} of {row['right'] + row['wrong']} of its own test images right"
+    return (
+        STEPS,
+        f"accuracy {row['accuracy']:.1%} on its held-out images ({row['correct']}/{row['correct'] + row['incorrect']})",
+    )
 
 
 def _fleet_line(summary: dict[str, Any], steps: list[int]) -> str:
@@ -117,14 +120,15 @@ def show(result: Result, folder: Folder, console: Console) -> None:
 
 def _devices(result: Result) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, padding=(0, 1, 0, 0), pad_edge=False)
-    right, wrong = (sum(getattr(row, name) for row in result.per_device) for name in ("right", "wrong"))
+    correct = sum(row.correct for row in result.per_device)
+    incorrect = sum(row.incorrect for row in result.per_device)
     for header, footer in {
         "device": f"{result.devices} devices",
         "digits": "",
         "images": f"{sum(row.images for row in result.per_device):,}",
         "prototypes": f"{result.prototypes:,}",
         "bytes up": f"{result.bytes_up:,}",
-        "local accuracy": f"{right / max(right + wrong, 1):.1%}",
+        "local accuracy": f"{correct / max(correct + incorrect, 1):.1%}",
         "alone": f"{result.alone_accuracy:.1%}",
     }.items():
         justify: Literal["left", "right"] = "left" if header in {"device", "digits"} else "right"

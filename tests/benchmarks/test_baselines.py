@@ -4,8 +4,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from benchmarks.baselines import METHODS, Method, Recipe, run_baseline, traffic_bytes
-from benchmarks.domains import Client
+from benchmarks.accuracy.baselines import METHODS, Method, Recipe, run_baseline, traffic_bytes
+from benchmarks.data.domains import Client
 
 CLASSES, FEATURES = 3, 8
 RECIPE = Recipe(

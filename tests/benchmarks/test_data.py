@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.data import DataSet, load_data, sample
+from benchmarks.data.images import DataSet, load_data, sample
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.device import device, measure_imports
+from benchmarks.cost.device import device, measure_imports
 from tests.support.graphs import tiny_backbone
 
 pytestmark = pytest.mark.skipif(

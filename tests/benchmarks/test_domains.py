@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.domains import Client, feature_shift, halved, label_shift, unequal
-from benchmarks.features import Features
+from benchmarks.data.domains import Client, feature_shift, halved, label_shift, unequal
+from benchmarks.data.features import Features
 from protocol.errors import ConfigError
 
 

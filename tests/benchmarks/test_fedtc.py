@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
 from benchmarks.__main__ import cli
-from benchmarks.data import load_data
-from benchmarks.features import BACKBONES
+from benchmarks.data.features import BACKBONES
+from benchmarks.data.images import load_data
 from protocol.errors import ConfigError
 
 SMALL = ("--data", "mnist", "--backbone", "tf_mobilenetv3_small_100", "--image-size", "32")

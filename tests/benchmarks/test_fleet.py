@@ -5,10 +5,10 @@ import pytest
 from sklearn.datasets import load_digits
 
 from aggregator.algorithms.fedtc import RECIPES
-from benchmarks.data import data_folder, load_data, weights_folder
-from benchmarks.features import BACKBONES, Features, export_backbone, features_of
-from benchmarks.fleet import Settings, run_ceiling, run_fleet
-from benchmarks.partitions import Partition
+from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
+from benchmarks.data.features import BACKBONES, Features, export_backbone, features_of
+from benchmarks.data.images import data_folder, load_data, weights_folder
+from benchmarks.data.partitions import Partition
 from edge_client.runtime.backbone import open_backbone
 
 DEFAULT = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default"], device="cpu")

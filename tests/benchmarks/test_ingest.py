@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.ingest import ingest
+from benchmarks.cost.ingest import ingest
 from tests.support.brokers import mosquitto_program
 
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.partitions import Partition, parse_partition, share_out
+from benchmarks.data.partitions import Partition, parse_partition, share_out
 from protocol.errors import ConfigError
 
 partitions = st.one_of(

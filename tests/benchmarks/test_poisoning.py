@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from aggregator.ingest.validation import Prototypes
 from benchmarks.__main__ import cli
-from benchmarks.poisoning import METHODS, lie
-from tests.benchmarks.fleets import domain, fill_cache
+from benchmarks.research.poisoning import METHODS, lie
+from tests.benchmarks.feature_factory import domain, fill_cache
 
 
 def test_a_report_of_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,9 @@ def test_a_report_of_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     file = tmp_path / "report.json"
     arguments = ["--images", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
-    result = CliRunner().invoke(cli, ["poisoning", *arguments, "--seed", "0", "--json", str(file)])
+    result = CliRunner().invoke(
+        cli, ["research", "poisoning", *arguments, "--seed", "0", "--json", str(file)]
+    )
     assert result.exit_code == 0, result.output
     runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"]
     assert [(run["attack"], run["found"], run["liars"], run["wronged"]) for run in runs] == [
@@ -38,7 +40,9 @@ def test_without_training_it_only_finds(tmp_path: Path, monkeypatch: pytest.Monk
     """Which is all that is needed to choose a threshold: a low one wrongs everybody's neighbor."""
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     arguments = ["--images", "600", "--no-train", "--share", "0", "--threshold", "1.5", "--seed", "0"]
-    result = CliRunner().invoke(cli, ["poisoning", *arguments, "--json", str(tmp_path / "report.json")])
+    result = CliRunner().invoke(
+        cli, ["research", "poisoning", *arguments, "--json", str(tmp_path / "report.json")]
+    )
     assert result.exit_code == 0, result.output
     (run,) = json.loads((tmp_path / "report.json").read_text())["runs"]
     assert run["accuracies"] == {}

@@ -12,13 +12,13 @@ from sklearn.datasets import load_digits
 
 from aggregator.algorithms.fedtc import RECIPES
 from benchmarks.__main__ import cli
-from benchmarks.data import DataSet, Labeled
-from benchmarks.decoder import as_values, decode, train_decoder
-from benchmarks.differencing import added_feature, resubmit, submit, unmix
-from benchmarks.features import BACKBONES, Features
-from benchmarks.leakage import Release, best_ssim, by_cosine, by_likelihood, deal, link, study
-from benchmarks.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
-from benchmarks.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
+from benchmarks.data.features import BACKBONES, Features
+from benchmarks.data.images import DataSet, Labeled
+from benchmarks.research.decoder import as_values, decode, train_decoder
+from benchmarks.research.differencing import added_feature, resubmit, submit, unmix
+from benchmarks.research.leakage import Release, best_ssim, by_cosine, by_likelihood, deal, link, study
+from benchmarks.research.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
+from benchmarks.research.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from protocol.wire.messages import Perturbation
 
@@ -69,7 +69,7 @@ def test_the_decoder_learns_what_is_measured() -> None:
     import torch
     from skimage.metrics import structural_similarity
 
-    from benchmarks.decoder import _mean_ssim
+    from benchmarks.research.decoder import _mean_ssim
 
     one, other = RNG.random((2, 12, 12)).astype(np.float64)
     ours = _mean_ssim(*(torch.from_numpy(each)[None, None] for each in (one, other))).item()
@@ -214,7 +214,7 @@ def test_from_images_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "8",
     )
     out = ("--json", str(report), "--plots", str(tmp_path))
-    result = CliRunner().invoke(cli, ["privacy", "--data", "mnist", *small, *sizes, *out])
+    result = CliRunner().invoke(cli, ["research", "privacy", "--data", "mnist", *small, *sizes, *out])
     assert result.exit_code == 0, result.output
     figures = json.loads(report.read_text())["mnist"]
     assert {row["protection"] for row in figures["accuracies"]} == {

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from benchmarks.__main__ import cli
-from benchmarks.data import DIGITS, PACS
-from benchmarks.domains import Client, feature_shift
-from benchmarks.rounds import run_rounds
-from tests.benchmarks.fleets import domain, fill_cache
+from benchmarks.accuracy.rounds import run_rounds
+from benchmarks.data.domains import Client, feature_shift
+from benchmarks.data.images import DIGITS, PACS
+from tests.benchmarks.feature_factory import domain, fill_cache
 
 CLASSES = 10
 

@@ -307,7 +307,7 @@ def test_the_table_fits_a_small_terminal(tmp_path: Path) -> None:
                 ],
                 "heads": [{"version": 1}],
             },
-            ["1 of 2 devices have tried the head", "29 of 29"],
+            ["1 of 2 devices have tried the head", "(29/29)"],
         ),
     ],
     ids=["nothing", "connected", "training", "tried"],

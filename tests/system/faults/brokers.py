@@ -2,7 +2,7 @@
 
 import resource
 
-from benchmarks.chaos import Faults
+from tests.support.network_proxy import Faults
 from tests.system.faults.catalogue import fault
 from tests.system.faults.fleet import DEVICES, Fleet
 

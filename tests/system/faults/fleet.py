@@ -22,12 +22,12 @@ from sklearn.datasets import load_digits
 
 from aggregator.status import report
 from aggregator.storage.store import Store
-from benchmarks.chaos import Proxy
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from tests.support.brokers import free_address
 from tests.support.graphs import tiny_backbone
+from tests.support.network_proxy import Proxy
 from tests.system.faults.broker import Mosquitto
 from tests.system.faults.table import Reference, Row
 from tests.system.faults.watch import Transfer, Watch

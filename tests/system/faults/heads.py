@@ -1,6 +1,6 @@
 """Heads that do not arrive as they were made."""
 
-from benchmarks.chaos import Faults
+from tests.support.network_proxy import Faults
 from tests.system.faults.catalogue import fault
 from tests.system.faults.fleet import DEVICES, LATECOMER, Fleet
 from tests.system.faults.table import Reference

@@ -1,6 +1,6 @@
 """Networks that cut, delay, throttle, repeat, swap and lose."""
 
-from benchmarks.chaos import Faults
+from tests.support.network_proxy import Faults
 from tests.system.faults.catalogue import fault
 from tests.system.faults.fleet import Fleet
 

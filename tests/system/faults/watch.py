@@ -4,11 +4,11 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
-from benchmarks.chaos import Seen
 from protocol.errors import MalformedMessage
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame, Receipt
 from protocol.wire.topics import parse_device_topic
+from tests.support.network_proxy import Seen
 
 
 @dataclass

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.features import BACKBONES, Features
+from benchmarks.data.features import BACKBONES, Features
 from protocol.storage.blobstore import file_digest
 
 FEATURES = 16

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from benchmarks.mqtt_packets import (
+from protocol.mqtt.session import Broker
+from tests.support.mqtt_packets import (
     CONNECT,
     DUPLICATE,
     PUBLISH,
@@ -27,7 +28,6 @@ from benchmarks.mqtt_packets import (
     puback,
     read_packet,
 )
-from protocol.mqtt.session import Broker
 
 Direction = Literal["up", "down"]
 """From a client to the broker, or from the broker to a client."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.decoder import Decoder, decode
-from benchmarks.leakage import CANDIDATES, best_ssim
-from benchmarks.reconstruction import Scene
+from benchmarks.research.decoder import Decoder, decode
+from benchmarks.research.leakage import CANDIDATES, best_ssim
+from benchmarks.research.reconstruction import Scene
 from edge_client.data.prototypes import batch_prototypes
 
 

@@ -25,15 +25,15 @@ from typing import IO
 import click
 import psutil
 
-from benchmarks.load import Load, write_load
-from benchmarks.restless import free_port
+from benchmarks.cost.ingest_load import Load, write_load
 from protocol.errors import ProtofleetError
 from protocol.mqtt.session import Broker, Connected, Event, Received, Session
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, Receipt
 from protocol.wire.topics import device_topic, fleet_topic
+from tests.system.soak.programs import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FLEET = "ingest"
 TASK = """\
 fleet = "{fleet}"
@@ -143,7 +143,7 @@ def mosquitto(folder: Path) -> Iterator[Broker]:
 
 def time_discarding(broker: Broker, load: Load) -> Cost:
     """What it costs until a process with nothing but our own session has had every message."""
-    call = f"from benchmarks.ingest import discard\ndiscard({broker.port}, {load.messages})"
+    call = f"from benchmarks.cost.ingest import discard\ndiscard({broker.port}, {load.messages})"
     with _running("-c", call) as lines:
         lines.readline()
         with publisher(broker, load):
@@ -190,7 +190,7 @@ def time_aggregator(broker: Broker, load: Load, task: Path, state: Path) -> Cost
 def publisher(broker: Broker, load: Load) -> Iterator[None]:
     """Publish a load from a process of its own, beginning now."""
     arguments = [str(broker.port), str(load.packets), str(load.messages)]
-    with _running("-m", "benchmarks.pour", *arguments) as lines:
+    with _running("-m", "benchmarks.cost.publish_packets", *arguments) as lines:
         lines.readline()
         yield
 

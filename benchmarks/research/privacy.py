@@ -1,4 +1,4 @@
-"""`python -m benchmarks privacy`: what features and prototypes give away, and what it costs to give away less."""
+"""`python -m benchmarks research privacy`: attacks on features and prototypes, and the accuracy protection costs."""
 
 import json
 from collections.abc import Callable
@@ -11,13 +11,13 @@ import numpy as np
 
 from aggregator.algorithms.fedtc import RECIPES
 from aggregator.training.train_head import torch_device
-from benchmarks.comparison import repeated
-from benchmarks.data import NAMES, load_data
-from benchmarks.differencing import Resubmitted, resubmit
-from benchmarks.features import BACKBONES, Features, load_features
-from benchmarks.privacy_plots import Rows, draw_accuracies, draw_images, rows_of
-from benchmarks.private_fleet import PAPER, Accuracy, Fleet, noise_multiplier, run_private
-from benchmarks.reconstruction import PRIVATE_BATCH, Leak, attack, forms_of, learn_decoder, set_scene
+from benchmarks.accuracy.comparison import repeated
+from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.images import NAMES, load_data
+from benchmarks.research.differencing import Resubmitted, resubmit
+from benchmarks.research.privacy_plots import Rows, draw_accuracies, draw_images, rows_of
+from benchmarks.research.private_fleet import PAPER, Accuracy, Fleet, noise_multiplier, run_private
+from benchmarks.research.reconstruction import PRIVATE_BATCH, Leak, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
 
 BATCHES = (2, 5, 25, 100)

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc import restore_variance
-from benchmarks.data import DataSet
-from benchmarks.decoder import Decoder, as_values, decode, train_decoder
-from benchmarks.features import Features
-from benchmarks.leakage import (
+from benchmarks.data.features import Features
+from benchmarks.data.images import DataSet
+from benchmarks.research.decoder import Decoder, as_values, decode, train_decoder
+from benchmarks.research.leakage import (
     CANDIDATES,
     Knowledge,
     Linkage,
@@ -22,7 +22,7 @@ from benchmarks.leakage import (
     link,
     study,
 )
-from benchmarks.private_fleet import PAPER, noise_multiplier
+from benchmarks.research.private_fleet import PAPER, noise_multiplier
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of

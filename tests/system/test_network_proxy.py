@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.chaos import Faults, Proxy, Seen
 from protocol.mqtt.session import Broker, Connected, Disconnected, Event, Outgoing, Received, Session
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Frame
 from tests.support.brokers import free_address, mosquitto, mosquitto_program
+from tests.support.network_proxy import Faults, Proxy, Seen
 
 PATIENCE_S = 120.0
 COUNT = 40

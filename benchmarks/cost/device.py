@@ -1,6 +1,6 @@
 """What the device program weighs: importing it, its memory over many images, and how fast it extracts.
 
-`python -m benchmarks.device --backbone FILE` measures in processes of their own and compares within the same run,
+`python -m benchmarks.cost.device --backbone FILE` measures in processes of their own and compares within the same run,
 in turns, since the machine may be busy: read the ratios, not the seconds.
 """
 
@@ -198,7 +198,7 @@ def peak_memory_bytes() -> int:
 
 
 def _call(function: str, **arguments: Any) -> str:
-    return f"import json\nfrom benchmarks.device import {function}\nprint(json.dumps({function}(**{arguments!r})))"
+    return f"import json\nfrom benchmarks.cost.device import {function}\nprint(json.dumps({function}(**{arguments!r})))"
 
 
 def _python(program: str) -> dict[str, float]:

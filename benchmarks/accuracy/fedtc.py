@@ -9,10 +9,10 @@ import click
 
 from aggregator.config.task_file import Training
 from aggregator.training.train_head import recipe_of, torch_device
-from benchmarks.data import NAMES
-from benchmarks.features import BACKBONES, load_features
-from benchmarks.fleet import Ceiling, Result, Settings, run_ceiling, run_fleet
-from benchmarks.partitions import Partition, parse_partition
+from benchmarks.accuracy.fedtc_fleet import Ceiling, Result, Settings, run_ceiling, run_fleet
+from benchmarks.data.features import BACKBONES, load_features
+from benchmarks.data.images import NAMES
+from benchmarks.data.partitions import Partition, parse_partition
 from protocol.errors import ConfigError
 
 PARTITIONS = ("sharding:1", "sharding:2", "sharding:3", "dirichlet:0.01", "dirichlet:0.1", "dirichlet:0.5")

@@ -12,7 +12,7 @@ from PIL import Image
 
 from protocol.errors import ConfigError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = ("mnist", "fashion_mnist", "cifar10")
 DIGITS = ("mnist", "usps", "mnist_m", "digits")
 """Ten digits in four hands: the domains of one benchmark."""

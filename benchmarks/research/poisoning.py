@@ -1,4 +1,4 @@
-"""`python -m benchmarks poisoning`: what devices that send nonsense do to a head, and what is done about them."""
+"""`python -m benchmarks research poisoning`: heads of a fleet in which some devices send false prototypes."""
 
 import dataclasses
 import json
@@ -14,11 +14,11 @@ from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import judge
 from aggregator.training.robust_training_set import withstanding
 from aggregator.training.train_head import recipe_of, torch_device
-from benchmarks.data import NAMES
-from benchmarks.features import BACKBONES, Features, load_features
-from benchmarks.fedtc import partitions_of
-from benchmarks.fleet import Settings, accuracy_of, take_fleet, train_on
-from benchmarks.partitions import Partition
+from benchmarks.accuracy.fedtc import partitions_of
+from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, take_fleet, train_on
+from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.images import NAMES
+from benchmarks.data.partitions import Partition
 
 ATTACKS = ("flip", "noise")
 PARTITIONS = ("dirichlet:0.5",)

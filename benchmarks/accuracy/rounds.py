@@ -15,7 +15,7 @@ from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.graphs.program_export import Graphs, build
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from aggregator.tasks.manifests import program_of, round_manifest
-from benchmarks.domains import Client
+from benchmarks.data.domains import Client
 from edge_client.inference.predictor import open_round_head
 from edge_client.submission.builder import ClassReport, Prepared, submission_of
 from edge_client.training.local_round import Contribution as Made

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.data import DIGITS
-from benchmarks.features import Features, load_features
-from benchmarks.partitions import Partition, share_out
+from benchmarks.data.features import Features, load_features
+from benchmarks.data.images import DIGITS
+from benchmarks.data.partitions import Partition, share_out
 from protocol.errors import ConfigError
 
 VALIDATION = 400
@@ -46,8 +46,8 @@ def load_domains(
     """Return the features of each domain, those of several backbones one after the other.
 
     Args:
-        names: what `benchmarks.data.load_data` knows.
-        backbones: of `benchmarks.features.BACKBONES`.
+        names: what `benchmarks.data.images.load_data` knows.
+        backbones: of `benchmarks.data.features.BACKBONES`.
         image_size: pixels of the square that every image is resized to.
         at_most: images to take of each part, where all would be too many.
 

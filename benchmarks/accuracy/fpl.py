@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 
 from aggregator.algorithms.fpl import FPL
-from benchmarks.baselines import Method, Recipe
-from benchmarks.comparison import compare, repeated
-from benchmarks.data import DIGITS, PACS
-from benchmarks.domains import Client, halved, load_domains, unequal
-from benchmarks.features import BACKBONES, Features
-from benchmarks.scores import Run, by_method, show, write_report
+from benchmarks.accuracy.baselines import Method, Recipe
+from benchmarks.accuracy.comparison import compare, repeated
+from benchmarks.accuracy.scores import Run, by_method, show, write_report
+from benchmarks.data.domains import Client, halved, load_domains, unequal
+from benchmarks.data.features import BACKBONES, Features
+from benchmarks.data.images import DIGITS, PACS
 
 IMAGE_SIZE = 96
 IMAGES = 2000

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import click
 
-from benchmarks.device import CLASSES, write_photographs
-from benchmarks.features import backbone_file
+from benchmarks.cost.device import CLASSES, write_photographs
+from benchmarks.data.features import backbone_file
 from protocol.errors import ProtofleetError
 
 SOURCES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")

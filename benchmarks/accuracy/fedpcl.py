@@ -10,11 +10,11 @@ import click
 import msgspec
 
 from aggregator.algorithms.fedpcl import FedPCL
-from benchmarks.baselines import Method, Recipe
-from benchmarks.comparison import compare, repeated
-from benchmarks.data import DIGITS
-from benchmarks.domains import SHIFTS, load_domains, shifted
-from benchmarks.scores import Run, by_method, show, write_report
+from benchmarks.accuracy.baselines import Method, Recipe
+from benchmarks.accuracy.comparison import compare, repeated
+from benchmarks.accuracy.scores import Run, by_method, show, write_report
+from benchmarks.data.domains import SHIFTS, load_domains, shifted
+from benchmarks.data.images import DIGITS
 
 BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
 """One architecture trained on three sources, which is FedPCL's setting."""

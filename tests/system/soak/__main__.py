@@ -1,6 +1,6 @@
 """A fleet of real programs under random faults for as long as you like: is anything lost, does anything grow?
 
-`python -m benchmarks soak` runs mosquitto, an aggregator and devices that come and go, each time with an image
+`python -m tests.system.soak` runs mosquitto, an aggregator and devices that come and go, each time with an image
 more, over a network that cuts, delays, doubles and reorders. Aggregator and broker are killed in the first half. At
 the end the faults stop, everybody comes, and each device's newest submission must be the one that counts.
 """
@@ -23,10 +23,10 @@ import click
 import psutil
 
 from aggregator.storage.store import Store
-from benchmarks.chaos import Faults, Proxy
-from benchmarks.restless import Fate, Programs
 from protocol.errors import ProtofleetError
 from protocol.mqtt.session import Broker
+from tests.support.network_proxy import Faults, Proxy
+from tests.system.soak.programs import Fate, Programs
 
 LOOK_EVERY_S = 2.0
 SETTLE_S = 420.0

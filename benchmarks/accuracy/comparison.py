@@ -9,10 +9,10 @@ import click
 import numpy as np
 
 from aggregator.algorithms.program import Algorithm
-from benchmarks.baselines import Method, Recipe, run_baseline, traffic_bytes
-from benchmarks.domains import Client
-from benchmarks.rounds import run_rounds
-from benchmarks.scores import Run
+from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_bytes
+from benchmarks.accuracy.rounds import run_rounds
+from benchmarks.accuracy.scores import Run
+from benchmarks.data.domains import Client
 
 
 def compare(

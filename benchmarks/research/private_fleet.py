@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc import Recipe, train_head
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
-from benchmarks.features import Features
+from benchmarks.data.features import Features
 from edge_client.data.prototypes import batch_prototypes
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes

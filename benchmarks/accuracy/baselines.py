@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aggregator.algorithms.layers import statistics
-from benchmarks.domains import Client
+from benchmarks.data.domains import Client
 
 Method: TypeAlias = Literal[
     "Solo", "FedAvg-v", "FedProx", "FedRep", "FedProto", "FedProto averaged", "centralized"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from benchmarks.data import load_data, sample, weights_folder
+from benchmarks.data.images import load_data, sample, weights_folder
 from edge_client.runtime.backbone import Backbone, open_backbone
 from protocol.errors import ConfigError
 from protocol.preprocessing import preprocess
@@ -72,7 +72,7 @@ def load_features(data: str, *, backbone: str, image_size: int, at_most: int | N
     """Return the features of a data set, as a device would extract them; from the cache the second time.
 
     Args:
-        data: what `benchmarks.data.load_data` knows.
+        data: what `benchmarks.data.images.load_data` knows.
         backbone: one of BACKBONES.
         image_size: pixels of the square that every image is resized to, without a crop.
         at_most: images to take of each part, where all would be too many.

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import Sample, draw, growth, run_soak
 from tests.support.brokers import mosquitto_program
+from tests.system.soak.__main__ import Sample, draw, growth, run_soak
 
 
 def _sample(process: str, at_s: float, *, life: int = 1, memory_bytes: int = 100) -> Sample:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc import Head, Recipe, TrainedHead, train_head
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust_training_set import pool
-from benchmarks.features import Features
-from benchmarks.partitions import Partition, share_out
+from benchmarks.data.features import Features
+from benchmarks.data.partitions import Partition, share_out
 from edge_client.data.prototypes import batch_prototypes
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest

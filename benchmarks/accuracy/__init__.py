@@ -1,0 +1,1 @@
+"""Accuracy of FedTC, FedPCL and FPL beside other ways to train."""

@@ -1,0 +1,1 @@
+"""Public data, its features, and how they are divided among devices."""
