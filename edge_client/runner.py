@@ -359,7 +359,8 @@ class Device:
             images={} if silent else {entry["name"]: entry["images"] for entry in report.get("classes", [])},
             refused=0 if silent else len(report.get("refused", [])),
             problem=(
-                policy.told(self._problem, manifest) or ("" if hindrance == machine.NO_SPACE else hindrance)
+                policy.public_problem(self._problem, manifest)
+                or ("" if hindrance == machine.NO_SPACE else hindrance)
             )[:256],
             head_version=head.version if head is not None and is_tasks else 0,
             refusals=dict(self._refusals),
@@ -410,11 +411,11 @@ class Device:
             return
         wanted = {state.task, *(blob.digest for blob in selectors.needed(state))}
         with kept.keeping:
-            _, learned = kept.get("learned", ["", ""])
-            named = [learned, *map(kept.get, ("round", "untaught"))]
+            _, local_model = kept.get("local_model", ["", ""])
+            named = [local_model, *map(kept.get, ("round", "initial_model"))]
             for head in filter(None, (kept.installed(), kept.previous())):
                 # With the backbones: another task's head stays in use until one of this task is.
-                named += [head.head, head.tensors, head.learned, *head.backbones]
+                named += [head.head, head.tensors, head.local_model, *head.backbones]
             self._blobs.keep_only(wanted | {bytes.fromhex(digest) for digest in named if digest})
         self._state = replace(state, stored=frozenset(self._blobs.digests()))
 

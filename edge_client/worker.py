@@ -18,7 +18,7 @@ from edge_client.agent.upload_item import Item
 from edge_client.data.images import find_images
 from edge_client.inference.head_loader import open_installed
 from edge_client.inference.predictor import Head
-from edge_client.privacy.differencing_guard import Standing, from_fact, to_fact
+from edge_client.privacy.differencing_guard import LastSubmission, from_fact, to_fact
 from edge_client.privacy.policy import FAILED, HEAD_REFUSED, check_task, is_private
 from edge_client.progress import Progress
 from edge_client.runtime.backbone import Backbone, Provider, open_backbone
@@ -238,7 +238,7 @@ class Worker:
             return self._keep(build, prepared)
         return self._show_only(build, prepared)
 
-    def _standing(self, task: bytes) -> Standing:
+    def _standing(self, task: bytes) -> LastSubmission:
         """What was uploaded last, or waits for it."""
         item = self._kept.outbox.newest_submission()
         payload = None
@@ -320,7 +320,7 @@ class Worker:
             return events.Built(build.task, standing, opened.number)
         found = self._find(build.manifest, lambda: not self._is_due(build))
         with contextlib.closing(Progress(f"training, round {opened.number}")) as progress:
-            prepared, learned = self._rounds.take_part(
+            prepared, local_model = self._rounds.take_part(
                 build.task,
                 build.manifest,
                 opened,
@@ -336,7 +336,7 @@ class Worker:
             prepared, task=build.task, manifest=build.manifest, sequence=sequence, number=opened.number
         )
         report = _report(prepared, len(payload))
-        item = self._rounds.keep(build.task, opened, payload=payload, learned=learned, report=report)
+        item = self._rounds.keep(build.task, opened, payload=payload, local_model=local_model, report=report)
         loss = "" if prepared.loss is None else f", loss {prepared.loss:.4f}"
         log.info(
             "round %d of %d: %d prototypes, %d bytes%s",
@@ -471,12 +471,14 @@ class Worker:
     def _describe(self, install: events.Install) -> InstalledHead:
         """What is to be remembered of a head, with what is bound to it."""
         manifest, reference = install.manifest, install.head
-        learned, size = "", 0
+        local_model, size = "", 0
         if reference.tensors is not None:
             size = feature_size(manifest, self._kept.blobs)
-            learned = self._learned_before(install) or self._rounds.learned_digest(install.task)
-            if not learned:
-                learned = self._rounds.keep_untaught(manifest, reference.tensors, self._found_at_all(install))
+            local_model = self._previous_local_model(install) or self._rounds.local_model_digest(install.task)
+            if not local_model:
+                local_model = self._rounds.keep_initial_model(
+                    manifest, reference.tensors, self._found_at_all(install)
+                )
         return InstalledHead(
             head=reference.head.digest.hex(),
             version=reference.version,
@@ -485,16 +487,20 @@ class Worker:
             classes=manifest.classes,
             round=reference.round,
             tensors=reference.tensors.digest.hex() if reference.tensors else "",
-            learned=learned,
+            local_model=local_model,
             feature_size=size,
         )
 
-    def _learned_before(self, install: events.Install) -> str:
+    def _previous_local_model(self, install: events.Install) -> str:
         """What the head before was bound to, where the device goes back to that one; empty if it is gone."""
         previous, key = self._kept.previous(), head_key(install.head).hex()
-        if previous is None or previous.key != key or bytes.fromhex(previous.learned) not in self._kept.blobs:
+        if (
+            previous is None
+            or previous.key != key
+            or bytes.fromhex(previous.local_model) not in self._kept.blobs
+        ):
             return ""
-        return previous.learned
+        return previous.local_model
 
     def _found_at_all(self, install: events.Install) -> Found:
         """The images of a device that takes a head without having taken part; they need not be there."""

@@ -18,14 +18,15 @@ from aggregator.tasks.manifests import program_of, round_manifest
 from benchmarks.data.domains import Client
 from edge_client.inference.predictor import open_round_head
 from edge_client.submission.builder import ClassReport, Prepared, submission_of
-from edge_client.training.local_round import Contribution as Made
-from edge_client.training.local_round import Learned, TrainingSet, contribute
-from edge_client.training.trainer import Watch
+from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet, train_round
+from edge_client.training.trainer import TrainingHooks
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 
-WATCH = Watch(on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None)
+HOOKS = TrainingHooks(
+    on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None
+)
 
 
 _built: Any = functools.lru_cache(maxsize=16)(build)
@@ -68,21 +69,21 @@ def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int,
     with tempfile.TemporaryDirectory() as folder:
         blobs = BlobStore(Path(folder))
         task = _prepare(algorithm, blobs, feature_size=clients[0].train.shape[1], classes=classes, seed=seed)
-        learned: list[Learned | None] = [None] * len(clients)
+        local_model: list[LocalModel | None] = [None] * len(clients)
         tensors, up, down = task.first, [], []
         for number in range(algorithm.rounds):
             down.append(tensors.size_bytes)
             made = [
-                _take_part(task, client, number=number, index=index, tensors=tensors, last=learned[index])
+                _take_part(task, client, number=number, index=index, tensors=tensors, last=local_model[index])
                 for index, client in enumerate(clients)
             ]
-            learned = [part.learned for part, _ in made]
+            local_model = [part.local_model for part, _ in made]
             payloads = [payload for _, payload in made]
             up.append(np.mean([len(payload) for payload in payloads]))
             tensors = _pool(task, payloads, tensors, number=number)
         accuracies = [
             _judge(task, client, mine, tensors)
-            for client, mine in zip(clients, learned, strict=True)
+            for client, mine in zip(clients, local_model, strict=True)
             if mine is not None
         ]
     return Outcome(accuracies=np.array(accuracies), up_bytes=np.array(up), down_bytes=np.array(down))
@@ -119,11 +120,11 @@ def _put(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
 
 
 def _take_part(
-    task: _Task, client: Client, *, number: int, index: int, tensors: BlobRef, last: Learned | None
-) -> tuple[Made, bytes]:
+    task: _Task, client: Client, *, number: int, index: int, tensors: BlobRef, last: LocalModel | None
+) -> tuple[RoundResult, bytes]:
     """Return what a client learns in a round, and what it sends."""
     opened = round_manifest(task.expectation.task, number, learning=task.algorithm, tensors=tensors)
-    made = contribute(
+    made = train_round(
         task.manifest,
         opened,
         data=TrainingSet(client.train, client.train_labels),
@@ -131,7 +132,7 @@ def _take_part(
         resumed=None,
         blobs=task.blobs,
         device_id=str(index),
-        watch=WATCH,
+        hooks=HOOKS,
     )
     images = np.bincount(client.train_labels, minlength=len(task.manifest.classes))
     prepared = Prepared(
@@ -183,16 +184,16 @@ def _read(blobs: BlobStore, reference: BlobRef) -> Mapping[str, NDArray[Any]]:
     return unpack_tensors(blobs.read(reference.digest))
 
 
-def _judge(task: _Task, client: Client, learned: Learned, tensors: BlobRef) -> float:
+def _judge(task: _Task, client: Client, local_model: LocalModel, tensors: BlobRef) -> float:
     """Return what the client's head, bound to what it has learned, gets right."""
     if task.manifest.program is None:
         raise TypeError("the task of a benchmark of rounds has a program")
     head = open_round_head(
         task.blobs.read(task.manifest.program.head.digest),
-        state=learned.state,
+        state=local_model.state,
         tensors=_read(task.blobs, tensors),
-        local_prototypes=learned.prototypes,
-        local_counts=learned.counts,
+        local_prototypes=local_model.prototypes,
+        local_counts=local_model.counts,
         feature_size=client.train.shape[1],
         classes=task.manifest.classes,
     )

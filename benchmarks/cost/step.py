@@ -23,7 +23,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.program import Contribution
 from aggregator.graphs.program_export import Graphs, build, untrained
 from edge_client.runtime.graph import open_graph
-from edge_client.training.trainer import Checkpoint, Schedule, Watch, train
+from edge_client.training.trainer import Checkpoint, Schedule, TrainingHooks, train
 
 FEATURES = 1280
 """Of one MobileNetV2."""
@@ -150,13 +150,13 @@ def _graph_epoch(
     state = {**untrained(graphs.init, feature_size=feature.shape[1]), **tensors}
     start = Checkpoint({name: value for name, value in state.items() if name in graph.inputs})
     schedule = Schedule(epochs=1, batch_size=batch_size, seed=(0,))
-    watch = Watch(
+    hooks = TrainingHooks(
         on_checkpoint=lambda _checkpoint: None,
         should_stop=lambda: False,
         on_progress=lambda _done, _total: None,
     )
     return lambda: train(
-        graph, start, feature=feature, labels=labels, tensors=tensors, schedule=schedule, watch=watch
+        graph, start, feature=feature, labels=labels, tensors=tensors, schedule=schedule, hooks=hooks
     )
 
 

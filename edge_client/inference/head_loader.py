@@ -26,14 +26,14 @@ def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequen
     if not installed.tensors:
         file = blobs.read(bytes.fromhex(installed.head))
         return open_head(file, backbones=backbones, classes=installed.classes)
-    learned = unpack(blobs.read(bytes.fromhex(installed.learned)))
+    local_model = unpack(blobs.read(bytes.fromhex(installed.local_model)))
     reference = BlobRef(digest=bytes.fromhex(installed.tensors), size_bytes=0, name="the round's tensors")
     return open_round_head(
         blobs.read(bytes.fromhex(installed.head)),
-        state=learned.state,
+        state=local_model.state,
         tensors=read_tensors(blobs, reference),
-        local_prototypes=learned.prototypes,
-        local_counts=learned.counts,
+        local_prototypes=local_model.prototypes,
+        local_counts=local_model.counts,
         feature_size=installed.feature_size,
         classes=installed.classes,
     )

@@ -22,7 +22,7 @@ KEY_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Standing:
+class LastSubmission:
     """A device's last submission.
 
     Args:
@@ -57,7 +57,7 @@ class Standing:
         return to_array(self.submission.prototypes)[mine].astype(np.float16), counts
 
 
-NOTHING_YET = Standing()
+NO_SUBMISSION = LastSubmission()
 
 
 def key_of(image: LabeledImage) -> str:
@@ -75,11 +75,11 @@ def to_fact(images: Mapping[str, frozenset[str]]) -> dict[str, Any]:
     return {name: sorted(keys) for name, keys in images.items()}
 
 
-def from_fact(fact: Mapping[str, Any], payload: bytes | None) -> Standing:
+def from_fact(fact: Mapping[str, Any], payload: bytes | None) -> LastSubmission:
     """What was remembered, with the submission of the same task where there is one that can be read."""
     images = {name: frozenset(keys) for name, keys in fact.items()}
     try:
         submission = None if payload is None else decode(payload, Submission, max_bytes=len(payload))
     except (MalformedMessage, msgspec.MsgspecError):
         submission = None
-    return Standing(images, submission)
+    return LastSubmission(images, submission)

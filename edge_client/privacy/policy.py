@@ -22,7 +22,7 @@ BUDGET = "what may be spent on privacy is spent: nothing new is uploaded"
 NOTHING = "with its noise, no class has enough images to upload a prototype"
 FAILED = "differential privacy has failed on this device: nothing is uploaded, and its own log says why"
 
-TOLD = frozenset(
+PUBLIC_PROBLEMS = frozenset(
     [
         UPLOADS_MORE,
         BOTH,
@@ -68,6 +68,6 @@ def is_private(manifest: TaskManifest | None) -> bool:
     return manifest is not None and manifest.differential_privacy is not None
 
 
-def told(problem: str, manifest: TaskManifest | None) -> str:
+def public_problem(problem: str, manifest: TaskManifest | None) -> str:
     """What the aggregator is told of a problem, which may name images; empty if there is none."""
-    return problem if not problem or problem in TOLD or not is_private(manifest) else CANNOT
+    return problem if not problem or problem in PUBLIC_PROBLEMS or not is_private(manifest) else CANNOT

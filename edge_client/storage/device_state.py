@@ -54,7 +54,7 @@ class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
     """The round that it is from, where there are rounds."""
     tensors: str = ""
     """What the round binds to it; empty if nothing is bound."""
-    learned: str = ""
+    local_model: str = ""
     """What the device itself binds to it."""
     feature_size: int = 0
     """Where something is bound, L, of all backbones together."""

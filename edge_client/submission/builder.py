@@ -16,12 +16,12 @@ from edge_client.data.extraction import Alter, Extraction, extract_all
 from edge_client.data.images import LabeledImage, find_images, held_out
 from edge_client.data.prototypes import batch_prototypes
 from edge_client.inference.predictor import Head, evaluate
-from edge_client.privacy.differencing_guard import NOTHING_YET, Standing, keys_of
+from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, keys_of
 from edge_client.privacy.perturbation import MAX_FLOAT16, cache_tag, perturb_image, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.training.local_round import Contribution
+from edge_client.training.local_round import RoundResult
 from protocol.errors import ConfigError, GraphRefused, PrivacyRefused, ProtofleetError
 from protocol.preprocessing import Preprocessing
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
@@ -119,7 +119,7 @@ def prepare(
     found: Found,
     cache: FeatureCache,
     secret: bytes = b"",
-    standing: Standing = NOTHING_YET,
+    standing: LastSubmission = NO_SUBMISSION,
 ) -> Prepared:
     """Filter and average all of a device's images (FedTC eq. 1-4), and perturb what comes of it if so wanted.
 
@@ -175,9 +175,9 @@ def prepare_round(
     task: TaskManifest,
     local: Local,
     found: Found,
-    take_part: Callable[[Sequence[LabeledImage]], Contribution],
+    take_part: Callable[[Sequence[LabeledImage]], RoundResult],
     secret: bytes = b"",
-) -> tuple[Prepared, Contribution]:
+) -> tuple[Prepared, RoundResult]:
     """Take part in a round with all of a device's images but those held out.
 
     Args:

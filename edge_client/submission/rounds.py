@@ -14,18 +14,18 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import Found, Local, Prepared, learning_keys, prepare_round
 from edge_client.training.local_round import (
-    Contribution,
-    Learned,
+    LocalModel,
+    RoundResult,
     TrainingSet,
-    contribute,
     feature_size,
+    initial_model,
     pack,
     pack_checkpoint,
+    train_round,
     unpack,
     unpack_checkpoint,
-    untaught,
 )
-from edge_client.training.trainer import Checkpoint, Watch
+from edge_client.training.trainer import Checkpoint, TrainingHooks
 from protocol.errors import StateError
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.wire.codec import decode, digest_of, encode
@@ -74,7 +74,7 @@ class RoundWork:
         found: Found,
         on_progress: Callable[[int, int], None],
         should_stop: Callable[[], bool],
-    ) -> tuple[Prepared, Learned]:
+    ) -> tuple[Prepared, LocalModel]:
         """Train on the images that are not held out, from where an interruption left it.
 
         Raises:
@@ -84,7 +84,7 @@ class RoundWork:
             ProtofleetError: no class has enough images.
         """
 
-        def contribution(images: Sequence[LabeledImage]) -> Contribution:
+        def contribution(images: Sequence[LabeledImage]) -> RoundResult:
             named = "\0".join(f"{image.label} {image.identity}" for image in images)
             trained_on = named.encode(errors="surrogateescape")
             tensors, of = opened.tensors.digest.hex(), digest_of(trained_on).hex()
@@ -94,15 +94,17 @@ class RoundWork:
                 if not self._dry:
                     write_atomically(self._file, pack_checkpoint(checkpoint, about))
 
-            return contribute(
+            return train_round(
                 manifest,
                 opened,
                 data=self._data(manifest, images),
-                last=self._learned(task),
+                last=self._local_model(task),
                 resumed=_checkpoint(self._file, about),
                 blobs=self._kept.blobs,
                 device_id=self._local.device_id,
-                watch=Watch(on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress),
+                hooks=TrainingHooks(
+                    on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress
+                ),
             )
 
         prepared, made = prepare_round(
@@ -112,7 +114,7 @@ class RoundWork:
             take_part=contribution,
             secret=self._kept.secret(keep=not self._dry) if manifest.perturbation else b"",
         )
-        return prepared, made.learned
+        return prepared, made.local_model
 
     def keep(
         self,
@@ -120,7 +122,7 @@ class RoundWork:
         opened: RoundManifest,
         *,
         payload: bytes,
-        learned: Learned,
+        local_model: LocalModel,
         report: Mapping[str, Any],
     ) -> Item:
         """Put a round's submission and what it has taught on the disk, both or neither, with a report of it.
@@ -129,39 +131,39 @@ class RoundWork:
             ProtofleetError: the submission does not fit the outbox.
         """
         with self._kept.keeping:
-            taught = self._kept.blobs.put(pack(learned))
-            facts = {"learned": [task.hex(), taught.hex()], "report": report}
+            taught = self._kept.blobs.put(pack(local_model))
+            facts = {"local_model": [task.hex(), taught.hex()], "report": report}
             item = self._kept.outbox.keep(
                 "submission", payload, task=task, about=str(opened.number), facts=facts
             )
         self._file.unlink(missing_ok=True)
         return item
 
-    def learned_digest(self, task: bytes) -> str:
+    def local_model_digest(self, task: bytes) -> str:
         """The blob, in hex, of what earlier rounds of a task have taught; empty if nothing was, or it is lost."""
-        return digest if (digest := self._kept_digest(task)) and self._learned(task) else ""
+        return digest if (digest := self._kept_digest(task)) and self._local_model(task) else ""
 
     def _kept_digest(self, task: bytes) -> str:
-        of, digest = self._kept.get("learned", ["", ""])
+        of, digest = self._kept.get("local_model", ["", ""])
         return str(digest) if of == task.hex() else ""
 
-    def keep_untaught(self, manifest: TaskManifest, tensors: BlobRef, found: Found) -> str:
+    def keep_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: Found) -> str:
         """What a device that took part in no round binds a head to, as a blob, in hex."""
         images = [image for image in found.usable if not held_out(image, self._local.holdout)]
         data = self._data(manifest, images) if images else None
-        packed = pack(untaught(manifest, tensors, data=data, blobs=self._kept.blobs))
+        packed = pack(initial_model(manifest, tensors, data=data, blobs=self._kept.blobs))
         with self._kept.keeping:
             digest = self._kept.blobs.put(packed).hex()
-            self._kept.set(untaught=digest)
+            self._kept.set(initial_model=digest)
         return digest
 
-    def _learned(self, task: bytes) -> Learned | None:
+    def _local_model(self, task: bytes) -> LocalModel | None:
         digest = self._kept_digest(task)
         try:
             return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if digest else None
         except StateError as error:
             log.warning("what earlier rounds have taught is lost, the next one begins anew: %s", error)
-            self._kept.set(learned=["", ""])
+            self._kept.set(local_model=["", ""])
             return None
 
     def _data(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from edge_client.data.prototypes import class_means
 from edge_client.runtime.graph import Graph, Tensors, open_graph
 from edge_client.runtime.onnx_validation import check_graph
-from edge_client.training.trainer import Checkpoint, Diverged, Schedule, Watch, first_state, project, train
+from edge_client.training.trainer import (
+    Checkpoint,
+    Diverged,
+    Schedule,
+    TrainingHooks,
+    initial_state,
+    project,
+    train,
+)
 from protocol.errors import BackboneMismatch, GraphRefused, MalformedMessage, StateError
 from protocol.metadata import GraphMetadata, graph_metadata
 from protocol.storage.blobstore import BlobStore
@@ -32,7 +40,7 @@ _Note = tuple[list[str | int], Annotated[int, Meta(ge=0)], float]
 
 
 @dataclass(frozen=True)
-class Learned:
+class LocalModel:
     """What a device knows after a round, and binds a head to.
 
     Args:
@@ -55,11 +63,11 @@ class TrainingSet:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class RoundResult:
     """What a round has made of a device's images.
 
     Args:
-        learned: what stays here.
+        local_model: what stays here.
         prototypes: float16 (p, D).
         labels: uint32 (p,), their classes.
         counts: uint32 (p,), images in each.
@@ -67,7 +75,7 @@ class Contribution:
         loss: mean over the last epoch; None if there was none.
     """
 
-    learned: Learned
+    local_model: LocalModel
     prototypes: NDArray[np.float16]
     labels: NDArray[np.uint32]
     counts: NDArray[np.uint32]
@@ -75,17 +83,17 @@ class Contribution:
     loss: float | None
 
 
-def contribute(
+def train_round(
     manifest: TaskManifest,
     opened: RoundManifest,
     *,
     data: TrainingSet,
-    last: Learned | None,
+    last: LocalModel | None,
     resumed: Checkpoint | None,
     blobs: BlobStore,
     device_id: str,
-    watch: Watch,
-) -> Contribution:
+    hooks: TrainingHooks,
+) -> RoundResult:
     """Take part in a round.
 
     Args:
@@ -96,7 +104,7 @@ def contribute(
         resumed: where this round's training was interrupted, if it was.
         blobs: has the program's graphs and the round's tensors.
         device_id: mixed into the seed of the shuffles.
-        watch: what happens beside the training.
+        hooks: what happens beside the training.
 
     Raises:
         GraphRefused: a graph or the round's tensors cannot be used.
@@ -107,7 +115,7 @@ def contribute(
     tensors = read_tensors(blobs, opened.tensors)
     if resumed is None:
         kept = {name: last.state[name] for name in program.kept if name in last.state} if last else {}
-        resumed = Checkpoint(_first_state(blobs, program, data, kept=kept, tensors=tensors))
+        resumed = Checkpoint(_initial_state(blobs, program, data, kept=kept, tensors=tensors))
     key = digest_of(f"{manifest.seed}/{device_id}/{opened.number}".encode())
     trained = train(
         _graph(blobs, program, "step"),
@@ -116,7 +124,7 @@ def contribute(
         labels=data.labels,
         tensors=tensors,
         schedule=Schedule(opened.epochs, program.batch_size, tuple(key)),
-        watch=watch,
+        hooks=hooks,
     )
     projection = project(
         _graph(blobs, program, "project"), feature=data.feature, state=trained.state, tensors=tensors
@@ -125,8 +133,8 @@ def contribute(
     values, owners, counts = class_means(
         projection, data.labels, num_classes=classes, min_images=manifest.min_images
     )
-    return Contribution(
-        learned=_learned(trained.state, values, owners, counts, classes=classes),
+    return RoundResult(
+        local_model=_local_model(trained.state, values, owners, counts, classes=classes),
         prototypes=_half("the prototypes", values),
         labels=owners,
         counts=counts,
@@ -135,9 +143,9 @@ def contribute(
     )
 
 
-def untaught(
+def initial_model(
     manifest: TaskManifest, tensors: BlobRef, *, data: TrainingSet | None, blobs: BlobStore
-) -> Learned:
+) -> LocalModel:
     """What a device that took part in no round binds a head to: the first state, and no prototypes.
 
     Args:
@@ -152,10 +160,10 @@ def untaught(
     program, metadata = _program(manifest), _metadata(manifest, blobs)
     if data is None:
         data = TrainingSet(np.empty((0, metadata.feature_size), np.float32), np.empty(0, np.int64))
-    state = _first_state(blobs, program, data, kept={}, tensors=read_tensors(blobs, tensors))
+    state = _initial_state(blobs, program, data, kept={}, tensors=read_tensors(blobs, tensors))
     classes = len(manifest.classes)
     shape = (classes, metadata.projection_size)
-    return Learned(state, np.zeros(shape, np.float32), np.zeros(classes, np.float32))
+    return LocalModel(state, np.zeros(shape, np.float32), np.zeros(classes, np.float32))
 
 
 def feature_size(manifest: TaskManifest, blobs: BlobStore) -> int:
@@ -187,13 +195,13 @@ def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]
     return arrays
 
 
-def pack(learned: Learned) -> bytes:
+def pack(local_model: LocalModel) -> bytes:
     """What was learned as bytes; `unpack(pack(x))` equals x."""
-    state = {_STATE + name: array for name, array in learned.state.items()}
-    return _to_npz({_PROTOTYPES: learned.prototypes, _COUNTS: learned.counts, **state})
+    state = {_STATE + name: array for name, array in local_model.state.items()}
+    return _to_npz({_PROTOTYPES: local_model.prototypes, _COUNTS: local_model.counts, **state})
 
 
-def unpack(data: bytes) -> Learned:
+def unpack(data: bytes) -> LocalModel:
     """What `pack` was given.
 
     Raises:
@@ -201,7 +209,7 @@ def unpack(data: bytes) -> Learned:
     """
     arrays = _from_npz(data)
     try:
-        return Learned(_state(arrays), arrays[_PROTOTYPES], arrays[_COUNTS])
+        return LocalModel(_state(arrays), arrays[_PROTOTYPES], arrays[_COUNTS])
     except KeyError as error:
         raise StateError(f"expected what a round has taught, got a file without {error}") from error
 
@@ -241,12 +249,12 @@ def _program(manifest: TaskManifest) -> Program:
     return manifest.program
 
 
-def _first_state(
+def _initial_state(
     blobs: BlobStore, program: Program, data: TrainingSet, *, kept: Tensors, tensors: Tensors
 ) -> dict[str, NDArray[Any]]:
     """The state to begin with; the graph that made it is closed again, for it holds as much memory."""
     init = _graph(blobs, program, "init")
-    return first_state(init, feature=data.feature, labels=data.labels, kept=kept, tensors=tensors)
+    return initial_state(init, feature=data.feature, labels=data.labels, kept=kept, tensors=tensors)
 
 
 def _metadata(manifest: TaskManifest, blobs: BlobStore) -> GraphMetadata:
@@ -260,18 +268,18 @@ def _graph(blobs: BlobStore, program: Program, role: Any) -> Graph:
     return open_graph(blobs.read(getattr(program, role).digest), role=role)
 
 
-def _learned(
+def _local_model(
     state: Tensors,
     values: NDArray[np.float32],
     owners: NDArray[np.uint32],
     counts: NDArray[np.uint32],
     *,
     classes: int,
-) -> Learned:
+) -> LocalModel:
     prototypes = np.zeros((classes, values.shape[1]), np.float32)
     images = np.zeros(classes, np.float32)
     prototypes[owners], images[owners] = values, counts
-    return Learned(state, prototypes, images)
+    return LocalModel(state, prototypes, images)
 
 
 def _changes(program: Program, state: Tensors, tensors: Tensors) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Watch:
+class TrainingHooks:
     """What happens beside a training.
 
     Args:
@@ -93,7 +93,7 @@ class Watch:
     clock: Callable[[], float] = time.monotonic
 
 
-def first_state(
+def initial_state(
     init: Graph,
     *,
     feature: NDArray[np.float32],
@@ -133,7 +133,7 @@ def train(
     labels: NDArray[np.int64],
     tensors: Tensors,
     schedule: Schedule,
-    watch: Watch,
+    hooks: TrainingHooks,
 ) -> Trained:
     """Take every step that the schedule has left.
 
@@ -146,7 +146,7 @@ def train(
         labels: their classes, int64 (n,).
         tensors: the round's.
         schedule: how to go over the images.
-        watch: what happens beside it.
+        hooks: what happens beside it.
 
     Raises:
         Diverged: the loss or the state is not finite.
@@ -158,19 +158,19 @@ def train(
     machine = _Machine(step, start.state, tensors, rows=min(schedule.batch_size, len(feature)))
     per_epoch = -(-len(feature) // schedule.batch_size)
     total = schedule.epochs * per_epoch
-    loss_sum, due_s = start.loss_sum, watch.clock() + watch.checkpoint_s
+    loss_sum, due_s = start.loss_sum, hooks.clock() + hooks.checkpoint_s
     for done, rows in enumerate(_batches(len(feature), schedule, done=start.steps), start.steps):
-        stop = watch.should_stop()
-        if stop or watch.clock() >= due_s:
-            watch.on_checkpoint(Checkpoint(machine.state(), done, loss_sum))
-            due_s = watch.clock() + watch.checkpoint_s
+        stop = hooks.should_stop()
+        if stop or hooks.clock() >= due_s:
+            hooks.on_checkpoint(Checkpoint(machine.state(), done, loss_sum))
+            due_s = hooks.clock() + hooks.checkpoint_s
         if stop:
             raise Interrupted("training was interrupted; it goes on from where it was")
         loss = machine.take(feature, labels, rows)
         if not np.isfinite(loss):
             raise Diverged(f"the loss is {loss} after {done + 1} steps of {total}")
         loss_sum = loss * len(rows) + (loss_sum if done % per_epoch else 0.0)
-        watch.on_progress(done + 1, total)
+        hooks.on_progress(done + 1, total)
     return Trained(machine.state(), loss_sum / len(feature) if total else None, total)
 
 

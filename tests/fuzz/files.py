@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from aggregator.messaging.mosquitto_log import read_line
-from edge_client.training.local_round import Learned, pack, pack_checkpoint, unpack, unpack_checkpoint
+from edge_client.training.local_round import LocalModel, pack, pack_checkpoint, unpack, unpack_checkpoint
 from edge_client.training.trainer import Checkpoint
 from protocol.errors import BackboneMismatch, StateError
 from protocol.metadata import PROPERTY, backbone_metadata, graph_metadata, head_metadata, model_metadata
@@ -18,7 +18,7 @@ from tests.fuzz.target import MIB, Target
 from tests.unit.aggregator.messaging.test_mosquitto_log import LINES
 
 ABOUT = ("task", 3, "tensors", "images")
-LEARNED = Learned(
+LEARNED = LocalModel(
     {"weight": np.ones((2, 3), np.float32)}, np.zeros((2, 3), np.float32), np.ones(2, np.float32)
 )
 
@@ -26,8 +26,8 @@ LEARNED = Learned(
 def unpack_any(data: bytes) -> None:
     """Bytes are what a round has taught and a training on its way, or neither; nothing but `StateError` is raised."""
     with contextlib.suppress(StateError):
-        learned = unpack(data)
-        assert all(isinstance(array, np.ndarray) for array in learned.state.values())
+        local_model = unpack(data)
+        assert all(isinstance(array, np.ndarray) for array in local_model.state.values())
     # With the right digest in front, or no change would ever get past it.
     for file in (data, digest_of(data) + data):
         with contextlib.suppress(StateError):

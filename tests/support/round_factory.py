@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edge_client.data.images import LabeledImage
 from edge_client.runtime.graph import Role
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.training.trainer import Checkpoint, Watch
+from edge_client.training.trainer import Checkpoint, TrainingHooks
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensors
@@ -81,10 +81,10 @@ def open_round(
 
 def watching(
     *, stop_before: int | None = None, on_checkpoint: Callable[[Checkpoint], None] = lambda _: None
-) -> Watch:
+) -> TrainingHooks:
     """A watch that stops the training before the step of a number."""
     asked = iter(range(10**6))
-    return Watch(
+    return TrainingHooks(
         on_checkpoint=on_checkpoint,
         should_stop=lambda: stop_before is not None and next(asked) >= stop_before,
         on_progress=lambda _done, _total: None,

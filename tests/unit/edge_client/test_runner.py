@@ -12,7 +12,7 @@ from edge_client.agent.state import Mode
 from edge_client.runner import Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.submission.builder import Found, Local
-from edge_client.training.local_round import pack, untaught
+from edge_client.training.local_round import initial_model, pack
 from edge_client.worker import Crashed, Settings, Worker
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.mqtt.session import Outgoing, Received
@@ -64,7 +64,7 @@ def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState
     """While blobs of the past are deleted, the work's thread keeps a round: what it has taught is there afterwards."""
     device = make_device(tmp_path, kept)
     manifest, opened = make_task(kept.blobs), open_round(kept.blobs)
-    learned = untaught(manifest, opened.tensors, data=None, blobs=kept.blobs)
+    local_model = initial_model(manifest, opened.tensors, data=None, blobs=kept.blobs)
     done = threading.Event()
 
     def tidy() -> None:
@@ -75,10 +75,12 @@ def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState
     tidying.start()
     try:
         for number in range(40):
-            learned.state["steps"][...] = number
-            device._worker._rounds.keep(TASK, opened, payload=b"%d" % number, learned=learned, report={})
-            _, taught = kept.get("learned")
-            assert kept.blobs.read(bytes.fromhex(taught)) == pack(learned)
+            local_model.state["steps"][...] = number
+            device._worker._rounds.keep(
+                TASK, opened, payload=b"%d" % number, local_model=local_model, report={}
+            )
+            _, taught = kept.get("local_model")
+            assert kept.blobs.read(bytes.fromhex(taught)) == pack(local_model)
     finally:
         done.set()
         tidying.join()

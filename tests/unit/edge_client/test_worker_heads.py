@@ -17,7 +17,7 @@ from edge_client.agent.state import head_key
 from edge_client.runner import Device
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.device_state import DeviceState
-from edge_client.training.local_round import pack, untaught
+from edge_client.training.local_round import initial_model, pack
 from edge_client.worker import Crashed, Worker
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef, TaskManifest
@@ -260,22 +260,22 @@ def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
         )
         for number in range(2)
     ]  # fmt: skip
-    learned = []
+    local_model = []
     for number in range(2):
         assert heads[0].tensors is not None
-        taught = untaught(manifest, heads[0].tensors, data=None, blobs=kept.blobs)
+        taught = initial_model(manifest, heads[0].tensors, data=None, blobs=kept.blobs)
         taught.state["steps"][...] = number
-        learned.append(kept.blobs.put(pack(taught)).hex())
+        local_model.append(kept.blobs.put(pack(taught)).hex())
     played = ((0, 0, None), (1, 1, None), (0, 0, None), (1, 1, None), (0, 1, 0))
     for step, (number, bound, gone) in enumerate(played):
-        kept.set(learned=[ROUNDS_TASK.hex(), learned[min(step, 1)]])
+        kept.set(local_model=[ROUNDS_TASK.hex(), local_model[min(step, 1)]])
         if gone is not None:
-            kept.blobs.path(bytes.fromhex(learned[gone])).unlink()
+            kept.blobs.path(bytes.fromhex(local_model[gone])).unlink()
         worker._newest = head_key(heads[number])
         worker._install(events.Install(ROUNDS_TASK, manifest, heads[number]))
         installed = kept.installed()
         assert installed is not None
-        assert (installed.version, installed.learned) == (number + 1, learned[bound])
+        assert (installed.version, installed.local_model) == (number + 1, local_model[bound])
 
 
 DEADLY = """

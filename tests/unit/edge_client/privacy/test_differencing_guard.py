@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.privacy.differencing_guard import NOTHING_YET, Standing, from_fact, to_fact
+from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, from_fact, to_fact
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import Local, Prepared, find, prepare, submission_of
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -35,7 +35,7 @@ class Life:
         self.folder = folder
         self.data = write_images(folder / "data", count=images)
         self.first = CLASSES[0]
-        self.standing = NOTHING_YET
+        self.standing = NO_SUBMISSION
 
     def come(self, count: int, start: int = 100) -> None:
         """New images of the first class."""
@@ -60,7 +60,7 @@ class Life:
             on_progress=lambda _done, _total: None,
             should_stop=lambda: False,
         )
-        standing = self.standing if task == TASK else Standing(self.standing.images)
+        standing = self.standing if task == TASK else LastSubmission(self.standing.images)
         prepared = prepare(
             task=MANIFEST, local=local, found=found, cache=cache, secret=b"s" * 32, standing=standing
         )

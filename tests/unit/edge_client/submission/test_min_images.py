@@ -22,7 +22,7 @@ from edge_client.submission.builder import (
     prepare_round,
     submission_of,
 )
-from edge_client.training.local_round import Contribution, Learned
+from edge_client.training.local_round import LocalModel, RoundResult
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import BlobRef, Program, Submission, TaskManifest
@@ -73,14 +73,14 @@ def _sent(
     cache.put(key, [(image.identity, _feature(image)) for image in images], [])
     found = Found(tuple(images), ())
 
-    def take_part(kept: Sequence[LabeledImage]) -> Contribution:
+    def take_part(kept: Sequence[LabeledImage]) -> RoundResult:
         projection = np.array([_feature(image) for image in kept], np.float32).reshape(-1, SIZE)
         labels = np.array([image.label for image in kept], np.int64)
         values, owners, sizes = class_means(
             projection, labels, num_classes=len(CLASSES), min_images=manifest.min_images
         )
-        learned = Learned({}, values, sizes.astype(np.float32))
-        return Contribution(learned, values.astype(np.float16), owners, sizes, {}, None)
+        local_model = LocalModel({}, values, sizes.astype(np.float32))
+        return RoundResult(local_model, values.astype(np.float16), owners, sizes, {}, None)
 
     try:
         prepared: Prepared

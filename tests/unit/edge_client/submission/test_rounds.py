@@ -17,7 +17,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import Found, Local, Prepared, submission_of
 from edge_client.submission.rounds import RoundWork
-from edge_client.training.local_round import Learned, pack, unpack
+from edge_client.training.local_round import LocalModel, pack, unpack
 from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.wire.codec import decode
@@ -62,7 +62,7 @@ class Device:
         images: Sequence[LabeledImage] | None = None,
         stop_before: int | None = None,
         task: bytes = TASK,
-    ) -> tuple[Prepared, Learned]:
+    ) -> tuple[Prepared, LocalModel]:
         """Take part in a round; `steps` has those that were done."""
         self.steps = []
         found = take_images() if images is None else images
@@ -78,16 +78,16 @@ class Device:
 
     def upload(self, manifest: TaskManifest, opened: RoundManifest, *, sequence: int = 7) -> Item:
         """Take part in a round and keep it."""
-        prepared, learned = self.take_part(manifest, opened)
+        prepared, local_model = self.take_part(manifest, opened)
         payload = submission_of(
             prepared, task=TASK, manifest=manifest, sequence=sequence, number=opened.number
         )
-        return self.work.keep(TASK, opened, payload=payload, learned=learned, report={})
+        return self.work.keep(TASK, opened, payload=payload, local_model=local_model, report={})
 
     def on_disk(self) -> dict[str, bytes]:
         """Every file but the cache of features, and every fact."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and "sqlite" not in path.name]
-        facts = {name: repr(self.kept.get(name)).encode() for name in ("learned", "sequence", "report")}
+        facts = {name: repr(self.kept.get(name)).encode() for name in ("local_model", "sequence", "report")}
         facts["outbox"] = repr(self.kept.outbox.items()).encode()
         return {**{str(path.relative_to(self.folder)): path.read_bytes() for path in files}, **facts}
 
@@ -140,10 +140,10 @@ def test_an_interrupted_training_goes_on(
     with pytest.raises(Interrupted):
         device.take_part(manifest, opened, stop_before=7)
     again = Device(tmp_path)
-    _, learned = again.take_part(manifest, opened)
+    _, local_model = again.take_part(manifest, opened)
     assert again.steps == [8, 9, 10]
     assert "going on with the training from step 7" in caplog.text
-    assert pack(learned) == pack(whole)
+    assert pack(local_model) == pack(whole)
 
 
 def _longer(images: list[LabeledImage]) -> list[LabeledImage]:
@@ -205,7 +205,7 @@ def test_a_damaged_checkpoint_begins_the_round_anew(
 def test_few_images_of_a_class_send_nothing(device: Device) -> None:
     """A class with fewer than `min_images` has no prototype, and the report says so; it is trained on all the same."""
     manifest = make_task(device.kept.blobs, min_images=6)
-    prepared, learned = device.take_part(manifest, open_round(device.kept.blobs))
+    prepared, local_model = device.take_part(manifest, open_round(device.kept.blobs))
     assert prepared.labels.tolist() == [0, 1]
     assert prepared.counts.tolist() == [7, 6]
     assert [(entry.counts, entry.left_out) for entry in prepared.classes] == [
@@ -213,18 +213,18 @@ def test_few_images_of_a_class_send_nothing(device: Device) -> None:
         ((6,), False),
         ((), True),
     ]
-    assert learned.counts.tolist() == [7, 6, 0]
+    assert local_model.counts.tolist() == [7, 6, 0]
     assert len(device.steps) == 2 * STEPS_AN_EPOCH
 
 
 def test_held_out_images_are_not_learned_from(tmp_path: Path) -> None:
     """Counts are those of the images that remain, and a class that is held out as a whole sends nothing."""
     device = Device(tmp_path, holdout=0.5)
-    prepared, learned = device.take_part(make_task(device.kept.blobs), open_round(device.kept.blobs))
+    prepared, local_model = device.take_part(make_task(device.kept.blobs), open_round(device.kept.blobs))
     reports = {entry.name: entry for entry in prepared.classes}
     remain = [entry.images - entry.held_out for entry in reports.values()]
     assert 0 < sum(remain) < sum(COUNTS)
-    assert learned.counts.tolist() == remain
+    assert local_model.counts.tolist() == remain
 
 
 def test_too_few_images_of_everything_are_one_line(device: Device) -> None:
@@ -258,34 +258,34 @@ def test_a_round_that_fails_changes_nothing(device: Device, tensors: dict[str, N
     with pytest.raises((Diverged, GraphRefused)), np.errstate(all="ignore"):
         device.take_part(manifest, wrong)
     assert device.on_disk() == before
-    _, learned = device.take_part(manifest, open_round(device.kept.blobs, number=2, epochs=0))
-    standing = unpack(device.kept.blobs.read(bytes.fromhex(device.work.learned_digest(TASK))))
-    np.testing.assert_array_equal(learned.state["weight"], standing.state["weight"])
+    _, local_model = device.take_part(manifest, open_round(device.kept.blobs, number=2, epochs=0))
+    standing = unpack(device.kept.blobs.read(bytes.fromhex(device.work.local_model_digest(TASK))))
+    np.testing.assert_array_equal(local_model.state["weight"], standing.state["weight"])
 
 
 def test_what_was_learned_goes_into_the_next_round_of_its_task_alone(device: Device) -> None:
     """Another task knows nothing of it."""
     manifest = make_task(device.kept.blobs, kept=("steps",))
     device.upload(manifest, open_round(device.kept.blobs))
-    _, learned = device.take_part(manifest, open_round(device.kept.blobs, number=1))
-    assert learned.state["steps"] == 4 * STEPS_AN_EPOCH
-    assert device.work.learned_digest(b"u" * 32) == ""
-    _, learned = device.take_part(manifest, open_round(device.kept.blobs, number=1), task=b"u" * 32)
-    assert learned.state["steps"] == 2 * STEPS_AN_EPOCH
+    _, local_model = device.take_part(manifest, open_round(device.kept.blobs, number=1))
+    assert local_model.state["steps"] == 4 * STEPS_AN_EPOCH
+    assert device.work.local_model_digest(b"u" * 32) == ""
+    _, local_model = device.take_part(manifest, open_round(device.kept.blobs, number=1), task=b"u" * 32)
+    assert local_model.state["steps"] == 2 * STEPS_AN_EPOCH
 
 
 @pytest.mark.parametrize("how", ["gone", "cut"])
 def test_what_was_learned_may_get_lost(device: Device, how: str, caplog: pytest.LogCaptureFixture) -> None:
     """A device whose disk has lost it says so and begins anew, at this round and at every start after it."""
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
-    _, learned = device.take_part(manifest, opened)
-    device.work.keep(TASK, opened, payload=b"payload", learned=learned, report={})
-    file = device.kept.blobs.path(bytes.fromhex(device.work.learned_digest(TASK)))
+    _, local_model = device.take_part(manifest, opened)
+    device.work.keep(TASK, opened, payload=b"payload", local_model=local_model, report={})
+    file = device.kept.blobs.path(bytes.fromhex(device.work.local_model_digest(TASK)))
     if how == "gone":
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-1])
-    assert device.work.learned_digest(TASK) == ""
+    assert device.work.local_model_digest(TASK) == ""
     assert "what earlier rounds have taught is lost" in caplog.text
     device.take_part(manifest, open_round(device.kept.blobs, number=1))
 
@@ -298,26 +298,26 @@ def test_submission_and_what_was_learned_are_kept_together(tmp_path: Path, devic
         opened = open_round(device.kept.blobs, number=number)
         with pytest.raises(Interrupted):
             device.take_part(manifest, opened, stop_before=5)
-        prepared, learned = device.take_part(manifest, opened)
+        prepared, local_model = device.take_part(manifest, opened)
         payload = submission_of(prepared, task=TASK, manifest=manifest, sequence=number, number=number)
-        before = (device.kept.get("learned"), device.kept.outbox.items())
+        before = (device.kept.get("local_model"), device.kept.outbox.items())
         try:
             with full_disk(after_bytes=room):
-                device.work.keep(TASK, opened, payload=payload, learned=learned, report={})
+                device.work.keep(TASK, opened, payload=payload, local_model=local_model, report={})
         except StateError:
-            assert (device.kept.get("learned"), device.kept.outbox.items()) == before
+            assert (device.kept.get("local_model"), device.kept.outbox.items()) == before
             assert (device.folder / "training.checkpoint").exists()
             assert Device(tmp_path).work.uploaded(TASK, opened, above=0) is None
             outcomes.add("neither")
-            device.work.keep(TASK, opened, payload=payload, learned=learned, report={})
+            device.work.keep(TASK, opened, payload=payload, local_model=local_model, report={})
         else:
             outcomes.add("both")
         again = Device(tmp_path)
         item = again.work.uploaded(TASK, opened, above=0)
         assert item is not None
         assert again.payload(item) == payload
-        taught = unpack(again.kept.blobs.read(bytes.fromhex(again.work.learned_digest(TASK))))
-        assert same_bits(taught.state, learned.state)
+        taught = unpack(again.kept.blobs.read(bytes.fromhex(again.work.local_model_digest(TASK))))
+        assert same_bits(taught.state, local_model.state)
         assert not (device.folder / "training.checkpoint").exists()
     assert outcomes == {"both", "neither"}
 
@@ -330,8 +330,8 @@ def test_a_device_that_came_too_late_fits_the_head_to_its_images(
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
     images = take_images(counts)
     look_at(device.cache, images)
-    digest = device.work.keep_untaught(manifest, opened.tensors, Found(tuple(images), ()))
-    learned = unpack(device.kept.blobs.read(bytes.fromhex(digest)))
-    assert learned.prototypes.shape == (3, PROJECTION)
-    assert not learned.counts.any()
-    assert learned.state["mean"].any() == bool(counts)
+    digest = device.work.keep_initial_model(manifest, opened.tensors, Found(tuple(images), ()))
+    local_model = unpack(device.kept.blobs.read(bytes.fromhex(digest)))
+    assert local_model.prototypes.shape == (3, PROJECTION)
+    assert not local_model.counts.any()
+    assert local_model.state["mean"].any() == bool(counts)

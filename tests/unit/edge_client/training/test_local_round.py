@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from edge_client.data.extraction import Interrupted
 from edge_client.submission.builder import Prepared, submission_of
 from edge_client.training.local_round import (
-    Contribution,
-    Learned,
+    LocalModel,
+    RoundResult,
     TrainingSet,
-    contribute,
     feature_size,
+    initial_model,
     pack,
     pack_checkpoint,
     read_tensors,
+    train_round,
     unpack,
     unpack_checkpoint,
-    untaught,
 )
-from edge_client.training.trainer import Checkpoint, Diverged, Watch
+from edge_client.training.trainer import Checkpoint, Diverged, TrainingHooks
 from protocol.errors import GraphRefused, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_array
@@ -59,18 +59,18 @@ def take_part(
     manifest: TaskManifest,
     opened: RoundManifest,
     *,
-    last: Learned | None = None,
+    last: LocalModel | None = None,
     resumed: Checkpoint | None = None,
-    watch: Watch | None = None,
-) -> Contribution:
+    hooks: TrainingHooks | None = None,
+) -> RoundResult:
     """What the device of all these tests makes of a round."""
-    return contribute(
+    return train_round(
         manifest, opened, data=DATA, last=last, resumed=resumed, blobs=blobs, device_id="device",
-        watch=watch or watching(),
+        hooks=hooks or watching(),
     )  # fmt: skip
 
 
-def sent(made: Contribution, manifest: TaskManifest) -> bytes:
+def sent(made: RoundResult, manifest: TaskManifest) -> bytes:
     """What would leave the device."""
     prepared = Prepared(made.prototypes, made.labels, made.counts, (), (), made.changes, made.loss)
     return submission_of(prepared, task=TASK, manifest=manifest, sequence=1, number=3)
@@ -89,17 +89,17 @@ def test_interrupted_anywhere_it_uploads_the_same_bytes(
     written: list[bytes] = []
     for stop in stops:
         resumed = unpack_checkpoint(written[-1], ABOUT) if written else None
-        watch = watching(
+        hooks = watching(
             stop_before=stop, on_checkpoint=lambda at: written.append(pack_checkpoint(at, ABOUT))
         )
         try:
-            take_part(blobs, manifest, opened, resumed=resumed, watch=watch)
+            take_part(blobs, manifest, opened, resumed=resumed, hooks=hooks)
         except Interrupted:
             continue
     resumed = unpack_checkpoint(written[-1], ABOUT) if written else None
     made = take_part(blobs, manifest, opened, resumed=resumed)
     assert sent(made, manifest) == sent(whole, manifest)
-    assert pack(made.learned) == pack(whole.learned)
+    assert pack(made.local_model) == pack(whole.local_model)
 
 
 def test_the_round_and_the_device_make_the_order(blobs: BlobStore) -> None:
@@ -108,22 +108,24 @@ def test_the_round_and_the_device_make_the_order(blobs: BlobStore) -> None:
     first, again, other = (
         take_part(blobs, manifest, open_round(blobs, number=number)) for number in (0, 0, 1)
     )
-    assert same_bits(first.learned.state, again.learned.state)
-    assert not same_bits(first.learned.state, other.learned.state)
+    assert same_bits(first.local_model.state, again.local_model.state)
+    assert not same_bits(first.local_model.state, other.local_model.state)
 
 
 def test_what_is_kept_stays_and_what_the_round_brings_replaces_it(blobs: BlobStore) -> None:
     """Of the last round's state, only what the program keeps; of that, only what the round does not bring."""
     ones = {"weight": np.ones((4, 2), np.float32), "velocity": np.ones((4, 2), np.float32)}
-    last = Learned({**ones, "steps": np.array(7)}, np.zeros((3, 2), np.float32), np.zeros(3, np.float32))
+    last = LocalModel({**ones, "steps": np.array(7)}, np.zeros((3, 2), np.float32), np.zeros(3, np.float32))
     manifest = make_task(blobs, kept=("weight", "steps", "never_made"))
-    begun = take_part(blobs, manifest, open_round(blobs, epochs=0)).learned.state
-    made = take_part(blobs, manifest, open_round(blobs, epochs=0), last=last).learned.state
+    begun = take_part(blobs, manifest, open_round(blobs, epochs=0)).local_model.state
+    made = take_part(blobs, manifest, open_round(blobs, epochs=0), last=last).local_model.state
     np.testing.assert_array_equal(made["weight"], ones["weight"])
     np.testing.assert_array_equal(made["velocity"], begun["velocity"])
     assert made["steps"] == 7
     brought = {"weight": np.full((4, 2), 0.25, np.float16)}
-    made = take_part(blobs, manifest, open_round(blobs, epochs=0, tensors=brought), last=last).learned.state
+    made = take_part(
+        blobs, manifest, open_round(blobs, epochs=0, tensors=brought), last=last
+    ).local_model.state
     np.testing.assert_array_equal(made["weight"], np.full((4, 2), 0.25, np.float32))
     assert made["weight"].dtype == np.float32
 
@@ -134,7 +136,7 @@ def test_changes_are_what_the_training_added(blobs: BlobStore, dtype: type[np.fl
     brought = {"weight": np.linspace(-1, 1, 8).reshape(4, 2).astype(dtype)}
     made = take_part(blobs, make_task(blobs, uploaded=("weight",)), open_round(blobs, tensors=brought))
     assert list(made.changes) == ["weight"]
-    expected = made.learned.state["weight"].astype(float) - brought["weight"].astype(float)
+    expected = made.local_model.state["weight"].astype(float) - brought["weight"].astype(float)
     found = to_array(made.changes["weight"])
     assert found.dtype == np.float16
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
@@ -152,19 +154,19 @@ def test_prototypes_are_means_of_what_the_trained_state_projects(blobs: BlobStor
     made = take_part(blobs, manifest, open_round(blobs))
     counts = np.bincount(DATA.labels, minlength=3)
     assert 0 < (counts >= 8).sum() < 3
-    state = made.learned.state
+    state = made.local_model.state
     projection = (DATA.feature - state["mean"]) @ state["weight"]
     for label in range(3):
         if counts[label] < 8:
-            assert not made.learned.prototypes[label].any()
-            assert made.learned.counts[label] == 0
+            assert not made.local_model.prototypes[label].any()
+            assert made.local_model.counts[label] == 0
             assert label not in made.labels
             continue
         (row,) = np.flatnonzero(made.labels == label)
         mean = projection[DATA.labels == label].mean(axis=0)
-        np.testing.assert_allclose(made.learned.prototypes[label], mean, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(made.local_model.prototypes[label], mean, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(made.prototypes[row], mean, rtol=2e-3, atol=1e-3)
-        assert made.counts[row] == made.learned.counts[label] == counts[label]
+        assert made.counts[row] == made.local_model.counts[label] == counts[label]
 
 
 @pytest.mark.parametrize(("rate", "epochs"), [(1e4, 30), (3e38, 1), (3e6, 1)])
@@ -240,29 +242,30 @@ def test_an_untaught_device_has_a_state_all_the_same(blobs: BlobStore, images: i
     """It is what a round begins with, of its own images if it has any, and there are no prototypes."""
     manifest = make_task(blobs, kept=("weight",))
     brought = open_round(blobs, tensors={"weight": np.full((4, 2), 0.25, np.float16)})
-    learned = untaught(manifest, brought.tensors, data=DATA if images else None, blobs=blobs)
-    np.testing.assert_array_equal(learned.state["weight"], np.full((4, 2), 0.25, np.float32))
+    local_model = initial_model(manifest, brought.tensors, data=DATA if images else None, blobs=blobs)
+    np.testing.assert_array_equal(local_model.state["weight"], np.full((4, 2), 0.25, np.float32))
     mean = DATA.feature.mean(axis=0) if images else np.zeros(FEATURES)
-    np.testing.assert_allclose(learned.state["mean"], mean, rtol=1e-5, atol=1e-6)
-    assert learned.prototypes.shape == (3, PROJECTION)
-    assert not learned.prototypes.any()
-    assert not learned.counts.any()
+    np.testing.assert_allclose(local_model.state["mean"], mean, rtol=1e-5, atol=1e-6)
+    assert local_model.prototypes.shape == (3, PROJECTION)
+    assert not local_model.prototypes.any()
+    assert not local_model.counts.any()
 
 
-def _learned() -> Learned:
+def _local_model() -> LocalModel:
     state = {"weight": np.random.default_rng(0).normal(size=(4, 2)), "steps": np.array(3)}
-    return Learned(state, np.ones((3, 2), np.float32), np.arange(3, dtype=np.float32))
+    return LocalModel(state, np.ones((3, 2), np.float32), np.arange(3, dtype=np.float32))
 
 
-CHECKPOINT = Checkpoint(_learned().state, steps=17, loss_sum=0.1 + 0.2)
+CHECKPOINT = Checkpoint(_local_model().state, steps=17, loss_sum=0.1 + 0.2)
 
 
 def test_what_was_written_is_read_again() -> None:
     """Bit for bit, dtypes and shapes included; a checkpoint only for what it was made of."""
-    learned = unpack(pack(_learned()))
-    assert same_bits(learned.state, _learned().state)
+    local_model = unpack(pack(_local_model()))
+    assert same_bits(local_model.state, _local_model().state)
     assert same_bits(
-        {"p": learned.prototypes, "c": learned.counts}, {"p": _learned().prototypes, "c": _learned().counts}
+        {"p": local_model.prototypes, "c": local_model.counts},
+        {"p": _local_model().prototypes, "c": _local_model().counts},
     )
     written = pack_checkpoint(CHECKPOINT, ABOUT)
     checkpoint = unpack_checkpoint(written, ABOUT)
@@ -276,7 +279,7 @@ def test_what_was_written_is_read_again() -> None:
 def test_every_beginning_of_a_file_is_refused() -> None:
     """A disk that kept only a part of it is told, whatever the part."""
     for whole, read in (
-        (pack(_learned()), unpack),
+        (pack(_local_model()), unpack),
         (pack_checkpoint(CHECKPOINT, ABOUT), lambda data: unpack_checkpoint(data, ABOUT)),
     ):
         for size in range(len(whole)):
@@ -317,7 +320,13 @@ def _npz(note: object) -> bytes:
 
 @pytest.mark.parametrize(
     "data",
-    [pack(_learned()), _npz(7), _npz([list(ABOUT), "7", 0.5]), _npz([list(ABOUT), -1, 0.5]), _npz("\ud800")],
+    [
+        pack(_local_model()),
+        _npz(7),
+        _npz([list(ABOUT), "7", 0.5]),
+        _npz([list(ABOUT), -1, 0.5]),
+        _npz("\ud800"),
+    ],
     ids=["no note", "a number", "steps in words", "steps below zero", "half a character"],
 )
 def test_a_checkpoint_whose_note_is_none_is_refused(data: bytes) -> None:
@@ -357,6 +366,6 @@ def test_a_file_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
 def test_a_checkpoint_is_nothing_learned() -> None:
     """Nor the other way round."""
     with pytest.raises(StateError):
-        unpack_checkpoint(pack(_learned()), ABOUT)
+        unpack_checkpoint(pack(_local_model()), ABOUT)
     with pytest.raises(StateError):
         unpack(pack_checkpoint(CHECKPOINT, ABOUT))

@@ -16,8 +16,8 @@ from edge_client.training.trainer import (
     Diverged,
     Schedule,
     Trained,
-    Watch,
-    first_state,
+    TrainingHooks,
+    initial_state,
     project,
     train,
 )
@@ -32,7 +32,7 @@ FEATURE, LABELS = data(23)
 def begin(**replaced: Tensors) -> State:
     """The state to begin with."""
     given = {"kept": {}, "tensors": round_tensors(), **replaced}
-    return first_state(opened("init"), feature=FEATURE, labels=LABELS, **given)
+    return initial_state(opened("init"), feature=FEATURE, labels=LABELS, **given)
 
 
 def copied(checkpoint: Checkpoint) -> Checkpoint:
@@ -50,10 +50,10 @@ class Recorder:
         self._asked = 0
         self._stop_before = stop_before
 
-    def watch(self, *, ticks: Sequence[float] = (), checkpoint_s: float = 1e9) -> Watch:
+    def hooks(self, *, ticks: Sequence[float] = (), checkpoint_s: float = 1e9) -> TrainingHooks:
         """What happens beside the training; the clock shows `ticks` one after the other, then stands."""
         times = iter(ticks)
-        return Watch(
+        return TrainingHooks(
             on_checkpoint=lambda checkpoint: self.checkpoints.append(copied(checkpoint)),
             should_stop=self._should_stop,
             on_progress=lambda done, total: self.told.append((done, total)),
@@ -70,7 +70,7 @@ def run(
     start: Checkpoint,
     *,
     schedule: Schedule,
-    watch: Watch | None = None,
+    hooks: TrainingHooks | None = None,
     step: Graph = STEP,
     tensors: Tensors | None = None,
     images: int = len(FEATURE),
@@ -83,7 +83,7 @@ def run(
         labels=LABELS[:images],
         tensors=round_tensors() if tensors is None else tensors,
         schedule=schedule,
-        watch=watch or Recorder().watch(),
+        hooks=hooks or Recorder().hooks(),
     )
 
 
@@ -116,7 +116,7 @@ def test_training_takes_the_steps_of_the_graph(batch_size: int) -> None:
     """State and loss are those of the same steps in numpy: shuffled, the last small batch not left out."""
     schedule = Schedule(epochs=3, batch_size=batch_size, seed=(7, 1))
     state, recorder = begin(), Recorder()
-    trained = run(Checkpoint(state), schedule=schedule, watch=recorder.watch())
+    trained = run(Checkpoint(state), schedule=schedule, hooks=recorder.hooks())
     expected, loss = by_hand(state, schedule)
     for name, array in expected.items():
         np.testing.assert_allclose(trained.state[name], array, rtol=1e-4, atol=1e-6)
@@ -144,7 +144,7 @@ def test_interruptions_change_no_bit(stops: list[int], batch_size: int) -> None:
     for stop in stops:
         recorder = Recorder(stop_before=stop - at.steps)
         try:
-            run(at, schedule=schedule, watch=recorder.watch())
+            run(at, schedule=schedule, hooks=recorder.hooks())
         except Interrupted:
             (at,) = recorder.checkpoints
             assert at.steps == stop
@@ -158,8 +158,8 @@ def test_checkpoints_come_when_their_time_has_passed() -> None:
     schedule = Schedule(epochs=2, batch_size=6, seed=(4,))
     recorder = Recorder()
     # Asked at the start, before each step, and after each checkpoint.
-    watch = recorder.watch(ticks=[0, 4, 11, 12, 13, 23, 23, 24, 25, 26], checkpoint_s=10)
-    trained = run(Checkpoint(begin()), schedule=schedule, watch=watch)
+    hooks = recorder.hooks(ticks=[0, 4, 11, 12, 13, 23, 23, 24, 25, 26], checkpoint_s=10)
+    trained = run(Checkpoint(begin()), schedule=schedule, hooks=hooks)
     assert [checkpoint.steps for checkpoint in recorder.checkpoints] == [1, 3]
     for checkpoint in recorder.checkpoints:
         resumed = run(checkpoint, schedule=schedule)
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
             Checkpoint(begin()),
             schedule=Schedule(epochs=50, batch_size=4, seed=()),
             tensors=round_tensors(rate=1e4),
-            watch=recorder.watch(),
+            hooks=recorder.hooks(),
         )
     assert recorder.checkpoints == []
 
@@ -212,7 +212,7 @@ def test_a_state_that_is_not_finite_is_never_handed_out(stop_before: int | None)
             Checkpoint(begin()),
             schedule=Schedule(epochs=1 if stop_before is None else 2, batch_size=23, seed=()),
             tensors=round_tensors(rate=np.inf),
-            watch=recorder.watch(),
+            hooks=recorder.hooks(),
         )
     assert recorder.checkpoints == []
 
@@ -251,7 +251,7 @@ def test_a_state_holds_on_to_no_session() -> None:
 
 def test_a_state_begins_without_any_image() -> None:
     """A device that has none has a state all the same."""
-    state = first_state(opened("init"), feature=FEATURE[:0], labels=LABELS[:0], kept={}, tensors={})
+    state = initial_state(opened("init"), feature=FEATURE[:0], labels=LABELS[:0], kept={}, tensors={})
     assert np.isfinite(state["mean"]).all()
 
 
@@ -270,10 +270,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         run(Checkpoint({n: a for n, a in begin().items() if n != "steps"}), schedule=schedule)
     with pytest.raises(GraphRefused, match=r"'labels' must be int64 \(22\), and is int64 \(23\)"):
         train(STEP, Checkpoint(begin()), feature=FEATURE[1:], labels=LABELS, tensors=round_tensors(),
-              schedule=schedule, watch=Recorder().watch())  # fmt: skip
+              schedule=schedule, hooks=Recorder().hooks())  # fmt: skip
     with pytest.raises(GraphRefused, match=r"'feature' must be float32 \(any, 4\)"):
         train(STEP, Checkpoint(begin()), feature=FEATURE[:, 1:], labels=LABELS, tensors=round_tensors(),
-              schedule=schedule, watch=Recorder().watch())  # fmt: skip
+              schedule=schedule, hooks=Recorder().hooks())  # fmt: skip
     with pytest.raises(GraphRefused, match="the step graph fails"):
         run(Checkpoint(begin()), schedule=schedule, step=_with_other_shape())
 
