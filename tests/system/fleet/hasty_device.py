@@ -4,8 +4,8 @@ import functools
 
 from edge_client import cli
 from edge_client.submission import rounds
-from edge_client.training.trainer import Watch
+from edge_client.training.trainer import TrainingHooks
 
 if __name__ == "__main__":
-    rounds.Watch = functools.partial(Watch, checkpoint_s=0.2)  # type: ignore[assignment, attr-defined]
+    rounds.TrainingHooks = functools.partial(TrainingHooks, checkpoint_s=0.2)  # type: ignore[assignment, attr-defined]
     cli.main()

@@ -499,7 +499,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         "head_version": "no image",
         "correct": "zeros",
         "incorrect": "zeros",
-        "before": "zeros",
+        "previous_correct": "zeros",
         "problem": "constant words",
     },
     messages.Frame: {
