@@ -149,25 +149,11 @@ def test_what_makes_a_new_task_is_marked(table: str, name: str) -> None:
     assert (task_bytes(changed) != task_bytes(task)) == (settings()[table, name][3] == "yes")
 
 
-@pytest.mark.parametrize(
-    ("page", "command"),
-    [("aggregator", aggregator.commands["run"]), ("devices", edge_client)],
-)
-def test_every_option_is_explained(page: str, command: click.Command) -> None:
-    """The table has the command's options with their environment variables, and no others."""
-    written = {row[0].strip("`"): row[1].strip("`") for row in rows(PAGES_OF_TASKS[page])}
-    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
-    offered = {option.opts[-1]: option.envvar or "" for option in options if option.name != "version"}
-    assert written == offered
-
-
 @pytest.mark.parametrize(("program", "command"), [("edge-client", edge_client), ("aggregator", aggregator)])
 def test_every_command_is_explained(program: str, command: click.Group) -> None:
-    """The page shows every sub-command with its options."""
-    for name, child in command.commands.items():
+    """The operations pages mention every sub-command."""
+    for name in command.commands:
         assert f"`{program} {name}" in OPERATIONS or f"\n{program} {name}" in OPERATIONS
-        for option in child.params:
-            assert isinstance(option, click.Argument) or f"`{option.opts[-1]}`" in OPERATIONS, option.name
 
 
 def test_every_log_line_is_one() -> None:
