@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from edge_client.runtime.backbone import Provider
     from edge_client.storage.device_state import DeviceState
-    from edge_client.submission.builder import Prepared
+    from edge_client.submission.builder import PreparedSubmission
 
 
 def _setting(*names: str, **details: Any) -> Callable[[Any], Any]:
@@ -176,11 +176,10 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.agent.state import Mode
-    from edge_client.config import joined, one_name
-    from edge_client.runner import Device
+    from edge_client.config import LocalSettings, Settings, enrolled_name, merged_access
     from edge_client.runtime.backbone import require_runtime
-    from edge_client.submission.builder import Local, check_data
-    from edge_client.worker import Settings
+    from edge_client.service.device import Device
+    from edge_client.submission.builder import check_data
     from protocol.enrollment import read_enrollment
     from protocol.mqtt.session import parse_broker
     from protocol.mqtt.tls import readable_by_others, warnings
@@ -192,17 +191,17 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     access, signing_key = read_access(**access_given), None
     if enrollment is not None:
         enrolled = read_enrollment(enrollment)
-        device_id = one_name("device-id", said=device_id, enrolled=enrolled.device)
-        fleet = one_name("fleet", said=fleet, enrolled=enrolled.fleet)
+        device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
+        fleet = enrolled_name("fleet", given=fleet, enrolled=enrolled.fleet)
         broker = broker or enrolled.broker or None
-        access = joined(access, enrolled)
+        access = merged_access(access, enrolled)
         aggregator_key = aggregator_key or enrolled.aggregator_key
         signing_key = enrolled.signing_key
     require_runtime()
     check_data(data)
     kept = _open_state(state, fleet, outbox_bytes=outbox_mb * MIB)
     kept.lock()
-    local = Local(
+    local = LocalSettings(
         device_id=kept.device_id(device_id),
         data=data,
         holdout=holdout,
@@ -335,7 +334,7 @@ def _status(kept: "DeviceState") -> dict[str, Any]:
     }
 
 
-def _show_dry_run(prepared: "Prepared", size_bytes: int) -> None:
+def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
     for entry in prepared.classes:
         say(
             f"{entry.name}: {entry.images} images, {entry.held_out} held out; {len(entry.counts)} prototypes"

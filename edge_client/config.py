@@ -1,28 +1,79 @@
-"""What a person says on the command line and what an enrollment says, made one. Pure."""
+"""Settings of the device program, and their merge with an enrollment."""
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from edge_client.agent.state import Mode
 from protocol.enrollment import Enrollment
 from protocol.errors import ConfigError
-from protocol.mqtt.tls import Access
+from protocol.mqtt.session import Broker
+from protocol.mqtt.tls import OPEN, Access
+
+if TYPE_CHECKING:
+    from edge_client.runtime.backbone import Provider
 
 
-def one_name(what: str, *, said: str | None, enrolled: str) -> str:
-    """The name of a device or fleet, which stands in its certificate or in what it signs.
+@dataclass(frozen=True)
+class LocalSettings:
+    """Settings for processing the device's images.
+
+    Args:
+        data: folder of images, or a CSV file.
+        holdout: fraction of the images that is held out for evaluation.
+        batch_size: images per run of a backbone.
+        workers: threads that decode images.
+        max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
+    """
+
+    device_id: str
+    data: Path
+    holdout: float
+    batch_size: int
+    workers: int
+    max_epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one device.
+
+    Args:
+        backbones: local copies of the task's backbones.
+        rescan_s: seconds between scans of the data folder.
+        aggregator_key: the aggregator's public key, 32 bytes; None trusts the first key received.
+        signing_key: the device's private key, 32 bytes; None uses the one in the state directory.
+    """
+
+    broker: Broker | None
+    fleet: str
+    local: LocalSettings
+    mode: Mode
+    provider: "Provider"
+    threads: int | None
+    backbones: tuple[Path, ...]
+    rescan_s: float
+    access: Access = OPEN
+    aggregator_key: bytes | None = None
+    signing_key: bytes | None = field(default=None, repr=False)
+
+
+def enrolled_name(what: str, *, given: str | None, enrolled: str) -> str:
+    """Return the enrolled name of the device or fleet.
 
     Raises:
-        ConfigError: the person says another one.
+        ConfigError: another name was given.
     """
-    if said is not None and said != enrolled:
+    if given is not None and given != enrolled:
         raise ConfigError(
-            f"the enrollment is that of the {what} {enrolled!r}, not of {said!r}: leave --{what} out, "
-            "or use the other's enrollment"
+            f"the enrollment is for the {what} {enrolled!r}, not {given!r}: omit --{what}, or use the other "
+            "enrollment"
         )
     return enrolled
 
 
-def joined(access: Access, enrollment: Enrollment) -> Access:
-    """How to be let in: as the person says, and where nothing is said, as the enrollment does."""
+def merged_access(access: Access, enrollment: Enrollment) -> Access:
+    """Return the connection security given on the command line, completed from the enrollment."""
     own = enrollment.access
     if access.certificate is None:
         access = replace(access, certificate=own.certificate, key=own.key)

@@ -18,7 +18,7 @@ import click
 import numpy as np
 
 BARE = "import numpy, onnxruntime, paho.mqtt.client, PIL.Image"
-PROGRAM = "import edge_client.cli, edge_client.runner, onnxruntime"
+PROGRAM = "import edge_client.cli, edge_client.service.device, onnxruntime"
 """All that a running device has loaded: the command line alone leaves most of it to later."""
 
 CLASSES = ("china", "flower")

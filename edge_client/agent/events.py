@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.wire.transfer import Ranges
 
@@ -59,7 +59,7 @@ class TaskSeen:
 class OutboxSeen:
     """All that is in the outbox."""
 
-    items: tuple[Item, ...]
+    items: tuple[UploadItem, ...]
 
 
 @dataclass(frozen=True)
@@ -107,25 +107,25 @@ class DownloadEnded:
 
 
 @dataclass(frozen=True)
-class Built:
+class SubmissionBuilt:
     """A submission was made, or could not be, and why; `may_pass` if the next round or task may go better."""
 
     task: bytes
-    item: Item | None
+    item: UploadItem | None
     round: int | None = None
     reason: str = ""
     may_pass: bool = False
 
 
 @dataclass(frozen=True)
-class Installed:
+class HeadInstalled:
     """A head is in use and was evaluated, or was refused, and why; `report` is the word on it in the outbox.
 
     `head` is what `head_key` says of it.
     """
 
     head: bytes
-    report: Item
+    report: UploadItem
     reason: str = ""
 
 
@@ -136,8 +136,8 @@ class ImagesChanged:
 
 Event = (
     Connected | Disconnected | Drained | Unsendable | Ticked | AggregatorBack | AggregatorStarted | TaskSeen
-    | OutboxSeen | RoundSeen | HeadSeen | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | Built | Installed
-    | ImagesChanged
+    | OutboxSeen | RoundSeen | HeadSeen | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | SubmissionBuilt
+    | HeadInstalled | ImagesChanged
 )  # fmt: skip
 
 
@@ -147,7 +147,7 @@ class Announce:
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildSubmission:
     """Make a submission for the task, in the place of one being made; its sequence is above `above`.
 
     With a program it is for the round.
@@ -191,7 +191,7 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Install:
+class InstallHead:
     """Take a head into use and evaluate it; as a canary, if others do not get it yet."""
 
     task: bytes
@@ -201,7 +201,7 @@ class Install:
 
 
 @dataclass(frozen=True)
-class Refuse:
+class RefuseHead:
     """Report that a head cannot be taken into use, and why."""
 
     task: bytes
@@ -214,7 +214,7 @@ class Refuse:
 class Send:
     """Send these bytes of something in the outbox, a frame for each range."""
 
-    item: Item
+    item: UploadItem
     ranges: Ranges
 
 
@@ -222,18 +222,18 @@ class Send:
 class KeepReceipt:
     """Remember that something was received for good."""
 
-    item: Item
+    item: UploadItem
 
 
 @dataclass(frozen=True)
-class Hinder:
+class ReportBlocked:
     """Remember, and say to the operator, what keeps the device from uploading; nothing any more if empty."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Tell:
+class Log:
     """Say something to the person."""
 
     text: str
@@ -249,6 +249,6 @@ class Exit:
 
 
 Action = (
-    Announce | Build | OpenDownload | Request | Append | Finish | Install | Refuse | Send | KeepReceipt
-    | Hinder | Tell | Exit
+    Announce | BuildSubmission | OpenDownload | Request | Append | Finish | InstallHead | RefuseHead | Send
+    | KeepReceipt | ReportBlocked | Log | Exit
 )  # fmt: skip

@@ -20,8 +20,7 @@ from edge_client.agent.events import (
     Announce,
     Append,
     BlockSeen,
-    Build,
-    Built,
+    BuildSubmission,
     Connected,
     Disconnected,
     DownloadEnded,
@@ -30,19 +29,20 @@ from edge_client.agent.events import (
     Event,
     Exit,
     Finish,
+    HeadInstalled,
     HeadSeen,
-    Hinder,
     ImagesChanged,
-    Install,
-    Installed,
+    InstallHead,
     KeepReceipt,
+    Log,
     OpenDownload,
     OutboxSeen,
     ReceiptSeen,
-    Refuse,
+    RefuseHead,
+    ReportBlocked,
     RoundSeen,
+    SubmissionBuilt,
     TaskSeen,
-    Tell,
     Unsendable,
 )
 from edge_client.agent.selectors import (
@@ -58,7 +58,7 @@ from edge_client.agent.selectors import (
     open_round,
 )
 from edge_client.agent.state import Download, Mode, State, Upload, head_key
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
 from protocol.wire.messages import BlobRef, Frame, HeadRef, Receipt, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 
@@ -116,9 +116,9 @@ def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR
             return _end_download(state, event, now_s)
         case ReceiptSeen(receipt=receipt):
             return _take_receipt(state, receipt, now_s)
-        case Built():
+        case SubmissionBuilt():
             return _built(state, event)
-        case Installed():
+        case HeadInstalled():
             return _installed(state, event)
         case ImagesChanged():
             return replace(state, stale=True), ()
@@ -160,14 +160,14 @@ def _pursue_work(state: State, _now_s: float) -> Step:
         key = head_key(head)
         if key not in (state.installed, state.installing):
             state = replace(state, installing=key)
-            actions.append(Install(task, manifest, head, is_canary(state)))
+            actions.append(InstallHead(task, manifest, head, is_canary(state)))
     if can_work(state):
         state, build = _due_build(state)
         actions.extend([] if build is None else [build])
     return state, tuple(actions)
 
 
-def _due_build(state: State) -> tuple[State, Build | None]:
+def _due_build(state: State) -> tuple[State, BuildSubmission | None]:
     """The work that is due, if any: for a round that was not joined yet, or for images not uploaded."""
     manifest, task, seen = state.manifest, state.task, open_round(state)
     if manifest is None or task is None:
@@ -175,10 +175,12 @@ def _due_build(state: State) -> tuple[State, Build | None]:
     if manifest.program is not None:
         if seen is None or state.joined == seen.number:
             return state, None
-        return replace(state, joined=seen.number, stale=False, working=True), Build(task, manifest, seen)
+        return replace(state, joined=seen.number, stale=False, working=True), BuildSubmission(
+            task, manifest, seen
+        )
     if state.working or not state.stale:
         return state, None
-    return replace(state, stale=False, working=True), Build(task, manifest)
+    return replace(state, stale=False, working=True), BuildSubmission(task, manifest)
 
 
 def _pursue_download(state: State, now_s: float) -> Step:
@@ -273,11 +275,14 @@ def _hindered(state: State, reason: str) -> Step:
     """Say once what keeps the device from uploading."""
     if state.hindrance == reason:
         return state, ()
-    return replace(state, hindrance=reason), (Hinder(reason), Tell(f"{reason}; trying again", error=True))
+    return replace(state, hindrance=reason), (
+        ReportBlocked(reason),
+        Log(f"{reason}; trying again", error=True),
+    )
 
 
 def _unhindered(state: State) -> Step:
-    return replace(state, hindrance=""), (Hinder(""),) if state.hindrance else ()
+    return replace(state, hindrance=""), (ReportBlocked(""),) if state.hindrance else ()
 
 
 def _new_task(state: State, seen: TaskSeen) -> State:
@@ -348,7 +353,7 @@ def _end_download(state: State, ended: DownloadEnded, now_s: float) -> Step:
     download = Download(state.download.blob, offset=0, broken=broken, due_s=now_s)
     state = replace(state, download=download)
     if broken < MAX_BROKEN:
-        return state, (Tell(f"{download.blob.name} arrived damaged, fetching it again", error=True),)
+        return state, (Log(f"{download.blob.name} arrived damaged, fetching it again", error=True),)
     text = f"{download.blob.name} arrived damaged {broken} times: look at the aggregator's state"
     return _give_up(state, download.blob, text)
 
@@ -360,7 +365,7 @@ def _give_up(state: State, blob: BlobRef, text: str) -> Step:
         return state, (Exit(1, text),)
     key, reason = head_key(head), f"head {head.version} refused, the old one stays: {text}"
     state = replace(state, download=None, installing=key, refused=(key, reason))
-    return state, (Refuse(task, manifest, head, text),)
+    return state, (RefuseHead(task, manifest, head, text),)
 
 
 def _take_receipt(state: State, receipt: Receipt, now_s: float) -> Step:
@@ -405,7 +410,7 @@ def _take_refused_download(state: State, receipt: Receipt, now_s: float) -> Step
     text = f"the aggregator refused to send {download.blob.name} ({receipt.reason}): {receipt.detail}"
     if receipt.reason in {"unknown_device", "revoked"}:
         return state, (Exit(1, text),)
-    return state, (Tell(text, error=True),) if attempts == 1 else ()
+    return state, (Log(text, error=True),) if attempts == 1 else ()
 
 
 def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
@@ -416,7 +421,7 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
     text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
     ends = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}
     if receipt.sequence > FARTHEST_SEQUENCE:
-        return state, (Exit(1, text),) if ends else (Tell(text, error=True),)
+        return state, (Exit(1, text),) if ends else (Log(text, error=True),)
     task, manifest = state.task, state.manifest
     seen = open_round(state)
     # The submission for a round that was not joined yet is made once its tensors are there.
@@ -424,15 +429,15 @@ def _take_refusal(state: State, upload: Upload, receipt: Receipt) -> Step:
     wanted = manifest is not None and (manifest.program is None or due)
     if receipt.reason == "superseded" and task is not None and manifest is not None and wanted:
         state = replace(state, working=True, stale=False)
-        return state, (Build(task, manifest, seen, above=receipt.sequence),)
+        return state, (BuildSubmission(task, manifest, seen, above=receipt.sequence),)
     if receipt.reason in {"superseded", "late", "unknown_round"}:
-        return state, (Tell(f"{receipt.detail or receipt.reason}: going on with what is open"),)
+        return state, (Log(f"{receipt.detail or receipt.reason}: going on with what is open"),)
     if receipt.reason == "unknown_task":
-        return state, (Tell("the aggregator works on another task now; waiting to hear of it"),)
-    return state, (Exit(1, text),) if ends else (Tell(text, error=True),)
+        return state, (Log("the aggregator works on another task now; waiting to hear of it"),)
+    return state, (Exit(1, text),) if ends else (Log(text, error=True),)
 
 
-def _built(state: State, built: Built) -> Step:
+def _built(state: State, built: SubmissionBuilt) -> Step:
     if built.task != state.task or built.round != state.joined:
         return state, ()
     state = replace(state, working=False)
@@ -442,7 +447,7 @@ def _built(state: State, built: Built) -> Step:
         going_on = going_on or any(upload.item.kind == "submission" for upload in state.uploads)
         # Of a task that is only remembered, there may be a better one by now.
         going_on = (going_on or not state.confirmed) and state.mode is Mode.SERVICE
-        return state, (Tell(built.reason, error=True) if going_on else Exit(1, built.reason),)
+        return state, (Log(built.reason, error=True) if going_on else Exit(1, built.reason),)
     if state.mode is Mode.DRY_RUN:
         return state, (Exit(0),)
     if built.item.received:
@@ -450,7 +455,7 @@ def _built(state: State, built: Built) -> Step:
     return _in_place(state, built.item), ()
 
 
-def _installed(state: State, installed: Installed) -> Step:
+def _installed(state: State, installed: HeadInstalled) -> Step:
     if installed.head != state.installing:
         return state, ()
     state = _in_place(replace(state, installing=None), installed.report)
@@ -458,10 +463,10 @@ def _installed(state: State, installed: Installed) -> Step:
         return replace(state, installed=installed.head), ()
     # The old head stays in use. A single run ends with this line, once the aggregator knows.
     state = replace(state, refused=(installed.head, installed.reason))
-    return state, () if state.mode is Mode.ONCE else (Tell(installed.reason, error=True),)
+    return state, () if state.mode is Mode.ONCE else (Log(installed.reason, error=True),)
 
 
-def _in_place(state: State, item: Item) -> State:
+def _in_place(state: State, item: UploadItem) -> State:
     """Hand something in, unless it was received, instead of what is on its way of its kind; submissions first."""
     if any(upload.digest == item.digest for upload in state.uploads):
         return state

@@ -14,7 +14,7 @@ from protocol.wire.messages import Reason, Signed
 from protocol.wire.topics import FleetChannel
 
 
-class Disbelieved(ProtofleetError):
+class UntrustedManifest(ProtofleetError):
     """A manifest that is not of this device's aggregator, or not its last word.
 
     Args:
@@ -28,7 +28,7 @@ class Disbelieved(ProtofleetError):
 
 
 @dataclass(frozen=True)
-class Trust:
+class ManifestTrust:
     """What a device knows of its aggregator.
 
     Args:
@@ -40,19 +40,19 @@ class Trust:
     heard: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
 
 
-def given(trust: Trust, key: bytes | None) -> Trust:
+def given(trust: ManifestTrust, key: bytes | None) -> ManifestTrust:
     """Believe the key that a person has given; what another one has said counts no more."""
-    return trust if key is None or key == trust.key else Trust(key)
+    return trust if key is None or key == trust.key else ManifestTrust(key)
 
 
-def believe(trust: Trust, channel: FleetChannel, signed: Signed) -> Trust:
+def believe(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> ManifestTrust:
     """What is known after a manifest whose signature is right: the first key that is heard is believed.
 
     Raises:
         Disbelieved: it is signed with another key, older than what was seen, or not what was said with its number.
     """
     if trust.key not in (None, signed.key):
-        raise Disbelieved(
+        raise UntrustedManifest(
             "signature",
             f"the {channel} is signed by another aggregator, whose key begins with {signed.key.hex()[:16]}; expected "
             f"{(trust.key or b'').hex()[:16]}. If the aggregator has lost its state, start with --aggregator-key and "
@@ -61,23 +61,23 @@ def believe(trust: Trust, channel: FleetChannel, signed: Signed) -> Trust:
     release, digest = trust.heard.get(channel, (0, b""))
     said = signed.release, digest_of(signed.body)
     if signed.release < release or (signed.release == release and said[1] != digest):
-        raise Disbelieved(
+        raise UntrustedManifest(
             "replayed", f"the {channel} has release {signed.release}, but release {release} was seen before"
         )
     return replace(trust, key=signed.key, heard={**trust.heard, channel: said})
 
 
-def to_fact(trust: Trust) -> dict[str, Any]:
+def to_fact(trust: ManifestTrust) -> dict[str, Any]:
     """What is remembered, as JSON values; `from_fact` gives it back."""
     heard = {channel: [release, digest.hex()] for channel, (release, digest) in trust.heard.items()}
     return {"key": None if trust.key is None else trust.key.hex(), "heard": heard}
 
 
-def from_fact(fact: Mapping[str, Any] | None) -> Trust:
+def from_fact(fact: Mapping[str, Any] | None) -> ManifestTrust:
     """What was remembered; nothing, if there is nothing."""
     if not fact or fact["key"] is None:
-        return Trust()
+        return ManifestTrust()
     heard = {
         channel: (release, bytes.fromhex(digest)) for channel, (release, digest) in fact["heard"].items()
     }
-    return Trust(bytes.fromhex(fact["key"]), heard)
+    return ManifestTrust(bytes.fromhex(fact["key"]), heard)

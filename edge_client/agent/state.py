@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field
 
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
 from protocol.wire.messages import (
     MAX_CHUNK_BYTES,
     BlobRef,
@@ -37,7 +37,7 @@ class Upload:
         due_s: when to ask; None while frames are with the session.
     """
 
-    item: Item
+    item: UploadItem
     missing: Ranges = ()
     ranges: Ranges = ()
     sent: bool = False
@@ -111,7 +111,7 @@ class State:
     confirmed: bool = False
     working: bool = False
     stale: bool = True
-    submitted: Item | None = None
+    submitted: UploadItem | None = None
     round: RoundManifest | None = None
     joined: int | None = None
     head: HeadManifest | None = None

@@ -7,7 +7,7 @@ Kind = Literal["submission", "evaluation"]
 
 
 @dataclass(frozen=True)
-class Item:
+class UploadItem:
     """Something to be sent, or received already.
 
     Args:

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from edge_client.agent.upload_item import Item, Kind
+from edge_client.agent.upload_item import Kind, UploadItem
 from edge_client.storage.database import Database, write_facts
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import digest_of
@@ -44,7 +44,7 @@ class Outbox:
         task: bytes,
         about: str,
         facts: Mapping[str, Any] | None = None,
-    ) -> Item:
+    ) -> UploadItem:
         """Put something in the place of what waits of its kind, and keep facts with it: all or nothing.
 
         Args:
@@ -72,14 +72,14 @@ class Outbox:
             values = (kind, task, digest, about, size, row)
             database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
             write_facts(database, facts or {})
-        return Item(digest, size, kind, task, about)
+        return UploadItem(digest, size, kind, task, about)
 
-    def newest_submission(self) -> Item | None:
+    def newest_submission(self) -> UploadItem | None:
         """The submission that waits, or else the one that was received last."""
         items = self._items("kind = 'submission' ORDER BY received LIMIT 1")
         return items[0] if items else None
 
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[UploadItem, ...]:
         """All there are; submissions first, and what waits before what was received."""
         return self._items("TRUE ORDER BY kind DESC, received")
 
@@ -90,19 +90,19 @@ class Outbox:
             database.executemany("DELETE FROM outbox WHERE digest = ?", [(item.digest,) for item in damaged])
         return len(damaged)
 
-    def _digest(self, item: Item) -> bytes:
+    def _digest(self, item: UploadItem) -> bytes:
         sha256 = hashlib.sha256()
         for start in range(0, item.size_bytes, MIB):
             for piece in self.read(item.digest, ((start, start + MIB),)) or ():
                 sha256.update(piece)
         return sha256.digest()
 
-    def _items(self, which: str) -> tuple[Item, ...]:
+    def _items(self, which: str) -> tuple[UploadItem, ...]:
         rows = self._database.read(
             f"SELECT digest, size_bytes, kind, task, about, received FROM outbox WHERE {which}"  # noqa: S608 - ours
         )
         return tuple(
-            Item(digest, size, kind, task, about, bool(received))
+            UploadItem(digest, size, kind, task, about, bool(received))
             for digest, size, kind, task, about, received in rows
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.config import LocalSettings
 from edge_client.data.extraction import Alter, Extraction, extract_all
 from edge_client.data.images import LabeledImage, find_images, held_out
 from edge_client.data.prototypes import batch_prototypes
@@ -31,27 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Local:
-    """What of the device's own a piece of work runs on.
-
-    Args:
-        data: folder of images, or a CSV file.
-        holdout: share of the images that is kept out of the prototypes.
-        batch_size: images in one run of the backbone.
-        workers: threads that decode.
-        max_epsilon: what the device's owner lets all submissions together spend on privacy; None leaves it to tasks.
-    """
-
-    device_id: str
-    data: Path
-    holdout: float
-    batch_size: int
-    workers: int
-    max_epsilon: float | None = None
-
-
-@dataclass(frozen=True)
-class Found:
+class FoundImages:
     """A device's images whose features are in the cache, and what could not be used and why."""
 
     usable: tuple[LabeledImage, ...]
@@ -80,7 +61,7 @@ class ClassReport:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSubmission:
     """A device's contribution before it has a number.
 
     Args:
@@ -115,12 +96,12 @@ class Prepared:
 def prepare(
     *,
     task: TaskManifest,
-    local: Local,
-    found: Found,
+    local: LocalSettings,
+    found: FoundImages,
     cache: FeatureCache,
     secret: bytes = b"",
     standing: LastSubmission = NO_SUBMISSION,
-) -> Prepared:
+) -> PreparedSubmission:
     """Filter and average all of a device's images (FedTC eq. 1-4), and perturb what comes of it if so wanted.
 
     A class of which fewer than `batch_size` images have come or gone stays as it was uploaded.
@@ -160,7 +141,7 @@ def prepare(
         reports.append(report)
     if not any(len(part) for part in prototypes):
         raise ProtofleetError(_nothing_to_send(task, reports, found))
-    return Prepared(
+    return PreparedSubmission(
         prototypes=np.concatenate([part for part in prototypes if len(part)]),
         labels=np.concatenate(labels),
         counts=np.concatenate(counts),
@@ -173,11 +154,11 @@ def prepare(
 def prepare_round(
     *,
     task: TaskManifest,
-    local: Local,
-    found: Found,
+    local: LocalSettings,
+    found: FoundImages,
     take_part: Callable[[Sequence[LabeledImage]], RoundResult],
     secret: bytes = b"",
-) -> tuple[Prepared, RoundResult]:
+) -> tuple[PreparedSubmission, RoundResult]:
     """Take part in a round with all of a device's images but those held out.
 
     Args:
@@ -202,7 +183,7 @@ def prepare_round(
         raise ProtofleetError(_nothing_to_send(task, reports, found))
     made = take_part(kept)
     return (
-        Prepared(
+        PreparedSubmission(
             prototypes=_leaving(made.prototypes.astype(np.float32), made.labels, task=task, secret=secret),
             labels=made.labels,
             counts=made.counts,
@@ -218,13 +199,13 @@ def prepare_round(
 def find(
     *,
     task: TaskManifest,
-    local: Local,
+    local: LocalSettings,
     cache: FeatureCache,
     open_backbone: Callable[[str], Backbone],
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
     secret: bytes = b"",
-) -> Found:
+) -> FoundImages:
     """Find a device's images, and have the features of all of them in the cache.
 
     Where the task wants images perturbed, those to learn from are, and those held out are not.
@@ -261,7 +242,7 @@ def find(
         )
         refused = tuple(sorted(entry for part in parts for entry in part.refused))
     useless = {path for path, _ in refused}
-    return Found(tuple(image for image in images if image.path not in useless), refused)
+    return FoundImages(tuple(image for image in images if image.path not in useless), refused)
 
 
 def digests(task: TaskManifest) -> list[str]:
@@ -298,7 +279,7 @@ def _leaving(
 
 
 def submission_of(
-    prepared: Prepared, *, task: bytes, manifest: TaskManifest, sequence: int, number: int = 0
+    prepared: PreparedSubmission, *, task: bytes, manifest: TaskManifest, sequence: int, number: int = 0
 ) -> bytes:
     """The bytes of a submission, for the round of that number where there are rounds.
 
@@ -335,7 +316,7 @@ def evaluate_head(
     task: bytes,
     manifest: TaskManifest,
     version: int,
-    local: Local,
+    local: LocalSettings,
     cache: FeatureCache,
     before: Head | None = None,
 ) -> Evaluation:
@@ -373,7 +354,7 @@ def evaluate_head(
     )
 
 
-def known_images(manifest: TaskManifest, local: Local, cache: FeatureCache) -> list[LabeledImage]:
+def known_images(manifest: TaskManifest, local: LocalSettings, cache: FeatureCache) -> list[LabeledImage]:
     """The device's images whose features are there; none where the images cannot be found."""
     try:
         images = find_images(local.data, manifest.classes)
@@ -389,7 +370,7 @@ def _class_prototypes(
     task: TaskManifest,
     label: int,
     *,
-    local: Local,
+    local: LocalSettings,
     cache: FeatureCache,
     secret: bytes,
 ) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
@@ -411,7 +392,7 @@ def _class_prototypes(
     return _leaving(values, np.full(len(counts), label, np.uint32), task=task, secret=secret), counts
 
 
-def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], found: Found) -> str:
+def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], found: FoundImages) -> str:
     if not reports:
         path, reason = found.refused[0]
         return f"none of the {len(found.refused)} images can be used; the first is {path}: {reason}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.config import LocalSettings
 from edge_client.data.extraction import Interrupted
 from edge_client.data.images import LabeledImage, held_out
 from edge_client.privacy.accountant import epsilon_of
@@ -19,7 +20,7 @@ from edge_client.privacy.perturbation import to_half
 from edge_client.privacy.policy import BUDGET, FAILED, NOTHING
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.privacy_ledger import Ledger, Release, multipliers
-from edge_client.submission.builder import ClassReport, Found, Local, Prepared, digests
+from edge_client.submission.builder import ClassReport, FoundImages, PreparedSubmission, digests
 from protocol.errors import PrivacyRefused
 from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest
 
@@ -41,7 +42,7 @@ class PrivateWork:
     """
 
     def __init__(
-        self, local: Local, ledger: Ledger, cache: FeatureCache, *, secret: bytes, dry: bool
+        self, local: LocalSettings, ledger: Ledger, cache: FeatureCache, *, secret: bytes, dry: bool
     ) -> None:
         self._local = local
         self._ledger = ledger
@@ -49,7 +50,9 @@ class PrivateWork:
         self._secret = secret
         self._dry = dry
 
-    def prepare(self, task: bytes, manifest: TaskManifest, found: Found, *, feature_size: int) -> Prepared:
+    def prepare(
+        self, task: bytes, manifest: TaskManifest, found: FoundImages, *, feature_size: int
+    ) -> PreparedSubmission:
         """Make prototypes of all images that are not held out, or the same once more of the same images.
 
         Args:
@@ -70,7 +73,9 @@ class PrivateWork:
             log.error("differential privacy has failed: %s: %s", type(error).__name__, error)
             raise PrivacyRefused(FAILED) from error
 
-    def _prepare(self, task: bytes, manifest: TaskManifest, found: Found, feature_size: int) -> Prepared:
+    def _prepare(
+        self, task: bytes, manifest: TaskManifest, found: FoundImages, feature_size: int
+    ) -> PreparedSubmission:
         wanted = manifest.differential_privacy
         if wanted is None or len(self._secret) != KEY_BYTES:
             raise PrivacyRefused(FAILED)
@@ -98,7 +103,7 @@ class PrivateWork:
         sizes = [counts for _, counts in made]
         if not sum(map(len, sizes)):
             raise PrivacyRefused(NOTHING)
-        return Prepared(
+        return PreparedSubmission(
             prototypes=to_half(np.concatenate([values for values, _ in made])),
             labels=np.repeat(np.arange(len(made), dtype=np.uint32), list(map(len, sizes))),
             counts=np.concatenate(sizes),
@@ -170,7 +175,7 @@ class PrivateWork:
     def _reports(
         self,
         manifest: TaskManifest,
-        found: Found,
+        found: FoundImages,
         members: Sequence[Sequence[LabeledImage]],
         sizes: Sequence[NDArray[np.uint32]],
     ) -> Iterator[ClassReport]:

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
+from edge_client.config import LocalSettings
 from edge_client.data.images import LabeledImage, held_out
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import Found, Local, Prepared, learning_keys, prepare_round
+from edge_client.submission.builder import FoundImages, PreparedSubmission, learning_keys, prepare_round
 from edge_client.training.local_round import (
     LocalModel,
     RoundResult,
@@ -44,14 +45,14 @@ class RoundWork:
         dry: leave nothing on the disk.
     """
 
-    def __init__(self, local: Local, state: DeviceState, cache: FeatureCache, *, dry: bool) -> None:
+    def __init__(self, local: LocalSettings, state: DeviceState, cache: FeatureCache, *, dry: bool) -> None:
         self._local = local
         self._kept = state
         self._cache = cache
         self._dry = dry
         self._file = state.folder / "training.checkpoint"
 
-    def uploaded(self, task: bytes, opened: RoundManifest, *, above: int) -> Item | None:
+    def uploaded(self, task: bytes, opened: RoundManifest, *, above: int) -> UploadItem | None:
         """The submission that was made for a round before, with a sequence above `above`; None if there is none."""
         outbox, standing = self._kept.outbox, self._kept.outbox.newest_submission()
         made_of = (task, str(opened.number))
@@ -71,10 +72,10 @@ class RoundWork:
         manifest: TaskManifest,
         opened: RoundManifest,
         *,
-        found: Found,
+        found: FoundImages,
         on_progress: Callable[[int, int], None],
         should_stop: Callable[[], bool],
-    ) -> tuple[Prepared, LocalModel]:
+    ) -> tuple[PreparedSubmission, LocalModel]:
         """Train on the images that are not held out, from where an interruption left it.
 
         Raises:
@@ -124,7 +125,7 @@ class RoundWork:
         payload: bytes,
         local_model: LocalModel,
         report: Mapping[str, Any],
-    ) -> Item:
+    ) -> UploadItem:
         """Put a round's submission and what it has taught on the disk, both or neither, with a report of it.
 
         Raises:
@@ -147,7 +148,7 @@ class RoundWork:
         of, digest = self._kept.get("local_model", ["", ""])
         return str(digest) if of == task.hex() else ""
 
-    def keep_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: Found) -> str:
+    def keep_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: FoundImages) -> str:
         """What a device that took part in no round binds a head to, as a blob, in hex."""
         images = [image for image in found.usable if not held_out(image, self._local.holdout)]
         data = self._data(manifest, images) if images else None

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-import edge_client.runner
+import edge_client.service.device
 from edge_client.agent import events, machine
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES
-from edge_client.agent.manifest_trust import Trust
+from edge_client.agent.manifest_trust import ManifestTrust
 from edge_client.agent.state import Mode, State
-from edge_client.runner import Device
+from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import ProtofleetError
 from protocol.mqtt.events import Connected, Disconnected, Drained, Received
@@ -30,7 +30,7 @@ from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, flee
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
 from tests.support.messages import SAMPLES
-from tests.unit.edge_client.test_runner import make_settings
+from tests.unit.edge_client.service.test_device import make_settings
 
 FLEET, NAME, KEY = "f", "device", bytes(range(32))
 SHARED: tuple[FleetChannel, ...] = ("task", "round", "head")
@@ -54,14 +54,14 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 def _device() -> Device:
     place = Path(folder().name) / "device"
     place.mkdir()
-    edge_client.runner.version = functools.cache(version)  # type: ignore[attr-defined]  # else half of the time goes there
+    edge_client.service.device.version = functools.cache(version)  # type: ignore[attr-defined]  # else half of the time goes there
     return Device(make_settings(place), DeviceState(place / "state"))
 
 
 def _begun() -> Device:
     """The device as if it had just started on an empty state directory."""
     device = _device()
-    device._state, device._trust, device._exit = State(mode=Mode.SERVICE, device=NAME), Trust(), None
+    device._state, device._trust, device._exit = State(mode=Mode.SERVICE, device=NAME), ManifestTrust(), None
     device._aggregator_epoch, device._problem = 0, ""
     device._refusals.clear()
     device._blobs.keep_only(())
@@ -152,7 +152,7 @@ def _lives_on(device: Device, kind: int, body: bytes) -> None:
                 device._perform(action)
         case _ if device._state.task is not None:
             item = device._kept.outbox.keep("submission", PAYLOAD, task=device._state.task, about="images")
-            device._handle(events.Built(item.task, item, round=device._state.joined))
+            device._handle(events.SubmissionBuilt(item.task, item, round=device._state.joined))
 
 
 def _fitting(state: State, kind: int, body: bytes) -> bytes:

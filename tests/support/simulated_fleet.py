@@ -12,7 +12,7 @@ from aggregator.ingest.validation import Refused
 from edge_client.agent import events
 from edge_client.agent.machine import step
 from edge_client.agent.state import State, head_key
-from edge_client.agent.upload_item import Item, Kind
+from edge_client.agent.upload_item import Kind, UploadItem
 from edge_client.agent.uploads import WINDOW_FRAMES
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRef, Frame, Receipt
@@ -24,9 +24,11 @@ def reference(data: bytes, name: str) -> BlobRef:
     return BlobRef(digest=digest_of(data), size_bytes=len(data), name=name)
 
 
-def item_of(payload: bytes, *, kind: Kind = "submission", task: bytes = b"t" * 32, about: str = "") -> Item:
+def item_of(
+    payload: bytes, *, kind: Kind = "submission", task: bytes = b"t" * 32, about: str = ""
+) -> UploadItem:
     """How an outbox names what it holds."""
-    return Item(digest_of(payload), len(payload), kind, task, about)
+    return UploadItem(digest_of(payload), len(payload), kind, task, about)
 
 
 @dataclass
@@ -66,7 +68,7 @@ class World:
     now_s: float = 0.0
     exit: events.Exit | None = None
     disk: dict[bytes, bytes] = field(default_factory=dict)
-    box: dict[tuple[Kind, bool], Item] = field(default_factory=dict)
+    box: dict[tuple[Kind, bool], UploadItem] = field(default_factory=dict)
     in_use: bytes | None = None
     evaluated: bytes | None = None
     pending: list[events.Event] = field(default_factory=list)
@@ -123,7 +125,7 @@ class World:
         """Lose the connection, and what was on it, and get another."""
         own = (
             events.AggregatorStarted | events.OutboxSeen | events.DownloadStarts | events.DownloadEnded
-            | events.Built | events.Installed
+            | events.SubmissionBuilt | events.HeadInstalled
         )  # fmt: skip
         self.pending = [event for event in self.pending if isinstance(event, own)]
         self.pending += [events.Disconnected(), *self.connect()]
@@ -162,9 +164,9 @@ class World:
             case events.Finish(digest=digest):
                 good = digest_of(self.disk[digest]) == digest
                 self.pending.append(events.DownloadEnded(digest, good=good))
-            case events.Build():
+            case events.BuildSubmission():
                 self.build(action)
-            case events.Install():
+            case events.InstallHead():
                 self.install(action)
             case events.Send(item=item, ranges=ranges):
                 self.upload(item, ranges)
@@ -175,14 +177,14 @@ class World:
 
     # The device's disk.
 
-    def keep(self, kind: Kind, payload: bytes, *, task: bytes = b"t" * 32, about: str = "") -> Item:
+    def keep(self, kind: Kind, payload: bytes, *, task: bytes = b"t" * 32, about: str = "") -> UploadItem:
         """Put something in the outbox."""
         item = item_of(payload, kind=kind, task=task, about=about)
         self.payloads[item.digest] = payload
         self.box[kind, False] = item
         return item
 
-    def keep_receipt(self, item: Item) -> None:
+    def keep_receipt(self, item: UploadItem) -> None:
         """Remember that something was received."""
         waiting = self.box.get((item.kind, False))
         if waiting is None or waiting.digest != item.digest:
@@ -193,7 +195,7 @@ class World:
         elif item.head == self.in_use:
             self.evaluated = item.head
 
-    def newest_submission(self) -> Item | None:
+    def newest_submission(self) -> UploadItem | None:
         """What waits, or else what was received last."""
         return self.box.get(("submission", False), self.box.get(("submission", True)))
 
@@ -209,18 +211,18 @@ class World:
         else:
             self.pending.insert(0, events.DownloadStarts(blob.digest, offset))
 
-    def build(self, build: events.Build) -> None:
+    def build(self, build: events.BuildSubmission) -> None:
         """Make a submission, or find it made."""
         standing = self.newest_submission()
         if standing is None or standing.digest != digest_of(self.submission):
             standing = self.keep("submission", self.submission, task=build.task)
-        self.pending.append(events.Built(build.task, standing))
+        self.pending.append(events.SubmissionBuilt(build.task, standing))
 
-    def install(self, install: events.Install) -> None:
+    def install(self, install: events.InstallHead) -> None:
         """Take a head into use."""
         self.in_use = head_key(install.head)
         report = self.keep("evaluation", self.evaluation, task=install.task, about=self.in_use.hex())
-        self.pending.append(events.Installed(self.in_use, report))
+        self.pending.append(events.HeadInstalled(self.in_use, report))
 
     # The network, and the aggregator.
 
@@ -236,7 +238,7 @@ class World:
         frames = frames_of(self.served[digest], digest=digest, ranges=ranges, chunk_bytes=size)
         self.pending.extend(events.BlockSeen(frame) for frame in frames for _ in range(self.copies()))
 
-    def upload(self, item: Item, ranges: Ranges) -> None:
+    def upload(self, item: UploadItem, ranges: Ranges) -> None:
         """Let frames travel up, and the answers down."""
         assert len(ranges) <= WINDOW_FRAMES
         if item.digest not in {kept.digest for kept in self.box.values()}:

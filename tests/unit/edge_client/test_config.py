@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 from aggregator.security.enrollment import Wanted, enrol
 from aggregator.storage.store import Store
-from edge_client import runner
 from edge_client.cli import cli
+from edge_client.config import Settings
+from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
-from edge_client.worker import Settings
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.session import Broker
@@ -40,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr(runner, "Device", Still)
+    monkeypatch.setattr(device, "Device", Still)
     return settings
 
 
@@ -83,7 +83,7 @@ def test_what_is_said_goes_before_it(folder: Path, started: list[Settings]) -> N
 def test_what_contradicts_it_is_refused(folder: Path, started: list[Settings]) -> None:
     """Another name or fleet than the certificate has, also the default one if it is said; the same is no harm."""
     for option, value in (("--device-id", "shed-2"), ("--fleet", "vineyard"), ("--fleet", "default")):
-        with pytest.raises(ConfigError, match=f"leave {option} out, or use the other's enrollment"):
+        with pytest.raises(ConfigError, match=f"omit {option}, or use the other enrollment"):
             run(folder, "--enrollment", str(folder), option, value)
     assert started == []
     run(folder, "--enrollment", str(folder), "--device-id", "shed-1", "--fleet", "orchard")

@@ -202,10 +202,12 @@ def test_verbose_is_about_our_own_code(capsys: pytest.CaptureFixture[str]) -> No
     """A library's debug lines stay unsaid: Pillow's have what stands in an image's metadata."""
     start_logging(verbose=True)
     logging.getLogger("PIL.TiffImagePlugin").debug("tag: GPSInfo - value: 52.5 N")
-    logging.getLogger("edge_client.runner").debug("ours")
+    logging.getLogger("edge_client.service.device").debug("ours")
     start_logging(verbose=False)
-    logging.getLogger("edge_client.runner").debug("no more")
-    assert [line[20:] for line in capsys.readouterr().err.splitlines()] == ["DEBUG edge_client.runner ours"]
+    logging.getLogger("edge_client.service.device").debug("no more")
+    assert [line[20:] for line in capsys.readouterr().err.splitlines()] == [
+        "DEBUG edge_client.service.device ours"
+    ]
 
 
 def test_a_reader_that_goes_away_gets_no_stack_trace() -> None:

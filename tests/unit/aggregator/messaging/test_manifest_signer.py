@@ -10,7 +10,7 @@ import pytest
 from aggregator.messaging.manifest_signer import Herald, identity_of, next_release
 from aggregator.security.identity import alone
 from aggregator.storage.store import Store
-from edge_client.agent.manifest_trust import Trust, believe
+from edge_client.agent.manifest_trust import ManifestTrust, believe
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.messages import Signed
 from protocol.wire.signing import open_manifest, public_key, sign_manifest
@@ -59,7 +59,7 @@ def test_a_state_of_earlier_is_believed_all_the_same(
     """With the same key: its numbers follow the clock, past all that was said since the backup was made."""
     if not lost:
         said(start(tmp_path / "backup", monkeypatch, at_s=1000.0), b"one")
-    device, by = Trust(), start(tmp_path / "state", monkeypatch, at_s=1000.0)
+    device, by = ManifestTrust(), start(tmp_path / "state", monkeypatch, at_s=1000.0)
     for number in range(50):
         device = believe(device, "head", said(by, b"%d" % number))
     restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
@@ -80,7 +80,7 @@ def test_a_clock_that_was_ahead_shuts_nobody_out(tmp_path: Path, monkeypatch: py
     """A state of before that finds on the broker what it said then: what it says from now on is believed."""
     before = start(tmp_path / "state", monkeypatch, at_s=1e10)
     payload = before.sign("head", b"one")
-    device = believe(Trust(), "head", open_manifest(payload, fleet="barn", channel="head"))
+    device = believe(ManifestTrust(), "head", open_manifest(payload, fleet="barn", channel="head"))
     restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
     said(restored, b"one")
     assert restored.has_said("head", payload)

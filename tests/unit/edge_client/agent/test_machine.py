@@ -14,7 +14,7 @@ from edge_client.agent import events, selectors
 from edge_client.agent.backoff import LAST_PATIENCE_S, MAX_BROKEN
 from edge_client.agent.machine import step
 from edge_client.agent.state import Mode, State, head_key
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
 from edge_client.agent.uploads import QUESTION_BYTES
 from protocol.wire.canary import canary_rank
 from protocol.wire.codec import digest_of
@@ -154,8 +154,8 @@ def test_nothing_is_sent_before_there_is_a_connection() -> None:
     """Without a broker the device makes its submission and keeps it."""
     state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
     state, actions = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
-    assert actions == (events.Build(TASK, MANIFEST),)
-    state, actions = step(state, events.Built(TASK, ITEM), now_s=1)
+    assert actions == (events.BuildSubmission(TASK, MANIFEST),)
+    state, actions = step(state, events.SubmissionBuilt(TASK, ITEM), now_s=1)
     assert actions == ()
     state, actions = step(state, events.Connected(), now_s=2)
     assert actions == (events.Announce(), QUESTION)
@@ -177,7 +177,7 @@ def test_damaged_blob_is_fetched_again_and_then_given_up() -> None:
     for _ in range(MAX_BROKEN):
         state, actions = step(state, events.DownloadEnded(digest_of(BACKBONE), good=False), now_s=0)
         said.extend(actions)
-    assert isinstance(said[0], events.Tell)
+    assert isinstance(said[0], events.Log)
     assert isinstance(said[-1], events.Exit)
     assert said[-1].code == 1
 
@@ -185,7 +185,7 @@ def test_damaged_blob_is_fetched_again_and_then_given_up() -> None:
 def _handing_in(mode: Mode = Mode.SERVICE) -> State:
     state = State(mode=mode, stored=frozenset({digest_of(BACKBONE)}), connected=True)
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
-    state, _ = step(state, events.Built(TASK, ITEM), now_s=0)
+    state, _ = step(state, events.SubmissionBuilt(TASK, ITEM), now_s=0)
     return state
 
 
@@ -193,7 +193,7 @@ def test_superseded_submission_is_made_again_with_a_greater_sequence() -> None:
     """A device that lost its count is told the standing one and goes above it."""
     receipt = Receipt(digest=digest_of(SUBMISSION), status="refused", reason="superseded", sequence=41)
     _, actions = step(_handing_in(), events.ReceiptSeen(receipt), now_s=0)
-    assert actions == (events.Build(TASK, MANIFEST, above=41),)
+    assert actions == (events.BuildSubmission(TASK, MANIFEST, above=41),)
 
 
 @pytest.mark.parametrize("sequence", [2**63 - 1, 2**63 - 2, 2**62])
@@ -208,11 +208,11 @@ def test_no_receipt_uses_up_a_devices_numbers(sequence: int) -> None:
     )
     state, actions = step(_handing_in(), events.ReceiptSeen(receipt), now_s=0)
     (told,) = actions
-    assert isinstance(told, events.Tell)
+    assert isinstance(told, events.Log)
     assert (told.error, state.uploads) == (True, ())
 
 
-@pytest.mark.parametrize(("mode", "kind"), [(Mode.ONCE, events.Exit), (Mode.SERVICE, events.Tell)])
+@pytest.mark.parametrize(("mode", "kind"), [(Mode.ONCE, events.Exit), (Mode.SERVICE, events.Log)])
 def test_refusal_reaches_a_person(mode: Mode, kind: type[events.Action]) -> None:
     """A submission refused for what it is ends a single run, and is told by a service that goes on."""
     receipt = Receipt(
@@ -227,9 +227,9 @@ def test_refusal_reaches_a_person(mode: Mode, kind: type[events.Action]) -> None
 def test_new_images_replace_what_was_not_sent_yet() -> None:
     """A newer submission takes the place of an older one that has no receipt yet."""
     state, actions = step(_handing_in(), events.ImagesChanged(), now_s=1)
-    assert actions == (events.Build(TASK, MANIFEST),)
+    assert actions == (events.BuildSubmission(TASK, MANIFEST),)
     newer = item_of(b"newer")
-    state, actions = step(state, events.Built(TASK, newer), now_s=2)
+    state, actions = step(state, events.SubmissionBuilt(TASK, newer), now_s=2)
     assert [upload.digest for upload in state.uploads] == [newer.digest]
     assert actions == (events.Send(newer, ((0, newer.size_bytes),)),)
 
@@ -238,12 +238,12 @@ def test_new_task_ends_the_old_ones_transfers() -> None:
     """Another task means another submission, and nothing of the old one is sent any more."""
     state, actions = step(_handing_in(), events.TaskSeen(b"u" * 32, MANIFEST), now_s=1)
     assert state.uploads == ()
-    assert events.Build(b"u" * 32, MANIFEST) in actions
-    state, actions = step(state, events.Built(TASK, ITEM), now_s=2)
+    assert events.BuildSubmission(b"u" * 32, MANIFEST) in actions
+    state, actions = step(state, events.SubmissionBuilt(TASK, ITEM), now_s=2)
     assert actions == ()
 
 
-def _report(world: World, head: HeadRef) -> Item:
+def _report(world: World, head: HeadRef) -> UploadItem:
     """Put why a head is refused in the outbox."""
     return world.keep("evaluation", b"report", about=head_key(head).hex())
 
@@ -253,24 +253,24 @@ def test_a_refused_head_is_told_and_not_tried_again() -> None:
     state = _handing_in()
     state, _ = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
     state, actions = step(state, events.DownloadEnded(HEAD_MANIFEST.current.head.digest, good=True), now_s=0)
-    assert events.Install(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
+    assert events.InstallHead(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
     report = item_of(b"report", kind="evaluation")
-    refused = events.Installed(HEAD_MANIFEST.current.head.digest, report, reason="it predicts NaN")
+    refused = events.HeadInstalled(HEAD_MANIFEST.current.head.digest, report, reason="it predicts NaN")
     state, actions = step(state, refused, now_s=0)
-    assert actions[0] == events.Tell("it predicts NaN", error=True)
+    assert actions[0] == events.Log("it predicts NaN", error=True)
     assert state.installed is None
     assert state.uploads[-1].item == report
     state, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=1)
-    assert not [action for action in actions if isinstance(action, events.Install)]
+    assert not [action for action in actions if isinstance(action, events.InstallHead)]
     _, actions = step(state, events.AggregatorStarted(), now_s=2)
-    assert events.Install(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
+    assert events.InstallHead(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
 
 
 def test_a_single_run_reports_a_refused_head_before_it_ends() -> None:
     """It ends with an error and the reason, once the aggregator knows."""
     world = _begin(loss=0.3)
     world.install = lambda install: world.pending.append(  # type: ignore[method-assign]
-        events.Installed(head_key(install.head), _report(world, install.head), reason="it predicts NaN")
+        events.HeadInstalled(head_key(install.head), _report(world, install.head), reason="it predicts NaN")
     )
     world.run()
     assert world.exit == events.Exit(1, "it predicts NaN")
@@ -282,17 +282,17 @@ def test_a_head_that_does_not_come_whole_is_refused() -> None:
     good = HeadRef(version=2, head=reference(b"good head", "head"), devices=1, prototypes=1)
     world = _begin(Mode.SERVICE)
     world.served[digest_of(HEAD)] = HEAD[:-1] + b"x"
-    refused: list[events.Refuse] = []
+    refused: list[events.RefuseHead] = []
     perform = world.perform
 
     def performed(action: events.Action) -> None:
         if isinstance(action, events.Finish):
             perform(action)
             world.disk.pop(action.digest)
-        elif isinstance(action, events.Refuse):
+        elif isinstance(action, events.RefuseHead):
             refused.append(action)
             report = _report(world, action.head)
-            world.pending.append(events.Installed(head_key(action.head), report, "damaged"))
+            world.pending.append(events.HeadInstalled(head_key(action.head), report, "damaged"))
         else:
             perform(action)
 
@@ -332,10 +332,10 @@ def test_a_canary_goes_back_when_it_is_told_to() -> None:
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     for seen, version in ((_rollout(below=2**32), 2), (HEAD_MANIFEST, 1)):
         state, actions = step(state, events.HeadSeen(seen), now_s=0)
-        (install,) = [action for action in actions if isinstance(action, events.Install)]
+        (install,) = [action for action in actions if isinstance(action, events.InstallHead)]
         assert install.head.version == version
         report = item_of(b"report", kind="evaluation")
-        state, _ = step(state, events.Installed(head_key(install.head), report), now_s=0)
+        state, _ = step(state, events.HeadInstalled(head_key(install.head), report), now_s=0)
         assert state.installed == head_key(install.head)
 
 
@@ -373,7 +373,7 @@ def test_a_blob_that_is_refused_is_asked_for_ever_more_rarely() -> None:
         if any(isinstance(action, events.Request) for action in actions):
             asked.append(second)
             state, actions = step(state, events.ReceiptSeen(refusal), now_s=second)
-            told += sum(isinstance(action, events.Tell) for action in actions)
+            told += sum(isinstance(action, events.Log) for action in actions)
         state, actions = step(state, events.Ticked(), now_s=second)
     assert told == 1
     assert 5 < len(asked) < 20
@@ -394,11 +394,11 @@ def test_a_recalled_task_that_fails_is_no_reason_to_end() -> None:
     better = replace_task(MANIFEST)
     state = replace(State(mode=Mode.SERVICE), stored=frozenset({MANIFEST.backbones[0].digest}))
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST, recalled=True), now_s=0)
-    state, actions = step(state, events.Built(TASK, None, reason="no such class"), now_s=1)
-    assert actions == (events.Tell("no such class", error=True),)
+    state, actions = step(state, events.SubmissionBuilt(TASK, None, reason="no such class"), now_s=1)
+    assert actions == (events.Log("no such class", error=True),)
     state, actions = step(state, events.TaskSeen(b"u" * 32, better), now_s=2)
-    assert events.Build(b"u" * 32, better) in actions
-    _, actions = step(state, events.Built(b"u" * 32, None, reason="no such class"), now_s=3)
+    assert events.BuildSubmission(b"u" * 32, better) in actions
+    _, actions = step(state, events.SubmissionBuilt(b"u" * 32, None, reason="no such class"), now_s=3)
     assert actions == (events.Exit(1, "no such class"),)
 
 
@@ -408,12 +408,12 @@ def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
     done = HEAD_MANIFEST.current.head.digest
     state = State(mode=Mode.ONCE, stored=stored, installed=done, evaluated=done)
     state, actions = step(state, events.TaskSeen(TASK, MANIFEST, recalled=True), now_s=0)
-    assert actions == (events.Build(TASK, MANIFEST),)
-    state, _ = step(state, events.Built(TASK, replace(ITEM, received=True)), now_s=0)
+    assert actions == (events.BuildSubmission(TASK, MANIFEST),)
+    state, _ = step(state, events.SubmissionBuilt(TASK, replace(ITEM, received=True)), now_s=0)
     state, actions = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
     assert actions == ()
     _, actions = step(state, events.TaskSeen(b"u" * 32, MANIFEST), now_s=0)
-    assert actions == (events.Build(b"u" * 32, MANIFEST),)
+    assert actions == (events.BuildSubmission(b"u" * 32, MANIFEST),)
     _, actions = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     assert actions == (events.Exit(0),)
 

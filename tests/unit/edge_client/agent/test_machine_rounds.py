@@ -94,7 +94,7 @@ class RoundsWorld(World):
     number: int = 0
     closes_s: float = 0.0
     seen: int | None = None
-    jobs: list[tuple[float, events.Build | events.Install]] = field(default_factory=list)
+    jobs: list[tuple[float, events.BuildSubmission | events.InstallHead]] = field(default_factory=list)
     sequence: int = 0
     whole: set[bytes] = field(default_factory=set)
     counted: list[int] = field(default_factory=list)
@@ -189,7 +189,7 @@ class RoundsWorld(World):
             self.seen = event.manifest.number
         super().take(event)
 
-    def build(self, build: events.Build) -> None:
+    def build(self, build: events.BuildSubmission) -> None:
         """Begin to train, after what is being done."""
         assert build.round is not None
         assert all(
@@ -198,17 +198,17 @@ class RoundsWorld(World):
         self.begun.append((build.round.number, self.seen))
         self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), build))
 
-    def install(self, install: events.Install) -> None:
+    def install(self, install: events.InstallHead) -> None:
         """Begin to take a head into use."""
         self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), install))
 
-    def finish(self, job: events.Build | events.Install) -> None:
+    def finish(self, job: events.BuildSubmission | events.InstallHead) -> None:
         """End a piece of work; one for a round that is not the newest any more comes to nothing."""
-        if isinstance(job, events.Install):
+        if isinstance(job, events.InstallHead):
             self.in_use = head_key(job.head)
             payload = b"evaluation %d 0" % job.head.version
             report = self.keep("evaluation", payload, task=job.task, about=self.in_use.hex())
-            self.pending.append(events.Installed(self.in_use, report))
+            self.pending.append(events.HeadInstalled(self.in_use, report))
             return
         assert job.round is not None
         number = job.round.number
@@ -217,19 +217,25 @@ class RoundsWorld(World):
         if number in self.failing:
             self.failed.append(number)
             may_pass = self.failing[number]
-            self.pending.append(events.Built(job.task, None, number, reason="no", may_pass=may_pass))
+            self.pending.append(
+                events.SubmissionBuilt(job.task, None, number, reason="no", may_pass=may_pass)
+            )
             return
         standing = self.newest_submission()
         if standing is None or standing.about != str(number) or job.above:
             self.sequence = max(self.sequence, job.above) + 1
             payload = b"submission %d %d".ljust(100_000) % (number, self.sequence)
             standing = self.keep("submission", payload, task=job.task, about=str(number))
-        self.pending.append(events.Built(job.task, standing, number))
+        self.pending.append(events.SubmissionBuilt(job.task, standing, number))
 
     def cut(self) -> None:
         """Lose the connection, and what was on it."""
         kept = (
-            events.OutboxSeen | events.DownloadStarts | events.DownloadEnded | events.Built | events.Installed
+            events.OutboxSeen
+            | events.DownloadStarts
+            | events.DownloadEnded
+            | events.SubmissionBuilt
+            | events.HeadInstalled
         )
         self.whole -= {event.frame.digest for event in self.pending if isinstance(event, events.BlockSeen)}
         self.pending = [event for event in self.pending if isinstance(event, kept)]
@@ -348,7 +354,7 @@ def test_a_round_that_fails_is_left_to_the_others(
     assert world.exit is None
     assert world.state.evaluated == digest_of(TENSORS[ROUNDS])
     assert not set(world.counted) & set(failing)
-    told = [action for action in world.done if action == events.Tell("no", error=True)]
+    told = [action for action in world.done if action == events.Log("no", error=True)]
     assert len(told) == len(world.failed)
     check_laws(world)
 
@@ -367,7 +373,7 @@ def test_a_later_failure_is_told_and_the_next_round_joined() -> None:
     world.run(steps=1_500)
     assert world.exit is None
     assert world.counted == [0, 2, 3]
-    assert events.Tell("no", error=True) in world.done
+    assert events.Log("no", error=True) in world.done
 
 
 @settings(max_examples=20, deadline=None)
@@ -396,7 +402,9 @@ def test_a_device_that_comes_after_the_rounds_takes_their_head() -> None:
     world.run()
     assert world.exit == events.Exit(0)
     assert (world.begun, world.counted) == ([], [])
-    assert [action.head.round for action in world.done if isinstance(action, events.Install)] == [ROUNDS - 1]
+    assert [action.head.round for action in world.done if isinstance(action, events.InstallHead)] == [
+        ROUNDS - 1
+    ]
 
 
 def test_what_is_for_the_whole_fleet_is_asked_for_where_it_does_not_come() -> None:
@@ -418,7 +426,7 @@ def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
     world = begin(Mode.DRY_RUN, lasts_s=(lasts_s,) * (ROUNDS - 1) + (60.0,))
     world.run()
     assert world.exit == events.Exit(0)
-    sent = (events.Announce, events.Send, events.Install)
+    sent = (events.Announce, events.Send, events.InstallHead)
     assert not [action for action in world.done if isinstance(action, sent)]
     assert world.counted == []
 
@@ -438,7 +446,7 @@ def uploaded() -> State:
     for event in (
         events.TaskSeen(TASK, MANIFEST),
         events.RoundSeen(round_manifest(0)),
-        events.Built(TASK, ITEM, 0),
+        events.SubmissionBuilt(TASK, ITEM, 0),
     ):
         state, _ = step(state, event, now_s=0)
     assert [upload.item for upload in state.uploads] == [ITEM]
@@ -450,11 +458,11 @@ def test_a_submission_of_the_wrong_round_is_given_up(reason: Reason) -> None:
     """It is no fault of the device's: it says so, sends it no more, and waits for the round that comes."""
     receipt = Receipt(digest=ITEM.digest, status="refused", reason=reason)
     state, actions = step(uploaded(), events.ReceiptSeen(receipt), now_s=1)
-    assert [type(action) for action in actions] == [events.Tell]
+    assert [type(action) for action in actions] == [events.Log]
     assert state.uploads == ()
     state = replace(state, stored=state.stored | {digest_of(TENSORS[1])})
     _, actions = step(state, events.RoundSeen(round_manifest(1)), now_s=2)
-    assert actions == (events.Build(TASK, MANIFEST, round_manifest(1)),)
+    assert actions == (events.BuildSubmission(TASK, MANIFEST, round_manifest(1)),)
 
 
 def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
@@ -462,9 +470,9 @@ def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
     state, _ = step(uploaded(), events.RoundSeen(round_manifest(1)), now_s=1)
     receipt = Receipt(digest=ITEM.digest, status="refused", reason="superseded", sequence=41)
     state, actions = step(state, events.ReceiptSeen(receipt), now_s=1)
-    assert not [action for action in actions if isinstance(action, events.Build)]
+    assert not [action for action in actions if isinstance(action, events.BuildSubmission)]
     state, actions = step(state, events.DownloadEnded(digest_of(TENSORS[1]), good=True), now_s=2)
-    assert actions == (events.Build(TASK, MANIFEST, round_manifest(1)),)
+    assert actions == (events.BuildSubmission(TASK, MANIFEST, round_manifest(1)),)
 
 
 def test_a_submission_that_is_newer_takes_the_place_of_an_older_one() -> None:
@@ -472,6 +480,6 @@ def test_a_submission_that_is_newer_takes_the_place_of_an_older_one() -> None:
     state = replace(uploaded(), stored=uploaded().stored | {digest_of(TENSORS[1])})
     state, _ = step(state, events.RoundSeen(round_manifest(1)), now_s=1)
     newer = item_of(b"newer", about="1")
-    state, actions = step(state, events.Built(TASK, newer, 1), now_s=2)
+    state, actions = step(state, events.SubmissionBuilt(TASK, newer, 1), now_s=2)
     assert actions == (events.Send(newer, ((0, newer.size_bytes),)),)
     assert [upload.item for upload in state.uploads] == [newer]

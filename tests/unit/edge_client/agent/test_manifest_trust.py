@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.agent import manifest_trust
-from edge_client.agent.manifest_trust import Disbelieved, Trust, believe
+from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, believe
 from protocol.wire.messages import Signed
 from protocol.wire.topics import FleetChannel
 
@@ -37,11 +37,11 @@ def test_any_order_leads_to_the_greatest_release(
     messages: list[tuple[FleetChannel, int, bytes, bytes]],
 ) -> None:
     """On each channel, nothing that is older than what was believed is believed again; nor is another aggregator."""
-    known = Trust(KEY)
+    known = ManifestTrust(KEY)
     believed: dict[str, tuple[int, bytes]] = {}
     for channel, release, body, key in messages:
         before = believed.get(channel, (0, b""))
-        with contextlib.suppress(Disbelieved):
+        with contextlib.suppress(UntrustedManifest):
             known = believe(known, channel, said(release, body, key=key))
             assert key == KEY
             assert release > before[0] or (release, body) == before
@@ -57,10 +57,10 @@ def test_any_order_leads_to_the_greatest_release(
 
 def test_the_first_aggregator_is_believed_and_then_no_other() -> None:
     """Where no key was given: on every channel, the one that was heard first counts."""
-    known = believe(Trust(), "task", said(5))
+    known = believe(ManifestTrust(), "task", said(5))
     assert known.key == KEY
     for channel in CHANNELS:
-        with pytest.raises(Disbelieved, match="signed by another aggregator") as caught:
+        with pytest.raises(UntrustedManifest, match="signed by another aggregator") as caught:
             believe(known, channel, said(9, key=OTHER))
         assert caught.value.reason == "signature"
     assert "--aggregator-key" in str(caught.value)
@@ -68,34 +68,36 @@ def test_the_first_aggregator_is_believed_and_then_no_other() -> None:
 
 def test_the_same_release_says_the_same() -> None:
     """A repetition is believed; something else under its number is not, nor is anything smaller."""
-    known = believe(Trust(), "head", said(5, b"this"))
+    known = believe(ManifestTrust(), "head", said(5, b"this"))
     assert believe(known, "head", said(5, b"this")) == known
     for release, body in ((5, b"that"), (4, b"this")):
-        with pytest.raises(Disbelieved) as caught:
+        with pytest.raises(UntrustedManifest) as caught:
             believe(known, "head", said(release, body))
         assert caught.value.reason == "replayed"
 
 
 def test_channels_are_numbered_each_for_itself() -> None:
     """What was said on one topic is no reason to pass over another."""
-    known = believe(Trust(), "task", said(9))
+    known = believe(ManifestTrust(), "task", said(9))
     assert believe(known, "head", said(1)).heard.keys() == {"task", "head"}
 
 
 def test_a_key_that_is_given_takes_the_place_of_the_one_that_was_kept() -> None:
     """With all that was heard; the same key again changes nothing, and so does none."""
-    known = believe(Trust(), "head", said(9))
-    assert manifest_trust.given(known, OTHER) == Trust(OTHER)
+    known = believe(ManifestTrust(), "head", said(9))
+    assert manifest_trust.given(known, OTHER) == ManifestTrust(OTHER)
     assert manifest_trust.given(known, KEY) == manifest_trust.given(known, None) == known
     assert believe(manifest_trust.given(known, OTHER), "head", said(1, key=OTHER)).key == OTHER
-    with pytest.raises(Disbelieved):
-        believe(manifest_trust.given(Trust(), OTHER), "head", said(1))
+    with pytest.raises(UntrustedManifest):
+        believe(manifest_trust.given(ManifestTrust(), OTHER), "head", said(1))
 
 
 def test_what_is_remembered_is_what_was_known() -> None:
     """Nothing is remembered of nothing."""
     assert (
-        manifest_trust.from_fact(None) == manifest_trust.from_fact(manifest_trust.to_fact(Trust())) == Trust()
+        manifest_trust.from_fact(None)
+        == manifest_trust.from_fact(manifest_trust.to_fact(ManifestTrust()))
+        == ManifestTrust()
     )
-    known = replace(Trust(KEY), heard={"head": (7, b"d" * 32)})
+    known = replace(ManifestTrust(KEY), heard={"head": (7, b"d" * 32)})
     assert manifest_trust.from_fact(manifest_trust.to_fact(known)) == known

@@ -153,13 +153,13 @@ def test_no_space_is_waited_for(mode: Mode) -> None:
         state, actions = step(state, events.Ticked(), now_s=second)
         asked.extend(second for _ in sent(actions))
     hinder, tell = said
-    assert isinstance(hinder, events.Hinder)
-    assert isinstance(tell, events.Tell)
+    assert isinstance(hinder, events.ReportBlocked)
+    assert isinstance(tell, events.Log)
     assert "no space" in hinder.reason == state.hindrance
     assert 5 < len(asked) < 25
     received = Receipt(digest=ITEM.digest, status="received")
     state, actions = step(state, events.ReceiptSeen(received), now_s=4000)
-    assert actions[:2] == (events.Hinder(""), events.KeepReceipt(ITEM))
+    assert actions[:2] == (events.ReportBlocked(""), events.KeepReceipt(ITEM))
     assert (state.uploads, state.hindrance) == ((), "")
 
 
@@ -167,7 +167,7 @@ def test_what_the_broker_does_not_take_is_kept() -> None:
     """It is told once, and tried again in a while: somebody may change the broker's mind."""
     state = begin()
     state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
-    assert [type(action) for action in actions] == [events.Hinder, events.Tell]
+    assert [type(action) for action in actions] == [events.ReportBlocked, events.Log]
     assert "not authorized" in state.hindrance
     state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
     assert actions == ()

@@ -87,6 +87,6 @@ def test_a_device_without_the_accountant_says_how_to_get_it(monkeypatch: pytest.
 
 def test_nobody_pays_for_the_accountant_who_does_not_need_it() -> None:
     """Importing a device's work brings neither dp-accounting nor scipy."""
-    program = "import edge_client.runner, sys; print({'dp_accounting', 'scipy'} & sys.modules.keys())"
+    program = "import edge_client.service.device, sys; print({'dp_accounting', 'scipy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from edge_client.config import LocalSettings
 from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, from_fact, to_fact
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import Local, Prepared, find, prepare, submission_of
+from edge_client.submission.builder import PreparedSubmission, find, prepare, submission_of
 from protocol.wire.messages import BlobRef, TaskManifest
 from tests.support.device_factory import CLASSES, tiny, write_images
 
@@ -48,9 +49,9 @@ class Life:
         for path in sorted((self.data / self.first).iterdir())[:count]:
             path.unlink()
 
-    def upload(self, task: bytes = TASK) -> Prepared:
+    def upload(self, task: bytes = TASK) -> PreparedSubmission:
         """Make a submission, and remember it as the program does, in JSON and bytes."""
-        local = Local(device_id="device", data=self.data, holdout=0.0, batch_size=4, workers=1)
+        local = LocalSettings(device_id="device", data=self.data, holdout=0.0, batch_size=4, workers=1)
         cache = FeatureCache(self.folder / "features.sqlite")
         found = find(
             task=MANIFEST,

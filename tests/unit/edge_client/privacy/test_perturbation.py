@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from edge_client.config import LocalSettings
 from edge_client.data.images import find_images, held_out
 from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import Found, Local, digests, find, learning_keys, prepare
+from edge_client.submission.builder import FoundImages, digests, find, learning_keys, prepare
 from protocol.errors import PrivacyRefused
 from protocol.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, Perturbation, Program, TaskManifest
@@ -47,11 +48,11 @@ def on_images(scale: float = 0.2) -> Perturbation:
     return Perturbation(on="images", noise="gaussian", scale=scale)
 
 
-def _local(data: Path) -> Local:
-    return Local(device_id="device", data=data, holdout=0.3, batch_size=4, workers=2)
+def _local(data: Path) -> LocalSettings:
+    return LocalSettings(device_id="device", data=data, holdout=0.3, batch_size=4, workers=2)
 
 
-def _find(folder: Path, task: TaskManifest, cache: FeatureCache, secret: bytes = SECRET) -> Found:
+def _find(folder: Path, task: TaskManifest, cache: FeatureCache, secret: bytes = SECRET) -> FoundImages:
     return find(
         task=task,
         local=_local(folder / "data"),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.outbox import MIB
 from protocol.errors import ProtofleetError, StateError
@@ -24,12 +24,12 @@ TASK = b"t" * 32
 KEY = "ab" * 32
 
 
-def keep(state: DeviceState, payload: bytes, *, about: str = "made of this", **facts: object) -> Item:
+def keep(state: DeviceState, payload: bytes, *, about: str = "made of this", **facts: object) -> UploadItem:
     """Have a submission to upload."""
     return state.outbox.keep("submission", payload, task=TASK, about=about, facts=facts)
 
 
-def payload_of(state: DeviceState, item: Item) -> bytes:
+def payload_of(state: DeviceState, item: UploadItem) -> bytes:
     """All of an item's bytes."""
     (payload,) = state.outbox.read(item.digest, ((0, item.size_bytes),)) or (b"",)
     return payload

@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
+from edge_client.config import LocalSettings
 from edge_client.data.images import find_images, held_out
 from edge_client.inference.predictor import open_head
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import Local, Prepared, evaluate_head, find, prepare, submission_of
+from edge_client.submission.builder import PreparedSubmission, evaluate_head, find, prepare, submission_of
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from tests.support.device_factory import CLASSES, linear_head, tiny, write_images
@@ -25,11 +26,13 @@ def _manifest(**changes: object) -> TaskManifest:
     return TaskManifest(fleet="f", algorithm="fedtc", classes=CLASSES, backbones=(blob,), **values)  # type: ignore[arg-type]
 
 
-def _local(data: Path, *, holdout: float = 0.2, device_id: str = "device") -> Local:
-    return Local(device_id=device_id, data=data, holdout=holdout, batch_size=4, workers=2)
+def _local(data: Path, *, holdout: float = 0.2, device_id: str = "device") -> LocalSettings:
+    return LocalSettings(device_id=device_id, data=data, holdout=holdout, batch_size=4, workers=2)
 
 
-def _prepare(folder: Path, local: Local, manifest: TaskManifest, *, secret: bytes = b"s" * 32) -> Prepared:
+def _prepare(
+    folder: Path, local: LocalSettings, manifest: TaskManifest, *, secret: bytes = b"s" * 32
+) -> PreparedSubmission:
     cache = FeatureCache(folder / "features.sqlite")
     found = find(
         task=manifest,

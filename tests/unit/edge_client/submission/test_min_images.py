@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import read_message
+from edge_client.config import LocalSettings
 from edge_client.data.images import LabeledImage, held_out
 from edge_client.data.prototypes import class_means
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import (
-    Found,
-    Local,
-    Prepared,
+    FoundImages,
+    PreparedSubmission,
     learning_keys,
     prepare,
     prepare_round,
@@ -67,11 +67,11 @@ def _sent(
 ) -> list[tuple[int, int, int]]:
     """What leaves a device with so many images of each class; nothing at all where it says that it has too few."""
     images = _images(counts)
-    local = Local(device_id="device", data=folder, holdout=holdout, batch_size=4, workers=1)
+    local = LocalSettings(device_id="device", data=folder, holdout=holdout, batch_size=4, workers=1)
     cache = FeatureCache(folder / "features.sqlite")
     (key,) = learning_keys(manifest)
     cache.put(key, [(image.identity, _feature(image)) for image in images], [])
-    found = Found(tuple(images), ())
+    found = FoundImages(tuple(images), ())
 
     def take_part(kept: Sequence[LabeledImage]) -> RoundResult:
         projection = np.array([_feature(image) for image in kept], np.float32).reshape(-1, SIZE)
@@ -83,7 +83,7 @@ def _sent(
         return RoundResult(local_model, values.astype(np.float16), owners, sizes, {}, None)
 
     try:
-        prepared: Prepared
+        prepared: PreparedSubmission
         if manifest.program is None:
             prepared = prepare(task=manifest, local=local, found=found, cache=cache)
         else:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.agent import events
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
 from edge_client.data.images import find_images, held_out
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.policy import (
@@ -31,12 +31,12 @@ from edge_client.privacy.policy import (
     NOTHING,
     check_task,
 )
-from edge_client.runner import Device
+from edge_client.service.device import Device
+from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.submission import private
 from edge_client.submission.builder import submission_of
-from edge_client.worker import Crashed, Worker
 from protocol.errors import PrivacyRefused, StateError
 from protocol.wire import messages
 from protocol.wire.codec import decode, encode
@@ -54,7 +54,7 @@ from protocol.wire.messages import (
 from tests.support.device_factory import CLASSES, linear_head, tiny, write_images
 from tests.support.graphs import tiny_backbone
 from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
-from tests.unit.edge_client.test_runner import make_settings
+from tests.unit.edge_client.service.test_device import make_settings
 
 WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
 ONE = closed_form({2.0: 1}, 1e-5)
@@ -106,12 +106,12 @@ class Bench:
         """The task's identity."""
         return self.kept.blobs.put(encode(self.manifest))
 
-    def build(self) -> events.Built:
+    def build(self) -> events.SubmissionBuilt:
         """Make a submission."""
         self.worker.focus = self.task
-        self.worker._build(events.Build(self.task, self.manifest))
+        self.worker._build(events.BuildSubmission(self.task, self.manifest))
         built = self.said.pop()
-        assert isinstance(built, events.Built)
+        assert isinstance(built, events.SubmissionBuilt)
         return built
 
     def upload(self) -> Submission:
@@ -120,7 +120,7 @@ class Bench:
         assert built.item is not None, built.reason
         return self.read(built.item)
 
-    def read(self, item: Item) -> Submission:
+    def read(self, item: UploadItem) -> Submission:
         """The submission in the outbox."""
         (payload,) = self.kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (b"",)
         message = read_message(payload)
@@ -456,7 +456,7 @@ def test_nothing_else_can_be_encoded(bench: Bench) -> None:
         bench.settings, bench.kept, emit=bench.said.append, show=lambda made, _: shown.append(made)
     )
     worker.focus = bench.task
-    worker._build(events.Build(bench.task, plain))
+    worker._build(events.BuildSubmission(bench.task, plain))
     assert shown
     with pytest.raises(PrivacyRefused):
         submission_of(shown[0], task=bench.task, manifest=bench.manifest, sequence=1)
@@ -571,12 +571,12 @@ def test_a_head_is_judged_without_images(bench: Bench, *, works: bool) -> None:
     head = HeadRef(
         version=1, head=BlobRef(digest=digest, size_bytes=len(file), name="h"), devices=1, prototypes=1
     )
-    bench.worker.install(events.Install(bench.task, bench.manifest, head))
+    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
     job = bench.worker._jobs.get()
     assert job is not None
     job()
     installed = bench.said.pop()
-    assert isinstance(installed, events.Installed)
+    assert isinstance(installed, events.HeadInstalled)
     report = installed.report
     (payload,) = bench.kept.outbox.read(report.digest, ((0, report.size_bytes),)) or (b"",)
     evaluation = decode(payload, Evaluation, max_bytes=len(payload))

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
+from edge_client.config import LocalSettings
 from edge_client.data.extraction import Interrupted
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import Found, Local, Prepared, submission_of
+from edge_client.submission.builder import FoundImages, PreparedSubmission, submission_of
 from edge_client.submission.rounds import RoundWork
 from edge_client.training.local_round import LocalModel, pack, unpack
 from edge_client.training.trainer import Diverged
@@ -50,7 +51,9 @@ class Device:
         """Start."""
         self.kept = DeviceState(self.folder)
         self.cache = FeatureCache(self.folder / "features.sqlite")
-        local = Local(device_id="device", data=Path("data"), holdout=self.holdout, batch_size=4, workers=1)
+        local = LocalSettings(
+            device_id="device", data=Path("data"), holdout=self.holdout, batch_size=4, workers=1
+        )
         self.work = RoundWork(local, self.kept, self.cache, dry=self.dry)
         self.steps: list[int] = []
 
@@ -62,7 +65,7 @@ class Device:
         images: Sequence[LabeledImage] | None = None,
         stop_before: int | None = None,
         task: bytes = TASK,
-    ) -> tuple[Prepared, LocalModel]:
+    ) -> tuple[PreparedSubmission, LocalModel]:
         """Take part in a round; `steps` has those that were done."""
         self.steps = []
         found = take_images() if images is None else images
@@ -71,12 +74,12 @@ class Device:
             task,
             manifest,
             opened,
-            found=Found(tuple(found), ()),
+            found=FoundImages(tuple(found), ()),
             on_progress=lambda done, _total: self.steps.append(done),
             should_stop=lambda: stop_before is not None and len(self.steps) >= stop_before,
         )
 
-    def upload(self, manifest: TaskManifest, opened: RoundManifest, *, sequence: int = 7) -> Item:
+    def upload(self, manifest: TaskManifest, opened: RoundManifest, *, sequence: int = 7) -> UploadItem:
         """Take part in a round and keep it."""
         prepared, local_model = self.take_part(manifest, opened)
         payload = submission_of(
@@ -91,7 +94,7 @@ class Device:
         facts["outbox"] = repr(self.kept.outbox.items()).encode()
         return {**{str(path.relative_to(self.folder)): path.read_bytes() for path in files}, **facts}
 
-    def payload(self, item: Item) -> bytes:
+    def payload(self, item: UploadItem) -> bytes:
         """The bytes of something in the outbox."""
         (payload,) = self.kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (b"",)
         return payload
@@ -330,7 +333,7 @@ def test_a_device_that_came_too_late_fits_the_head_to_its_images(
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
     images = take_images(counts)
     look_at(device.cache, images)
-    digest = device.work.keep_initial_model(manifest, opened.tensors, Found(tuple(images), ()))
+    digest = device.work.keep_initial_model(manifest, opened.tensors, FoundImages(tuple(images), ()))
     local_model = unpack(device.kept.blobs.read(bytes.fromhex(digest)))
     assert local_model.prototypes.shape == (3, PROJECTION)
     assert not local_model.counts.any()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Interrupted
-from edge_client.submission.builder import Prepared, submission_of
+from edge_client.submission.builder import PreparedSubmission, submission_of
 from edge_client.training.local_round import (
     LocalModel,
     RoundResult,
@@ -72,7 +72,7 @@ def take_part(
 
 def sent(made: RoundResult, manifest: TaskManifest) -> bytes:
     """What would leave the device."""
-    prepared = Prepared(made.prototypes, made.labels, made.counts, (), (), made.changes, made.loss)
+    prepared = PreparedSubmission(made.prototypes, made.labels, made.counts, (), (), made.changes, made.loss)
     return submission_of(prepared, task=TASK, manifest=manifest, sequence=1, number=3)
 
 

@@ -6,28 +6,27 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
 
 from edge_client.agent import events
-from edge_client.agent.state import Mode, head_key
-from edge_client.agent.upload_item import Item
+from edge_client.agent.state import head_key
+from edge_client.agent.upload_item import UploadItem
+from edge_client.config import Settings
 from edge_client.data.images import find_images
 from edge_client.inference.head_loader import open_installed
 from edge_client.inference.predictor import Head
 from edge_client.privacy.differencing_guard import LastSubmission, from_fact, to_fact
 from edge_client.privacy.policy import FAILED, HEAD_REFUSED, check_task, is_private
-from edge_client.progress import Progress
-from edge_client.runtime.backbone import Backbone, Provider, open_backbone
+from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.service.progress import Progress
 from edge_client.storage.device_state import DeviceState, InstalledHead
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import (
-    Found,
-    Local,
-    Prepared,
+    FoundImages,
+    PreparedSubmission,
     digests,
     evaluate_head,
     find,
@@ -48,8 +47,6 @@ from protocol.errors import (
     ProtofleetError,
     StateError,
 )
-from protocol.mqtt.session import Broker
-from protocol.mqtt.tls import OPEN, Access
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadRef, RoundManifest, TaskManifest
 
@@ -57,25 +54,6 @@ log = logging.getLogger(__name__)
 
 MAX_ENDS = 3
 """Times in a row that the program may end while it tries a head, which power loss may do as well."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the person chose."""
-
-    broker: Broker | None
-    fleet: str
-    local: Local
-    mode: Mode
-    provider: Provider
-    threads: int | None
-    backbones: tuple[Path, ...]
-    rescan_s: float
-    access: Access = OPEN
-    aggregator_key: bytes | None = None
-    """The public key of the aggregator that is believed, 32 bytes; without it, the first one that is heard."""
-    signing_key: bytes | None = field(default=None, repr=False)
-    """The device's private key, 32 bytes; without it, one that is made in the state directory."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +79,7 @@ class Worker:
         state: DeviceState,
         *,
         emit: Callable[[events.Event | Crashed], None],
-        show: Callable[[Prepared, int], None] | None,
+        show: Callable[[PreparedSubmission, int], None] | None,
     ) -> None:
         self.focus: bytes | None = None
         """The task that work is for; work for another one is dropped."""
@@ -132,16 +110,16 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join(timeout=5)
 
-    def build(self, build: events.Build) -> None:
+    def build(self, build: events.BuildSubmission) -> None:
         """Make a submission; the outcome is a Built, unless another task comes in between."""
         self._jobs.put(lambda: self._build(build))
 
-    def install(self, install: events.Install) -> None:
+    def install(self, install: events.InstallHead) -> None:
         """Take a head into use and evaluate it; the outcome is an Installed, unless another task or head comes."""
         self._newest = head_key(install.head)
         self._jobs.put(lambda: self._install(install))
 
-    def refuse(self, refuse: events.Refuse) -> None:
+    def refuse(self, refuse: events.RefuseHead) -> None:
         """Report that a head cannot be taken into use; the outcome is an Installed with the reason."""
         self._jobs.put(
             lambda: self._emit(self._refused(refuse.task, refuse.manifest, refuse.head, refuse.reason))
@@ -194,11 +172,11 @@ class Worker:
             self._backbones = {digest: self._open_backbone(blob) for digest, blob in wanted.items()}
         return [self._backbones[digest] for digest in digests(manifest)]
 
-    def _is_due(self, build: events.Build) -> bool:
+    def _is_due(self, build: events.BuildSubmission) -> bool:
         """Whether nothing newer has come in between."""
         return build.task == self.focus and (build.round is None or build.round.number == self.round)
 
-    def _build(self, build: events.Build) -> None:
+    def _build(self, build: events.BuildSubmission) -> None:
         if not self._is_due(build):
             return
         self._manifest = build.manifest
@@ -213,11 +191,11 @@ class Worker:
         except ProtofleetError as error:
             # What the aggregator has sent, it can mend: with the next round, or the next task.
             may_pass = isinstance(error, BackboneMismatch | Diverged | GraphRefused | PrivacyRefused)
-            built = events.Built(build.task, None, number, str(error), may_pass=may_pass)
+            built = events.SubmissionBuilt(build.task, None, number, str(error), may_pass=may_pass)
         if self._is_due(build):
             self._emit(built)
 
-    def _prepare(self, build: events.Build) -> events.Built:
+    def _prepare(self, build: events.BuildSubmission) -> events.SubmissionBuilt:
         check_task(build.manifest, max_epsilon=self._settings.local.max_epsilon)
         if build.round is not None:
             return self._prepare_round(build, build.round)
@@ -246,7 +224,7 @@ class Worker:
             (payload,) = self._kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (None,)
         return from_fact(self._kept.get("uploaded", {}), payload)
 
-    def _prepare_private(self, build: events.Build, found: Found) -> Prepared:
+    def _prepare_private(self, build: events.BuildSubmission, found: FoundImages) -> PreparedSubmission:
         backbones = self._open_backbones(build.manifest)
         work = PrivateWork(
             self._settings.local,
@@ -268,7 +246,7 @@ class Worker:
             )
         return prepared
 
-    def _find(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> Found:
+    def _find(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> FoundImages:
         """The images, with their features in the cache; backbones of a program are open only meanwhile."""
         if manifest.program is None:
             opened = {backbone.sha256: backbone for backbone in self._open_backbones(manifest)}
@@ -301,7 +279,9 @@ class Worker:
             log.error("there is no secret to make noise of: %s", error)
             raise PrivacyRefused(FAILED) from error
 
-    def _show_only(self, build: events.Build, prepared: Prepared) -> events.Built:
+    def _show_only(
+        self, build: events.BuildSubmission, prepared: PreparedSubmission
+    ) -> events.SubmissionBuilt:
         """Show what would be sent; a sequence number of today has as many bytes as the one that would be."""
         number = None if build.round is None else build.round.number
         payload = submission_of(
@@ -309,15 +289,15 @@ class Worker:
         )
         if self._show is not None:
             self._show(prepared, len(payload))
-        return events.Built(
-            build.task, Item(digest_of(payload), len(payload), "submission", build.task), number
+        return events.SubmissionBuilt(
+            build.task, UploadItem(digest_of(payload), len(payload), "submission", build.task), number
         )
 
-    def _prepare_round(self, build: events.Build, opened: RoundManifest) -> events.Built:
+    def _prepare_round(self, build: events.BuildSubmission, opened: RoundManifest) -> events.SubmissionBuilt:
         """Take part in a round, unless its submission is there already."""
         standing = self._rounds.uploaded(build.task, opened, above=build.above)
         if standing is not None:
-            return events.Built(build.task, standing, opened.number)
+            return events.SubmissionBuilt(build.task, standing, opened.number)
         found = self._find(build.manifest, lambda: not self._is_due(build))
         with contextlib.closing(Progress(f"training, round {opened.number}")) as progress:
             prepared, local_model = self._rounds.take_part(
@@ -342,9 +322,9 @@ class Worker:
             "round %d of %d: %d prototypes, %d bytes%s",
             *(opened.number, opened.rounds, len(prepared.counts), len(payload), loss),
         )
-        return events.Built(build.task, item, opened.number)
+        return events.SubmissionBuilt(build.task, item, opened.number)
 
-    def _warn(self, manifest: TaskManifest, prepared: Prepared) -> None:
+    def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:
         """Say what is left out and why, each thing once."""
         data, used = self._settings.local.data, {entry.name for entry in prepared.classes}
         lines = [f"left out {path}: {reason}" for path, reason in prepared.refused]
@@ -366,12 +346,12 @@ class Worker:
                 log.warning("%s", line)
         self._warned = set(lines)
 
-    def _keep(self, build: events.Build, prepared: Prepared) -> events.Built:
+    def _keep(self, build: events.BuildSubmission, prepared: PreparedSubmission) -> events.SubmissionBuilt:
         """Put a submission on the disk; the one that is there stands if it says the same."""
         kept, standing = self._kept, self._kept.outbox.newest_submission()
         made_of = (build.task, prepared.fingerprint)
         if standing is not None and (standing.task, standing.about) == made_of and not build.above:
-            return events.Built(build.task, standing)
+            return events.SubmissionBuilt(build.task, standing)
         sequence = kept.next_number("sequence", above=build.above)
         payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=sequence)
         facts = {"report": _report(prepared, len(payload))}
@@ -382,15 +362,15 @@ class Worker:
         )
         prototypes, images = len(prepared.counts), sum(entry.images for entry in prepared.classes)
         log.info("%d prototypes of %d images, %d bytes", prototypes, images, len(payload))
-        return events.Built(build.task, item)
+        return events.SubmissionBuilt(build.task, item)
 
-    def _install(self, install: events.Install) -> None:
+    def _install(self, install: events.InstallHead) -> None:
         key = head_key(install.head)
         if install.task != self.focus or key != self._newest:
             return  # an older head's blobs may have been deleted by now
         try:
             with self._trying(key):
-                outcome = events.Installed(key, self._evaluate(install))
+                outcome = events.HeadInstalled(key, self._evaluate(install))
         except StateError:
             raise
         except ProtofleetError as error:
@@ -414,7 +394,9 @@ class Worker:
         finally:
             self._kept.set(trying=["", 0])
 
-    def _refused(self, task: bytes, manifest: TaskManifest, head: HeadRef, problem: str) -> events.Installed:
+    def _refused(
+        self, task: bytes, manifest: TaskManifest, head: HeadRef, problem: str
+    ) -> events.HeadInstalled:
         """Keep a report of why a head is not used."""
         none = (0,) * len(manifest.classes)
         told = HEAD_REFUSED if is_private(manifest) else problem[:256]
@@ -423,9 +405,9 @@ class Worker:
         )
         key, reason = head_key(head), f"head {head.version} refused, the old one stays: {problem}"
         report = self._kept.outbox.keep("evaluation", encode(evaluation), task=task, about=key.hex())
-        return events.Installed(key, report, reason)
+        return events.HeadInstalled(key, report, reason)
 
-    def _evaluate(self, install: events.Install) -> Item:
+    def _evaluate(self, install: events.InstallHead) -> UploadItem:
         """Check a head, evaluate it, and only then take it into use; returns the evaluation in the outbox."""
         kept, reference = self._kept, install.head
         installed, previous = self._describe(install), self._head_before(install)
@@ -454,7 +436,7 @@ class Worker:
         log.info("head %d in use%s%s", reference.version, figures, canary)
         return report
 
-    def _head_before(self, install: events.Install) -> InstalledHead | None:
+    def _head_before(self, install: events.InstallHead) -> InstalledHead | None:
         """The head of the same task that was in use before this one; this one may be in use already."""
         heads = (self._kept.installed(), self._kept.previous())
         key, task = head_key(install.head).hex(), install.task.hex()
@@ -468,7 +450,7 @@ class Worker:
             log.warning("no comparison with the head before: %s", error)
             return None
 
-    def _describe(self, install: events.Install) -> InstalledHead:
+    def _describe(self, install: events.InstallHead) -> InstalledHead:
         """What is to be remembered of a head, with what is bound to it."""
         manifest, reference = install.manifest, install.head
         local_model, size = "", 0
@@ -491,7 +473,7 @@ class Worker:
             feature_size=size,
         )
 
-    def _previous_local_model(self, install: events.Install) -> str:
+    def _previous_local_model(self, install: events.InstallHead) -> str:
         """What the head before was bound to, where the device goes back to that one; empty if it is gone."""
         previous, key = self._kept.previous(), head_key(install.head).hex()
         if (
@@ -502,16 +484,16 @@ class Worker:
             return ""
         return previous.local_model
 
-    def _found_at_all(self, install: events.Install) -> Found:
+    def _found_at_all(self, install: events.InstallHead) -> FoundImages:
         """The images of a device that takes a head without having taken part; they need not be there."""
         try:
             return self._find(install.manifest, lambda: install.task != self.focus)
         except ConfigError as error:
             log.warning("no image to fit the head to: %s", error)
-            return Found((), ())
+            return FoundImages((), ())
 
 
-def _report(prepared: Prepared, size_bytes: int) -> dict[str, Any]:
+def _report(prepared: PreparedSubmission, size_bytes: int) -> dict[str, Any]:
     """What `edge-client status` says of a submission."""
     return {
         "classes": [asdict(entry) for entry in prepared.classes],

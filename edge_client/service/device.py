@@ -10,12 +10,13 @@ from importlib.metadata import version
 
 from edge_client.agent import events, machine, manifest_trust, selectors
 from edge_client.agent.state import Mode, State
-from edge_client.agent.upload_item import Item
+from edge_client.agent.upload_item import UploadItem
+from edge_client.config import Settings
 from edge_client.privacy import policy
-from edge_client.progress import Progress
+from edge_client.service.progress import Progress
+from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.submission.builder import Prepared
-from edge_client.worker import Crashed, Settings, Worker
+from edge_client.submission.builder import PreparedSubmission
 from protocol.errors import (
     BackboneMismatch,
     BadSignature,
@@ -65,7 +66,11 @@ class Device:
     """
 
     def __init__(
-        self, settings: Settings, state: DeviceState, *, show: Callable[[Prepared, int], None] | None = None
+        self,
+        settings: Settings,
+        state: DeviceState,
+        *,
+        show: Callable[[PreparedSubmission, int], None] | None = None,
     ) -> None:
         self._settings = settings
         self._kept = state
@@ -127,7 +132,7 @@ class Device:
                 try:
                     for translated in self._translate(topic, payload, retained=retained):
                         self._step(translated)
-                except manifest_trust.Disbelieved as error:
+                except manifest_trust.UntrustedManifest as error:
                     self._refused(error.reason, topic, error)
                 except BadSignature as error:
                     self._refused("signature", topic, error)
@@ -149,13 +154,13 @@ class Device:
                 log.log(level, "the broker will not take what goes to %s: %s", topic, reason)
             case mqtt.Drained():
                 self._step(events.Drained())
-            case events.Built(reason=reason):
+            case events.SubmissionBuilt(reason=reason):
                 self._problem = reason
                 if self._settings.mode is not Mode.DRY_RUN:
                     self._kept.set(problem=self._problem)
                 self._step(event)
                 self._announce()
-            case events.Installed():
+            case events.HeadInstalled():
                 self._step(event)
                 self._tidy()
                 self._send("info", self._info())
@@ -288,11 +293,11 @@ class Device:
         match action:
             case events.Announce():
                 self._announce()
-            case events.Build() as build:
+            case events.BuildSubmission() as build:
                 self._worker.build(build)
-            case events.Install() as install:
+            case events.InstallHead() as install:
                 self._worker.install(install)
-            case events.Refuse() as refuse:
+            case events.RefuseHead() as refuse:
                 self._worker.refuse(refuse)
             case events.OpenDownload(blob=blob):
                 self._open_download(blob)
@@ -306,10 +311,10 @@ class Device:
                 self._send_frames(item, ranges)
             case events.KeepReceipt(item=item):
                 self._keep_receipt(item)
-            case events.Hinder(reason=reason):
+            case events.ReportBlocked(reason=reason):
                 self._kept.set(hindrance=reason)
                 self._send("info", self._info())
-            case events.Tell(text=text, error=error):
+            case events.Log(text=text, error=error):
                 log.log(logging.ERROR if error else logging.INFO, "%s", text)
             case events.Exit() as end:
                 self._exit = end
@@ -329,7 +334,7 @@ class Device:
         if self._session is not None:
             self._session.send(outgoing)
 
-    def _send_frames(self, item: Item, ranges: Ranges) -> None:
+    def _send_frames(self, item: UploadItem, ranges: Ranges) -> None:
         pieces = self._kept.outbox.read(item.digest, ranges)
         if pieces is None:  # something newer has taken its place
             self._inbox.put(events.OutboxSeen(self._kept.outbox.items()))
@@ -391,7 +396,7 @@ class Device:
         else:
             self._inbox.put(events.DownloadEnded(digest, good=True))
 
-    def _keep_receipt(self, item: Item) -> None:
+    def _keep_receipt(self, item: UploadItem) -> None:
         installed, facts = self._kept.installed(), {}
         if installed is not None and item.head is not None and installed.key == item.head.hex():
             facts = {"evaluated": installed.key}
@@ -421,7 +426,7 @@ class Device:
 
     # How it starts.
 
-    def _known_aggregator(self) -> manifest_trust.Trust:
+    def _known_aggregator(self) -> manifest_trust.ManifestTrust:
         """The aggregator that is believed: the one that the person has given, else the one that was."""
         remembered = manifest_trust.from_fact(self._kept.get("trust"))
         known = manifest_trust.given(remembered, self._settings.aggregator_key)

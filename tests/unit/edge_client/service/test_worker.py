@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 
 from edge_client.agent import events
 from edge_client.agent.state import head_key
-from edge_client.runner import Device
 from edge_client.runtime.backbone import Backbone
+from edge_client.service.device import Device
+from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.training.local_round import initial_model, pack
-from edge_client.worker import Crashed, Worker
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef, TaskManifest
 from tests.support.device_factory import CLASSES, linear_head, tiny, write_images
 from tests.support.graphs import tiny_backbone
 from tests.support.round_factory import TASK as ROUNDS_TASK
 from tests.support.round_factory import make_task, open_round
-from tests.unit.edge_client.test_runner import make_settings
+from tests.unit.edge_client.service.test_device import make_settings
 
 ALWAYS = {
     name: np.where(np.arange(2) == label, 1.0, 0.0) * np.ones((16, 1)) for label, name in enumerate(CLASSES)
@@ -55,7 +55,7 @@ class Bench:
         settings = replace(settings, local=replace(settings.local, holdout=0.5))
         self.worker = Worker(settings, self.kept, emit=self.said.append, show=None)
         self.worker.focus = self.task
-        self.worker._build(events.Build(self.task, self.manifest))
+        self.worker._build(events.BuildSubmission(self.task, self.manifest))
         self.said.clear()
 
     def put(self, data: bytes, name: str) -> BlobRef:
@@ -66,18 +66,18 @@ class Bench:
         """A head as the manifest names it."""
         return HeadRef(version=version, head=self.put(file, "head.onnx"), devices=1, prototypes=1)
 
-    def install(self, head: HeadRef) -> tuple[events.Installed, Evaluation]:
+    def install(self, head: HeadRef) -> tuple[events.HeadInstalled, Evaluation]:
         """Have a head taken into use; the outcome and what is reported."""
-        self.worker.install(events.Install(self.task, self.manifest, head))
+        self.worker.install(events.InstallHead(self.task, self.manifest, head))
         return self.outcome()
 
-    def outcome(self) -> tuple[events.Installed, Evaluation]:
+    def outcome(self) -> tuple[events.HeadInstalled, Evaluation]:
         """Of the work that waits."""
         job = self.worker._jobs.get()
         assert job is not None
         job()
         installed = self.said.pop()
-        assert isinstance(installed, events.Installed)
+        assert isinstance(installed, events.HeadInstalled)
         report = installed.report
         (payload,) = self.kept.outbox.read(report.digest, ((0, report.size_bytes),)) or (b"",)
         return installed, decode(payload, Evaluation, max_bytes=len(payload))
@@ -185,7 +185,7 @@ def test_a_head_that_fails_on_the_devices_own_images_is_refused(bench: Bench) ->
 def test_what_cannot_be_fetched_is_reported(bench: Bench) -> None:
     """A head that the device has no whole file of."""
     head = HeadRef(version=4, head=BlobRef(digest=bytes(32), size_bytes=1, name="h"), devices=1, prototypes=1)
-    bench.worker.refuse(events.Refuse(bench.task, bench.manifest, head, "it arrived damaged"))
+    bench.worker.refuse(events.RefuseHead(bench.task, bench.manifest, head, "it arrived damaged"))
     installed, evaluation = bench.outcome()
     assert installed.reason == "head 4 refused, the old one stays: it arrived damaged"
     assert (evaluation.head_version, evaluation.problem) == (4, "it arrived damaged")
@@ -212,7 +212,7 @@ def test_what_is_being_taken_into_use_stays_on_the_disk(bench: Bench, tmp_path: 
     device._state = replace(device._state, working=True)
     for number, head in enumerate(heads, start=1):
         device._step(events.HeadSeen(HeadManifest(task=bench.task, current=head)))
-        bench.worker.install(events.Install(bench.task, bench.manifest, head))
+        bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
         if number == 1:
             outcome, _ = bench.outcome()
     assert device._state.installing == head_key(heads[1])
@@ -272,7 +272,7 @@ def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
         if gone is not None:
             kept.blobs.path(bytes.fromhex(local_model[gone])).unlink()
         worker._newest = head_key(heads[number])
-        worker._install(events.Install(ROUNDS_TASK, manifest, heads[number]))
+        worker._install(events.InstallHead(ROUNDS_TASK, manifest, heads[number]))
         installed = kept.installed()
         assert installed is not None
         assert (installed.version, installed.local_model) == (number + 1, local_model[bound])
@@ -281,8 +281,8 @@ def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
 DEADLY = """
 import os, signal, sys
 from pathlib import Path
-from edge_client import events, worker
-from tests.unit.edge_client.test_worker_heads import Bench
+from edge_client.service import worker
+from tests.unit.edge_client.service.test_worker import Bench
 
 bench = Bench(Path(sys.argv[1]))
 worker.open_installed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

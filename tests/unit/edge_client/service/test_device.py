@@ -9,11 +9,12 @@ import pytest
 
 from edge_client.agent import events
 from edge_client.agent.state import Mode
-from edge_client.runner import Device
+from edge_client.config import LocalSettings, Settings
+from edge_client.service.device import Device
+from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.submission.builder import Found, Local
+from edge_client.submission.builder import FoundImages
 from edge_client.training.local_round import initial_model, pack
-from edge_client.worker import Crashed, Settings, Worker
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.mqtt.session import Outgoing, Received
 from protocol.wire.codec import decode, encode
@@ -25,7 +26,7 @@ from tests.support.round_factory import TASK, look_at, make_task, open_round, ta
 
 def make_settings(folder: Path) -> Settings:
     """A service without a broker."""
-    local = Local(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
+    local = LocalSettings(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
     return Settings(
         broker=None, fleet="f", local=local, mode=Mode.SERVICE, provider="cpu", threads=1, backbones=(),
         rescan_s=30.0,
@@ -91,10 +92,10 @@ class _Overtaken(Worker):
 
     comes: int
 
-    def _find(self, *_: object) -> Found:
+    def _find(self, *_: object) -> FoundImages:
         look_at(self._cache, take_images())
         self.round = self.comes
-        return Found(tuple(take_images()), ())
+        return FoundImages(tuple(take_images()), ())
 
 
 def test_work_that_is_overtaken_may_find_its_blobs_gone(tmp_path: Path, kept: DeviceState) -> None:
@@ -104,11 +105,11 @@ def test_work_that_is_overtaken_may_find_its_blobs_gone(tmp_path: Path, kept: De
     kept.blobs.path(opened.tensors.digest).unlink()
     worker = _Overtaken(make_settings(tmp_path), kept, emit=said.append, show=None)
     worker.focus, worker.round, worker.comes = TASK, 0, 1
-    worker._build(events.Build(TASK, manifest, opened))
+    worker._build(events.BuildSubmission(TASK, manifest, opened))
     assert said == []
     worker.round = worker.comes = 0
     with pytest.raises(StateError):
-        worker._build(events.Build(TASK, manifest, opened))
+        worker._build(events.BuildSubmission(TASK, manifest, opened))
 
 
 def test_of_several_heads_the_newest_is_taken(tmp_path: Path, kept: DeviceState) -> None:
@@ -124,13 +125,13 @@ def test_of_several_heads_the_newest_is_taken(tmp_path: Path, kept: DeviceState)
     kept.blobs.path(gone.digest).unlink()
     for version, tensors in enumerate((gone, here), start=1):
         head = HeadRef(version=version, head=manifest.program.head, devices=1, prototypes=1, tensors=tensors)
-        worker.install(events.Install(TASK, manifest, head))
+        worker.install(events.InstallHead(TASK, manifest, head))
     while not worker._jobs.empty():
         job = worker._jobs.get()
         assert job is not None
         job()
     (installed,) = said
-    assert isinstance(installed, events.Installed)
+    assert isinstance(installed, events.HeadInstalled)
     assert (installed.head, installed.reason) == (here.digest, "")
     assert installed.report is not None
     assert installed.report in kept.outbox.items()
