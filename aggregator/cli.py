@@ -105,12 +105,12 @@ def run_command(
     from aggregator.storage.store import Store, open_folder
     from aggregator.tasks.task import prepare_task
     from protocol.mqtt.session import parse_broker
-    from protocol.mqtt.tls import OPEN, warnings
+    from protocol.mqtt.tls import NO_AUTHENTICATION, warnings
 
     start_logging(verbose=verbose)
     _require("onnx", "onnxscript", "onnxruntime", "scipy", "torch")
     access = read_access(**access_given)
-    if embedded_broker and access != OPEN:
+    if embedded_broker and access != NO_AUTHENTICATION:
         raise click.UsageError(
             "the embedded broker has neither encryption nor passwords: run mosquitto for them"
         )

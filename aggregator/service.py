@@ -29,7 +29,7 @@ from aggregator.tasks.task import Task
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
 from protocol.mqtt import session as mqtt
-from protocol.mqtt.tls import OPEN, Access
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.wire.codec import FrameView, decode, encode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
@@ -81,8 +81,8 @@ class Aggregator:
         task: Task,
         store: Store,
         *,
-        broker: mqtt.Broker,
-        access: Access = OPEN,
+        broker: mqtt.BrokerAddress,
+        access: BrokerAccess = NO_AUTHENTICATION,
         broker_log: Path | None = None,
     ) -> None:
         self._task = task

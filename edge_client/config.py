@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from edge_client.agent.state import Mode
 from protocol.enrollment import Enrollment
 from protocol.errors import ConfigError
-from protocol.mqtt.session import Broker
-from protocol.mqtt.tls import OPEN, Access
+from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 
 if TYPE_CHECKING:
     from edge_client.runtime.backbone import Provider
@@ -45,7 +45,7 @@ class Settings:
         signing_key: the device's private key, 32 bytes; None uses the one in the state directory.
     """
 
-    broker: Broker | None
+    broker: BrokerAddress | None
     fleet: str
     local: LocalSettings
     mode: Mode
@@ -53,7 +53,7 @@ class Settings:
     threads: int | None
     backbones: tuple[Path, ...]
     rescan_s: float
-    access: Access = OPEN
+    access: BrokerAccess = NO_AUTHENTICATION
     aggregator_key: bytes | None = None
     signing_key: bytes | None = field(default=None, repr=False)
 
@@ -72,7 +72,7 @@ def enrolled_name(what: str, *, given: str | None, enrolled: str) -> str:
     return enrolled
 
 
-def merged_access(access: Access, enrollment: Enrollment) -> Access:
+def merged_access(access: BrokerAccess, enrollment: Enrollment) -> BrokerAccess:
     """Return the connection security given on the command line, completed from the enrollment."""
     own = enrollment.access
     if access.certificate is None:

@@ -15,7 +15,7 @@ import click
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
-    from protocol.mqtt.tls import Access
+    from protocol.mqtt.tls import BrokerAccess
 
 log = logging.getLogger(__name__)
 
@@ -77,14 +77,14 @@ def access_options(command: F) -> F:
 def read_access(
     *, tls: bool, ca: Path | None, cert: Path | None, key: Path | None, username: str | None,
     password_file: Path | None,
-) -> "Access":  # fmt: skip
+) -> "BrokerAccess":  # fmt: skip
     """How a person wants to be let in by the broker.
 
     Raises:
         UsageError: options that do not go together.
         ConfigError: the file with the password cannot be read.
     """
-    from protocol.mqtt.tls import Access, readable_by_others
+    from protocol.mqtt.tls import BrokerAccess, readable_by_others
 
     if (cert is None) != (key is None):
         raise click.UsageError("--cert and --key go together: give both, or neither")
@@ -95,7 +95,7 @@ def read_access(
             log.warning("%s", warning)
     if password is not None and username is None:
         raise click.UsageError("a password goes with a name: give --username")
-    return Access(
+    return BrokerAccess(
         tls=tls or ca is not None or cert is not None,
         ca=ca,
         certificate=cert,

@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.x509.oid import NameOID
 
 from protocol.errors import ConfigError
-from protocol.mqtt.tls import Access
+from protocol.mqtt.tls import BrokerAccess
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
 
@@ -24,7 +24,7 @@ FORMAT = 1
 WAY_OUT = "use the folder as `aggregator enroll` has written it"
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
+class EnrollmentCard(msgspec.Struct, frozen=True, kw_only=True):
     """What stands in `enrollment.toml`. Keys are public ones, in hex; an empty broker is for the device to know."""
 
     format: int
@@ -42,21 +42,21 @@ class Enrollment:
     device: str
     fleet: str
     broker: str
-    access: Access
+    access: BrokerAccess
     signing_key: bytes = field(repr=False)
     """Private, 32 bytes."""
     aggregator_key: bytes
     """Public, 32 bytes."""
 
 
-def card_text(card: Card) -> str:
+def card_text(card: EnrollmentCard) -> str:
     """`enrollment.toml`."""
     values: dict[str, Any] = msgspec.to_builtins(card)
     # A string of JSON is one of TOML as well.
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
 
 
-def read_card(folder: Path) -> Card:
+def read_card(folder: Path) -> EnrollmentCard:
     """What a folder says of itself.
 
     Raises:
@@ -64,7 +64,7 @@ def read_card(folder: Path) -> Card:
     """
     file = folder / "enrollment.toml"
     try:
-        card = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), Card)
+        card = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), EnrollmentCard)
         keys = [bytes.fromhex(key) for key in (card.key, card.aggregator_key)]
     except OSError as error:
         raise ConfigError(f"no enrollment in {folder}: cannot read {file}: {error.strerror}") from error
@@ -99,7 +99,7 @@ def read_enrollment(folder: Path) -> Enrollment:
         device=card.device,
         fleet=card.fleet,
         broker=card.broker,
-        access=Access(
+        access=BrokerAccess(
             tls=True, ca=folder / "ca.crt", certificate=folder / "device.crt", key=folder / "device.key"
         ),
         signing_key=signing_key,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from tests.support.brokers import amqtt, free_address, mosquitto, mosquitto_program
 
 # Read by OpenMP when torch is first imported: threads that spin slow everybody else on the machine down.
@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 LONGEST = ("tests/system/faults/", "tests/system/attacks/", "tests/system/fleet/", "tests/examples/")
 """Whole fleets: with several processes of pytest, they begin with these, so that none is left alone with one."""
 
-Serve = Callable[[Broker], AbstractContextManager[None]]
+Serve = Callable[[BrokerAddress], AbstractContextManager[None]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def address() -> Broker:
+def address() -> BrokerAddress:
     """An address on which no broker listens yet."""
     return free_address()
 
@@ -41,7 +41,7 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Serve:
 
 
 @pytest.fixture
-def broker(serve: Serve, address: Broker) -> Iterator[Broker]:
+def broker(serve: Serve, address: BrokerAddress) -> Iterator[BrokerAddress]:
     """A broker that runs."""
     with serve(address):
         yield address

@@ -18,7 +18,7 @@ from aggregator.tasks.task import Task
 from aggregator.training.jobs import CompileJob, HeadJob, Result, RoundJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
-from protocol.storage.blobstore import WrittenTogether, state_errors
+from protocol.storage.blobstore import WriteBatch, state_errors
 from protocol.wire.messages import BlobRef, RoundManifest
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Learning:
         self._settings = task.file.settings
         self._due: list[rounds.Train] = []
         self._version = store.writes_of_others()
-        self._writing = WrittenTogether()
+        self._writing = WriteBatch()
         self._replaced_bytes = 0
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
         forget_lost(task, store)

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from protocol.errors import ConfigError, RuntimeMissing
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class EmbeddedBroker:
         address: where it listens.
     """
 
-    def __init__(self, address: Broker) -> None:
+    def __init__(self, address: BrokerAddress) -> None:
         self._address = address
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()

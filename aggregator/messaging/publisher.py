@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from protocol.mqtt import session as mqtt
-from protocol.mqtt.tls import OPEN, Access
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message, Presence, PresenceState
 from protocol.wire.topics import (
@@ -33,9 +33,9 @@ class Wire:
 
     def __init__(
         self,
-        broker: mqtt.Broker,
+        broker: mqtt.BrokerAddress,
         *,
-        access: Access = OPEN,
+        access: BrokerAccess = NO_AUTHENTICATION,
         fleet: str,
         epoch: int,
         on_event: Callable[[mqtt.Event], None],

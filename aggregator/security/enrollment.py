@@ -27,7 +27,7 @@ from aggregator.security.identity import (
 from aggregator.security.pki import issue_client, issue_server
 from aggregator.storage.store import REVOKED as SET_ASIDE
 from aggregator.storage.store import Store
-from protocol.enrollment import FORMAT, Card, card_text
+from protocol.enrollment import FORMAT, EnrollmentCard, card_text
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.keyfile import read_or_make_key
@@ -83,7 +83,7 @@ def enrol(store: Store, wanted: Wanted, *, fleet: str, out: Path) -> None:
         key = Ed25519PrivateKey.generate()
         public = key.public_key().public_bytes_raw()
         signing_key = read_or_make_key(folder_of(store.folder) / "signing.key")
-        card = Card(
+        card = EnrollmentCard(
             format=FORMAT,
             device=wanted.device,
             fleet=fleet,

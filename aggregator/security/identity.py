@@ -22,7 +22,7 @@ from aggregator.security.pki import (
 )
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.tls import Access
+from protocol.mqtt.tls import BrokerAccess
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.keyfile import write_private
@@ -158,7 +158,7 @@ def _revoked_before(file: Path) -> dict[int, datetime]:
     return {one.serial_number: one.revocation_date_utc for one in listed}
 
 
-def own_access(state: Path, access: Access, *, fleet: str, is_closed: bool = False) -> Access:
+def own_access(state: Path, access: BrokerAccess, *, fleet: str, is_closed: bool = False) -> BrokerAccess:
     """How the aggregator is let in by its broker: with its own certificate and authority, unless told otherwise.
 
     Args:

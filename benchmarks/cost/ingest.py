@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks.cost.ingest_load import Load, write_load
 from protocol.errors import ProtofleetError
-from protocol.mqtt.session import Broker, Connected, Event, Received, Session
+from protocol.mqtt.session import BrokerAddress, Connected, Event, Received, Session
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, Receipt
 from protocol.wire.topics import device_topic, fleet_topic
@@ -117,7 +117,7 @@ def measure(
 
 
 @contextlib.contextmanager
-def mosquitto(folder: Path) -> Iterator[Broker]:
+def mosquitto(folder: Path) -> Iterator[BrokerAddress]:
     """Run mosquitto as `deploy/mosquitto.conf` has it.
 
     Raises:
@@ -126,7 +126,7 @@ def mosquitto(folder: Path) -> Iterator[Broker]:
     program = shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if program is None:
         raise ProtofleetError("mosquitto is not installed: apt-get install mosquitto")
-    address = Broker("127.0.0.1", free_port())
+    address = BrokerAddress("127.0.0.1", free_port())
     text = (ROOT / "deploy" / "mosquitto.conf").read_text()
     text = text.replace("listener 1883", f"listener {address.port} 127.0.0.1")
     config = folder / "mosquitto.conf"
@@ -141,7 +141,7 @@ def mosquitto(folder: Path) -> Iterator[Broker]:
         process.wait()
 
 
-def time_discarding(broker: Broker, load: Load) -> Cost:
+def time_discarding(broker: BrokerAddress, load: Load) -> Cost:
     """What it costs until a process with nothing but our own session has had every message."""
     call = f"from benchmarks.cost.ingest import discard\ndiscard({broker.port}, {load.messages})"
     with _running("-c", call) as lines:
@@ -157,7 +157,7 @@ def discard(port: int, messages: int) -> None:
 
     Each message is acknowledged from this thread, as the aggregator has to, but at once.
     """
-    broker, topic = Broker("127.0.0.1", port), f"pf/1/{FLEET}/d/+/up/+"
+    broker, topic = BrokerAddress("127.0.0.1", port), f"pf/1/{FLEET}/d/+/up/+"
     with listening(broker, topic, manual_ack=True) as (session, events):
         print("ready", flush=True)
         started = time.process_time()
@@ -166,7 +166,7 @@ def discard(port: int, messages: int) -> None:
         print(time.process_time() - started, flush=True)
 
 
-def time_aggregator(broker: Broker, load: Load, task: Path, state: Path) -> Cost:
+def time_aggregator(broker: BrokerAddress, load: Load, task: Path, state: Path) -> Cost:
     """What it costs until a new aggregator has sent a receipt for every submission."""
     log = state.with_suffix(".log")
     arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker)]
@@ -187,7 +187,7 @@ def time_aggregator(broker: Broker, load: Load, task: Path, state: Path) -> Cost
 
 
 @contextlib.contextmanager
-def publisher(broker: Broker, load: Load) -> Iterator[None]:
+def publisher(broker: BrokerAddress, load: Load) -> Iterator[None]:
     """Publish a load from a process of its own, beginning now."""
     arguments = [str(broker.port), str(load.packets), str(load.messages)]
     with _running("-m", "benchmarks.cost.publish_packets", *arguments) as lines:
@@ -207,7 +207,7 @@ def _running(*arguments: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def listening(
-    broker: Broker, *topics: str, manual_ack: bool = False
+    broker: BrokerAddress, *topics: str, manual_ack: bool = False
 ) -> Iterator[tuple[Session, "queue.SimpleQueue[Received]"]]:
     """Listen to topics; what comes is in the queue."""
     others: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -259,7 +259,7 @@ def _count_receipts(received: "queue.SimpleQueue[Received]", number: int) -> Non
         number -= receipt.status == "received"
 
 
-def _wait_for(address: Broker) -> None:
+def _wait_for(address: BrokerAddress) -> None:
     deadline_s = time.monotonic() + 20
     while time.monotonic() < deadline_s:
         with contextlib.suppress(OSError), socket.create_connection((address.host, address.port)):

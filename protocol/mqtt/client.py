@@ -17,7 +17,7 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from protocol.mqtt import diagnostics
 from protocol.mqtt.events import Outgoing, Received, Token
-from protocol.mqtt.tls import Access, Broker
+from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 KEEPALIVE_S = 30
 
@@ -70,8 +70,8 @@ class Terms:
         manual_ack: a message counts as unacknowledged to the broker until `Connection.acknowledge`.
     """
 
-    broker: Broker
-    access: Access
+    broker: BrokerAddress
+    access: BrokerAccess
     tls: ssl.SSLContext | None
     client_id: str
     subscriptions: tuple[str, ...]

@@ -2,7 +2,7 @@
 
 import ssl
 
-from protocol.mqtt.tls import Access, Broker
+from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 EXPIRED, NOT_YET_VALID = 10, 9
 UNKNOWN_ISSUERS = frozenset({2, 18, 19, 20, 21})
@@ -23,7 +23,7 @@ WANTED = "CERTIFICATE_REQUIRED"
 NO_TLS = "give the port on which it speaks TLS, or leave --tls, --ca and --cert out"
 
 
-def no_connection(error: Exception, broker: Broker, access: Access) -> str:
+def no_connection(error: Exception, broker: BrokerAddress, access: BrokerAccess) -> str:
     """Why a connection could not be opened."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the broker at {broker} is not believed: {_disbelief(error, broker, access)}"
@@ -34,7 +34,7 @@ def no_connection(error: Exception, broker: Broker, access: Access) -> str:
     return f"no broker at {broker}: {getattr(error, 'strerror', None) or error}"
 
 
-def _handshake(error: ssl.SSLError, access: Access) -> str:
+def _handshake(error: ssl.SSLError, access: BrokerAccess) -> str:
     reason = error.reason or ""
     if "PROTOCOL_VERSION" in reason or "UNSUPPORTED_PROTOCOL" in reason:
         return "speaks only an old TLS; have it speak TLS 1.2 or 1.3"
@@ -43,7 +43,7 @@ def _handshake(error: ssl.SSLError, access: Access) -> str:
     return f"speaks no TLS; {NO_TLS}"
 
 
-def _disbelief(error: ssl.SSLCertVerificationError, broker: Broker, access: Access) -> str:
+def _disbelief(error: ssl.SSLCertVerificationError, broker: BrokerAddress, access: BrokerAccess) -> str:
     whom = f"{access.ca}" if access.ca else "the system's authorities"
     if error.verify_code in UNKNOWN_ISSUERS:
         advice = "give the authority's certificate with --ca"
@@ -59,7 +59,7 @@ def _disbelief(error: ssl.SSLCertVerificationError, broker: Broker, access: Acce
     return f"{error.verify_message}; give it a certificate that is made for a broker"
 
 
-def own_refusal(text: str, access: Access) -> str | None:
+def own_refusal(text: str, access: BrokerAccess) -> str | None:
     """What the broker says of our certificate, as it stands in OpenSSL's words; None if it says nothing of it."""
     if WANTED in text:
         return "refused by the broker: it wants a certificate; give --cert and --key, or --enrollment"
@@ -70,7 +70,7 @@ def own_refusal(text: str, access: Access) -> str | None:
     return None
 
 
-def lost_before_answer(said: str, access: Access) -> str:
+def lost_before_answer(said: str, access: BrokerAccess) -> str:
     """Why a connection was lost before the broker answered.
 
     In TLS 1.3 a broker looks at our certificate only when we believe the connection to stand, and what it says then
@@ -85,7 +85,7 @@ def lost_before_answer(said: str, access: Access) -> str:
     return own_refusal(said, access) or f"the broker hangs up once encrypted: {_guess(access)}"
 
 
-def _guess(access: Access) -> str:
+def _guess(access: BrokerAccess) -> str:
     if access.certificate is None:
         return "it probably wants a certificate; give --cert and --key, or --enrollment"
     return (
@@ -94,7 +94,7 @@ def _guess(access: Access) -> str:
     )
 
 
-def refused(code: str, access: Access) -> str:
+def refused(code: str, access: BrokerAccess) -> str:
     """Why the broker answered with a refusal.
 
     Args:

@@ -29,11 +29,11 @@ from protocol.mqtt.events import (
     Unsendable,
 )
 from protocol.mqtt.packet_limits import Experience, packet_bytes
-from protocol.mqtt.tls import OPEN, Access, Broker, open_tls, parse_broker
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, BrokerAddress, open_tls, parse_broker
 
 __all__ = [
-    "Access",
-    "Broker",
+    "BrokerAccess",
+    "BrokerAddress",
     "Connected",
     "Disconnected",
     "Drained",
@@ -161,12 +161,12 @@ class Session:
 
     def __init__(
         self,
-        broker: Broker,
+        broker: BrokerAddress,
         *,
         client_id: str,
         subscriptions: Sequence[str],
         on_event: Callable[[Event], None],
-        access: Access = OPEN,
+        access: BrokerAccess = NO_AUTHENTICATION,
         will: Outgoing | None = None,
         window: int = 8,
         manual_ack: bool = False,

@@ -13,7 +13,7 @@ TLS_PORT = 8883
 
 
 @dataclass(frozen=True)
-class Broker:
+class BrokerAddress:
     """Where the broker listens."""
 
     host: str
@@ -32,7 +32,7 @@ class Broker:
 
 
 @dataclass(frozen=True)
-class Access:
+class BrokerAccess:
     """How to be let in.
 
     Args:
@@ -55,11 +55,11 @@ class Access:
 ENDS_SOON = timedelta(days=30)
 """So long before its end, a certificate is worth a line."""
 
-OPEN = Access()
+NO_AUTHENTICATION = BrokerAccess()
 """For a broker that lets everybody in."""
 
 
-def parse_broker(text: str, *, tls: bool = False) -> Broker:
+def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
     """`HOST`, `HOST:PORT` or `[IPv6]:PORT` as a broker's address; without a port it is MQTT's own, over TLS or not.
 
     Raises:
@@ -72,7 +72,7 @@ def parse_broker(text: str, *, tls: bool = False) -> Broker:
     is_host = _is_ipv6(host) if ":" in host else bool(host) and "/" not in host
     if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(f"expected the broker as HOST or HOST:PORT, got {text!r}")
-    return Broker(host, int(port))
+    return BrokerAddress(host, int(port))
 
 
 def _is_ipv6(text: str) -> bool:
@@ -83,7 +83,7 @@ def _is_ipv6(text: str) -> bool:
     return True
 
 
-def open_tls(access: Access) -> ssl.SSLContext | None:
+def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
     """What encrypts our connections, with every file read; None if nothing does.
 
     Raises:
@@ -130,7 +130,7 @@ def _unreadable(error: OSError, what: str) -> ConfigError:
     return ConfigError(f"cannot read {what}: {error.strerror or error}")
 
 
-def warnings(access: Access, broker: Broker) -> list[str]:
+def warnings(access: BrokerAccess, broker: BrokerAddress) -> list[str]:
     """What somebody should know before a connection is made: secrets that others can read, and what ends soon."""
     said = []
     if access.password is not None and not access.tls and not broker.is_here:

@@ -69,7 +69,7 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: b
     return temporary
 
 
-class WrittenTogether:
+class WriteBatch:
     """Files that are written as `write_atomically` does, several at a time, while the program goes on.
 
     A disk takes several files at once in hardly more time than one.
@@ -170,7 +170,7 @@ class BlobStore:
             write_atomically(self.path(digest), data)
         return digest
 
-    def put_soon(self, data: bytes, *, digest: bytes, together: WrittenTogether) -> None:
+    def put_soon(self, data: bytes, *, digest: bytes, together: WriteBatch) -> None:
         """Store `data`, whose digest was checked, with other files; it is there once these are."""
         if not self._is_whole(digest):
             together.add(self.path(digest), data)

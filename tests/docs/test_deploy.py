@@ -18,7 +18,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.config.task_file import Client, Poisoning, Rollout, Rounds, TaskFile, Training, load_task
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list
 from edge_client.cli import cli as edge_client
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.messages import MAX_MANIFEST_BYTES
 from tests.docs.command_lines import DEPLOY, parse
 from tests.support.brokers import mosquitto, mosquitto_program
@@ -38,7 +38,7 @@ def mosquitto_options(folder: Path) -> str:
     return f"{text}\nuser {getpass.getuser()}\n"
 
 
-def client(broker: Broker, name: str) -> paho.Client:
+def client(broker: BrokerAddress, name: str) -> paho.Client:
     """A client of its own, connected, without a thread."""
     connected = paho.Client(CallbackAPIVersion.VERSION2, client_id=name)
     connected.connect(broker.host, broker.port)
@@ -48,7 +48,7 @@ def client(broker: Broker, name: str) -> paho.Client:
 
 
 def publish(
-    broker: Broker, topic: str, *, times: int = 1, payload: bytes = b"x", retain: bool = False
+    broker: BrokerAddress, topic: str, *, times: int = 1, payload: bytes = b"x", retain: bool = False
 ) -> None:
     """Publish at QoS 1 and wait until the broker has taken all of it."""
     sender = client(broker, "sender")
@@ -76,7 +76,7 @@ def receive(subscriber: paho.Client, *, messages: int) -> int:
 
 
 @needs_mosquitto
-def test_what_is_retained_outlives_the_broker(tmp_path: Path, address: Broker) -> None:
+def test_what_is_retained_outlives_the_broker(tmp_path: Path, address: BrokerAddress) -> None:
     """A retained task is there again after mosquitto was stopped and started."""
     options = mosquitto_options(tmp_path)
     with mosquitto(address, tmp_path, options=options):
@@ -88,7 +88,7 @@ def test_what_is_retained_outlives_the_broker(tmp_path: Path, address: Broker) -
 
 
 @needs_mosquitto
-def test_a_slow_subscriber_loses_nothing(tmp_path: Path, address: Broker) -> None:
+def test_a_slow_subscriber_loses_nothing(tmp_path: Path, address: BrokerAddress) -> None:
     """More messages than mosquitto's default of 1000 wait for a subscriber that does not read meanwhile."""
     with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
         subscriber = client(address, "receiver")
@@ -102,7 +102,7 @@ def test_a_slow_subscriber_loses_nothing(tmp_path: Path, address: Broker) -> Non
 
 
 @needs_mosquitto
-def test_the_largest_message_passes(tmp_path: Path, address: Broker) -> None:
+def test_the_largest_message_passes(tmp_path: Path, address: BrokerAddress) -> None:
     """A manifest of the largest size that the protocol allows is under the broker's packet limit."""
     with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
         publish(address, "pf/1/orchard/task", payload=bytes(MAX_MANIFEST_BYTES), retain=True)

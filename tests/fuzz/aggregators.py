@@ -20,7 +20,7 @@ from aggregator.storage.store import Store
 from aggregator.tasks.task import Task, prepare_task
 from protocol.errors import ConfigError, MalformedMessage
 from protocol.mqtt.events import Outgoing, Received
-from protocol.mqtt.tls import Broker
+from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_FRAME_BYTES, BlobRequest, DeviceInfo, Frame, Presence, Receipt
 from protocol.wire.signing import sign_frame
@@ -56,7 +56,7 @@ def _made() -> _Made:
     store.lock()
     file, backbones = load_task(write_task(place, PATIENT + "\nmax_submission_mb = 0.1"))
     task = prepare_task(file, backbones, store=store)
-    return _Made(task, store, Aggregator(task, store, broker=Broker("localhost", 1)))
+    return _Made(task, store, Aggregator(task, store, broker=BrokerAddress("localhost", 1)))
 
 
 def serve(data: bytes) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from aggregator.status import report
 from aggregator.storage.store import Store
 from protocol.errors import StateError
-from protocol.mqtt.session import Broker, Connected, Drained, Event, Outgoing, Received, Session
+from protocol.mqtt.session import BrokerAddress, Connected, Drained, Event, Outgoing, Received, Session
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
     BlobRef,
@@ -105,7 +105,7 @@ class Daemon:
 
 
 @contextmanager
-def aggregator(task: Path, broker: Broker, *options: str) -> Iterator[Daemon]:
+def aggregator(task: Path, broker: BrokerAddress, *options: str) -> Iterator[Daemon]:
     """Run the aggregator on a task file, with its state and log beside that."""
     state, log_file = task.parent / "state", task.parent / "aggregator.log"
     arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker), *options]
@@ -139,7 +139,7 @@ class Device:
         name: its id.
     """
 
-    def __init__(self, broker: Broker, name: str = "dev") -> None:
+    def __init__(self, broker: BrokerAddress, name: str = "dev") -> None:
         self.name = name
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._unread: list[Received] = []

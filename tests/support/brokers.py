@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from aggregator.messaging.embedded_broker import EmbeddedBroker
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 
 START_TIMEOUT_S = 90.0
 
 
-def free_address() -> Broker:
+def free_address() -> BrokerAddress:
     """An address on this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return Broker("127.0.0.1", probe.getsockname()[1])
+        return BrokerAddress("127.0.0.1", probe.getsockname()[1])
 
 
 def mosquitto_program() -> str | None:
@@ -27,7 +27,7 @@ def mosquitto_program() -> str | None:
 
 
 @contextlib.contextmanager
-def amqtt(address: Broker) -> Iterator[None]:
+def amqtt(address: BrokerAddress) -> Iterator[None]:
     """Serve with the aggregator's own embedded broker."""
     broker = EmbeddedBroker(address)
     broker.start()
@@ -38,7 +38,9 @@ def amqtt(address: Broker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mosquitto(address: Broker, folder: Path, *, options: str = "allow_anonymous true") -> Iterator[None]:
+def mosquitto(
+    address: BrokerAddress, folder: Path, *, options: str = "allow_anonymous true"
+) -> Iterator[None]:
     """Serve with a mosquitto process.
 
     Args:
@@ -54,7 +56,7 @@ def mosquitto(address: Broker, folder: Path, *, options: str = "allow_anonymous 
         process.wait(timeout=60)
 
 
-def start_mosquitto(address: Broker, folder: Path, *, options: str) -> subprocess.Popen[bytes]:
+def start_mosquitto(address: BrokerAddress, folder: Path, *, options: str) -> subprocess.Popen[bytes]:
     """Start a mosquitto process and wait until it listens; the arguments are those of `mosquitto`."""
     config = folder / f"mosquitto-{address.port}.conf"
     config.write_text(f"listener {address.port} {address.host}\n{options}\n", encoding="utf-8")
@@ -66,7 +68,7 @@ def start_mosquitto(address: Broker, folder: Path, *, options: str) -> subproces
     return process
 
 
-def _wait_for(address: Broker, process: subprocess.Popen[bytes]) -> None:
+def _wait_for(address: BrokerAddress, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=1):

@@ -11,7 +11,7 @@ from aggregator.security.pki import (
     revoked_list,
     utc_now,
 )
-from protocol.mqtt.tls import Access
+from protocol.mqtt.tls import BrokerAccess
 
 HOSTS = ("localhost", "127.0.0.1")
 
@@ -46,11 +46,11 @@ class Certificates:
         now = utc_now()
         self.revoked.write_bytes(revoked_list(self.authority, dict.fromkeys(serials, now), now=now))
 
-    def access(self, name: str = "") -> Access:
+    def access(self, name: str = "") -> BrokerAccess:
         """How somebody connects, with the certificate of that name if there is one."""
         if not name:
-            return Access(tls=True, ca=self.ca)
-        return Access(
+            return BrokerAccess(tls=True, ca=self.ca)
+        return BrokerAccess(
             tls=True, ca=self.ca, certificate=self.folder / f"{name}.crt", key=self.folder / f"{name}.key"
         )
 

@@ -14,8 +14,8 @@ from aggregator.security.identity import own_access
 from aggregator.security.mosquitto_config import FOLDER, LOG
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
-from protocol.mqtt.session import Broker
-from protocol.mqtt.tls import Access
+from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.tls import BrokerAccess
 from tests.support.brokers import mosquitto
 
 FLEET = "orchard"
@@ -24,7 +24,7 @@ FLEET = "orchard"
 class Closed:
     """A fleet's state, and the folders that were made of it."""
 
-    def __init__(self, root: Path, address: Broker) -> None:
+    def __init__(self, root: Path, address: BrokerAddress) -> None:
         self.root = root
         self.broker = replace(address, host="localhost")
         self.state = root / "aggregator"
@@ -37,13 +37,13 @@ class Closed:
         enrol(self.store, Wanted(device, str(self.broker), renew=renew), fleet=FLEET, out=out)
         return out
 
-    def access(self, device: str) -> Access:
+    def access(self, device: str) -> BrokerAccess:
         """How a device connects."""
         return read_enrollment(self.root / device).access
 
-    def aggregators_access(self) -> Access:
+    def aggregators_access(self) -> BrokerAccess:
         """How the aggregator does."""
-        return own_access(self.state, Access(tls=True), fleet=FLEET)
+        return own_access(self.state, BrokerAccess(tls=True), fleet=FLEET)
 
     @contextmanager
     def serving(self, configuration: str = "") -> Iterator[None]:
@@ -52,7 +52,7 @@ class Closed:
         text = re.sub(r"(?m)^listener .*$", "", text).replace(FOLDER, str(self.root / "broker"))
         text = text.replace("/var/lib/mosquitto/", f"{self.root}/").replace(f"file {LOG}", "stderr")
         options = f"{text}\nuser {getpass.getuser()}\npid_file {self.root}/mosquitto.pid"
-        with mosquitto(Broker("127.0.0.1", self.broker.port), self.root, options=options):
+        with mosquitto(BrokerAddress("127.0.0.1", self.broker.port), self.root, options=options):
             yield
 
     def hand_over(self) -> None:

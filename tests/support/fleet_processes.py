@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 
 PATIENCE_S = 400.0
 
@@ -34,7 +34,7 @@ class Fleet:
     """The processes of one test, each with its output in a file."""
 
     root: Path
-    broker: Broker
+    broker: BrokerAddress
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, name: str, *arguments: str | Path, file_kb: int | None = None) -> subprocess.Popen[bytes]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from tests.support.mqtt_packets import (
     CONNECT,
     DUPLICATE,
@@ -100,8 +100,8 @@ class Proxy:
 
     def __init__(
         self,
-        listen: Broker,
-        broker: Broker,
+        listen: BrokerAddress,
+        broker: BrokerAddress,
         *,
         seed: int,
         up: Faults = CALM,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from protocol.mqtt.session import Broker, Event, Session
+from protocol.mqtt.session import BrokerAddress, Event, Session
 
 E = TypeVar("E", bound=Event)
 PATIENCE_S = 120.0
@@ -41,7 +41,9 @@ class Ear:
 
 
 @contextmanager
-def running(broker: Broker, client_id: str, *topics: str, **options: Any) -> Iterator[tuple[Session, Ear]]:
+def running(
+    broker: BrokerAddress, client_id: str, *topics: str, **options: Any
+) -> Iterator[tuple[Session, Ear]]:
     """A session that was started; it is ended with the test."""
     ear = Ear()
     made = Session(broker, client_id=client_id, subscriptions=topics, on_event=ear.put, **options)
@@ -53,7 +55,7 @@ def running(broker: Broker, client_id: str, *topics: str, **options: Any) -> Ite
 
 
 @contextmanager
-def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[Broker, list[float]]]:
+def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[BrokerAddress, list[float]]]:
     """Something that accepts connections, but is no broker; with the times at which they came."""
     times: list[float] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -69,5 +71,5 @@ def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[Broker,
                     answer(connection)
 
         threading.Thread(target=accept, daemon=True).start()
-        yield Broker("127.0.0.1", server.getsockname()[1]), times
+        yield BrokerAddress("127.0.0.1", server.getsockname()[1]), times
         server.shutdown(socket.SHUT_RDWR)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.mqtt.session import Broker, Connected, Disconnected, Event, Outgoing, Received, Session
+from protocol.mqtt.session import BrokerAddress, Connected, Disconnected, Event, Outgoing, Received, Session
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Frame
 from tests.support.brokers import free_address, mosquitto, mosquitto_program
@@ -22,7 +22,7 @@ TOPIC = "pf/1/fleet/d/device/{channel}"
 class Client:
     """A session, and what it has been told."""
 
-    def __init__(self, broker: Broker, name: str, *subscriptions: str) -> None:
+    def __init__(self, broker: BrokerAddress, name: str, *subscriptions: str) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.session = Session(
             broker, client_id=name, subscriptions=subscriptions, on_event=self.events.put, window=COUNT
@@ -47,7 +47,7 @@ class Client:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> Iterator[Broker]:
+def target(tmp_path: Path) -> Iterator[BrokerAddress]:
     """The real broker."""
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")
@@ -57,7 +57,7 @@ def target(tmp_path: Path) -> Iterator[Broker]:
 
 
 def pass_through(
-    target: Broker, faults: Faults, *, channel: str = "up/1"
+    target: BrokerAddress, faults: Faults, *, channel: str = "up/1"
 ) -> tuple[list[int], Proxy, list[Seen]]:
     """Send numbered publications through a proxy; returns what arrived, the proxy, and what it saw."""
     seen: list[Seen] = []
@@ -80,7 +80,7 @@ def pass_through(
 @pytest.mark.parametrize(
     "faults", [Faults(), Faults(delay_s=0.002), Faults(bytes_per_s=1e6)], ids=["calm", "late", "slow"]
 )
-def test_what_is_only_slow_arrives_as_it_was(target: Broker, faults: Faults) -> None:
+def test_what_is_only_slow_arrives_as_it_was(target: BrokerAddress, faults: Faults) -> None:
     """Without faults, delayed or throttled: everything, once, in order, and seen."""
     got, _, seen = pass_through(target, faults)
     assert got == list(range(COUNT))
@@ -88,7 +88,7 @@ def test_what_is_only_slow_arrives_as_it_was(target: Broker, faults: Faults) -> 
     assert {(one.client_id, one.direction) for one in seen} == {("sender", "up")}
 
 
-def test_duplicates_arrive_twice(target: Broker) -> None:
+def test_duplicates_arrive_twice(target: BrokerAddress) -> None:
     """As many more as were counted, each beside the first."""
     got, proxy, _ = pass_through(target, Faults(duplicate=0.5))
     assert len(got) == COUNT + proxy.counts["duplicated"]
@@ -97,7 +97,7 @@ def test_duplicates_arrive_twice(target: Broker) -> None:
     assert set(got) == set(range(COUNT))
 
 
-def test_neighbors_change_places(target: Broker) -> None:
+def test_neighbors_change_places(target: BrokerAddress) -> None:
     """Nothing is lost, and as many pairs are out of order as were counted."""
     got, proxy, _ = pass_through(target, Faults(reorder=0.5))
     assert sorted(got) == list(range(COUNT))
@@ -105,7 +105,7 @@ def test_neighbors_change_places(target: Broker) -> None:
     assert swapped == proxy.counts["reordered"] > 5
 
 
-def test_what_is_dropped_was_acknowledged(target: Broker) -> None:
+def test_what_is_dropped_was_acknowledged(target: BrokerAddress) -> None:
     """The sender is done with everything, and what was counted is gone; but nothing that brokers retain."""
     got, proxy, _ = pass_through(target, Faults(drop=0.5))
     assert len(got) == COUNT - proxy.counts["dropped"]
@@ -114,7 +114,7 @@ def test_what_is_dropped_was_acknowledged(target: Broker) -> None:
     assert kept == list(range(COUNT))
 
 
-def test_only_blobs_are_damaged(target: Broker) -> None:
+def test_only_blobs_are_damaged(target: BrokerAddress) -> None:
     """A frame of a blob arrives with another last byte; nothing else does."""
     for channel, damaged in (("blk", COUNT), ("up/1", 0)):
         _, proxy, seen = pass_through(target, Faults(damage=1.0), channel=channel)
@@ -122,7 +122,7 @@ def test_only_blobs_are_damaged(target: Broker) -> None:
         assert len(seen) == COUNT
 
 
-def test_a_damaged_frame_is_still_a_frame(target: Broker) -> None:
+def test_a_damaged_frame_is_still_a_frame(target: BrokerAddress) -> None:
     """It is of the same transfer, and has other bytes: only the digest of the whole shows it."""
     frame = Frame(v=1, digest=bytes(32), size_bytes=9, offset=6, data=b"abc")
     topic = TOPIC.format(channel="blk")
@@ -138,7 +138,7 @@ def test_a_damaged_frame_is_still_a_frame(target: Broker) -> None:
     assert arrived == msgspec.structs.replace(frame, data=b"ab" + bytes((ord("c") ^ 0xFF,)))
 
 
-def test_a_cut_ends_the_connection(target: Broker) -> None:
+def test_a_cut_ends_the_connection(target: BrokerAddress) -> None:
     """The client hears of it and comes back; by hand it meets those who are named."""
     with Proxy(free_address(), target, seed=1) as proxy:
         one, other = Client(proxy.address, "one"), Client(proxy.address, "other")

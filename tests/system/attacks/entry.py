@@ -10,7 +10,7 @@ from aggregator.security.identity import open_authority
 from aggregator.security.pki import issue_client, issue_server, make_authority, utc_now
 from edge_client.cli import cli as edge_client
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.tls import OPEN, Access
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from tests.support.closed_fleet import FLEET
 from tests.system.attacks.catalogue import attack
 from tests.system.attacks.ground import HONEST, HOSTILE, Ground, own
@@ -56,7 +56,7 @@ def strangers(ground: Ground) -> Iterator[bool]:
     yield Client(ground.closed.broker, replace(real, certificate=None, key=None)).connect()
     named = replace(real, certificate=None, key=None, username=HONEST[0], password="")
     yield Client(ground.closed.broker, named).connect()
-    yield Client(ground.closed.broker, OPEN).connect()
+    yield Client(ground.closed.broker, NO_AUTHENTICATION).connect()
 
 
 @attack("names that are none, in topics", stopped_by="broker, aggregator", seen=(("malformed", "?"),))
@@ -67,7 +67,7 @@ def strange_topics(ground: Ground) -> Iterator[bool]:
         for name in STRANGE:
             topic = f"pf/1/{FLEET}/d/{name}/state".encode()
             raw_publish(ground.closed.broker, ground.closed.access(HOSTILE), topic, b"closed")
-            raw_publish(ground.open, OPEN, topic, b"open")
+            raw_publish(ground.open, NO_AUTHENTICATION, topic, b"open")
             witness.settle()
             yield any(heard.payload == b"closed" for heard in witness.heard)
     ground.until("the refusals", lambda: ground.refusals()["malformed", "?"])
@@ -93,7 +93,7 @@ def strange_certificates(ground: Ground) -> Iterator[bool]:
                 continue
             (folder / f"{number}.crt").write_bytes(issued.certificate)
             (folder / f"{number}.key").write_bytes(issued.key)
-            access = Access(
+            access = BrokerAccess(
                 tls=True,
                 ca=ground.closed.access(HOSTILE).ca,
                 certificate=folder / f"{number}.crt",

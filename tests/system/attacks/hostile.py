@@ -15,8 +15,8 @@ import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
-from protocol.mqtt.session import Broker
-from protocol.mqtt.tls import OPEN, Access, open_tls
+from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, open_tls
 
 PATIENCE_S = 60.0
 
@@ -43,8 +43,8 @@ class Client:
 
     def __init__(
         self,
-        address: Broker,
-        access: Access = OPEN,
+        address: BrokerAddress,
+        access: BrokerAccess = NO_AUTHENTICATION,
         *,
         client_id: str = "",
         will: tuple[str, bytes] | None = None,
@@ -169,7 +169,7 @@ class Witness(Client):
         return [heard.payload for heard in self.heard if heard.topic == topic and not heard.retained]
 
 
-def raw_publish(address: Broker, access: Access, topic: bytes, payload: bytes) -> bool:
+def raw_publish(address: BrokerAddress, access: BrokerAccess, topic: bytes, payload: bytes) -> bool:
     """Publish by hand, to what no client's library would let be a topic; returns whether it was acknowledged."""
     tls = open_tls(access)
     with contextlib.ExitStack() as stack:

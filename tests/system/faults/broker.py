@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from tests.support.brokers import start_mosquitto
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Mosquitto:
         access: its access list, where the options name one as `{folder}/acl`.
     """
 
-    def __init__(self, address: Broker, folder: Path, *, options: str = "", access: str = "") -> None:
+    def __init__(self, address: BrokerAddress, folder: Path, *, options: str = "", access: str = "") -> None:
         self.address = address
         self.folder = folder
         self._options = (_OPTIONS + options).format(folder=folder)

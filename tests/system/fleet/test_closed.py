@@ -12,7 +12,7 @@ from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
 from protocol.mqtt import session
 from protocol.mqtt.session import (
-    Broker,
+    BrokerAddress,
     Connected,
     Disconnected,
     Drained,
@@ -20,7 +20,7 @@ from protocol.mqtt.session import (
     Received,
     Unsendable,
 )
-from protocol.mqtt.tls import Access
+from protocol.mqtt.tls import BrokerAccess
 from protocol.wire.topics import RETAINED, device_topic, fleet_topic
 from tests.support.brokers import mosquitto_program
 from tests.support.closed_fleet import FLEET, Closed
@@ -38,7 +38,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def closed(tmp_path: Path, address: Broker) -> Closed:
+def closed(tmp_path: Path, address: BrokerAddress) -> Closed:
     """A fleet with two devices."""
     made = Closed(tmp_path, address)
     for device in ("shed-1", "shed-2"):
@@ -121,7 +121,7 @@ def test_a_program_that_takes_over_anothers_name_ends_it(
         assert second.poll() is None
 
 
-def refusal(broker: Broker, access: Access) -> str:
+def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
     """Why a session was not let in."""
     with running(broker, "a", access=access) as (_, ear):
         reason = ear.wait(Disconnected).reason
@@ -129,7 +129,7 @@ def refusal(broker: Broker, access: Access) -> str:
         return reason
 
 
-def test_strangers_stay_outside(closed: Closed, tmp_path: Path, address: Broker) -> None:
+def test_strangers_stay_outside(closed: Closed, tmp_path: Path, address: BrokerAddress) -> None:
     """No encryption, no certificate, another fleet's, one that was renewed since."""
     (tmp_path / "other").mkdir()
     other = Closed(tmp_path / "other", address)
@@ -139,7 +139,7 @@ def test_strangers_stay_outside(closed: Closed, tmp_path: Path, address: Broker)
     closed.enrol("shed-2", renew=True, folder="shed-2-again")
     closed.hand_over()
     with closed.serving():
-        assert refusal(closed.broker, Access())
+        assert refusal(closed.broker, BrokerAccess())
         assert "wants a certificate" in refusal(
             closed.broker, replace(closed.access("shed-1"), certificate=None)
         )
@@ -149,7 +149,7 @@ def test_strangers_stay_outside(closed: Closed, tmp_path: Path, address: Broker)
             ear.wait(Connected)
 
 
-def denied(closed: Closed, access: Access, topics: list[str]) -> set[str]:
+def denied(closed: Closed, access: BrokerAccess, topics: list[str]) -> set[str]:
     """Which of some topics a broker will not take from somebody, who says something to each."""
     with running(closed.broker, "a", access=access) as (says, ear):
         ear.wait(Connected)
@@ -242,7 +242,7 @@ def test_passwords_in_the_place_of_certificates(closed: Closed, tmp_path: Path) 
         assert line in configuration
         configuration = configuration.replace(line, "")
     configuration += "password_file /etc/mosquitto/protofleet/passwords\n"
-    right = Access(tls=True, ca=tmp_path / "broker" / "ca.crt", username="shed-1", password="one")
+    right = BrokerAccess(tls=True, ca=tmp_path / "broker" / "ca.crt", username="shed-1", password="one")
     own, others = every_topic("shed-1"), every_topic("shed-2")
     with closed.serving(configuration):
         topics = [own["d/up"], others["d/up"], own["task"]]

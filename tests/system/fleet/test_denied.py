@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from tests.support.brokers import mosquitto, mosquitto_program
 from tests.support.fleet_processes import PATIENCE_S, Fleet, write_digits
 from tests.system.fleet.test_fleet import write_task
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto i
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, address: Broker) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
     """A fleet without a broker so far, that is taken down at the end."""
     fleet = Fleet(tmp_path, address)
     yield fleet

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from PIL import Image
 
 from edge_client.cli import cli as edge_client
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from tests.support.fleet_processes import PATIENCE_S, Fleet, write_digits
 from tests.support.graphs import tiny_backbone
 
@@ -26,7 +26,7 @@ on_mosquitto = pytest.mark.parametrize("serve", ["mosquitto"], indirect=True)
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, broker: Broker) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, broker: BrokerAddress) -> Iterator[Fleet]:
     """A fleet that is taken down at the end."""
     fleet = Fleet(tmp_path, broker)
     yield fleet
@@ -300,7 +300,7 @@ def test_a_state_that_cannot_be_written_is_one_line(fleet: Fleet, tmp_path: Path
     assert str(tmp_path / "devices") in line
 
 
-def test_without_a_broker_a_line_says_so(tmp_path: Path, address: Broker) -> None:
+def test_without_a_broker_a_line_says_so(tmp_path: Path, address: BrokerAddress) -> None:
     """A device whose broker is away says so once, keeps trying, and ends cleanly when it is told to."""
     fleet = Fleet(tmp_path, address)
     device = fleet.device("device", write_digits(tmp_path / "data", classes=[0, 1]), "--once")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from tests.support.brokers import mosquitto, mosquitto_program
 from tests.support.fleet_processes import PATIENCE_S, Fleet, write_digits
 from tests.system.fleet.test_fleet import write_task
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, address: Broker) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
     """A fleet that is taken down at the end."""
     with mosquitto(address, tmp_path):
         fleet = Fleet(tmp_path, address)

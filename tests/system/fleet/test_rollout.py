@@ -14,7 +14,7 @@ import pytest
 from onnx import numpy_helper
 
 from aggregator.storage.store import Store
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.canary import canary_rank
 from tests.support.brokers import mosquitto, mosquitto_program
 from tests.support.fleet_processes import Fleet, write_digits
@@ -25,7 +25,7 @@ GOOD = ("good-1", "good-2")
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, address: Broker) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
     """A fleet that is taken down at the end."""
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")

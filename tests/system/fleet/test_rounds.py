@@ -15,7 +15,7 @@ import onnxruntime
 import pytest
 
 from protocol.mqtt import session
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, BlobRef, Frame, RoundManifest
 from protocol.wire.signing import open_manifest
@@ -32,7 +32,7 @@ FEATURES = (16, 8)
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, broker: Broker) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, broker: BrokerAddress) -> Iterator[Fleet]:
     """A fleet that is taken down at the end."""
     fleet = Fleet(tmp_path, broker)
     yield fleet
@@ -154,7 +154,7 @@ class Listener:
         rounds: each round's tensors, by its number.
     """
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: BrokerAddress) -> None:
         self.cast: Counter[bytes] = Counter()
         self.alone: Counter[bytes] = Counter()
         self.rounds: dict[int, BlobRef] = {}
@@ -184,7 +184,7 @@ def problem_of(summary: dict[str, Any], name: str) -> str:
 @pytest.mark.skipif(
     mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
 )
-def test_what_happens_to_one_device_is_no_harm_to_the_fleet(tmp_path: Path, address: Broker) -> None:
+def test_what_happens_to_one_device_is_no_harm_to_the_fleet(tmp_path: Path, address: BrokerAddress) -> None:
     """A training that diverges, and one that is killed; in the end there is nobody but the device, which predicts."""
     fleet = Fleet(tmp_path, address)
     try:

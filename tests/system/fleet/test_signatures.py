@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.mqtt.session import Broker, Outgoing, Received, Session
+from protocol.mqtt.session import BrokerAddress, Outgoing, Received, Session
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, HeadManifest, Signed
 from protocol.wire.signing import open_manifest, sign_manifest
@@ -21,7 +21,7 @@ TOPIC = fleet_topic("default", "head")
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, address: Broker) -> Iterator[Fleet]:
+def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
     """A fleet that is taken down at the end."""
     with amqtt(address):
         fleet = Fleet(tmp_path, address)

@@ -24,7 +24,7 @@ import psutil
 
 from aggregator.storage.store import Store
 from protocol.errors import ProtofleetError
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from tests.support.network_proxy import Faults, Proxy
 from tests.system.soak.programs import Fate, Programs
 
@@ -110,7 +110,9 @@ def run_soak(
     )
     samples: list[Sample] = []
     fallen: list[str] = []
-    listen, broker = (Broker("127.0.0.1", port) for port in (programs.device_port, programs.broker_port))
+    listen, broker = (
+        BrokerAddress("127.0.0.1", port) for port in (programs.device_port, programs.broker_port)
+    )
     with Proxy(listen, broker, seed=seed, up=RESTLESS, down=RESTLESS) as proxy:
         try:
             programs.start_broker()

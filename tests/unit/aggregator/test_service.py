@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     MAX_CHUNK_BYTES,
@@ -35,7 +35,7 @@ from tests.support.submissions import evaluation, submission
 
 
 @pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Broker, Daemon]]:
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerAddress, Daemon]]:
     """One aggregator with its embedded broker that several tests talk to, each as another device."""
     address = free_address()
     task = write_task(tmp_path_factory.mktemp("embedded"), PATIENT + "\nmax_submission_mb = 0.1")
@@ -43,7 +43,7 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Broker,
         yield address, daemon
 
 
-def test_the_task_is_there_for_who_comes(broker: Broker, tmp_path: Path) -> None:
+def test_the_task_is_there_for_who_comes(broker: BrokerAddress, tmp_path: Path) -> None:
     """The retained manifest says what the task file says, and names the backbone that can be fetched."""
     with aggregator(write_task(tmp_path, "[client]\nalpha = 0.5"), broker), Device(broker) as device:
         assert device.aggregator_is("online").epoch > 0
@@ -54,7 +54,7 @@ def test_the_task_is_there_for_who_comes(broker: Broker, tmp_path: Path) -> None
         assert device.fetch(backbone) == (tmp_path / "tiny.onnx").read_bytes()
 
 
-def test_a_head_that_it_does_not_have_is_forgotten(broker: Broker, tmp_path: Path) -> None:
+def test_a_head_that_it_does_not_have_is_forgotten(broker: BrokerAddress, tmp_path: Path) -> None:
     """What another aggregator has left on the broker is not shown to devices that come later."""
     with Device(broker, "early") as early:
         early.say(fleet_topic(FLEET, "head"), b"a head of old", retain=True)
@@ -66,7 +66,7 @@ def test_a_head_that_it_does_not_have_is_forgotten(broker: Broker, tmp_path: Pat
                 assert fleet_topic(FLEET, "head") not in late.topics()
 
 
-def test_a_presence_that_nobody_can_have_left_ends_nothing(broker: Broker, tmp_path: Path) -> None:
+def test_a_presence_that_nobody_can_have_left_ends_nothing(broker: BrokerAddress, tmp_path: Path) -> None:
     """The broker keeps it for ever; the aggregator starts all the same, and says its own in its place."""
     with Device(broker, "early") as early:
         left = encode(Presence(state="online", epoch=2**63 - 1))
@@ -77,7 +77,7 @@ def test_a_presence_that_nobody_can_have_left_ends_nothing(broker: Broker, tmp_p
                 assert late.aggregator_is("online").epoch < 2**63 - 1
 
 
-def test_its_presence_follows_its_life(broker: Broker, tmp_path: Path) -> None:
+def test_its_presence_follows_its_life(broker: BrokerAddress, tmp_path: Path) -> None:
     """Online, stopped after SIGTERM, offline after it was killed; a new start has a greater epoch."""
     task = write_task(tmp_path)
     with Device(broker) as device:
@@ -145,7 +145,7 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
     ]
 
 
-def test_hostile_messages_are_counted_and_everything_goes_on(embedded: tuple[Broker, Daemon]) -> None:
+def test_hostile_messages_are_counted_and_everything_goes_on(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """Each is counted by reason, each reason is logged once, and a good submission is taken afterwards."""
     broker, daemon = embedded
     with Device(broker, "mallory") as device:
@@ -169,7 +169,7 @@ def test_hostile_messages_are_counted_and_everything_goes_on(embedded: tuple[Bro
         assert device.upload(submission(task=task)).status == "received"
 
 
-def test_what_is_refused_is_told_to_the_device(embedded: tuple[Broker, Daemon]) -> None:
+def test_what_is_refused_is_told_to_the_device(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """The receipt carries the reason and the detail."""
     broker, _ = embedded
     with Device(broker, "told") as device:
@@ -181,7 +181,7 @@ def test_what_is_refused_is_told_to_the_device(embedded: tuple[Broker, Daemon]) 
         assert device.receipt(unseen).reason == "unknown_blob"
 
 
-def test_topics_of_strangers_do_no_harm(embedded: tuple[Broker, Daemon]) -> None:
+def test_topics_of_strangers_do_no_harm(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """A device that is no name, and a shard that is none, are counted without a device; others are not heard."""
     broker, daemon = embedded
     with Device(broker, "stranger") as device:
@@ -193,7 +193,7 @@ def test_topics_of_strangers_do_no_harm(embedded: tuple[Broker, Daemon]) -> None
         assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
 
 
-def test_a_transfer_with_holes_is_asked_for(embedded: tuple[Broker, Daemon]) -> None:
+def test_a_transfer_with_holes_is_asked_for(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """The tail is answered with what is missing; once that is there, so is the receipt; and again when asked."""
     broker, _ = embedded
     with Device(broker, "holes") as device:
@@ -207,7 +207,7 @@ def test_a_transfer_with_holes_is_asked_for(embedded: tuple[Broker, Daemon]) -> 
         assert device.receipt(digest).status == "received"
 
 
-def test_the_newest_submission_stands(embedded: tuple[Broker, Daemon]) -> None:
+def test_the_newest_submission_stands(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """An older one is refused with the sequence that stands; a newer one replaces it; it is one submission."""
     broker, daemon = embedded
     with Device(broker, "newest") as device:
@@ -222,7 +222,7 @@ def test_the_newest_submission_stands(embedded: tuple[Broker, Daemon]) -> None:
         assert (row["prototypes"], row["classes"]) == (2, 2)
 
 
-def test_what_a_device_says_of_itself_is_shown(embedded: tuple[Broker, Daemon]) -> None:
+def test_what_a_device_says_of_itself_is_shown(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """Presence and info reach the status; an old will does not; a cleared topic is no message."""
     broker, daemon = embedded
     with Device(broker, "shown") as device:
@@ -252,7 +252,7 @@ def test_what_a_device_says_of_itself_is_shown(embedded: tuple[Broker, Daemon]) 
     [(0, 10, [(0, 10)]), (100, 10**6, [(100, -1)]), (10**6, 10, []), (0, 16 * MAX_CHUNK_BYTES, [(0, -1)])],
 )
 def test_a_part_of_a_blob(
-    embedded: tuple[Broker, Daemon], offset: int, length: int, expected: list[tuple[int, int]]
+    embedded: tuple[BrokerAddress, Daemon], offset: int, length: int, expected: list[tuple[int, int]]
 ) -> None:
     """Exactly the bytes asked for come, clipped to the blob; past its end, nothing."""
     broker, _ = embedded
@@ -270,7 +270,7 @@ def test_a_part_of_a_blob(
 
 
 @pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
-def test_a_blob_goes_out_in_packets_that_the_broker_takes(address: Broker, tmp_path: Path) -> None:
+def test_a_blob_goes_out_in_packets_that_the_broker_takes(address: BrokerAddress, tmp_path: Path) -> None:
     """Over a broker that takes 1,000 bytes at a time a device gets a whole blob, in frames that are as small."""
     options = "allow_anonymous true\nmax_packet_size 1000"
     with (
@@ -283,7 +283,7 @@ def test_a_blob_goes_out_in_packets_that_the_broker_takes(address: Broker, tmp_p
         assert digest_of(device.fetch(backbone)) == backbone.digest
 
 
-def test_only_listed_devices_take_part(broker: Broker, tmp_path: Path) -> None:
+def test_only_listed_devices_take_part(broker: BrokerAddress, tmp_path: Path) -> None:
     """A device that is not in the task file's list is refused whatever it says, and the others are not."""
     task = write_task(tmp_path, PATIENT + '\ndevices = ["friend"]')
     with aggregator(task, broker) as daemon, Device(broker, "friend") as friend, Device(broker, "foe") as foe:

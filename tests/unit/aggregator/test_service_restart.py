@@ -19,7 +19,7 @@ from aggregator.tasks.task import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.metadata import head_metadata
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     BlobRequest,
@@ -33,7 +33,7 @@ from tests.support.submissions import evaluation, submission
 
 
 @pytest.fixture
-def alone(address: Broker) -> Iterator[Broker]:
+def alone(address: BrokerAddress) -> Iterator[BrokerAddress]:
     """One kind of broker, for what takes long and has nothing to do with brokers."""
     with amqtt(address):
         yield address
@@ -63,7 +63,7 @@ def _accuracy(head: bytes) -> float:
     return float((probabilities.argmax(axis=1) == labels).mean())
 
 
-def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: Path) -> None:
+def test_from_submissions_to_a_head_and_over_a_restart(alone: BrokerAddress, tmp_path: Path) -> None:
     """Quorum, training, head over the wire, evaluation; after a restart all of it stands, and a late device counts."""
     task_file = write_task(tmp_path, "quorum = 2\ndeadline_s = 1000\n[training]\nepochs = 5")
     with Device(alone, "a") as a, Device(alone, "b") as b:
@@ -99,7 +99,7 @@ def test_from_submissions_to_a_head_and_over_a_restart(alone: Broker, tmp_path: 
             assert (summary["submissions"], summary["waiting"]) == (3, 0)
 
 
-def test_several_backbones_make_one_feature(alone: Broker, tmp_path: Path) -> None:
+def test_several_backbones_make_one_feature(alone: BrokerAddress, tmp_path: Path) -> None:
     """A head takes the features of all of them one after the other; no single graph holds them, so none is written."""
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "model.onnx").write_bytes(b"of an earlier task")
@@ -122,7 +122,7 @@ def test_several_backbones_make_one_feature(alone: Broker, tmp_path: Path) -> No
         assert daemon.status()["model_path"] is None
 
 
-def test_a_training_that_fails_is_told_and_not_repeated(alone: Broker, tmp_path: Path) -> None:
+def test_a_training_that_fails_is_told_and_not_repeated(alone: BrokerAddress, tmp_path: Path) -> None:
     """The reason is one line; submissions go on, and there is no head."""
     task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cuda:99"')
     with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
@@ -142,7 +142,7 @@ def _limit_files(daemon: Daemon, size_bytes: int) -> None:
     resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
-def test_a_full_disk_stops_the_intake_and_nothing_else(alone: Broker, tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_intake_and_nothing_else(alone: BrokerAddress, tmp_path: Path) -> None:
     """Devices are told to keep what they have, blobs are served, `status` says why; with room again, it goes on."""
     task_file = write_task(tmp_path, PATIENT)
     with aggregator(task_file, alone) as daemon, Device(alone, "a") as device, Device(alone, "b") as other:
@@ -174,7 +174,7 @@ def test_a_full_disk_stops_the_intake_and_nothing_else(alone: Broker, tmp_path: 
 
 
 def test_a_kill_in_the_middle_of_a_transfer_costs_nothing_that_was_told(
-    alone: Broker, tmp_path: Path
+    alone: BrokerAddress, tmp_path: Path
 ) -> None:
     """What a receipt says of is on the disk: after SIGKILL the same is missing as before."""
     task_file = write_task(tmp_path, PATIENT)
@@ -198,7 +198,7 @@ def test_a_kill_in_the_middle_of_a_transfer_costs_nothing_that_was_told(
             assert daemon.status()["submissions"] == 1
 
 
-def test_an_address_that_is_taken_is_told(tmp_path: Path, address: Broker) -> None:
+def test_an_address_that_is_taken_is_told(tmp_path: Path, address: BrokerAddress) -> None:
     """An embedded broker that cannot listen ends the program with 1 and one line."""
     task_file = write_task(tmp_path)
     with amqtt(address), aggregator(task_file, address, "--embedded-broker") as daemon:
@@ -207,7 +207,7 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path, address: Broker) -> No
         assert "Traceback" not in daemon.log()
 
 
-def test_a_broker_that_is_away_is_waited_for(tmp_path: Path, address: Broker) -> None:
+def test_a_broker_that_is_away_is_waited_for(tmp_path: Path, address: BrokerAddress) -> None:
     """The aggregator says so, stays, and serves once the broker is there."""
     with aggregator(write_task(tmp_path), address) as daemon:
         daemon.until(lambda _: "no broker at" in daemon.log())
@@ -215,7 +215,7 @@ def test_a_broker_that_is_away_is_waited_for(tmp_path: Path, address: Broker) ->
             device.aggregator_is("online")
 
 
-def test_a_blob_that_was_deleted_by_hand_is_told(alone: Broker, tmp_path: Path) -> None:
+def test_a_blob_that_was_deleted_by_hand_is_told(alone: BrokerAddress, tmp_path: Path) -> None:
     """Who asks for it gets nothing, the log says what is wrong, and everything else goes on."""
     with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as device:
         device.aggregator_is("online")
@@ -230,7 +230,7 @@ def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> No
     """The round does not wait for it for ever: the next submission begins another training."""
     store = Store(tmp_path / "state")
     task = prepare_task(*load_task(write_task(tmp_path, "quorum = 2")), store=store)
-    daemon = Aggregator(task, store, broker=Broker("127.0.0.1", 1))
+    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
     entries = {"a": Entry(1, b"a", 0.0)}
     daemon._learning.state = State(submissions=entries, training=entries)
     metrics = {"seconds": 1.0, "onnx_max_abs_diff": 0.0}

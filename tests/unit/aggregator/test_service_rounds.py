@@ -18,7 +18,7 @@ from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.heads.operator_commands import order
 from aggregator.storage.store import Store
 from protocol.metadata import graph_metadata, head_metadata
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRequest, DeviceInfo, HeadManifest, Receipt, Submission, TaskManifest
 from protocol.wire.topics import fleet_topic
@@ -50,7 +50,7 @@ def task_file(prepared: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def alone(address: Broker) -> Iterator[Broker]:
+def alone(address: BrokerAddress) -> Iterator[BrokerAddress]:
     """One kind of broker, for what has nothing to do with brokers."""
     with amqtt(address):
         yield address
@@ -71,7 +71,7 @@ def _upload(device: Device, number: int, *, sequence: int = 1) -> Receipt:
     return device.upload(_made(device, number, sequence=sequence))
 
 
-def test_three_rounds(broker: Broker, task_file: Path) -> None:
+def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
     """Each round is announced, handed out once for all, closed by its quorum, and leaves a head; then it is over."""
     with aggregator(task_file, broker) as daemon, Device(broker, "a") as a, Device(broker, "b") as b:
         a.aggregator_is("online")
@@ -119,7 +119,7 @@ def _the_head_works_by_itself(daemon: Daemon) -> None:
     assert (metadata.version, metadata.classes) == (3, ("cat", "dog", "fox"))
 
 
-def test_what_everybody_needs_is_sent_once(broker: Broker, task_file: Path) -> None:
+def test_what_everybody_needs_is_sent_once(broker: BrokerAddress, task_file: Path) -> None:
     """However many devices listen, a round's tensors cross each device's link once; who missed them asks."""
     with (
         Device(broker, "a") as a,
@@ -142,7 +142,7 @@ def test_what_everybody_needs_is_sent_once(broker: Broker, task_file: Path) -> N
         assert digest_of(c.fetch(first)) == first.digest
 
 
-def test_graphs_are_served(alone: Broker, task_file: Path) -> None:
+def test_graphs_are_served(alone: BrokerAddress, task_file: Path) -> None:
     """Each of the program's graphs can be fetched, and says what it is."""
     with aggregator(task_file, alone), Device(alone) as device:
         program = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).program
@@ -153,7 +153,7 @@ def test_graphs_are_served(alone: Broker, task_file: Path) -> None:
             assert (metadata.role, metadata.algorithm, metadata.projection_size) == (role, "fpl", 4)
 
 
-def test_what_does_not_count_is_refused_and_the_round_goes_on(alone: Broker, task_file: Path) -> None:
+def test_what_does_not_count_is_refused_and_the_round_goes_on(alone: BrokerAddress, task_file: Path) -> None:
     """Malformed, not finite, for a round to come, superseded: told with its reason, and the round closes."""
     with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
         a.aggregator_is("online")
@@ -180,7 +180,7 @@ def test_what_does_not_count_is_refused_and_the_round_goes_on(alone: Broker, tas
         assert "Traceback" not in daemon.log()
 
 
-def test_late_devices_count_as_long_as_they_are_not_stale(alone: Broker, task_file: Path) -> None:
+def test_late_devices_count_as_long_as_they_are_not_stale(alone: BrokerAddress, task_file: Path) -> None:
     """One round behind, a submission is taken into the open round; two behind, it is refused as late."""
     with (
         aggregator(task_file, alone) as daemon,
@@ -211,7 +211,7 @@ def test_late_devices_count_as_long_as_they_are_not_stale(alone: Broker, task_fi
         assert receipt.detail == "the submission is for round 0, but round 2 is open"
 
 
-def test_a_restart_in_the_middle_of_a_round(alone: Broker, task_file: Path) -> None:
+def test_a_restart_in_the_middle_of_a_round(alone: BrokerAddress, task_file: Path) -> None:
     """What was uploaded counts, the round goes on with the very same tensors, and no graph is made again."""
     with Device(alone, "a") as a, Device(alone, "b") as b:
         with aggregator(task_file, alone) as daemon:
@@ -235,7 +235,7 @@ def test_a_restart_in_the_middle_of_a_round(alone: Broker, task_file: Path) -> N
             assert "making the graphs" not in daemon.log()
 
 
-def test_what_can_no_longer_count_is_deleted(alone: Broker, task_file: Path) -> None:
+def test_what_can_no_longer_count_is_deleted(alone: BrokerAddress, task_file: Path) -> None:
     """After each round: superseded and old submissions; what the last heads are bound to stays."""
     with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
         a.aggregator_is("online")
@@ -261,7 +261,7 @@ def test_what_can_no_longer_count_is_deleted(alone: Broker, task_file: Path) -> 
         assert a.receipt(gone).reason == "unknown_blob"
 
 
-def test_a_task_without_rounds_clears_what_was_announced(broker: Broker, task_file: Path) -> None:
+def test_a_task_without_rounds_clears_what_was_announced(broker: BrokerAddress, task_file: Path) -> None:
     """A fleet that goes back to one shot finds no open round on the broker."""
     with aggregator(task_file, broker), Device(broker, "early") as early:
         early.round()
@@ -274,7 +274,7 @@ def test_a_task_without_rounds_clears_what_was_announced(broker: Broker, task_fi
             assert fleet_topic(FLEET, "round") not in late.topics()
 
 
-def test_a_devices_problem_is_shown(alone: Broker, task_file: Path) -> None:
+def test_a_devices_problem_is_shown(alone: BrokerAddress, task_file: Path) -> None:
     """It is logged once, and stands in the status until the device says that it is gone."""
     with aggregator(task_file, alone) as daemon, Device(alone, "poor") as device:
         device.aggregator_is("online")
@@ -328,7 +328,7 @@ def test_graphs_that_cannot_be_made_are_told(tmp_path: Path, monkeypatch: pytest
 def test_making_graphs_can_be_interrupted(tmp_path: Path) -> None:
     """Ctrl-C ends the program and what it has started, without a stack trace."""
     task = write_task(tmp_path, IN_ROUNDS)
-    with aggregator(task, Broker("127.0.0.1", 1)) as daemon:
+    with aggregator(task, BrokerAddress("127.0.0.1", 1)) as daemon:
         job = tmp_path / "state" / "training" / "graphs" / "job.json"
         while not job.exists():
             assert daemon.process.poll() is None
@@ -351,7 +351,7 @@ def test_tensors_travel_unchanged() -> None:
         np.testing.assert_array_equal(again[name], values, strict=True)
 
 
-def test_a_rounds_head_can_be_gone_back_to(alone: Broker, task_file: Path) -> None:
+def test_a_rounds_head_can_be_gone_back_to(alone: BrokerAddress, task_file: Path) -> None:
     """Devices get what it was bound to, the files are its own, and learning goes on from the newest round."""
     with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
         for device in (a, b):

@@ -15,7 +15,7 @@ from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_folder_says_it_all(folder: Path, started: list[Settings]) -> None:
     run(folder, PROTOFLEET_ENROLLMENT=str(folder))
     enrollment = read_enrollment(folder)
     for settings in started:
-        assert settings.broker == Broker("broker.example", 8883)
+        assert settings.broker == BrokerAddress("broker.example", 8883)
         assert (settings.fleet, settings.local.device_id) == ("orchard", "shed-1")
         assert settings.access == enrollment.access
         assert settings.signing_key == enrollment.signing_key
@@ -72,7 +72,7 @@ def test_what_is_said_goes_before_it(folder: Path, started: list[Settings]) -> N
     key = ("--aggregator-key", "0a" * 32)
     run(folder, "--enrollment", str(folder), "--broker", "10.0.0.1:1", *files, *key, "--username", "shed-1")
     (settings,) = started
-    assert settings.broker == Broker("10.0.0.1", 1)
+    assert settings.broker == BrokerAddress("10.0.0.1", 1)
     access = settings.access
     assert (access.ca, access.certificate, access.key) == (Path("other.crt"), Path("a.crt"), Path("a.key"))
     assert (access.username, access.tls) == ("shed-1", True)

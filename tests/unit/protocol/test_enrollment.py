@@ -9,7 +9,7 @@ import pytest
 
 from aggregator.security.enrollment import Wanted, enrol
 from aggregator.storage.store import Store
-from protocol.enrollment import FORMAT, Card, card_text, read_card, read_enrollment
+from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card, read_enrollment
 from protocol.errors import ConfigError
 
 
@@ -128,7 +128,7 @@ def test_a_card_that_is_none(folder: Path, pattern: str, text: str, said: str) -
 
 def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Whatever the broker's name has in it; what a later protofleet adds is passed over."""
-    card = Card(
+    card = EnrollmentCard(
         format=FORMAT,
         device="shed-1",
         fleet="orchard",

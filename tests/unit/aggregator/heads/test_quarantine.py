@@ -12,7 +12,7 @@ from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import REVOKED, HeadRow, Store
 from aggregator.training.jobs import Result
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import digest_of, to_tensor, to_unsigned
 from protocol.wire.messages import Submission
 from tests.support.aggregator_process import Device, aggregator, write_task
@@ -102,7 +102,7 @@ def _submission(task: bytes, part: Prototypes) -> Submission:
     )
 
 
-def _upload(broker: Broker, device: str, part: Prototypes) -> None:
+def _upload(broker: BrokerAddress, device: str, part: Prototypes) -> None:
     with Device(broker, device) as hand:
         hand.aggregator_is("online")
         message = _submission(digest_of(hand.task()), part)

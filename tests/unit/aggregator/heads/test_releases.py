@@ -19,7 +19,7 @@ from aggregator.messaging.manifest_signer import Herald, identity_of
 from aggregator.storage.store import HeadRow, Store, open_folder
 from aggregator.tasks.task import prepare_task
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.canary import canary_rank
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import DeviceInfo, Evaluation, HeadManifest, Presence, Submission
@@ -36,7 +36,7 @@ FIRST, SECOND = sorted(DEVICES, key=lambda device: canary_rank(device, 2))
 
 
 @pytest.fixture
-def alone(address: Broker) -> Iterator[Broker]:
+def alone(address: BrokerAddress) -> Iterator[BrokerAddress]:
     """One kind of broker: what is tested does not depend on it."""
     with amqtt(address):
         yield address
@@ -110,7 +110,7 @@ def _sha256(summary: dict[str, Any], version: int) -> str:
     return str(next(head["sha256"] for head in summary["heads"] if head["version"] == version))
 
 
-def test_a_worse_head_is_rejected_and_stays_so(alone: Broker, tmp_path: Path) -> None:
+def test_a_worse_head_is_rejected_and_stays_so(alone: BrokerAddress, tmp_path: Path) -> None:
     """The canary alone is told to try it; log and status have its figures; a restart does not propose it again."""
     task_file = write_task(tmp_path, CANARY)
     with Device(alone, FIRST) as first, Device(alone, SECOND) as second:
@@ -137,7 +137,7 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: Broker, tmp_path: Path) ->
             assert _head_file(daemon) == _sha256(daemon.status(), 1)
 
 
-def test_a_good_head_goes_to_all_over_a_restart(alone: Broker, tmp_path: Path) -> None:
+def test_a_good_head_goes_to_all_over_a_restart(alone: BrokerAddress, tmp_path: Path) -> None:
     """A trial goes on where it was; then the files are those of the new head."""
     task_file = write_task(tmp_path, CANARY)
     with Device(alone, FIRST) as first, Device(alone, SECOND) as second:
@@ -160,7 +160,7 @@ def test_a_good_head_goes_to_all_over_a_restart(alone: Broker, tmp_path: Path) -
             assert (daemon.state / "model.onnx").is_file()
 
 
-def test_a_head_that_a_canary_cannot_use(alone: Broker, tmp_path: Path) -> None:
+def test_a_head_that_a_canary_cannot_use(alone: BrokerAddress, tmp_path: Path) -> None:
     """It is rejected with the device's own words, which stand in the log and in the status."""
     task_file = write_task(tmp_path, CANARY)
     with (
@@ -175,7 +175,7 @@ def test_a_head_that_a_canary_cannot_use(alone: Broker, tmp_path: Path) -> None:
         assert daemon.status()["heads"][1]["why"] == f"{FIRST} does not use it: the head gives NaN"
 
 
-def test_orders_are_taken_while_it_runs(alone: Broker, tmp_path: Path) -> None:
+def test_orders_are_taken_while_it_runs(alone: BrokerAddress, tmp_path: Path) -> None:
     """Promote and rollback say what is current then; the files follow; what cannot be is one line."""
     task_file = write_task(tmp_path, CANARY)
     with (
@@ -213,7 +213,7 @@ def test_orders_are_taken_while_it_runs(alone: Broker, tmp_path: Path) -> None:
         assert (daemon.state / "model.onnx").read_bytes() == model
 
 
-def test_orders_wait_for_the_next_start(alone: Broker, tmp_path: Path) -> None:
+def test_orders_wait_for_the_next_start(alone: BrokerAddress, tmp_path: Path) -> None:
     """Of an aggregator that is stopped; one after the other, each as if those before were taken."""
     task_file = write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1")
     with Device(alone) as device:
@@ -242,7 +242,7 @@ def test_orders_wait_for_the_next_start(alone: Broker, tmp_path: Path) -> None:
             assert device.head(4).version == 4
 
 
-def test_a_state_that_was_lost_is_no_older_release(alone: Broker, tmp_path: Path) -> None:
+def test_a_state_that_was_lost_is_no_older_release(alone: BrokerAddress, tmp_path: Path) -> None:
     """What is told after the loss has a greater release than what was told before it."""
     task_file = write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1")
     with Device(alone) as device:
@@ -341,7 +341,7 @@ def _look(releases: Releases) -> None:
     releases.tick(3)
 
 
-def test_which_head_a_device_uses_is_shown(alone: Broker, tmp_path: Path) -> None:
+def test_which_head_a_device_uses_is_shown(alone: BrokerAddress, tmp_path: Path) -> None:
     """As it says itself."""
     with aggregator(write_task(tmp_path), alone) as daemon, Device(alone) as device:
         device.aggregator_is("online")
@@ -371,7 +371,7 @@ def test_a_head_whose_blob_is_gone_cannot_be_gone_back_to(tmp_path: Path) -> Non
     assert not empty.exists()
 
 
-def test_impossible_counts_are_refused(alone: Broker, tmp_path: Path) -> None:
+def test_impossible_counts_are_refused(alone: BrokerAddress, tmp_path: Path) -> None:
     """More right before than there are images, or for another number of classes."""
     with (
         aggregator(write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1"), alone),

@@ -9,7 +9,7 @@ import pytest
 from aggregator.security.enrollment import Wanted, enrol, revoke
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
-from protocol.mqtt.session import Broker
+from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, DeviceInfo, Evaluation, Receipt, Submission
 from protocol.wire.signing import public_key, sign_frame, sign_manifest
@@ -21,7 +21,7 @@ from tests.support.submissions import evaluation, submission
 
 
 @pytest.fixture
-def alone(address: Broker) -> Iterator[Broker]:
+def alone(address: BrokerAddress) -> Iterator[BrokerAddress]:
     """One kind of broker: what is tested does not depend on it."""
     with amqtt(address):
         yield address
@@ -53,7 +53,7 @@ def refused(receipt: Receipt) -> str | None:
     return receipt.reason if receipt.status == "refused" else None
 
 
-def test_nobody_speaks_for_another(alone: Broker, tmp_path: Path) -> None:
+def test_nobody_speaks_for_another(alone: BrokerAddress, tmp_path: Path) -> None:
     """Not with a key of its own, nor with what the other has signed: it is refused, counted, and changes nothing."""
     with (
         aggregator(write_task(tmp_path, PATIENT), alone) as daemon,
@@ -84,7 +84,9 @@ def test_nobody_speaks_for_another(alone: Broker, tmp_path: Path) -> None:
         )
 
 
-def test_what_was_captured_never_takes_the_place_of_something_newer(alone: Broker, tmp_path: Path) -> None:
+def test_what_was_captured_never_takes_the_place_of_something_newer(
+    alone: BrokerAddress, tmp_path: Path
+) -> None:
     """An old submission is superseded, the newest one is received again: after a restart too, the same one stands."""
     task_file = write_task(tmp_path, PATIENT)
     with Device(alone, "a") as a, Device(alone, "mallory") as mallory:
@@ -114,7 +116,9 @@ def _standing(daemon: Daemon, task: bytes) -> tuple[int, bytes]:
     return entry.sequence, entry.digest
 
 
-def test_a_transfer_that_goes_on_after_a_restart_is_still_its_devices(alone: Broker, tmp_path: Path) -> None:
+def test_a_transfer_that_goes_on_after_a_restart_is_still_its_devices(
+    alone: BrokerAddress, tmp_path: Path
+) -> None:
     """What another one adds to it is refused and spoils nothing."""
     task_file = write_task(tmp_path, PATIENT)
     with Device(alone, "a") as a, Device(alone, "mallory") as mallory:
@@ -135,7 +139,7 @@ def test_a_transfer_that_goes_on_after_a_restart_is_still_its_devices(alone: Bro
             assert a.receipt(digest_of(encode(good))).status == "received"
 
 
-def test_a_fleet_is_closed_and_a_key_revoked_while_it_runs(alone: Broker, tmp_path: Path) -> None:
+def test_a_fleet_is_closed_and_a_key_revoked_while_it_runs(alone: BrokerAddress, tmp_path: Path) -> None:
     """By another process: who is not enrolled is not heard on any channel, and who is revoked no more."""
     with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
         task = digest_of(a.task())
@@ -163,7 +167,7 @@ def test_a_fleet_is_closed_and_a_key_revoked_while_it_runs(alone: Broker, tmp_pa
         operator.close()
 
 
-def test_what_is_written_over_the_fleets_topics_does_not_stay(alone: Broker, tmp_path: Path) -> None:
+def test_what_is_written_over_the_fleets_topics_does_not_stay(alone: BrokerAddress, tmp_path: Path) -> None:
     """Where no access list keeps others off: whoever comes later finds the aggregator's own task, and it is counted."""
     forged = sign_manifest(b"x", key=key_of("a"), fleet=FLEET, channel="task", release=2**62)
     with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
@@ -177,7 +181,7 @@ def test_what_is_written_over_the_fleets_topics_does_not_stay(alone: Broker, tmp
             assert late.signed("task") == genuine
 
 
-def test_who_is_enrolled_begins_anew(alone: Broker, tmp_path: Path) -> None:
+def test_who_is_enrolled_begins_anew(alone: BrokerAddress, tmp_path: Path) -> None:
     """Whatever somebody has uploaded under its name before, with the greatest number there is, stands in no way."""
     with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as a:
         task = digest_of(a.task())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from aggregator.messaging.mosquitto_log import MAX_LINE_BYTES, BrokerLog, count, read_line
 from protocol.errors import ConfigError
-from protocol.mqtt.session import Broker, Connected, Outgoing, Unsendable
+from protocol.mqtt.session import BrokerAddress, Connected, Outgoing, Unsendable
 from tests.support.aggregator_process import aggregator, write_task
 from tests.support.brokers import mosquitto, mosquitto_program
 from tests.support.sessions import running
@@ -106,7 +106,7 @@ def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         BrokerLog(tmp_path / "none.log")
 
 
-def test_whom_the_broker_turns_away_is_in_the_status(tmp_path: Path, address: Broker) -> None:
+def test_whom_the_broker_turns_away_is_in_the_status(tmp_path: Path, address: BrokerAddress) -> None:
     """A publication that the access list denies, which the aggregator itself never sees."""
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")

@@ -1,14 +1,14 @@
 """What the aggregator says to everybody, over a real broker."""
 
 from aggregator.messaging.publisher import Wire
-from protocol.mqtt.session import Broker, Connected, Received
+from protocol.mqtt.session import BrokerAddress, Connected, Received
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame
 from protocol.wire.topics import fleet_topic
 from tests.support.sessions import Ear, running
 
 
-def test_what_everybody_gets_is_cut_as_the_broker_takes_it(broker: Broker) -> None:
+def test_what_everybody_gets_is_cut_as_the_broker_takes_it(broker: BrokerAddress) -> None:
     """A blob for all goes out in frames of the size that is set, which the broker's limit decides."""
     payload = bytes(range(250))
     ear = Ear()

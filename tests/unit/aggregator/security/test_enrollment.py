@@ -18,7 +18,7 @@ from aggregator.security.mosquitto_config import access_list
 from aggregator.storage.store import REVOKED, Store
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.tls import Access, open_tls
+from protocol.mqtt.tls import BrokerAccess, open_tls
 from protocol.storage.blobstore import write_atomically
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
@@ -262,24 +262,24 @@ def test_the_brokers_folder(store: Store, out: Path, tmp_path: Path) -> None:
 
 def test_the_aggregator_uses_its_own_certificate(store: Store, out: Path) -> None:
     """With encryption, where nothing else is given; not for another fleet's task."""
-    assert own_access(store.folder, Access(tls=True), fleet="orchard") == Access(tls=True)
+    assert own_access(store.folder, BrokerAccess(tls=True), fleet="orchard") == BrokerAccess(tls=True)
     enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
     kept = store.folder / "identity"
-    own = Access(
+    own = BrokerAccess(
         tls=True, ca=kept / "ca.crt", certificate=kept / "aggregator.crt", key=kept / "aggregator.key"
     )
-    assert own_access(store.folder, Access(tls=True), fleet="orchard") == own
+    assert own_access(store.folder, BrokerAccess(tls=True), fleet="orchard") == own
     assert open_tls(own) is not None
-    assert own_access(store.folder, Access(), fleet="orchard") == Access()
-    elsewhere = own_access(store.folder, Access(tls=True, ca=Path("other.crt")), fleet="orchard")
+    assert own_access(store.folder, BrokerAccess(), fleet="orchard") == BrokerAccess()
+    elsewhere = own_access(store.folder, BrokerAccess(tls=True, ca=Path("other.crt")), fleet="orchard")
     assert (elsewhere.ca, elsewhere.certificate) == (Path("other.crt"), own.certificate)
-    named = own_access(store.folder, Access(tls=True, username="aggregator"), fleet="orchard")
+    named = own_access(store.folder, BrokerAccess(tls=True, username="aggregator"), fleet="orchard")
     assert (named.ca, named.certificate) == (own.ca, None)
     with pytest.raises(ConfigError, match="of the fleet 'orchard', not of the task's, 'vineyard'"):
-        own_access(store.folder, Access(tls=True), fleet="vineyard")
+        own_access(store.folder, BrokerAccess(tls=True), fleet="vineyard")
     (kept / "ca.crt").unlink()
     with pytest.raises(ConfigError, match=r"has lost ca\.crt, by which devices were enrolled: restore"):
-        own_access(store.folder, Access(tls=True), fleet="orchard", is_closed=store.keys.is_closed())
+        own_access(store.folder, BrokerAccess(tls=True), fleet="orchard", is_closed=store.keys.is_closed())
 
 
 def test_an_older_database_opens_nothing(store: Store, out: Path, tmp_path: Path) -> None:

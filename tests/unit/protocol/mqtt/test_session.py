@@ -17,7 +17,7 @@ from protocol.errors import ConfigError
 from protocol.mqtt import session
 from protocol.mqtt.session import (
     LONGEST_PAUSE_S,
-    Broker,
+    BrokerAddress,
     Connected,
     Disconnected,
     Drained,
@@ -40,7 +40,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.5)
 
 
-def test_a_message_goes_from_one_session_to_another(broker: Broker) -> None:
+def test_a_message_goes_from_one_session_to_another(broker: BrokerAddress) -> None:
     """Both connect, the payload arrives as it was sent, and the sender hears that the broker has it."""
     with running(broker, "b", "t/+") as (_, hears), running(broker, "a") as (says, ear):
         hears.wait(Connected)
@@ -50,7 +50,7 @@ def test_a_message_goes_from_one_session_to_another(broker: Broker) -> None:
         ear.wait(Drained)
 
 
-def test_more_messages_than_the_window_arrive_in_order(broker: Broker) -> None:
+def test_more_messages_than_the_window_arrive_in_order(broker: BrokerAddress) -> None:
     """Hundreds sent at once all arrive, each once, in the order of sending; then all is drained."""
     count = 300
     with running(broker, "b", "t") as (_, hears), running(broker, "a", window=4) as (says, ear):
@@ -63,7 +63,7 @@ def test_more_messages_than_the_window_arrive_in_order(broker: Broker) -> None:
         ear.wait(Drained)
 
 
-def test_a_retained_message_waits_for_who_comes_later(broker: Broker) -> None:
+def test_a_retained_message_waits_for_who_comes_later(broker: BrokerAddress) -> None:
     """What is sent with `retain` is there for a later session, and the rest is not."""
     with running(broker, "a") as (says, ear):
         ear.wait(Connected)
@@ -79,7 +79,7 @@ def test_a_retained_message_waits_for_who_comes_later(broker: Broker) -> None:
             assert (said, said.retained) == (Received("t/kept", b"3"), False)
 
 
-def test_what_others_subscribed_to_does_not_arrive(broker: Broker) -> None:
+def test_what_others_subscribed_to_does_not_arrive(broker: BrokerAddress) -> None:
     """A retained message of a topic that somebody else subscribed to is not ours: amqtt sends it all the same."""
     with running(broker, "other", "theirs") as (other, other_ear):
         other_ear.wait(Connected)
@@ -94,7 +94,7 @@ def test_what_others_subscribed_to_does_not_arrive(broker: Broker) -> None:
     assert {event.topic for event in received} == {"ours/1", "ours/2"}
 
 
-def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, address: Broker) -> None:
+def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, address: BrokerAddress) -> None:
     """Nothing said before the first connection stands is lost, if it comes about."""
     with serve(address), running(address, "b", "t") as (_, hears):
         hears.wait(Connected)
@@ -104,7 +104,7 @@ def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, addr
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address: Broker) -> None:
+def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address: BrokerAddress) -> None:
     """The session says in one event why there is no connection, and connects and subscribes each time."""
     with running(address, "a", "t") as (says, ear):
         assert f"no broker at {address}" in ear.wait(Disconnected).reason
@@ -118,7 +118,7 @@ def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_what_was_sent_into_the_void_is_not_sent_later(serve: Serve, address: Broker) -> None:
+def test_what_was_sent_into_the_void_is_not_sent_later(serve: Serve, address: BrokerAddress) -> None:
     """A message without a connection is dropped: whoever sends decides again at the next one."""
     with running(address, "a", "t") as (says, ear):
         ear.wait(Disconnected)
@@ -144,7 +144,7 @@ def _own_socket(port: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_the_last_will_is_delivered_when_a_socket_dies(broker: Broker) -> None:
+def test_the_last_will_is_delivered_when_a_socket_dies(broker: BrokerAddress) -> None:
     """A device that vanishes is declared offline by the broker, and says so itself when it comes back."""
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
@@ -161,7 +161,7 @@ def test_the_last_will_is_delivered_when_a_socket_dies(broker: Broker) -> None:
             assert hears.wait(Received).payload == b"online"
 
 
-def test_the_farewell_is_said_and_the_will_is_not(broker: Broker) -> None:
+def test_the_farewell_is_said_and_the_will_is_not(broker: BrokerAddress) -> None:
     """Who stops in good order has the last words, after everything that was sent before."""
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
@@ -178,7 +178,7 @@ def test_the_farewell_is_said_and_the_will_is_not(broker: Broker) -> None:
             assert hears.wait(Received).payload == b"end"
 
 
-def test_last_words_are_through_before_the_connection_ends(broker: Broker) -> None:
+def test_last_words_are_through_before_the_connection_ends(broker: BrokerAddress) -> None:
     """Who stops right after connecting, and listens to its own words, is heard by others every time."""
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
@@ -191,7 +191,7 @@ def test_last_words_are_through_before_the_connection_ends(broker: Broker) -> No
                 assert heard == b"online"
 
 
-def test_stopping_without_a_broker_is_quick_and_final(address: Broker) -> None:
+def test_stopping_without_a_broker_is_quick_and_final(address: BrokerAddress) -> None:
     """The thread ends, and no connection is tried any more."""
     with running(address, "a") as (made, ear):
         ear.wait(Disconnected)
@@ -213,7 +213,7 @@ def test_a_broker_that_hangs_up_is_not_called_in_a_loop() -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_failed_tries_leave_nothing_open(address: Broker) -> None:
+def test_failed_tries_leave_nothing_open(address: BrokerAddress) -> None:
     """Sockets and threads do not pile up while the broker is away."""
     with running(address, "a") as (_, ear):
         for _ in range(3):
@@ -273,7 +273,7 @@ needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosqui
 
 @needs_mosquitto
 @pytest.mark.usefixtures("short_pauses")
-def test_a_broker_that_refuses_us_says_why(address: Broker, tmp_path: Path) -> None:
+def test_a_broker_that_refuses_us_says_why(address: BrokerAddress, tmp_path: Path) -> None:
     """Without a user name the connection is refused; the reason is the broker's, and it is tried again."""
     with (
         mosquitto(address, tmp_path, options="allow_anonymous false"),
@@ -332,14 +332,14 @@ def test_only_a_connection_that_was_of_use_begins_a_new_count() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("broker.local", Broker("broker.local", 1883)),
-        ("broker.local:8883", Broker("broker.local", 8883)),
-        (" 10.0.0.1:1 ", Broker("10.0.0.1", 1)),
-        ("[::1]:1884", Broker("::1", 1884)),
-        ("::1", Broker("::1", 1883)),
+        ("broker.local", BrokerAddress("broker.local", 1883)),
+        ("broker.local:8883", BrokerAddress("broker.local", 8883)),
+        (" 10.0.0.1:1 ", BrokerAddress("10.0.0.1", 1)),
+        ("[::1]:1884", BrokerAddress("::1", 1884)),
+        ("::1", BrokerAddress("::1", 1883)),
     ],
 )
-def test_broker_addresses(text: str, expected: Broker) -> None:
+def test_broker_addresses(text: str, expected: BrokerAddress) -> None:
     """Host, host and port, and IPv6 are understood."""
     assert parse_broker(text) == expected
 
@@ -367,7 +367,7 @@ def test_what_is_no_broker_address(text: str) -> None:
         parse_broker(text)
 
 
-def test_a_broker_waits_for_what_is_not_acknowledged(address: Broker, tmp_path: Path) -> None:
+def test_a_broker_waits_for_what_is_not_acknowledged(address: BrokerAddress, tmp_path: Path) -> None:
     """So memory is bounded by what is acknowledged, however much is sent; the rest comes then."""
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")

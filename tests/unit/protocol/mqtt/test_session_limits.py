@@ -16,7 +16,7 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from protocol.mqtt import session
 from protocol.mqtt.packet_limits import packet_bytes
 from protocol.mqtt.session import (
-    Broker,
+    BrokerAddress,
     Connected,
     Disconnected,
     Drained,
@@ -33,7 +33,7 @@ V5, V311 = MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311
 
 
 @needs_mosquitto
-def test_what_nothing_holds_back_is_not_heard(address: Broker, tmp_path: Path) -> None:
+def test_what_nothing_holds_back_is_not_heard(address: BrokerAddress, tmp_path: Path) -> None:
     """A message at QoS 0 is passed over, and the next one at QoS 1 is heard."""
     with mosquitto(address, tmp_path), running(address, "ear", "said") as (_, ear):
         ear.wait(Connected)
@@ -102,7 +102,7 @@ def test_another_broker_in_its_place_is_asked_in_its_own_version() -> None:
     assert heard[:4] == [5, 4, 4, 5]
 
 
-def test_amqtt_is_not_waited_for(address: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amqtt_is_not_waited_for(address: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> None:
     """Amqtt never answers an MQTT 5 client that has a will; it is met in 3.1.1 without a word to anybody."""
     monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 3600.0)
     will = Outgoing("state", b"offline", retain=True)
@@ -115,7 +115,7 @@ def test_amqtt_is_not_waited_for(address: Broker, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_mosquitto
-def test_mosquitto_is_met_in_mqtt_5(address: Broker, tmp_path: Path) -> None:
+def test_mosquitto_is_met_in_mqtt_5(address: BrokerAddress, tmp_path: Path) -> None:
     """The first answer finds it out, and the will stands."""
     with mosquitto(address, tmp_path), running(address, "b", "state") as (_, hears):
         hears.wait(Connected)
@@ -134,7 +134,7 @@ SMALL = "allow_anonymous true\nmax_packet_size 20000"
 
 @needs_mosquitto
 def test_what_is_larger_than_the_broker_takes_is_named_and_the_rest_goes_on(
-    address: Broker, tmp_path: Path
+    address: BrokerAddress, tmp_path: Path
 ) -> None:
     """MQTT 5 says how large a packet may be; a larger one never reaches the broker, which would hang up."""
     with (
@@ -159,7 +159,7 @@ def test_what_is_larger_than_the_broker_takes_is_named_and_the_rest_goes_on(
 @needs_mosquitto
 @pytest.mark.usefixtures("only_311", "short_pauses")
 def test_a_limit_that_nobody_says_is_learned(
-    address: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    address: BrokerAddress, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In 3.1.1 a broker hangs up over a large message; after the second time it gets no such thing any more."""
     with mosquitto(address, tmp_path, options=SMALL), running(address, "a", "t") as (says, ear):
@@ -205,7 +205,7 @@ def _denying(folder: Path) -> str:
 
 
 @needs_mosquitto
-def test_a_publication_that_is_denied_is_named(address: Broker, tmp_path: Path) -> None:
+def test_a_publication_that_is_denied_is_named(address: BrokerAddress, tmp_path: Path) -> None:
     """In MQTT 5 the broker says that it is not authorized; what comes after it goes on."""
     with (
         mosquitto(address, tmp_path, options=_denying(tmp_path)),
@@ -226,7 +226,7 @@ def test_a_publication_that_is_denied_is_named(address: Broker, tmp_path: Path) 
 @needs_mosquitto
 @pytest.mark.usefixtures("short_pauses")
 def test_what_a_broker_is_to_keep_and_denies_is_said_again_until_it_is_allowed(
-    address: Broker, tmp_path: Path
+    address: BrokerAddress, tmp_path: Path
 ) -> None:
     """On the same connection: an access list is mended and nobody reconnects. Of a topic only the newest is said."""
     pid_file = tmp_path / "mosquitto.pid"
@@ -252,7 +252,7 @@ def test_what_a_broker_is_to_keep_and_denies_is_said_again_until_it_is_allowed(
 @needs_mosquitto
 @pytest.mark.usefixtures("only_311")
 def test_a_publication_that_is_denied_without_a_word_holds_nothing_up(
-    address: Broker, tmp_path: Path
+    address: BrokerAddress, tmp_path: Path
 ) -> None:
     """In 3.1.1 mosquitto acknowledges and drops it; what comes after it goes on."""
     with (
@@ -301,7 +301,7 @@ def _numbers(ear: Ear, count: int) -> list[Received]:
 @needs_mosquitto
 @pytest.mark.parametrize("version", [V5, V311])
 def test_what_is_not_acknowledged_holds_the_broker_back(
-    version: MQTTProtocolVersion, address: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: MQTTProtocolVersion, address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mosquitto sends as many as it may have in flight; each late acknowledgement brings the next, and all come."""
     monkeypatch.setattr(session, "VERSIONS", (version,))
@@ -349,7 +349,7 @@ def test_what_comes_ahead_of_the_confirmed_subscription_is_acknowledged_too() ->
     assert answers == [b"\x40\x02\x00\x07"]
 
 
-def test_nothing_is_lost_when_acknowledgements_come_late(broker: Broker) -> None:
+def test_nothing_is_lost_when_acknowledgements_come_late(broker: BrokerAddress) -> None:
     """Acknowledged after all the rest, in any order, each message came once, and more can follow."""
     with running(broker, "a", "t", manual_ack=True) as (made, ear):
         ear.wait(Connected)
@@ -366,7 +366,7 @@ def test_nothing_is_lost_when_acknowledgements_come_late(broker: Broker) -> None
 @needs_mosquitto
 @pytest.mark.usefixtures("short_pauses")
 def test_an_acknowledgement_for_a_connection_that_is_gone_does_nothing(
-    address: Broker, tmp_path: Path
+    address: BrokerAddress, tmp_path: Path
 ) -> None:
     """It releases no message of the next connection that happens to have the same number there."""
     options = "allow_anonymous true\nmax_inflight_messages 1"

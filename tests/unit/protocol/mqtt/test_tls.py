@@ -18,8 +18,8 @@ from aggregator.security.pki import utc_now
 from protocol.errors import ConfigError
 from protocol.mqtt import session
 from protocol.mqtt.client import Version
-from protocol.mqtt.session import Broker, Connected, Disconnected, Drained, Outgoing, Received
-from protocol.mqtt.tls import Access, ends_soon, open_tls, parse_broker, readable_by_others, warnings
+from protocol.mqtt.session import BrokerAddress, Connected, Disconnected, Drained, Outgoing, Received
+from protocol.mqtt.tls import BrokerAccess, ends_soon, open_tls, parse_broker, readable_by_others, warnings
 from tests.support.brokers import mosquitto, mosquitto_program
 from tests.support.certificates import Certificates
 from tests.support.sessions import listening, running
@@ -40,14 +40,16 @@ def made(tmp_path: Path) -> Certificates:
 
 
 @contextmanager
-def closed(address: Broker, made: Certificates, *, mutual: bool = True, more: str = "") -> Iterator[None]:
+def closed(
+    address: BrokerAddress, made: Certificates, *, mutual: bool = True, more: str = ""
+) -> Iterator[None]:
     """A broker that shows a certificate, and with `mutual` wants one."""
     options = f"{made.mosquitto(mutual=mutual)}\n{more or 'allow_anonymous false'}\nuser {getpass.getuser()}"
     with mosquitto(address, made.folder, options=options):
         yield
 
 
-def refusal(broker: Broker, access: Access) -> str:
+def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
     """Why a session was not let in."""
     with running(broker, "a", access=access) as (_, ear):
         reason = ear.wait(Disconnected).reason
@@ -58,7 +60,7 @@ def refusal(broker: Broker, access: Access) -> str:
 @needs_mosquitto
 @pytest.mark.parametrize("version", [Version.MQTTv5, Version.MQTTv311])
 def test_who_has_a_certificate_is_let_in(
-    address: Broker, made: Certificates, version: Version, monkeypatch: pytest.MonkeyPatch
+    address: BrokerAddress, made: Certificates, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both sides know each other, and messages of a frame's size go through in order, acknowledged or not."""
     monkeypatch.setattr(session, "VERSIONS", (version,))
@@ -91,7 +93,7 @@ def test_who_has_a_certificate_is_let_in(
     ],
 )
 def test_who_has_no_good_certificate_is_told(
-    address: Broker, made: Certificates, name: str, ago_days: int, said: str
+    address: BrokerAddress, made: Certificates, name: str, ago_days: int, said: str
 ) -> None:
     """None, one that has expired, one that was revoked, a broker's own: one line, with what to do."""
     if name and name != "broker":
@@ -104,7 +106,7 @@ def test_who_has_no_good_certificate_is_told(
 
 @needs_mosquitto
 def test_a_certificate_of_another_authority_is_refused(
-    address: Broker, made: Certificates, tmp_path: Path
+    address: BrokerAddress, made: Certificates, tmp_path: Path
 ) -> None:
     """The same name in a certificate that somebody else has signed opens nothing."""
     stranger = Certificates(tmp_path / "stranger")
@@ -116,20 +118,22 @@ def test_a_certificate_of_another_authority_is_refused(
 
 @needs_mosquitto
 def test_a_broker_that_cannot_show_who_it_is_is_not_believed(
-    address: Broker, made: Certificates, tmp_path: Path
+    address: BrokerAddress, made: Certificates, tmp_path: Path
 ) -> None:
     """Another authority, another name, the system's authorities alone: nothing is said to it, and the line says why."""
     other = Certificates(tmp_path / "other")
     made.client("shed-1")
-    elsewhere = Broker("127.0.0.2", address.port)
-    with closed(Broker("0.0.0.0", address.port), made):  # noqa: S104 - for the other name
+    elsewhere = BrokerAddress("127.0.0.2", address.port)
+    with closed(BrokerAddress("0.0.0.0", address.port), made):  # noqa: S104 - for the other name
         assert "not signed by" in refusal(address, replace(made.access("shed-1"), ca=other.ca))
         assert "the system's authorities; give" in refusal(address, replace(made.access("shed-1"), ca=None))
         assert "its certificate is not for 127.0.0.2" in refusal(elsewhere, made.access("shed-1"))
 
 
 @needs_mosquitto
-def test_a_broker_whose_certificate_has_expired_is_not_believed(address: Broker, made: Certificates) -> None:
+def test_a_broker_whose_certificate_has_expired_is_not_believed(
+    address: BrokerAddress, made: Certificates
+) -> None:
     """The line says that its certificate or our clock is to be seen to."""
     made.broker(ago_days=200)
     with closed(address, made, mutual=False):
@@ -137,7 +141,7 @@ def test_a_broker_whose_certificate_has_expired_is_not_believed(address: Broker,
 
 
 @contextmanager
-def tls_server(certificate: Path, **options: ssl.TLSVersion) -> Iterator[Broker]:
+def tls_server(certificate: Path, **options: ssl.TLSVersion) -> Iterator[BrokerAddress]:
     """Something that shows a certificate, and is no broker."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, certificate.with_suffix(".key"))
@@ -159,7 +163,7 @@ def test_a_device_cannot_pass_for_the_broker(made: Certificates) -> None:
     """A client's certificate, even with a broker's name, is no broker's."""
     made.client("localhost")
     with tls_server(made.folder / "localhost.crt") as broker:
-        said = refusal(Broker("localhost", broker.port), made.access())
+        said = refusal(BrokerAddress("localhost", broker.port), made.access())
     assert "is not believed: unsuitable certificate purpose; give it a certificate" in said
 
 
@@ -172,7 +176,7 @@ def test_an_old_tls_is_not_spoken(made: Certificates) -> None:
 
 
 @needs_mosquitto
-def test_a_broker_without_tls(address: Broker, made: Certificates, tmp_path: Path) -> None:
+def test_a_broker_without_tls(address: BrokerAddress, made: Certificates, tmp_path: Path) -> None:
     """Who wants TLS gets no connection without it, and is told which option or port is wrong."""
     with mosquitto(address, tmp_path):
         assert "TLS; give the port on which it speaks TLS" in refusal(address, made.access()).replace(
@@ -189,7 +193,7 @@ def test_something_without_tls_that_talks(made: Certificates) -> None:
 
 
 @needs_mosquitto
-def test_passwords(address: Broker, made: Certificates) -> None:
+def test_passwords(address: BrokerAddress, made: Certificates) -> None:
     """The right one over TLS opens; a wrong one and none are told apart, and it is not in the line."""
     file = made.folder / "passwords"
     subprocess.run(["mosquitto_passwd", "-c", "-b", file, "shed-1", "right"], check=True, capture_output=True)
@@ -223,14 +227,14 @@ def test_failed_handshakes_leave_nothing_open(made: Certificates, tmp_path: Path
 def test_nothing_can_switch_the_verification_off(made: Certificates) -> None:
     """Whatever is given, the broker's certificate and its host name are looked at, in TLS 1.2 or newer."""
     made.client("shed-1")
-    for access in (Access(tls=True), made.access(), made.access("shed-1")):
+    for access in (BrokerAccess(tls=True), made.access(), made.access("shed-1")):
         context = open_tls(access)
         assert context is not None
         assert context.check_hostname
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.minimum_version is ssl.TLSVersion.TLSv1_2
         assert not context.hostname_checks_common_name
-    assert open_tls(Access()) is None
+    assert open_tls(BrokerAccess()) is None
 
 
 def test_files_that_cannot_be_used_are_named(made: Certificates) -> None:
@@ -262,10 +266,10 @@ def test_files_that_cannot_be_used_are_named(made: Certificates) -> None:
 
 def test_the_port_follows_the_encryption() -> None:
     """Where none is given it is 8883 with TLS and 1883 without; a given one stays."""
-    assert parse_broker("broker", tls=True) == Broker("broker", 8883)
-    assert parse_broker("::1", tls=True) == Broker("::1", 8883)
-    assert parse_broker("broker") == Broker("broker", 1883)
-    assert parse_broker("broker:1883", tls=True) == Broker("broker", 1883)
+    assert parse_broker("broker", tls=True) == BrokerAddress("broker", 8883)
+    assert parse_broker("::1", tls=True) == BrokerAddress("::1", 8883)
+    assert parse_broker("broker") == BrokerAddress("broker", 1883)
+    assert parse_broker("broker:1883", tls=True) == BrokerAddress("broker", 1883)
 
 
 @pytest.mark.parametrize(
@@ -281,10 +285,10 @@ def test_the_port_follows_the_encryption() -> None:
 )
 def test_a_password_that_others_can_read_on_its_way(*, host: str, tls: bool, warns: bool) -> None:
     """Without encryption to another machine there is a line, which does not have the password in it."""
-    said = warnings(Access(tls=tls, username="a", password="hidden"), Broker(host))
+    said = warnings(BrokerAccess(tls=tls, username="a", password="hidden"), BrokerAddress(host))
     assert bool(said) == warns
     assert not any("hidden" in line for line in said)
-    assert warnings(Access(tls=tls), Broker(host)) == []
+    assert warnings(BrokerAccess(tls=tls), BrokerAddress(host)) == []
 
 
 def test_a_key_that_everybody_can_read(made: Certificates) -> None:
@@ -293,9 +297,9 @@ def test_a_key_that_everybody_can_read(made: Certificates) -> None:
     access = made.access("shed-1")
     assert access.key is not None
     access.key.chmod(0o644)
-    assert any(f"chmod 600 {access.key}" in line for line in warnings(access, Broker("localhost")))
+    assert any(f"chmod 600 {access.key}" in line for line in warnings(access, BrokerAddress("localhost")))
     access.key.chmod(0o640)
-    assert warnings(access, Broker("localhost")) == []
+    assert warnings(access, BrokerAddress("localhost")) == []
     assert readable_by_others(made.folder / "gone") == ""
 
 
@@ -306,18 +310,18 @@ def test_a_certificate_that_ends_soon_is_a_line(made: Certificates) -> None:
     assert access.certificate is not None
     assert access.key is not None
     access.key.chmod(0o600)
-    assert warnings(access, Broker("localhost")) == []
+    assert warnings(access, BrokerAddress("localhost")) == []
     for days, says in ((69, False), (71, True), (200, True)):
         assert bool(ends_soon(access.certificate, utc_now() + timedelta(days=days))) == says
     made.client("shed-1", ago_days=80)
-    (line,) = warnings(access, Broker("localhost"))
+    (line,) = warnings(access, BrokerAddress("localhost"))
     assert "enroll --renew" in line
     access.certificate.write_bytes(b"none")
-    assert warnings(access, Broker("localhost")) == []
+    assert warnings(access, BrokerAddress("localhost")) == []
 
 
 @needs_mosquitto
-def test_who_does_not_encrypt_is_told_of_it(address: Broker, made: Certificates) -> None:
+def test_who_does_not_encrypt_is_told_of_it(address: BrokerAddress, made: Certificates) -> None:
     """A broker that encrypts hangs up without a word."""
     with closed(address, made):
-        assert "where it encrypts, give --enrollment, --ca or --tls" in refusal(address, Access())
+        assert "where it encrypts, give --enrollment, --ca or --tls" in refusal(address, BrokerAccess())

@@ -9,9 +9,9 @@ from click.testing import CliRunner, Result
 
 from protocol.cli import access_options, config_option, read_access
 from protocol.errors import ConfigError
-from protocol.mqtt.tls import Access
+from protocol.mqtt.tls import BrokerAccess
 
-heard: list[Access] = []
+heard: list[BrokerAccess] = []
 
 
 @click.command()
@@ -28,7 +28,7 @@ def run(*arguments: str | Path, **environment: str) -> Result:
     return CliRunner(env=variables).invoke(command, [*map(str, arguments)])
 
 
-def access(*arguments: str | Path, **environment: str) -> Access:
+def access(*arguments: str | Path, **environment: str) -> BrokerAccess:
     """What the command makes of its options."""
     done = run(*arguments, **environment)
     assert done.exit_code == 0, (done.output, done.exception)
@@ -37,12 +37,14 @@ def access(*arguments: str | Path, **environment: str) -> Access:
 
 def test_a_certificate_means_encryption() -> None:
     """Who names an authority or a certificate need not ask for TLS as well."""
-    assert access() == Access()
-    assert access("--tls") == Access(tls=True)
-    assert access("--ca", "ca.crt") == Access(tls=True, ca=Path("ca.crt"))
+    assert access() == BrokerAccess()
+    assert access("--tls") == BrokerAccess(tls=True)
+    assert access("--ca", "ca.crt") == BrokerAccess(tls=True, ca=Path("ca.crt"))
     given = access("--cert", "a.crt", "--key", "a.key")
-    assert given == Access(tls=True, certificate=Path("a.crt"), key=Path("a.key"))
-    assert access(ca="ca.crt", username="shed-1") == Access(tls=True, ca=Path("ca.crt"), username="shed-1")
+    assert given == BrokerAccess(tls=True, certificate=Path("a.crt"), key=Path("a.key"))
+    assert access(ca="ca.crt", username="shed-1") == BrokerAccess(
+        tls=True, ca=Path("ca.crt"), username="shed-1"
+    )
 
 
 def test_a_file_gives_them_too(tmp_path: Path) -> None:
@@ -52,7 +54,7 @@ def test_a_file_gives_them_too(tmp_path: Path) -> None:
         f'ca = "ca.crt"\ncert = "a.crt"\nkey = "a.key"\nusername = "a"\npassword-file = "{tmp_path}/password"\n'
     )
     given = access("--config", tmp_path / "settings.toml")
-    assert given == Access(
+    assert given == BrokerAccess(
         tls=True,
         ca=Path("ca.crt"),
         certificate=Path("a.crt"),

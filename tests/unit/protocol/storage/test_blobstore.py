@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import StateError, TransferError
-from protocol.storage.blobstore import BlobStore, WrittenTogether, file_digest, write_atomically
+from protocol.storage.blobstore import BlobStore, WriteBatch, file_digest, write_atomically
 from protocol.wire.codec import digest_of
 from tests.support.machine import full_disk, open_folder, read_only
 
@@ -193,7 +193,7 @@ def test_storing_again_mends_a_damaged_blob(tmp_path: Path) -> None:
 
 def test_blobs_that_are_written_together_get_their_names_together(tmp_path: Path) -> None:
     """Before that they are not there; one that is there already is mended if the disk has changed it."""
-    store, together = BlobStore(tmp_path), WrittenTogether()
+    store, together = BlobStore(tmp_path), WriteBatch()
     payloads = [bytes([number]) * 1000 for number in range(20)]
     store.path(store.put(payloads[0])).write_bytes(b"changed")
     for payload in payloads * 2:
@@ -207,7 +207,7 @@ def test_blobs_that_are_written_together_get_their_names_together(tmp_path: Path
 
 def test_of_files_that_are_written_together_none_is_there_if_one_fails(tmp_path: Path) -> None:
     """Nothing is left of the others, and with room again they can be written."""
-    store, together = BlobStore(tmp_path), WrittenTogether()
+    store, together = BlobStore(tmp_path), WriteBatch()
     with full_disk(after_bytes=10_000):
         for payload in (b"small", DATA, b"also small"):
             store.put_soon(payload, digest=digest_of(payload), together=together)
@@ -221,7 +221,7 @@ def test_of_files_that_are_written_together_none_is_there_if_one_fails(tmp_path:
 
 def test_files_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
     """Whether they were written by then or not."""
-    store, together = BlobStore(tmp_path), WrittenTogether()
+    store, together = BlobStore(tmp_path), WriteBatch()
     for number in range(50):
         payload = bytes([number]) * 10_000
         store.put_soon(payload, digest=digest_of(payload), together=together)
