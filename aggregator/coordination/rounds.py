@@ -1,15 +1,16 @@
-"""The life of a collection, pure: (state, event) -> (state, actions). No clock, no file, no network.
+"""When a collection of submissions closes: a pure state machine, (state, event) -> (state, actions).
 
-Without rounds, a collection is open while there are submissions that no head was trained on, of whatever age. With
-rounds, it holds the submissions for the open round, whose number is the newest head's version: closing round r
-makes head r + 1. It closes when
+Without rounds, a collection is open while there are submissions, of any age, that no head was trained on. With
+rounds, it holds the submissions to the open round, whose number is the version of the newest head: closing round r
+makes head r + 1. A collection closes when
 
-- everybody is there who can be expected,
-- or a `grace_s` after `quorum` submissions were there (`retrain_after` once there is a head, without rounds),
-- or `deadline_s` after the first of them came, if `min_devices` have come by then, or else as soon as they have.
+- with rounds, every device that can be expected has submitted,
+- or `grace_s` has passed since `quorum` devices submitted (`retrain_after` once there is a head, without rounds),
+- or `deadline_s` has passed since the first submission, if `min_devices` have submitted by then, else as soon as
+  they have.
 
-Whoever comes late is in the next collection. The newest submission of a device is the one that counts, whatever the
-order in which they arrived, so the same submissions give the same training set.
+Later submissions belong to the next collection. The newest submission of a device counts, in whatever order they
+arrive, so the same submissions give the same training set.
 """
 
 from collections.abc import Mapping
@@ -28,13 +29,13 @@ class Settings:
 
     Args:
         quorum: devices that a collection waits for.
-        deadline_s: seconds after the first waiting submission at which it closes regardless.
-        retrain_after: without rounds, new or renewed submissions that make the next head.
-        grace_s: seconds for the others, once the quorum is there.
-        min_devices: devices without which it does not close, however late it is.
+        deadline_s: seconds after its first submission at which it closes without the quorum.
+        retrain_after: without rounds, new submissions that make the next head.
+        grace_s: seconds that other devices get once the quorum is reached.
+        min_devices: devices that it needs to close, also after the deadline.
         staleness: rounds that a submission may be behind and still count.
-        rounds: after which it is over; None for one collection after the other, without rounds.
-        devices: the only ones that may take part, if there is such a list.
+        rounds: number of rounds; None for an endless sequence of collections without rounds.
+        devices: the only devices that may take part; None for any.
     """
 
     quorum: int
@@ -49,7 +50,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entry:
-    """A device's submission: what orders it, what names it, when it came (unix seconds), and for which round."""
+    """A device's submission: its sequence number, digest, time of arrival (unix seconds) and round."""
 
     sequence: int
     digest: bytes
@@ -58,42 +59,42 @@ class Entry:
 
     @property
     def rank(self) -> tuple[int, int, bytes]:
-        """The greatest of a device's counts; where all else is equal, the digest, and not the order of arrival."""
+        """The sort key: a device's greatest counts. The digest breaks ties, never the order of arrival."""
         return self.round, self.sequence, self.digest
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What was decided about devices, as it stands now.
+class DeviceDecisions:
+    """What was decided about devices.
 
     Args:
-        barred: their submissions do not count.
-        readmitted: theirs count, also where the newest head was made without them.
-        enrolled: nobody else's count; None where everybody's do.
+        quarantined: devices whose submissions do not count.
+        released: devices whose submissions count even if the newest head excluded them.
+        enrolled: the only devices whose submissions count; None for any.
     """
 
-    barred: frozenset[str] = frozenset()
-    readmitted: frozenset[str] = frozenset()
+    quarantined: frozenset[str] = frozenset()
+    released: frozenset[str] = frozenset()
     enrolled: frozenset[str] | None = None
 
     def counts(self, device: str) -> bool:
-        """Whether a device's submissions count."""
-        return device not in self.barred and (self.enrolled is None or device in self.enrolled)
+        """Return True if the device's submissions count."""
+        return device not in self.quarantined and (self.enrolled is None or device in self.enrolled)
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a decision depends on; it can be rebuilt from what the store holds.
+    """Everything that a decision depends on; the store can restore it.
 
     Args:
         submissions: the newest of each device.
         covered: those that the newest head was made of.
         training: those that a head is being made of now.
-        failed: those that the last training failed on; without rounds it is not tried again on just the same.
-        retry_s: with rounds, when it is tried again on just the same (unix seconds).
-        head_version: of the newest head; 0 if there is none. It is the number of the open round as well.
-        left_out: devices that `covered` has, whose submissions were judged and not taken into the head.
-        standing: what was decided about devices.
+        failed: those that the last training failed on; without rounds the same set is not tried again.
+        retry_s: with rounds, when the same set is tried again (unix seconds).
+        head_version: of the newest head, 0 if there is none; with rounds, also the number of the open round.
+        excluded: devices in `covered` whose submissions the newest head was made without.
+        decisions: what was decided about devices.
     """
 
     submissions: Mapping[str, Entry] = field(default_factory=lambda: _NOTHING)
@@ -102,13 +103,13 @@ class State:
     failed: Mapping[str, Entry] | None = None
     retry_s: float = 0.0
     head_version: int = 0
-    left_out: frozenset[str] = frozenset()
-    standing: Standing = Standing()
+    excluded: frozenset[str] = frozenset()
+    decisions: DeviceDecisions = DeviceDecisions()
 
 
 @dataclass(frozen=True)
-class Submitted:
-    """A valid submission has come in."""
+class SubmissionReceived:
+    """A valid submission has arrived."""
 
     device: str
     entry: Entry
@@ -123,96 +124,91 @@ class Ticked:
 
 @dataclass(frozen=True)
 class Trained:
-    """The training that was started has made a head, without the submissions of the devices in `left_out`."""
+    """The training has made a head, without the submissions of the devices in `excluded`."""
 
     version: int
-    left_out: frozenset[str] = frozenset()
+    excluded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class TrainingFailed:
-    """The training that was started made none; it is `now_s` (unix seconds)."""
+    """The training has failed; it is `now_s` (unix seconds)."""
 
     now_s: float = 0.0
 
 
-Event = Submitted | Ticked | Trained | TrainingFailed | Standing
+Event = SubmissionReceived | Ticked | Trained | TrainingFailed | DeviceDecisions
 
 
 @dataclass(frozen=True)
-class Answer:
-    """Tell a device what became of its submission; `standing` is the entry that counts now, if there is one."""
+class SubmissionVerdict:
+    """What became of a submission; `counted_entry` is the device's entry that counts now, if there is one."""
 
     device: str
     digest: bytes
     verdict: Verdict
-    standing: Entry | None
+    counted_entry: Entry | None
 
 
 @dataclass(frozen=True)
 class Train:
-    """Make head `version` of these submissions, in the order of the devices' names."""
+    """Make head `version` of these submissions, ordered by device."""
 
     version: int
     members: tuple[tuple[str, Entry], ...]
 
 
-Action = Answer | Train
+Action = SubmissionVerdict | Train
 
 
 def step(state: State, event: Event, *, settings: Settings) -> tuple[State, tuple[Action, ...]]:
-    """Take one event. At most one training runs at a time, and no device is in it twice."""
+    """Apply an event. At most one training runs at a time, and each device is in it at most once."""
     match event:
-        case Submitted(device=device, entry=entry):
-            state, answer = _submitted(state, device, entry, settings=settings)
+        case SubmissionReceived(device=device, entry=entry):
+            state, verdict = _submitted(state, device, entry, settings=settings)
             state, actions = _close(state, entry.received_s, settings)
-            return state, (answer, *actions)
-        case Trained(version=version, left_out=left_out) if state.training is not None:
-            state = replace(
-                state,
-                covered=state.training,
-                left_out=left_out,
-                training=None,
-                failed=None,
-                head_version=version,
-            )
-        case TrainingFailed(now_s=now_s) if state.training is not None:
-            retry_s = 0.0 if settings.rounds is None else now_s + settings.deadline_s
-            state = replace(state, failed=state.training, training=None, retry_s=retry_s)
-        case Standing():
-            state = replace(state, standing=event)
+            return state, (verdict, *actions)
         case Ticked(now_s=now_s):
             return _close(state, now_s, settings)
+        case Trained(version=version, excluded=excluded) if state.training is not None:
+            covered = state.training
+            state = replace(state, covered=covered, excluded=excluded, head_version=version)
+            return replace(state, training=None, failed=None), ()
+        case TrainingFailed(now_s=now_s) if state.training is not None:
+            retry_s = 0.0 if settings.rounds is None else now_s + settings.deadline_s
+            return replace(state, failed=state.training, training=None, retry_s=retry_s), ()
+        case DeviceDecisions():
+            return replace(state, decisions=event), ()
     return state, ()
 
 
 def resumed(state: State) -> tuple[Train, ...]:
-    """The training that a restart has cut off, to be started again on the very same submissions."""
+    """Return the training that a restart interrupted, to be run again on the same submissions."""
     return () if state.training is None else (_train(state.head_version + 1, state.training),)
 
 
 def is_over(state: State, settings: Settings) -> bool:
-    """Whether all rounds have closed."""
+    """Return True if all rounds have closed."""
     return settings.rounds is not None and state.head_version >= settings.rounds
 
 
 def waiting(state: State, settings: Settings) -> dict[str, Entry]:
-    """The submissions that no head was made of; with rounds, those for the open round."""
-    here = counting(state, settings)
+    """Return the submissions that no head was made of; with rounds, those to the open round."""
+    counted = counting(state, settings)
     if settings.rounds is not None:
-        return {device: entry for device, entry in here.items() if entry.round == state.head_version}
-    readmitted = state.left_out & state.standing.readmitted
+        return {device: entry for device, entry in counted.items() if entry.round == state.head_version}
+    released = state.excluded & state.decisions.released
     return {
         device: entry
-        for device, entry in here.items()
+        for device, entry in counted.items()
         if (covered := state.covered.get(device)) is None
         or covered.digest != entry.digest
-        or device in readmitted
+        or device in released
     }
 
 
 def closes_at_s(state: State, settings: Settings) -> float | None:
-    """When the open collection closes at the latest, as things stand (unix seconds); None if it waits for devices."""
+    """Return when the open collection closes at the latest (unix seconds); None if it waits for more devices."""
     received = sorted(entry.received_s for entry in waiting(state, settings).values())
     if len(received) < max(settings.min_devices, 1):
         return None
@@ -224,18 +220,18 @@ def closes_at_s(state: State, settings: Settings) -> float | None:
 
 
 def still_counts(entry: Entry, state: State, settings: Settings) -> bool:
-    """Whether a submission may be part of the open collection or a later one."""
+    """Return True if a submission may be part of the open collection or a later one."""
     return settings.rounds is None or (
         entry.round >= state.head_version - settings.staleness and not is_over(state, settings)
     )
 
 
 def counting(state: State, settings: Settings) -> dict[str, Entry]:
-    """The submissions that the open collection would close with."""
+    """Return the submissions that the open collection would close with now."""
     return {
         device: entry
         for device, entry in state.submissions.items()
-        if still_counts(entry, state, settings) and state.standing.counts(device)
+        if still_counts(entry, state, settings) and state.decisions.counts(device)
     }
 
 
@@ -243,31 +239,35 @@ def _wanted(state: State, settings: Settings) -> int:
     return settings.retrain_after if state.head_version and settings.rounds is None else settings.quorum
 
 
-def _submitted(state: State, device: str, entry: Entry, *, settings: Settings) -> tuple[State, Answer]:
-    standing = state.submissions.get(device)
-    if standing is not None and standing.digest == entry.digest:
-        return state, Answer(device, entry.digest, "duplicate", standing)
+def _submitted(
+    state: State, device: str, entry: Entry, *, settings: Settings
+) -> tuple[State, SubmissionVerdict]:
+    counted = state.submissions.get(device)
+
+    def unchanged(verdict: Verdict) -> tuple[State, SubmissionVerdict]:
+        return state, SubmissionVerdict(device, entry.digest, verdict, counted)
+
+    if counted is not None and counted.digest == entry.digest:
+        return unchanged("duplicate")
     if not still_counts(entry, state, settings):
-        return state, Answer(device, entry.digest, "late", standing)
+        return unchanged("late")
     if settings.rounds is not None and entry.round > state.head_version:
-        return state, Answer(device, entry.digest, "unknown_round", standing)
-    if standing is not None and standing.rank > entry.rank:
-        verdict: Verdict = "superseded" if standing.round == entry.round else "late"
-        return state, Answer(device, entry.digest, verdict, standing)
-    if settings.rounds is not None and standing is not None and standing.round == entry.round:
-        # A device that uploads again does not put off the grace or the deadline of its round.
-        entry = replace(entry, received_s=standing.received_s)
+        return unchanged("unknown_round")
+    if counted is not None and counted.rank > entry.rank:
+        return unchanged("superseded" if counted.round == entry.round else "late")
+    if settings.rounds is not None and counted is not None and counted.round == entry.round:
+        # A device that submits again does not postpone the grace period or the deadline of its round.
+        entry = replace(entry, received_s=counted.received_s)
     submissions = MappingProxyType({**state.submissions, device: entry})
-    return replace(state, submissions=submissions), Answer(device, entry.digest, "new", entry)
+    return replace(state, submissions=submissions), SubmissionVerdict(device, entry.digest, "new", entry)
 
 
 def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple[Action, ...]]:
     if state.training is not None or not _is_due(state, now_s, settings):
         return state, ()
     members = counting(state, settings)
-    if not members:
-        return state, ()
-    if state.failed == members and (settings.rounds is None or now_s < state.retry_s):
+    has_failed = state.failed == members and (settings.rounds is None or now_s < state.retry_s)
+    if not members or has_failed:
         return state, ()
     state = replace(state, training=MappingProxyType(members))
     return state, (_train(state.head_version + 1, members),)
@@ -278,26 +278,26 @@ def _train(version: int, members: Mapping[str, Entry]) -> Train:
 
 
 def _is_due(state: State, now_s: float, settings: Settings) -> bool:
-    here = waiting(state, settings)
-    if _are_all_here(here, state, settings) or _must_go(state, settings):
+    submitted = waiting(state, settings)
+    if _is_complete(submitted, state, settings) or _must_retrain(state, settings):
         return True
-    if len(here) >= _wanted(state, settings) and not settings.grace_s:
-        return True  # whatever a clock says that was set back
+    if len(submitted) >= _wanted(state, settings) and not settings.grace_s:
+        return True  # also if the clock was set back
     closes_s = closes_at_s(state, settings)
     return closes_s is not None and now_s >= closes_s
 
 
-def _must_go(state: State, settings: Settings) -> bool:
-    """Whether the newest head was made of what does not count any more; a round goes on to the next one anyway."""
-    barred = state.standing.barred - state.left_out
-    return settings.rounds is None and not barred.isdisjoint(state.covered)
+def _must_retrain(state: State, settings: Settings) -> bool:
+    """Return True if the newest head was made of submissions that no longer count; a round is followed by another."""
+    quarantined = state.decisions.quarantined - state.excluded
+    return settings.rounds is None and not quarantined.isdisjoint(state.covered)
 
 
-def _are_all_here(here: Mapping[str, Entry], state: State, settings: Settings) -> bool:
-    """Whether nobody else can be expected: no device that is listed, or else that was in the previous round."""
+def _is_complete(submitted: Mapping[str, Entry], state: State, settings: Settings) -> bool:
+    """Return True if no further device can be expected: none of those listed, else of those in the previous round."""
     if settings.rounds is None:
         return False
     if settings.devices is not None:
-        return settings.devices - state.standing.barred <= here.keys()
-    awaited = {device for device in state.covered if state.standing.counts(device)}
-    return len(here) >= settings.quorum and len(state.covered) > 0 and awaited <= here.keys()
+        return settings.devices - state.decisions.quarantined <= submitted.keys()
+    expected = {device for device in state.covered if state.decisions.counts(device)}
+    return len(submitted) >= settings.quorum and len(state.covered) > 0 and expected <= submitted.keys()
