@@ -26,7 +26,7 @@ from protocol.errors import ConfigError, RuntimeMissing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aggregator.coordination.rollout import OrderKind
+    from aggregator.coordination.rollout import CommandKind
     from aggregator.storage.store import Store
 
 LONGEST_DAYS = 7300
@@ -361,7 +361,7 @@ def _require_owner(folder: Path) -> None:
         raise ConfigError(f"{folder} belongs to {name}, who could not read what root writes: sudo -u {name}")
 
 
-def _order(folder: Path, kind: "OrderKind", version: int | None = None) -> None:
+def _order(folder: Path, kind: "CommandKind", version: int | None = None) -> None:
     from aggregator.heads.operator_commands import order
 
     with _existing(folder) as store:

@@ -402,10 +402,10 @@ class Aggregator:
             self._store.see_epsilon(device, submission.privacy.total_epsilon)
         return Receipt(digest=answer.digest, status="received")
 
-    def _check_verdict(self, answer: rounds.Answer, number: int) -> None:
+    def _check_verdict(self, answer: rounds.SubmissionVerdict, number: int) -> None:
         """Refuse what does not count, in words that say what does."""
         if answer.verdict == "superseded":
-            sequence = answer.standing.sequence if answer.standing is not None else 0
+            sequence = answer.counted_entry.sequence if answer.counted_entry is not None else 0
             raise Refused("superseded", f"a submission with sequence {sequence} stands", sequence=sequence)
         if answer.verdict in {"late", "unknown_round"}:
             state, settings = self._learning.state, self._task.file.settings

@@ -123,7 +123,7 @@ def _rollout(state: rollout.State) -> dict[str, Any]:
         "canaries": list(trial.canaries),
         "awaited": list(trial.awaited),
         "since_s": trial.since_s,
-        "figures": rollout.figures_of(trial),
+        "figures": rollout.summary_of(trial),
     }
     return {"current": state.current, "candidate": candidate}
 

@@ -133,7 +133,9 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def rollout_settings(self) -> RolloutSettings:
         """What the rollout of heads needs of it."""
         return RolloutSettings(
-            canary=self.rollout.canary, margin=self.rollout.margin, patience_s=self.rollout.patience_s
+            canary_fraction=self.rollout.canary,
+            margin=self.rollout.margin,
+            canary_timeout_s=self.rollout.patience_s,
         )
 
 

@@ -215,7 +215,9 @@ def _added(state: State, now_s: float, settings: Settings) -> Step:
 
 def _ticked(state: State, trial: Trial, tick: Ticked, settings: Settings) -> Step:
     if not settings.canary_fraction:
-        return _activated(state, trial.version), (Activate(trial.version, "canaries are no longer configured"),)
+        return _activated(state, trial.version), (
+            Activate(trial.version, "canaries are no longer configured"),
+        )
     if trial.canaries and tick.now_s < trial.since_s:  # the clock was set back
         return replace(state, trial=replace(trial, since_s=tick.now_s)), ()
     if trial.canaries and tick.now_s < trial.since_s + settings.canary_timeout_s:

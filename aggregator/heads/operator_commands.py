@@ -21,7 +21,7 @@ def usable_heads(store: Store, task: bytes) -> dict[int, bool]:
     }
 
 
-def order(store: Store, kind: rollout.OrderKind, version: int | None = None) -> str:
+def order(store: Store, kind: rollout.CommandKind, version: int | None = None) -> str:
     """Have a head made current; returns what has become of it.
 
     Args:
@@ -60,21 +60,21 @@ def _foreseen(store: Store, task: bytes, heads: dict[int, bool]) -> rollout.Stat
     """What the orders that nobody has taken yet will make of the rollout."""
     state = store.rollout(task)
     for earlier in store.orders(task):
-        event = rollout.Ordered(earlier.kind, earlier.version, heads)
+        event = rollout.CommandReceived(earlier.kind, earlier.version, heads)
         state, _ = rollout.step(state, event, settings=rollout.Settings())
     return state
 
 
-def _agreed(store: Store, task: bytes, kind: rollout.OrderKind, version: int | None) -> int:
+def _agreed(store: Store, task: bytes, kind: rollout.CommandKind, version: int | None) -> int:
     """The head that an order is about, after those that nobody has taken yet.
 
     Raises:
         ConfigError: it cannot be carried out.
     """
     heads = usable_heads(store, task)
-    event = rollout.Ordered(kind, version, heads)
+    event = rollout.CommandReceived(kind, version, heads)
     state, actions = rollout.step(_foreseen(store, task, heads), event, settings=rollout.Settings())
     for action in actions:
-        if isinstance(action, rollout.Decline):
-            raise ConfigError(action.why)
+        if isinstance(action, rollout.RefuseCommand):
+            raise ConfigError(action.reason)
     return state.current

@@ -77,7 +77,7 @@ class Learning:
     def tick(self) -> None:
         """Let time pass, and begin what is due."""
         self._look_for_changes()
-        self._advance(self._store.standing(self._task.digest))
+        self._advance(self._store.decisions(self._task.digest))
         self._advance(rounds.Ticked(time.time()))
         due, self._due = self._due, []
         for train in due:
@@ -86,22 +86,24 @@ class Learning:
             self._replaced_bytes = 0
             self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
-    def take(self, row: SubmissionRow, payload: bytes) -> rounds.Answer:
+    def take(self, row: SubmissionRow, payload: bytes) -> rounds.SubmissionVerdict:
         """Take a checked submission; what stands is stored once `settle` and a commit of the store have returned.
 
         Raises:
             StateError: it cannot be stored.
         """
 
-        def keep(answer: rounds.Answer) -> None:
+        def keep(answer: rounds.SubmissionVerdict) -> None:
             self._store.blobs.put_soon(payload, digest=row.entry.digest, together=self._writing)
             if row.device in self.state.submissions:
                 self._replaced_bytes += row.size_bytes
-            self._store.keep_submission(self._task.digest, replace(row, entry=answer.standing or row.entry))
+            self._store.keep_submission(
+                self._task.digest, replace(row, entry=answer.counted_entry or row.entry)
+            )
             self._tell_submission(row)
 
         self._look_for_changes()
-        (answer,) = self._advance(rounds.Submitted(row.device, row.entry), keep=keep)
+        (answer,) = self._advance(rounds.SubmissionReceived(row.device, row.entry), keep=keep)
         return answer
 
     def _look_for_changes(self) -> None:
@@ -157,11 +159,11 @@ class Learning:
         self.state = replace(self.state, failed=None, retry_s=0.0)
 
     def _advance(
-        self, event: rounds.Event, *, keep: Callable[[rounds.Answer], None] | None = None
-    ) -> list[rounds.Answer]:
+        self, event: rounds.Event, *, keep: Callable[[rounds.SubmissionVerdict], None] | None = None
+    ) -> list[rounds.SubmissionVerdict]:
         """Let the round logic take an event; `keep` is called with what is new before it counts."""
         state, actions = rounds.step(self.state, event, settings=self._settings)
-        answers = [action for action in actions if isinstance(action, rounds.Answer)]
+        answers = [action for action in actions if isinstance(action, rounds.SubmissionVerdict)]
         for answer in answers:
             if answer.verdict == "new" and keep is not None:
                 keep(answer)
@@ -196,7 +198,7 @@ class Learning:
             version=train.version,
             task=self._task.digest.hex(),
             members=members,
-            readmitted=tuple(sorted(self.state.standing.readmitted)),
+            readmitted=tuple(sorted(self.state.decisions.released)),
             poisoning=self._task.file.poisoning,
             blobs=str(self._store.blobs.folder),
             feature_size=self._task.feature_size,

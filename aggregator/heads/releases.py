@@ -59,7 +59,7 @@ class Releases:
         if newest > self._state.newest:
             self._heads = self._read_heads()
             for version in sorted(self._heads):
-                self._take(rollout.Made(version, time.time()))
+                self._take(rollout.HeadAdded(version, time.time()))
             self._tidy()
         if time.monotonic() < self._look_s:
             return
@@ -87,8 +87,10 @@ class Releases:
             heads = usable_heads(self._store, self._task.digest)
             try:
                 with self._store.together():  # or else a kill in between would carry it out twice
-                    actions = self._take(rollout.Ordered(order.kind, order.version, heads))
-                    why = next((action.why for action in actions if isinstance(action, rollout.Decline)), "")
+                    actions = self._take(rollout.CommandReceived(order.kind, order.version, heads))
+                    why = next(
+                        (action.reason for action in actions if isinstance(action, rollout.RefuseCommand)), ""
+                    )
                     self._store.take_order(order.number, why)
             except StateError:
                 self.go_back()
@@ -118,7 +120,7 @@ class Releases:
             self._task.digest,
             heads[state.current],
             candidate=heads[trial.version] if trial else None,
-            canaries_below=trial.below if trial else 0,
+            canaries_below=trial.rank_limit if trial else 0,
         )
         self._is_due = False
 
@@ -130,7 +132,9 @@ class Releases:
 
     def _tidy(self) -> None:
         """Forget the heads that nobody can be told to use any more: their files, and what devices said of them."""
-        self._store.forget_evaluations(self._task.digest, but=rollout.kept(self._state, self._heads))
+        self._store.forget_evaluations(
+            self._task.digest, but=rollout.retained_heads(self._state, self._heads)
+        )
         self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
     def _show(self, row: HeadRow) -> None:
@@ -169,22 +173,22 @@ class Releases:
     def _tell(self, action: rollout.Action) -> None:
         path = self._store.folder / "head.onnx"
         match action:
-            case rollout.Use(version=version, why=why):
-                log.info("head %d goes to all devices%s; %s", version, f": {why}" if why else "", path)
-            case rollout.Try(trial=trial):
+            case rollout.Activate(version=version, reason=reason):
+                log.info("head %d goes to all devices%s; %s", version, f": {reason}" if reason else "", path)
+            case rollout.OfferToCanaries(trial=trial):
                 log.info(
                     "head %d is a candidate: it waits for %s", trial.version, ", ".join(trial.awaited[:10])
                 )
-            case rollout.Reject(version=version, why=why):
-                log.warning("head %d is rejected, head %d stays: %s", version, self._state.current, why)
-            case rollout.Decline(why=why):
-                log.warning("an order was not carried out: %s", why)
+            case rollout.Reject(version=version, reason=reason):
+                log.warning("head %d is rejected, head %d stays: %s", version, self._state.current, reason)
+            case rollout.RefuseCommand(reason=reason):
+                log.warning("an order was not carried out: %s", reason)
 
 
-def answer_of(evaluation: Evaluation) -> rollout.Answer:
+def answer_of(evaluation: Evaluation) -> rollout.CanaryResult:
     """What an evaluation says to the rollout logic."""
     right = sum(evaluation.correct)
-    return rollout.Answer(
+    return rollout.CanaryResult(
         correct=right,
         images=right + sum(evaluation.incorrect),
         previous_correct=sum(evaluation.previous_correct) if evaluation.previous_correct else None,

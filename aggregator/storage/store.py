@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from aggregator.coordination.rollout import OrderKind, begun
+from aggregator.coordination.rollout import CommandKind, initial_state
 from aggregator.coordination.rollout import State as Rollout
-from aggregator.coordination.rounds import Entry, Standing, State
+from aggregator.coordination.rounds import DeviceDecisions, Entry, State
 from aggregator.storage.device_keys import MAX_STRANGERS, Keys
 from aggregator.storage.migrations import SCHEMA_VERSION, migrate, version_of
 from protocol.errors import StateError
@@ -88,7 +88,7 @@ class Order:
     """What an operator wants to be done about heads."""
 
     number: int
-    kind: OrderKind
+    kind: CommandKind
     version: int | None
 
 
@@ -425,7 +425,7 @@ class Store:
         rows = self._read("SELECT state FROM rollouts WHERE task = ?", task)
         if rows:
             return msgspec.json.decode(rows[0][0], type=Rollout)
-        return begun(head.version for head in self.heads(task))
+        return initial_state(head.version for head in self.heads(task))
 
     def online(self) -> frozenset[str]:
         """The devices that are there, and are heard: who was revoked or not enrolled cannot say that it goes."""
@@ -439,7 +439,7 @@ class Store:
             if revoked_s is None and (enrolled or not is_closed)
         )
 
-    def place_order(self, task: bytes, kind: OrderKind, version: int | None) -> int:
+    def place_order(self, task: bytes, kind: CommandKind, version: int | None) -> int:
         """Leave an order to the aggregator that works on a task; returns its number."""
         return int(
             self._read(
@@ -533,18 +533,18 @@ class Store:
             },
             training=closing.members if closing else None,
             head_version=version,
-            left_out=frozenset(aside),
-            standing=self.standing(task),
+            excluded=frozenset(aside),
+            decisions=self.decisions(task),
         )
 
-    def standing(self, task: bytes) -> Standing:
+    def decisions(self, task: bytes) -> DeviceDecisions:
         """Who does not count at all, and who counts whatever is found in what they upload."""
         asides = self.asides(task)
         barred = (device for device, one in asides.items() if one.why == REVOKED and one.readmitted_s is None)
-        return Standing(
+        return DeviceDecisions(
             # A key is revoked whatever the task was then.
-            barred=self.keys.revoked().union(barred),
-            readmitted=frozenset(device for device, one in asides.items() if one.readmitted_s is not None),
+            quarantined=self.keys.revoked().union(barred),
+            released=frozenset(device for device, one in asides.items() if one.readmitted_s is not None),
             enrolled=self.keys.enrolled(),
         )
 

@@ -20,7 +20,7 @@ def served_blobs(task: Task, heads: list[HeadRow], state: rollout.State) -> set[
         heads: its heads, oldest first.
         state: which of them devices use.
     """
-    usable = rollout.kept(state, [head.version for head in heads])
+    usable = rollout.retained_heads(state, [head.version for head in heads])
     used = [head for head in heads if head.version in usable]
     return (
         task.blobs | {head.digest for head in used} | {head.tensors.digest for head in used if head.tensors}
@@ -48,7 +48,7 @@ def _needed_of_heads(store: Store, heads: list[HeadRow]) -> set[bytes]:
     needed: set[bytes] = set()
     for task, of_task in groupby(sorted(heads, key=lambda head: head.task), key=lambda head: head.task):
         rows = list(of_task)
-        usable = rollout.kept(store.rollout(task), [head.version for head in rows])
+        usable = rollout.retained_heads(store.rollout(task), [head.version for head in rows])
         for head in rows:
             if head.version in usable:
                 needed |= {head.digest, head.file} | ({head.tensors.digest} if head.tensors else set())

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from aggregator.coordination.rounds import (
     Action,
-    Answer,
     Entry,
     Event,
     Settings,
     State,
-    Submitted,
+    SubmissionReceived,
+    SubmissionVerdict,
     Ticked,
     Train,
     Trained,
@@ -29,8 +29,8 @@ from aggregator.coordination.rounds import (
 SETTINGS = Settings(quorum=2, deadline_s=100.0, grace_s=10.0, min_devices=2, staleness=1, rounds=3)
 
 
-def _submitted(device: str, number: int = 0, *, sequence: int = 1, now_s: float = 0.0) -> Submitted:
-    return Submitted(device, Entry(sequence, f"{device}{number}.{sequence}".encode(), now_s, number))
+def _submitted(device: str, number: int = 0, *, sequence: int = 1, now_s: float = 0.0) -> SubmissionReceived:
+    return SubmissionReceived(device, Entry(sequence, f"{device}{number}.{sequence}".encode(), now_s, number))
 
 
 def _run(
@@ -55,7 +55,7 @@ def _closed(actions: list[Action]) -> list[tuple[int, list[str]]]:
 
 
 def _verdicts(actions: list[Action]) -> list[str]:
-    return [action.verdict for action in actions if isinstance(action, Answer)]
+    return [action.verdict for action in actions if isinstance(action, SubmissionVerdict)]
 
 
 def _after_round_0(*devices: str) -> State:
@@ -208,10 +208,10 @@ class World:
         before = self.state
         self.state, actions = step(before, event, settings=self.settings)
         for action in actions:
-            if isinstance(action, Answer):
+            if isinstance(action, SubmissionVerdict):
                 self.verdicts.append(action.verdict)
-                if action.verdict == "new" and action.standing is not None:
-                    self.stored[action.device] = action.standing
+                if action.verdict == "new" and action.counted_entry is not None:
+                    self.stored[action.device] = action.counted_entry
             else:
                 assert before.training is None
                 self._look_at(action)
@@ -231,7 +231,7 @@ class World:
     def submit(self, device: str, number: int, sequence: int = 1) -> None:
         """A device uploads for a round."""
         digest = f"{device}{number}.{sequence}".encode()
-        self.feed(Submitted(device, Entry(sequence, digest, self.now_s, number)))
+        self.feed(SubmissionReceived(device, Entry(sequence, digest, self.now_s, number)))
 
     def tick(self, seconds: float) -> None:
         """Time passes."""

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.task_file import TaskFile
-from aggregator.coordination.rollout import Answer, State, Trial
+from aggregator.coordination.rollout import CanaryResult, State, Trial
 from aggregator.coordination.rounds import Entry
 from aggregator.ingest import intake_status
 from aggregator.status import report, show
@@ -275,7 +275,7 @@ def test_heads_in_the_fleet(tmp_path: Path) -> None:
     store = _busy(tmp_path)
     for version in (2, 3):
         store.keep_head(HeadRow(version, TASK, bytes(32), 99, 50.0, 10, {"a": b"a".hex()}, {}))
-    trial = Trial(3, 70.0, ("a", "idle"), 2**32, {"a": Answer(8, 10, 9)})
+    trial = Trial(3, 70.0, ("a", "idle"), 2**32, {"a": CanaryResult(8, 10, 9)})
     store.keep_rollout(TASK, State(newest=3, current=1, trial=trial, rejected={2: "a [says] no"}))
     for device, version in (("a", 3), ("idle", 1)):
         store.keep_info(device, info=json.dumps({"head_version": version}), now_s=12.0)
@@ -285,7 +285,7 @@ def test_heads_in_the_fleet(tmp_path: Path) -> None:
     store.keep_evaluation("idle", broken, digest=b"x", now_s=61.0)
     summary = report(store)
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    figures = "80.0% of 10 held-out images right on 1 canary, 90.0% with the head before"
+    figures = "accuracy 80.0% (8/10) on 1 canary, 90.0% (9/10) with the previous head"
     assert summary["rollout"] == {
         "current": 1,
         "candidate": {

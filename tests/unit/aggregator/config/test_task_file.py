@@ -36,7 +36,7 @@ def test_the_least_there_can_be(tmp_path: Path) -> None:
     assert task.classes == ("cat", "dog")
     assert (task.fleet, task.algorithm, task.devices) == ("default", "fedtc", None)
     assert task.settings == Settings(quorum=1, deadline_s=600.0, retrain_after=1)
-    assert task.rollout_settings == RolloutSettings(canary=0.0, margin=0.02, patience_s=600.0)
+    assert task.rollout_settings == RolloutSettings(canary_fraction=0.0, margin=0.02, canary_timeout_s=600.0)
     assert task.client == Client(alpha=0.99, batch_size=5, min_images=2, seed=0)
     assert task.training == Training(recipe="default", restore=None, epochs=None, device="auto", seed=0)
     assert task.learning is None
@@ -87,7 +87,7 @@ shrink = 0.1
     assert task.devices == ("a", "b")
     assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
     assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
-    assert task.rollout_settings == RolloutSettings(canary=0.25, margin=0.0, patience_s=60.0)
+    assert task.rollout_settings == RolloutSettings(canary_fraction=0.25, margin=0.0, canary_timeout_s=60.0)
     assert perturbation_of(task.privacy) == Perturbation(on="images", noise="laplace", scale=0.05, shrink=0.1)
 
 

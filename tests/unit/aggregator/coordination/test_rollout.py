@@ -1,4 +1,4 @@
-"""Which head the fleet uses: canaries, decisions, replacements, orders; whatever the order of events."""
+"""Which head the fleet uses: canaries, decisions, replacements and commands, for any order of events."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,33 +9,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aggregator.coordination.rollout import (
-    KEPT_HEADS,
+    RETAINED_HEADS,
     Action,
-    Answer,
-    Decline,
+    Activate,
+    CanaryResult,
+    CommandReceived,
     Evaluated,
     Event,
-    Made,
-    Ordered,
+    HeadAdded,
+    OfferToCanaries,
+    RefuseCommand,
     Reject,
     Settings,
     State,
     Ticked,
     Trial,
-    Try,
-    Use,
-    begun,
-    figures_of,
-    kept,
+    initial_state,
+    retained_heads,
     step,
+    summary_of,
 )
 from protocol.wire.canary import canary_rank
 
-CANARY = Settings(canary=0.2, margin=0.02, patience_s=600.0)
+CANARY = Settings(canary_fraction=0.2, margin=0.02, canary_timeout_s=600.0)
 FLEET = frozenset(f"d{number}" for number in range(10))
-GOOD = Answer(correct=90, images=100, previous_correct=91)
-WORSE = Answer(correct=88, images=100, previous_correct=91)
-BROKEN = Answer(correct=0, images=0, problem="it gives NaN")
+GOOD = CanaryResult(correct=90, images=100, previous_correct=91)
+WORSE = CanaryResult(correct=88, images=100, previous_correct=91)
+BROKEN = CanaryResult(correct=0, images=0, problem="it gives NaN")
 
 
 def play(state: State, *events: Event, by: Settings = CANARY) -> tuple[State, list[Action]]:
@@ -55,7 +55,7 @@ def ranked(version: int, devices: frozenset[str] = FLEET) -> list[str]:
 
 def trying(version: int = 2, online: frozenset[str] = FLEET) -> State:
     """A fleet that uses the head before, with canaries at work."""
-    state, _ = play(begun([version - 1]), Made(version, 0.0), Ticked(1.0, online))
+    state, _ = play(initial_state([version - 1]), HeadAdded(version, 0.0), Ticked(1.0, online))
     return state
 
 
@@ -66,14 +66,14 @@ def heads(*versions: int, gone: Sequence[int] = ()) -> dict[int, bool]:
 
 def test_without_canaries_every_head_goes_to_all() -> None:
     """As it comes, and no device is asked."""
-    state, done = play(State(), Made(1, 0.0), Ticked(1.0, FLEET), Made(2, 2.0), by=Settings())
+    state, done = play(State(), HeadAdded(1, 0.0), Ticked(1.0, FLEET), HeadAdded(2, 2.0), by=Settings())
     assert (state.current, state.trial, state.earlier) == (2, None, (1,))
-    assert done == [Use(1, ""), Use(2, "")]
+    assert done == [Activate(1, ""), Activate(2, "")]
 
 
 def test_the_first_head_goes_to_all() -> None:
     """There is nothing to compare it with."""
-    assert play(State(), Made(1, 0.0))[1] == [Use(1, "")]
+    assert play(State(), HeadAdded(1, 0.0))[1] == [Activate(1, "")]
 
 
 def test_a_candidate_is_tried_by_those_of_the_lowest_ranks() -> None:
@@ -82,7 +82,7 @@ def test_a_candidate_is_tried_by_those_of_the_lowest_ranks() -> None:
     assert state.current == 1
     assert state.trial is not None
     assert list(state.trial.canaries) == ranked(2)[:2]
-    assert state.trial.below == canary_rank(ranked(2)[1], 2) + 1
+    assert state.trial.rank_limit == canary_rank(ranked(2)[1], 2) + 1
     for devices, wanted in ((1, 1), (5, 1), (6, 2)):
         online = frozenset(ranked(2)[:devices])
         trial = trying(online=online).trial
@@ -92,12 +92,14 @@ def test_a_candidate_is_tried_by_those_of_the_lowest_ranks() -> None:
 
 def test_a_candidate_waits_for_the_first_device() -> None:
     """Nobody is there: nobody is a canary, and time does not change that."""
-    state, done = play(begun([1]), Made(2, 0.0), Ticked(1.0, frozenset()), Ticked(1e6, frozenset()))
+    state, done = play(
+        initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, frozenset()), Ticked(1e6, frozenset())
+    )
     assert state.trial == Trial(2, 1e6)
     assert done == []
     state, done = play(state, Ticked(1e6 + 1, frozenset({"late"})))
     assert state.trial is not None
-    assert done == [Try(state.trial)]
+    assert done == [OfferToCanaries(state.trial)]
     assert state.trial.canaries == ("late",)
 
 
@@ -107,14 +109,14 @@ def test_a_candidate_waits_for_the_first_device() -> None:
         ((GOOD, GOOD), 2),
         ((GOOD, WORSE), 2),
         ((WORSE, WORSE), 1),
-        ((Answer(89, 100, 91), Answer(89, 100, 91)), 2),
-        ((Answer(889, 1000, 910), Answer(0, 0)), 1),
-        ((Answer(0, 9), Answer(0, 0, 0)), 2),
-        ((Answer(5, 5), WORSE), 1),
+        ((CanaryResult(89, 100, 91), CanaryResult(89, 100, 91)), 2),
+        ((CanaryResult(889, 1000, 910), CanaryResult(0, 0)), 1),
+        ((CanaryResult(0, 9), CanaryResult(0, 0, 0)), 2),
+        ((CanaryResult(5, 5), WORSE), 1),
         ((GOOD, BROKEN), 1),
     ],
 )
-def test_the_pooled_images_decide(answers: tuple[Answer, Answer], current: int) -> None:
+def test_the_pooled_images_decide(answers: tuple[CanaryResult, CanaryResult], current: int) -> None:
     """Not worse by more than the margin over all images; without a comparison it is enough that it runs."""
     state = trying()
     assert state.trial is not None
@@ -123,7 +125,7 @@ def test_the_pooled_images_decide(answers: tuple[Answer, Answer], current: int) 
     ]
     state, done = play(state, *events)
     assert (state.current, state.trial) == (current, None)
-    assert isinstance(done[-1], Use if current == 2 else Reject)
+    assert isinstance(done[-1], Activate if current == 2 else Reject)
     assert state.rejected.keys() == ({2} if current == 1 else set())
 
 
@@ -131,10 +133,10 @@ def test_the_reason_has_the_figures() -> None:
     """Of both heads, and how many images and devices."""
     state = trying()
     assert state.trial is not None
-    assert figures_of(state.trial) == "no canary has answered"
+    assert summary_of(state.trial) == "no canary has answered"
     state, _ = play(state, *[Evaluated(device, 2, WORSE) for device in state.trial.canaries])
     assert state.rejected[2] == (
-        "88.0% of 200 held-out images right on 2 canaries, 91.0% with the head before"
+        "accuracy 88.0% (176/200) on 2 canaries, 91.0% (182/200) with the previous head"
     )
 
 
@@ -146,7 +148,7 @@ def test_a_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
     state, done = play(state, Evaluated(bystander, 2, BROKEN))
     assert done == []
     state, done = play(state, Evaluated(canary, 2, BROKEN))
-    assert done == [Reject(2, f"{canary} does not use it: it gives NaN")]
+    assert done == [Reject(2, f"{canary} cannot use it: it gives NaN")]
 
 
 def test_canaries_that_do_not_answer_are_replaced() -> None:
@@ -159,11 +161,11 @@ def test_canaries_that_do_not_answer_are_replaced() -> None:
     assert done == []
     state, done = play(state, Ticked(601.0, FLEET - {ranked(2)[2]}))
     assert state.trial is not None
-    assert done == [Try(state.trial)]
+    assert done == [OfferToCanaries(state.trial)]
     assert state.trial.canaries == (first.canaries[0], ranked(2)[3])
-    assert state.trial.below == canary_rank(ranked(2)[3], 2) + 1
+    assert state.trial.rank_limit == canary_rank(ranked(2)[3], 2) + 1
     again, done = play(state, Evaluated(slow, 2, GOOD), Ticked(1201.0, frozenset()))
-    assert done == [Use(2, figures_of(replace(first, answers=dict.fromkeys(first.canaries, GOOD))))]
+    assert done == [Activate(2, summary_of(replace(first, answers=dict.fromkeys(first.canaries, GOOD))))]
     assert again.current == 2
 
 
@@ -186,94 +188,99 @@ def test_a_clock_that_is_set_back_does_no_harm() -> None:
 
 def test_a_newer_head_takes_the_place_of_a_candidate() -> None:
     """The older one is not tried any more, and what is said of it is passed over."""
-    state, done = play(trying(), Made(3, 5.0))
-    assert done == [Reject(2, "head 3 has taken its place")]
+    state, done = play(trying(), HeadAdded(3, 5.0))
+    assert done == [Reject(2, "head 3 has replaced it")]
     assert (state.current, state.trial) == (1, Trial(3, 5.0))
-    assert play(state, Evaluated(ranked(2)[0], 2, BROKEN), Made(2, 6.0), Made(3, 7.0)) == (state, [])
+    assert play(state, Evaluated(ranked(2)[0], 2, BROKEN), HeadAdded(2, 6.0), HeadAdded(3, 7.0)) == (
+        state,
+        [],
+    )
 
 
 def test_no_canaries_any_more() -> None:
     """A candidate that waits goes to all when the task file asks for no canaries any more."""
     state, done = play(trying(), Ticked(2.0, FLEET), by=Settings())
     assert (state.current, state.trial) == (2, None)
-    assert [type(action) for action in done] == [Use]
+    assert [type(action) for action in done] == [Activate]
 
 
 def test_a_rollback_goes_further_back_each_time() -> None:
     """To what was current before; what was rolled back says so, and a later head goes out as usual."""
     known = heads(1, 2, 3)
-    back = Ordered("rollback", None, known)
-    state, done = play(begun([1, 2, 3]), back, back)
-    assert [action.version for action in done if isinstance(action, Use)] == [2, 1]
+    back = CommandReceived("rollback", None, known)
+    state, done = play(initial_state([1, 2, 3]), back, back)
+    assert [action.version for action in done if isinstance(action, Activate)] == [2, 1]
     assert state.rejected == {3: "rolled back to head 2", 2: "rolled back to head 1"}
     assert play(state, back)[1] == [
-        Decline("no other head was current before: name one of the heads there are (1, 2, 3)")
+        RefuseCommand("no other head was current before: name one of the existing heads (1, 2, 3)")
     ]
-    state, _ = play(state, Made(4, 0.0), by=Settings())
+    state, _ = play(state, HeadAdded(4, 0.0), by=Settings())
     assert (state.current, state.earlier) == (4, (1,))
 
 
 def test_a_rollback_to_a_head_by_its_version() -> None:
     """Also a newer one, or one that was rejected; from there, back is where it was."""
     known = heads(1, 2, 3)
-    state, _ = play(begun([1, 2, 3]), Ordered("rollback", 1, known), Ordered("rollback", 3, known))
+    state, _ = play(
+        initial_state([1, 2, 3]), CommandReceived("rollback", 1, known), CommandReceived("rollback", 3, known)
+    )
     assert (state.current, state.earlier, state.rejected) == (3, (1,), {})
-    state, _ = play(state, Ordered("rollback", None, known))
+    state, _ = play(state, CommandReceived("rollback", None, known))
     assert state.current == 1
 
 
 @pytest.mark.parametrize(
     ("order", "words"),
     [
-        (Ordered("rollback", 9, heads(1, 2)), "there is no head 9; there are 1, 2"),
-        (Ordered("rollback", 1, heads(1, 2)), "head 1 is current already"),
+        (CommandReceived("rollback", 9, heads(1, 2)), "there is no head 9; there are 1, 2"),
+        (CommandReceived("rollback", 1, heads(1, 2)), "head 1 is current already"),
         (
-            Ordered("rollback", 2, heads(1, 2)),
-            "is being tried: give it to all devices with `aggregator promote`",
+            CommandReceived("rollback", 2, heads(1, 2)),
+            "is the candidate: give it to all devices with `aggregator promote`",
         ),
-        (Ordered("promote", 2, heads(1, 2, gone=[2])), "is gone from the disk"),
-        (Ordered("promote", 1, heads(1, 2)), "head 1 is not being tried any more"),
+        (CommandReceived("promote", 2, heads(1, 2, gone=[2])), "its files were deleted"),
+        (CommandReceived("promote", 1, heads(1, 2)), "head 1 is no longer the candidate"),
     ],
 )
-def test_orders_that_cannot_be_carried_out(order: Ordered, words: str) -> None:
+def test_orders_that_cannot_be_carried_out(order: CommandReceived, words: str) -> None:
     """Each says why, and nothing changes."""
     state = trying()
     after, (declined,) = play(state, order)
     assert after == state
-    assert isinstance(declined, Decline)
-    assert words in declined.why
+    assert isinstance(declined, RefuseCommand)
+    assert words in declined.reason
 
 
 def test_an_order_without_a_candidate() -> None:
     """There is nothing to promote."""
-    (declined,) = play(begun([1]), Ordered("promote", None, heads(1)))[1]
-    assert isinstance(declined, Decline)
-    assert "nothing to promote" in declined.why
+    (declined,) = play(initial_state([1]), CommandReceived("promote", None, heads(1)))[1]
+    assert isinstance(declined, RefuseCommand)
+    assert "no candidate to promote" in declined.reason
 
 
 def test_a_candidate_is_promoted_or_given_up_by_an_operator() -> None:
     """Promoted without its canaries; given up with the head that was current, where the fleet goes back."""
     known = heads(1, 2, 3)
-    state, done = play(trying(), Ordered("promote", None, known))
-    assert done == [Use(2, "promoted by an operator")]
+    state, done = play(trying(), CommandReceived("promote", None, known))
+    assert done == [Activate(2, "promoted by an operator")]
     assert (state.current, state.trial, state.earlier) == (2, None, (1,))
-    state, _ = play(begun([1, 2]), Made(3, 0.0), Ordered("rollback", None, known))
+    state, _ = play(initial_state([1, 2]), HeadAdded(3, 0.0), CommandReceived("rollback", None, known))
     assert (state.current, state.trial) == (1, None)
     assert state.rejected == {2: "rolled back to head 1", 3: "rolled back to head 1"}
-    assert play(state, Made(3, 9.0)) == (state, [])
+    assert play(state, HeadAdded(3, 9.0)) == (state, [])
 
 
 def test_what_may_be_gone_back_to_is_kept() -> None:
     """The current head, the one before, the candidate, and the last few."""
     state = State(newest=20, current=3, earlier=(1, 2), trial=Trial(9, 0.0))
-    assert kept(state, range(1, 21)) == {2, 3, 9, *range(21 - KEPT_HEADS, 21)}
+    assert retained_heads(state, range(1, 21)) == {2, 3, 9, *range(21 - RETAINED_HEADS, 21)}
 
 
 DEVICES = st.sampled_from(sorted(FLEET)[:5])
 ANSWERS = st.one_of(
     st.just(BROKEN),
-    st.builds(Answer, st.just(0), st.just(0)),
-    st.builds(Answer, st.integers(0, 9), st.just(9), st.one_of(st.none(), st.integers(0, 9))),
+    st.builds(CanaryResult, st.just(0), st.just(0)),
+    st.builds(CanaryResult, st.integers(0, 9), st.just(9), st.one_of(st.none(), st.integers(0, 9))),
 )
 
 
@@ -284,11 +291,11 @@ ANSWERS = st.one_of(
     again=st.lists(st.integers(0, 4), max_size=4),
 )
 def test_the_order_of_answers_does_not_matter(
-    answers: list[Answer], order: list[int], again: list[int]
+    answers: list[CanaryResult], order: list[int], again: list[int]
 ) -> None:
     """Nor does hearing one twice, or a restart after each: the outcome is the same."""
-    by = replace(CANARY, canary=0.5)
-    state, _ = play(begun([1]), Made(2, 0.0), Ticked(1.0, FLEET), by=by)
+    by = Settings(canary_fraction=0.5)
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, FLEET), by=by)
     assert state.trial is not None
     said = [
         Evaluated(device, 2, answer) for device, answer in zip(state.trial.canaries, answers, strict=True)
@@ -301,11 +308,11 @@ def test_the_order_of_answers_does_not_matter(
 
 EVENTS = st.lists(
     st.one_of(
-        st.builds(Made, st.integers(1, 6), st.floats(0, 1e4)),
+        st.builds(HeadAdded, st.integers(1, 6), st.floats(0, 1e4)),
         st.builds(Ticked, st.floats(0, 1e4), st.frozensets(DEVICES)),
         st.builds(Evaluated, DEVICES, st.integers(1, 6), ANSWERS),
         st.builds(
-            Ordered,
+            CommandReceived,
             st.sampled_from(["rollback", "promote"]),
             st.one_of(st.none(), st.integers(1, 6)),
             st.just(heads(*range(1, 7), gone=[2])),
@@ -326,10 +333,10 @@ def test_whatever_happens_there_is_one_good_head(events: list[Event]) -> None:
         assert state.current or not state.newest
         assert state.trial is None or state.trial.version == state.newest
         if before.trial and state.trial and before.trial.version == state.trial.version:
-            assert state.trial.below >= before.trial.below
-        used = [action.version for action in done if isinstance(action, Use)]
+            assert state.trial.rank_limit >= before.trial.rank_limit
+        used = [action.version for action in done if isinstance(action, Activate)]
         assert not used or used == [state.current]
-        if used and not isinstance(event, Ordered):
+        if used and not isinstance(event, CommandReceived):
             assert used[0] not in before.rejected
     last_s = state.trial.since_s if state.trial else 0.0
     state, _ = play(state, Ticked(last_s + 1e5, FLEET), Ticked(last_s + 2e5, FLEET))
@@ -339,11 +346,11 @@ def test_whatever_happens_there_is_one_good_head(events: list[Event]) -> None:
 
 def test_canaries_without_images_to_tell_of_say_that_it_runs() -> None:
     """Under differential privacy all counts are 0: a head that runs on all canaries is taken, and no other."""
-    silent = Answer(correct=0, images=0, previous_correct=0)
+    silent = CanaryResult(correct=0, images=0, previous_correct=0)
     first, second = ranked(2)[:2]
     state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, silent))
     assert state.current == 2
-    (use,) = [action for action in actions if isinstance(action, Use)]
-    assert use.why == "it runs on 2 canaries, without images to compare it on"
+    (use,) = [action for action in actions if isinstance(action, Activate)]
+    assert use.reason == "it runs on 2 canaries, without images to compare it on"
     state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, BROKEN))
     assert (state.current, [type(action) for action in actions]) == (1, [Reject])

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from aggregator.coordination.rounds import (
     Action,
-    Answer,
     Entry,
     Event,
     Settings,
     State,
-    Submitted,
+    SubmissionReceived,
+    SubmissionVerdict,
     Ticked,
     Train,
     Trained,
@@ -31,8 +31,8 @@ def _entry(name: str, sequence: int = 1, received_s: float = 0.0) -> Entry:
     return Entry(sequence=sequence, digest=f"{name}{sequence}".encode(), received_s=received_s)
 
 
-def _submitted(device: str, sequence: int = 1, now_s: float = 0.0) -> Submitted:
-    return Submitted(device, _entry(device, sequence, now_s))
+def _submitted(device: str, sequence: int = 1, now_s: float = 0.0) -> SubmissionReceived:
+    return SubmissionReceived(device, _entry(device, sequence, now_s))
 
 
 def _run(
@@ -57,7 +57,7 @@ def _trainings(actions: list[Action]) -> list[tuple[int, list[str]]]:
 
 
 def _verdicts(actions: list[Action]) -> list[str]:
-    return [action.verdict for action in actions if isinstance(action, Answer)]
+    return [action.verdict for action in actions if isinstance(action, SubmissionVerdict)]
 
 
 def test_the_quorum_closes_the_first_collection() -> None:
@@ -147,7 +147,7 @@ def test_a_head_that_nobody_asked_for_changes_nothing() -> None:
 def test_an_older_submission_that_comes_late_is_told_what_stands() -> None:
     """The answer carries the standing entry, so that the device can go past its sequence."""
     _, actions = _run([_submitted("a", 5), _submitted("a", 4)])
-    assert actions[1] == Answer("a", b"a4", "superseded", _entry("a", 5))
+    assert actions[1] == SubmissionVerdict("a", b"a4", "superseded", _entry("a", 5))
 
 
 @dataclass
@@ -164,12 +164,12 @@ class World:
         """Let the logic take an event, and hold it to its promises."""
         before = self.state
         self.state, actions = step(before, event, settings=self.settings)
-        answers = [action for action in actions if isinstance(action, Answer)]
-        assert len(answers) == isinstance(event, Submitted)
+        answers = [action for action in actions if isinstance(action, SubmissionVerdict)]
+        assert len(answers) == isinstance(event, SubmissionReceived)
         for answer in answers:
-            if isinstance(event, Submitted) and answer.verdict == "new":
+            if isinstance(event, SubmissionReceived) and answer.verdict == "new":
                 self.stored[event.device] = event.entry
-            assert answer.standing == self.stored[answer.device]
+            assert answer.counted_entry == self.stored[answer.device]
         for action in actions:
             if isinstance(action, Train):
                 assert before.training is None
@@ -180,7 +180,7 @@ class World:
     def submit(self, device: str, sequence: int, variant: int) -> None:
         """A device uploads."""
         digest = f"{device}{sequence}{variant}".encode()
-        self.feed(Submitted(device, Entry(sequence, digest, self.now_s)))
+        self.feed(SubmissionReceived(device, Entry(sequence, digest, self.now_s)))
 
     def tick(self, seconds: float) -> None:
         """Time passes."""
@@ -281,7 +281,7 @@ def test_a_state_is_never_changed(settings: Settings, submissions: list[tuple[st
     state = State()
     for device, sequence, variant in submissions:
         before = (dict(state.submissions), dict(state.covered), state.training)
-        event = Submitted(device, Entry(sequence, f"{device}{sequence}{variant}".encode(), 0.0))
+        event = SubmissionReceived(device, Entry(sequence, f"{device}{sequence}{variant}".encode(), 0.0))
         after, _ = step(state, event, settings=settings)
         assert (dict(state.submissions), dict(state.covered), state.training) == before
         with pytest.raises(TypeError):

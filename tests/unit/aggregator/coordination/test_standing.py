@@ -4,12 +4,12 @@ from pathlib import Path
 
 from aggregator.coordination.rounds import (
     Action,
+    DeviceDecisions,
     Entry,
     Event,
     Settings,
-    Standing,
     State,
-    Submitted,
+    SubmissionReceived,
     Ticked,
     Train,
     Trained,
@@ -23,8 +23,8 @@ SETTINGS = Settings(quorum=3, deadline_s=100.0)
 IN_ROUNDS = Settings(quorum=3, deadline_s=100.0, grace_s=10.0, rounds=5)
 
 
-def _submitted(device: str, number: int = 0) -> Submitted:
-    return Submitted(device, Entry(1, f"{device}{number}".encode(), 0.0, number))
+def _submitted(device: str, number: int = 0) -> SubmissionReceived:
+    return SubmissionReceived(device, Entry(1, f"{device}{number}".encode(), 0.0, number))
 
 
 def _run(
@@ -61,9 +61,9 @@ def test_who_was_left_out_makes_no_further_head() -> None:
 
 def test_who_is_readmitted_makes_the_next_head() -> None:
     """Of those that the newest head was made without; readmitting another changes nothing."""
-    state, actions = _run(Standing(readmitted=frozenset("a")), Ticked(1.0), state=_trained("b"))
+    state, actions = _run(DeviceDecisions(released=frozenset("a")), Ticked(1.0), state=_trained("b"))
     assert actions == []
-    state, actions = _run(Standing(readmitted=frozenset("ab")), Ticked(2.0), state=state)
+    state, actions = _run(DeviceDecisions(released=frozenset("ab")), Ticked(2.0), state=state)
     assert _members(actions) == ["abc"]
     _, actions = _run(Trained(2), Ticked(3.0), state=state)
     assert actions == []
@@ -71,7 +71,7 @@ def test_who_is_readmitted_makes_the_next_head() -> None:
 
 def test_a_head_of_a_barred_device_is_made_again_without_it() -> None:
     """At once, and once; what it uploads later waits for nothing."""
-    state, actions = _run(Standing(frozenset("b")), Ticked(1.0), state=_trained())
+    state, actions = _run(DeviceDecisions(frozenset("b")), Ticked(1.0), state=_trained())
     assert _members(actions) == ["ac"]
     state, actions = _run(Trained(2), _submitted("b", number=7), Ticked(1e6), state=state)
     assert _members(actions) == []
@@ -80,18 +80,18 @@ def test_a_head_of_a_barred_device_is_made_again_without_it() -> None:
 
 def test_a_barred_device_that_was_left_out_is_no_reason_for_a_head() -> None:
     """The newest head is made without it as it is."""
-    _, actions = _run(Standing(frozenset("b")), Ticked(1.0), state=_trained("b"))
+    _, actions = _run(DeviceDecisions(frozenset("b")), Ticked(1.0), state=_trained("b"))
     assert actions == []
 
 
 def test_barred_devices_make_no_quorum() -> None:
     """The collection waits for others, and nothing is trained on nobody."""
-    barred = Standing(frozenset("ab"))
+    barred = DeviceDecisions(frozenset("ab"))
     state, actions = _run(barred, *map(_submitted, "abc"))
     assert _members(actions) == []
     state, actions = _run(Ticked(100.0), state=state)
     assert _members(actions) == ["c"]
-    _, actions = _run(Standing(frozenset("abc")), Trained(1), Ticked(1e6), state=state)
+    _, actions = _run(DeviceDecisions(frozenset("abc")), Trained(1), Ticked(1e6), state=state)
     assert _members(actions) == []
 
 
@@ -103,13 +103,13 @@ def test_a_round_does_not_wait_for_barred_devices() -> None:
     then = [_submitted(device, 1) for device in "abc"]
     _, actions = _run(*then, Ticked(0.0), state=state, settings=IN_ROUNDS)
     assert _members(actions) == []
-    barred = Standing(frozenset("d"))
+    barred = DeviceDecisions(frozenset("d"))
     _, actions = _run(barred, *then, state=state, settings=IN_ROUNDS)
     assert _members(actions) == ["abc"]
     listed = Settings(quorum=4, deadline_s=100.0, grace_s=10.0, rounds=5, devices=frozenset("abcd"))
     _, actions = _run(barred, *first, state=None, settings=listed)
     assert _members(actions) == ["abc"]
-    _, actions = _run(Standing(frozenset("abcd")), *first, Ticked(1e6), settings=listed)
+    _, actions = _run(DeviceDecisions(frozenset("abcd")), *first, Ticked(1e6), settings=listed)
     assert _members(actions) == []
 
 
@@ -140,8 +140,12 @@ def test_only_revoked_devices_are_barred(tmp_path: Path) -> None:
     store = _store(tmp_path)
     store.quarantined(TASK, "a", why="far off", now_s=5.0)
     store.quarantined(TASK, "b", why=REVOKED, now_s=5.0)
-    assert store.standing(TASK) == store.round_state(TASK).standing == Standing(barred=frozenset("b"))
-    assert store.standing(bytes(32)) == Standing()
+    assert (
+        store.decisions(TASK)
+        == store.round_state(TASK).decisions
+        == DeviceDecisions(quarantined=frozenset("b"))
+    )
+    assert store.decisions(bytes(32)) == DeviceDecisions()
 
 
 def test_set_aside_readmitted_and_set_aside_again(tmp_path: Path) -> None:
@@ -153,22 +157,22 @@ def test_set_aside_readmitted_and_set_aside_again(tmp_path: Path) -> None:
     store.readmit(TASK, "a", now_s=7.0)
     store.readmit(TASK, "a", now_s=8.0)
     assert store.asides(TASK) == {"a": Aside("farther off", 5.0, 7.0)}
-    assert store.standing(TASK) == Standing(readmitted=frozenset("a"))
+    assert store.decisions(TASK) == DeviceDecisions(released=frozenset("a"))
     store.quarantined(TASK, "a", why=REVOKED, now_s=9.0)
     assert store.asides(TASK) == {"a": Aside(REVOKED, 9.0)}
     store.forget_aside(TASK, "a")
     assert store.asides(TASK) == {}
     store.readmit(TASK, "a", now_s=10.0)
-    assert store.standing(TASK) == Standing()
+    assert store.decisions(TASK) == DeviceDecisions()
 
 
 def test_in_a_closed_fleet_strangers_are_trained_on_no_more() -> None:
     """What came while it was open waits for its device to be enrolled; it is no reason for another head."""
-    state, actions = _run(Standing(enrolled=frozenset("a")), Ticked(1.0), state=_trained())
+    state, actions = _run(DeviceDecisions(enrolled=frozenset("a")), Ticked(1.0), state=_trained())
     assert actions == []
     _, actions = _run(_submitted("a", number=7), state=state)
     assert _members(actions) == ["a"]
-    _, actions = _run(Standing(enrolled=frozenset("ac")), _submitted("a", number=7), state=state)
+    _, actions = _run(DeviceDecisions(enrolled=frozenset("ac")), _submitted("a", number=7), state=state)
     assert _members(actions) == ["ac"]
 
 
@@ -176,7 +180,7 @@ def test_a_round_does_not_wait_for_strangers() -> None:
     """Who was in the round before and is not heard any more cannot come."""
     state, _ = _run(*map(_submitted, "abcd"), Ticked(10.0), Trained(1), settings=IN_ROUNDS)
     then = [_submitted(device, 1) for device in "abc"]
-    _, actions = _run(Standing(enrolled=frozenset("abc")), *then, state=state, settings=IN_ROUNDS)
+    _, actions = _run(DeviceDecisions(enrolled=frozenset("abc")), *then, state=state, settings=IN_ROUNDS)
     assert _members(actions) == ["abc"]
 
 
@@ -185,10 +189,10 @@ def test_keys_decide_who_counts_whatever_the_task(tmp_path: Path) -> None:
     store, other = _store(tmp_path), Store(tmp_path)
     other.keys.pin_key("a", b"a" * 32, now_s=1)
     other.keys.revoke_key("a", now_s=2)
-    assert store.standing(TASK) == store.standing(bytes(32)) == Standing(barred=frozenset("a"))
+    assert store.decisions(TASK) == store.decisions(bytes(32)) == DeviceDecisions(quarantined=frozenset("a"))
     with other.together():
         other.keys.enrol_key("b", b"b" * 32, now_s=3)
         other.keys.close_fleet()
-    assert store.standing(TASK) == Standing(barred=frozenset("a"), enrolled=frozenset("b"))
+    assert store.decisions(TASK) == DeviceDecisions(quarantined=frozenset("a"), enrolled=frozenset("b"))
     other.keys.revoke_key("b", now_s=4)
-    assert store.standing(TASK).enrolled == frozenset()
+    assert store.decisions(TASK).enrolled == frozenset()

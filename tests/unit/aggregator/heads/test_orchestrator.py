@@ -38,7 +38,7 @@ def task(store: Store) -> Task:
     return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
 
 
-def _take(learning: Learning, task: Task, device: str, *, number: int = 0) -> rounds.Answer:
+def _take(learning: Learning, task: Task, device: str, *, number: int = 0) -> rounds.SubmissionVerdict:
     submission = round_submission(
         task=task.digest, number=number, shapes=task.expectation.tensors, seed=ord(device)
     )

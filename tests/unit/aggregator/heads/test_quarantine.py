@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aggregator.coordination.rounds import Standing
+from aggregator.coordination.rounds import DeviceDecisions
 from aggregator.heads.quarantine import keep_asides, readmit
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import REVOKED, HeadRow, Store
@@ -66,7 +66,7 @@ def test_a_readmission_outlives_trainings(store: Store) -> None:
     assert readmit(store, "a") == "a was readmitted before"
     _keep(store, 2, aside={"a": "far off"})
     _keep(store, 3, aside={})
-    assert store.standing(TASK) == Standing(readmitted=frozenset("a"))
+    assert store.decisions(TASK) == DeviceDecisions(released=frozenset("a"))
 
 
 def test_a_revoked_device_stays_out(store: Store) -> None:
@@ -74,7 +74,7 @@ def test_a_revoked_device_stays_out(store: Store) -> None:
     store.quarantined(TASK, "a", why=REVOKED, now_s=1.0)
     _keep(store, 1, aside={})
     _keep(store, 2, aside={"a": "far off"})
-    assert store.standing(TASK) == Standing(barred=frozenset("a"))
+    assert store.decisions(TASK) == DeviceDecisions(quarantined=frozenset("a"))
     with pytest.raises(ConfigError, match="because its key was revoked: enroll it again"):
         readmit(store, "a")
 
