@@ -1,4 +1,4 @@
-"""Write `docs/cli.md` out of the programs' own help: `python -m docs.generate_cli`."""
+"""Write `docs/cli.md` from the help of the programs: `python -m docs.generate_cli`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,21 +14,22 @@ PAGE = Path(__file__).with_name("cli.md")
 WIDTH = 100
 
 PREFACE = """\
-# The command lines
+# Command lines
 
-Made by `python -m docs.generate_cli` from the programs' own help; a test keeps it up to date.
+The options of `edge-client`, `aggregator` and `export-backbone`, written by `python -m docs.generate_cli`
+from their `--help`.
 
-Exit codes of all three: 0 done, 1 an expected failure, told in one line on stderr, 2 wrong usage, 130 interrupted.
-Results go to stdout, everything else to stderr. An option with an `env var` can come from there instead, and
-those of a command with `--config` from a TOML file; the command line counts before the environment, and that
-before the file.
+Exit codes: 0 success, 1 an expected error with one line on stderr, 2 wrong usage, 130 interrupted. Results are
+written to stdout, everything else to stderr. An option with an `env var` can be set in the environment, and the
+options of a command with `--config` in a TOML file. The command line takes precedence over the environment, and the
+environment over the file.
 """
 
 
 def contexts(
     name: str, command: click.Command, parent: click.Context | None = None
 ) -> Iterator[click.Context]:
-    """A command and all that are below it, each as if it had been called."""
+    """Yield the context of a command and of all its sub-commands."""
     context = command.make_context(name, [], parent=parent, resilient_parsing=True, terminal_width=WIDTH)
     yield context
     if isinstance(command, click.Group):
@@ -37,7 +38,7 @@ def contexts(
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     sections = [
         f"## `{context.command_path}`\n\n```text\n{context.get_help()}\n```\n"
         for program, root in PROGRAMS.items()

@@ -22,6 +22,7 @@ from aggregator.config.task_file import (
     Training,
 )
 from aggregator.tasks.manifests import task_manifest
+from docs import generate_architecture
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
 from protocol.wire.codec import encode
@@ -179,6 +180,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_generated_help_is_up_to_date() -> None:
     """docs/cli.md is what `python -m docs.generate_cli` would write now."""
     assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m docs.generate_cli"
+
+
+def test_the_tables_of_rooms_are_up_to_date() -> None:
+    """docs/architecture.md lists the rooms and layers that import-linter checks."""
+    page = generate_architecture.PAGE.read_text(encoding="utf-8")
+    assert page == generate_architecture.render(page), "run: python -m docs.generate_architecture"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
