@@ -79,13 +79,6 @@ def cli() -> None:
     show_envvar=True,
     help="Run a broker in this process; without --broker, for this machine only.",
 )
-@click.option(
-    "--broker-log",
-    type=click.Path(dir_okay=False, path_type=Path),
-    envvar="PROTOFLEET_BROKER_LOG",
-    show_envvar=True,
-    help="Log file of a mosquitto on this machine: whom it turns away is counted in `status`.",
-)
 @verbose_option
 def run_command(
     *,
@@ -93,7 +86,6 @@ def run_command(
     state: Path,
     broker: str,
     embedded_broker: bool,
-    broker_log: Path | None,
     verbose: bool,
     **access_given: Any,
 ) -> None:
@@ -132,7 +124,7 @@ def run_command(
     if embedded is not None:
         embedded.start()
     try:
-        Aggregator(prepared, store, broker=address, access=access, broker_log=broker_log).run()
+        Aggregator(prepared, store, broker=address, access=access).run()
     finally:
         store.close()
         if embedded is not None:
@@ -182,12 +174,12 @@ def promote_command(*, state: Path) -> None:
 @state_option
 def forget_command(*, device: str, state: Path) -> None:
     """Take the next key that comes under the name DEVICE for its own, because it has lost the one it had."""
-    with _existing(state) as store, store.together():
-        if not store.keys.forget_key(device):
+    with _existing(state) as store, store.transaction():
+        if not store.keys.reset(device):
             raise ConfigError(
                 f"{device} has no key that was taken at first use: `aggregator enroll` gives a device another one"
             )
-        store.begin_anew(device, without=False)
+        store.reset_device(device, delete_submissions=False)
     click.echo(f"the next key that comes under the name {device} is its own")
 
 
@@ -285,7 +277,7 @@ def _tell_list(state: Path) -> None:
 
 
 def _had_certificate(store: "Store", device: str) -> bool:
-    known = store.keys.key_of(device)
+    known = store.keys.get(device)
     return known is not None and bool(known.serial)
 
 
@@ -294,6 +286,7 @@ def _open_fleet(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]"
     """The aggregator's state, made if it is not there, and the fleet's name, from wherever it is known."""
     from aggregator.config.task_file import load_task
     from aggregator.security.identity import fleet_of_authority, folder_of, has_authority
+    from aggregator.storage.facts import ServedTask
     from aggregator.storage.store import Store, open_folder
 
     named = load_task(task)[0].fleet if task is not None else None
@@ -306,7 +299,8 @@ def _open_fleet(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]"
     store = Store(open_folder(state))
     had_authority = has_authority(state)
     try:
-        known = json.loads(store.fact("task_file", "{}")).get("fleet")
+        served = store.facts.get(ServedTask)
+        known = served.fleet if served is not None else None
         if has_authority(state):
             known = fleet_of_authority(state)
         fleet = named or known

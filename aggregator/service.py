@@ -1,15 +1,13 @@
 """The daemon: wires session, store, round logic and training, one event at a time on one thread."""
 
 import contextlib
-import json
 import logging
 import queue
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from itertools import groupby
-from pathlib import Path
-from typing import Any, cast, get_args
+from typing import cast, get_args
 
 import msgspec
 
@@ -22,9 +20,10 @@ from aggregator.ingest.receiver import Reception
 from aggregator.ingest.validation import Refused, check_evaluation, check_labels, read_message
 from aggregator.messaging.blob_sender import Downlink, read_frames
 from aggregator.messaging.manifest_signer import Herald, identity_of
-from aggregator.messaging.mosquitto_log import BrokerLog, Position, count
 from aggregator.messaging.publisher import Wire
-from aggregator.storage.store import Store, SubmissionRow
+from aggregator.storage.facts import ServedTask
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task import Task
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import ConfigError, MalformedMessage, StateError, VersionMismatch
@@ -69,11 +68,10 @@ class Aggregator:
         store: the state directory.
         broker: where to connect.
         access: how to be let in there.
-        broker_log: the broker's log file, where it may be read: whom it turns away is counted.
 
     Raises:
         StateError: the state directory cannot be written.
-        ConfigError: a certificate or key, or the log, cannot be used.
+        ConfigError: a certificate or key cannot be used.
     """
 
     def __init__(
@@ -83,16 +81,18 @@ class Aggregator:
         *,
         broker: mqtt.BrokerAddress,
         access: BrokerAccess = NO_AUTHENTICATION,
-        broker_log: Path | None = None,
     ) -> None:
         self._task = task
         self._store = store
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._epoch = max(int(store.fact("epoch", "0")) + 1, int(time.time()))
-        store.set_fact("epoch", str(self._epoch))
-        store.set_fact("settings", msgspec.json.encode(task.file.settings).decode())
-        store.set_fact("task_file", msgspec.json.encode(task.file).decode())
-        store.set_fact("task", task.digest.hex())  # last: with it there is something for `status` to show
+        before = store.facts.get(ServedTask)
+        self._epoch = max(before.epoch + 1 if before is not None else 1, int(time.time()))
+        file = task.file
+        served = ServedTask(
+            *(task.digest, self._epoch, file.fleet, file.algorithm, tuple(file.classes)),
+            settings=file.settings,
+        )
+        store.facts.put(served)
         self._reception = Reception(
             store,
             max_bytes=int(task.file.max_submission_mb * 1024**2),
@@ -108,7 +108,6 @@ class Aggregator:
         self._connected = False
         self._cast_is_due = True
         fleet = task.manifest.fleet
-        self._broker_log = None if broker_log is None else _broker_log(broker_log, store)
         self._gate = Gate(store, fleet=fleet)
         self._herald = Herald(store, key=identity_of(store.folder), fleet=fleet)
         self._wire = Wire(broker, access=access, fleet=fleet, epoch=self._epoch, on_event=self._events.put)
@@ -154,13 +153,11 @@ class Aggregator:
             self._tell_head()
         with self._storing():
             self._learning.tick()
-        with self._storing():
-            self._read_broker_log()
 
     def _take_messages(self, messages: list[Event]) -> None:
         """Store all that came in, or nothing; then answer, and let the broker forget it."""
         try:
-            with self._store.together():
+            with self._store.transaction():
                 for message in messages:
                     self._handle(message)
                 self._learning.settle()
@@ -169,7 +166,6 @@ class Aggregator:
             self._reception.stop(error)
             self._learning.go_back()
             self._releases.go_back()
-            self._store.keys.look_again()
             self._receipts.clear()
             for message in messages:  # once more, now that nothing is taken
                 with self._storing():
@@ -296,7 +292,7 @@ class Aggregator:
         self._gate.admit(device)
 
     def _check_room(self, device: str) -> None:
-        if not self._store.has_room_for(device):
+        if not self._store.devices.has_room_for(device):
             raise Refused(
                 "unknown_device", f"{device} is one name too many in a fleet that is open to everybody"
             )
@@ -330,29 +326,20 @@ class Aggregator:
         elif channel == "info":
             info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
             shown = shown_info(info, self._task.manifest.classes)
-            self._store.keep_info(device, info=json.dumps(shown), now_s=now_s)
+            self._store.devices.put_info(device, shown, now_s=now_s)
             if info.problem and self._problems.get(device) != info.problem:
                 log.warning("%s cannot take part: %s", device, info.problem)
             self._problems[device] = info.problem
         else:
             presence = decode(payload, Presence, max_bytes=1024)
-            self._store.see_device(device, state=presence.state, epoch=presence.epoch, now_s=now_s)
+            self._store.devices.put_presence(device, state=presence.state, epoch=presence.epoch, now_s=now_s)
 
     def _count_refusal(self, device: str, refused: Refused) -> None:
-        first = self._store.count_refusal(
+        first = self._store.refusals.count(
             device, reason=refused.reason, detail=refused.detail[:500], now_s=time.time()
         )
         if first:
             log.warning("refused from %s (%s): %s", device, refused.reason, refused.detail)
-
-    def _read_broker_log(self) -> None:
-        """Count whom the broker has turned away since the last look."""
-        if self._broker_log is None or not (lines := self._broker_log.read()):
-            return
-        with self._store.together():
-            for (who, what, why), times in count(lines).items():
-                self._store.count_refusal(who, reason=what, detail=why, now_s=time.time(), times=times)
-            self._store.set_fact("broker_log", msgspec.json.encode(self._broker_log.position).decode())
 
     @contextlib.contextmanager
     def _telling(self, device: str, digest: bytes) -> Iterator[None]:
@@ -388,7 +375,7 @@ class Aggregator:
 
     def _take_submission(self, device: str, submission: Submission, complete: Complete) -> Receipt:
         labels = check_labels(submission, self._task.expectation)
-        row = SubmissionRow(
+        row = SubmissionRecord(
             device=device,
             entry=rounds.Entry(submission.sequence, complete.digest, time.time(), submission.round),
             size_bytes=len(complete.payload),
@@ -399,7 +386,7 @@ class Aggregator:
         answer = self._learning.take(row, complete.payload)
         self._check_verdict(answer, row.entry.round)
         if submission.privacy is not None:
-            self._store.see_epsilon(device, submission.privacy.total_epsilon)
+            self._store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
         return Receipt(digest=answer.digest, status="received")
 
     def _check_verdict(self, answer: rounds.SubmissionVerdict, number: int) -> None:
@@ -422,7 +409,7 @@ class Aggregator:
         self._tell_evaluation(device, evaluation)
         # First what follows from it: what is held is not looked at again when it is sent again.
         self._releases.take(device, evaluation)
-        self._store.keep_evaluation(device, evaluation, digest=digest, now_s=time.time())
+        self._store.evaluations.put(device, evaluation, digest=digest, now_s=time.time())
         return Receipt(digest=digest, status="received")
 
     def _tell_evaluation(self, device: str, evaluation: Evaluation) -> None:
@@ -453,14 +440,14 @@ class Aggregator:
                 self._downlink.sent()
 
 
-def shown_info(info: DeviceInfo, classes: Collection[str]) -> dict[str, Any]:
-    """What is kept of a device's word, for people: no more than the task has classes, and there are reasons."""
-    return {
-        "software": info.software, "runtime": info.runtime, "refused": info.refused, "problem": info.problem,
-        "head_version": info.head_version,
-        "images": {name: count for name, count in info.images.items() if name in classes},
-        "refusals": {name: count for name, count in info.refusals.items() if name in get_args(Reason)},
-    }  # fmt: skip
+def shown_info(info: DeviceInfo, classes: Collection[str]) -> DeviceInfo:
+    """Return what is stored of a device's report: its size is bounded by the task's classes and the known reasons."""
+    return msgspec.structs.replace(
+        info,
+        backbones=(),
+        images={name: count for name, count in info.images.items() if name in classes},
+        refusals={name: count for name, count in info.refusals.items() if name in get_args(Reason)},
+    )
 
 
 @contextlib.contextmanager
@@ -470,9 +457,3 @@ def _reading() -> Iterator[None]:
         yield
     except StateError as error:
         log.error("%s; start again: what can be made again will be", error)
-
-
-def _broker_log(path: Path, store: Store) -> BrokerLog:
-    """The broker's log, from where the start before has left it."""
-    known = store.fact("broker_log", "null")
-    return BrokerLog(path, position=msgspec.json.decode(known, type=Position | None))

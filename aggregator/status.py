@@ -25,20 +25,19 @@ most that it has said to have spent on differential privacy, of whatever tasks, 
 a device that was quarantined is trained on all the same.
 """
 
-import json
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from aggregator.coordination import rollout, rounds
 from aggregator.heads import operator_commands
 from aggregator.ingest import intake_status
-from aggregator.storage.device_keys import counts, why_not
-from aggregator.storage.store import HeadRow, Store, SubmissionRow
+from aggregator.storage.device_keys import counts, refusal_reason
+from aggregator.storage.facts import SigningKey, TrainingProgress
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
 from protocol.cli import plain
-from protocol.errors import StateError
 from protocol.wire.messages import Evaluation, Reason
 
 if TYPE_CHECKING:
@@ -51,44 +50,46 @@ def report(store: Store) -> dict[str, Any]:
     Raises:
         StateError: no aggregator has run on this state yet.
     """
-    task_hex, task_file = store.fact("task"), json.loads(store.fact("task_file") or "null")
-    if not task_hex or task_file is None:
-        raise StateError(f"no task in {store.folder} yet: start `aggregator run`")
-    task = bytes.fromhex(task_hex)
-    submissions = store.submissions(task)
-    used = store.rollout(task)
-    heads = [_head(store, task, row, used) for row in store.heads(task)]
+    served = store.served_task()
+    task, settings = served.digest, served.settings
+    submissions = store.submissions.all(task)
+    used = store.heads.rollout(task)
+    heads = [_head(store, task, row, used) for row in store.heads.all(task)]
     state = store.round_state(task)
-    settings = msgspec.json.decode(store.fact("settings"), type=rounds.Settings)
     model = store.folder / "model.onnx"
     return {
         "running": store.is_locked(),
         "intake": _intake(store),
-        "key": store.fact("key"),
+        "key": key.public if (key := store.facts.get(SigningKey)) is not None else "",
         "keys": {"closed": store.keys.is_closed(), **counts(store.keys.all().values())},
-        "fleet": task_file["fleet"],
-        "algorithm": task_file["algorithm"],
-        "task": task_hex,
-        "classes": task_file["classes"],
+        "fleet": served.fleet,
+        "algorithm": served.algorithm,
+        "task": task.hex(),
+        "classes": list(served.classes),
         "quorum": settings.quorum,
         "retrain_after": settings.retrain_after,
-        "training": json.loads(store.fact("training") or "null"),
+        "training": _training(store),
         "submissions": len(submissions),
         "waiting": len(rounds.waiting(state, settings)),
         "closes_s": rounds.closes_at_s(state, settings),
         "round": _round(state, settings),
         "rollout": {**_rollout(used), "ordered": operator_commands.ordered(store, task)},
         "devices": _devices(store, task, submissions, used),
-        "coverage": _coverage(task_file["classes"], submissions.values()),
+        "coverage": _coverage(served.classes, submissions.values()),
         "quarantined": _set_aside(store, task),
         "heads": heads,
         "refusals": [
             {"device": device, "reason": reason, "count": count, "detail": detail}
-            for device, reason, count, detail in store.refusals()
+            for device, reason, count, detail in store.refusals.all()
         ],
         "head_path": str((store.folder / "head.onnx").resolve()) if heads else None,
         "model_path": str(model.resolve()) if heads and model.is_file() else None,
     }
+
+
+def _training(store: Store) -> dict[str, Any] | None:
+    progress = store.facts.get(TrainingProgress)
+    return None if progress is None else {"version": progress.version, **progress.figures}
 
 
 def _intake(store: Store) -> dict[str, Any]:
@@ -139,30 +140,33 @@ _UNHEARD: dict[Reason | None, str] = {"revoked": "revoked", "unknown_device": "n
 
 
 def _devices(
-    store: Store, task: bytes, submissions: dict[str, SubmissionRow], used: rollout.State
+    store: Store, task: bytes, submissions: dict[str, SubmissionRecord], used: rollout.State
 ) -> list[dict[str, Any]]:
-    known = {device: (state, seen_s, info) for device, state, seen_s, info in store.devices()}
-    versions = {used.newest, used.current, *(info.get("head_version", 0) for _, _, info in known.values())}
-    said = {version: store.evaluations(task, version) for version in versions}
+    known = {record.device: record for record in store.devices.all()}
+    heads = {device: record.info.head_version for device, record in known.items() if record.info is not None}
+    versions = {used.newest, used.current, *heads.values()}
+    said = {version: store.evaluations.of_head(task, version) for version in versions}
     keys, is_closed = store.keys.all(), store.keys.is_closed()
-    epsilons = store.epsilons()
+    epsilons = store.devices.epsilons()
     rows = []
     enrolled = {device for device, key in keys.items() if key.enrolled and key.revoked_s is None}
     for device in sorted(known.keys() | submissions.keys() | enrolled):
         unseen = "enrolled" if device in enrolled else "unknown"
-        state, seen_s, info = known.get(device, (unseen, None, {}))
+        record = known.get(device)
+        info = record.info if record is not None else None
+        refused = refusal_reason(keys.get(device), is_closed=is_closed)
         row = submissions.get(device)
-        head = info.get("head_version", 0)
+        head = heads.get(device, 0)
         of_head = said[head or used.current].get(device)
         rows.append(
             {
                 "device": device,
-                "state": _UNHEARD.get(why_not(keys.get(device), is_closed=is_closed), state),
-                "seen_s": seen_s,
-                "runtime": info.get("runtime"),
-                "problem": info.get("problem", ""),
-                "refusals": info.get("refusals", {}),
-                "images": sum(info.get("images", {}).values()),
+                "state": _UNHEARD.get(refused, record.state if record else unseen),
+                "seen_s": record.seen_s if record else None,
+                "runtime": info.runtime if info else None,
+                "problem": info.problem if info else "",
+                "refusals": info.refusals if info else {},
+                "images": sum(info.images.values()) if info else 0,
                 "round": row.entry.round if row else None,
                 "classes": len(row.per_class) if row else 0,
                 "prototypes": row.prototypes if row else 0,
@@ -184,12 +188,12 @@ def _head_problem(said: dict[int, dict[str, Evaluation]], device: str, used: rol
 
 def _set_aside(store: Store, task: bytes) -> list[dict[str, Any]]:
     return [
-        {"device": device, "why": one.why, "since_s": one.since_s, "readmitted_s": one.readmitted_s}
-        for device, one in store.asides(task).items()
+        {"device": device, "why": one.reason, "since_s": one.since_s, "readmitted_s": one.released_s}
+        for device, one in store.quarantine.all(task).items()
     ]
 
 
-def _coverage(classes: list[str], submissions: Iterable[SubmissionRow]) -> dict[str, dict[str, int]]:
+def _coverage(classes: Iterable[str], submissions: Iterable[SubmissionRecord]) -> dict[str, dict[str, int]]:
     rows = list(submissions)
     return {
         name: {
@@ -200,8 +204,8 @@ def _coverage(classes: list[str], submissions: Iterable[SubmissionRow]) -> dict[
     }
 
 
-def _head(store: Store, task: bytes, row: HeadRow, used: rollout.State) -> dict[str, Any]:
-    said = [one for one in store.evaluations(task, row.version).values() if not one.problem]
+def _head(store: Store, task: bytes, row: HeadRecord, used: rollout.State) -> dict[str, Any]:
+    said = [one for one in store.evaluations.of_head(task, row.version).values() if not one.problem]
     held_out = _held_out((sum(one.correct) for one in said), (sum(one.incorrect) for one in said))
     states = {used.current: "current", **dict.fromkeys(used.rejected, "rejected")}
     if used.trial is not None:

@@ -4,7 +4,7 @@ import time
 
 from aggregator.coordination import rollout
 from aggregator.storage.store import Store
-from protocol.errors import ConfigError, StateError
+from protocol.errors import ConfigError
 
 PATIENCE_S = 10.0
 """Seconds that a running aggregator is waited for."""
@@ -17,7 +17,7 @@ def usable_heads(store: Store, task: bytes) -> dict[int, bool]:
     return {
         head.version: head.digest in store.blobs
         and (head.tensors is None or head.tensors.digest in store.blobs)
-        for head in store.heads(task)
+        for head in store.heads.all(task)
     }
 
 
@@ -33,15 +33,13 @@ def order(store: Store, kind: rollout.CommandKind, version: int | None = None) -
         ConfigError: it cannot be done, and why.
         StateError: there is no task yet, or the state cannot be written.
     """
-    task = bytes.fromhex(store.fact("task"))
-    if not task:
-        raise StateError(f"no task in {store.folder} yet: start `aggregator run`")
+    task = store.served_task().digest
     version = _agreed(store, task, kind, version)
-    number = store.place_order(task, kind, version)
+    number = store.commands.add(task, kind, version)
     if not store.is_locked():
         return f"head {version} will be current when the aggregator is started"
     deadline_s = time.monotonic() + PATIENCE_S
-    while (outcome := store.outcome_of(number)) is None:
+    while (outcome := store.commands.outcome(number)) is None:
         if time.monotonic() > deadline_s:
             return f"the aggregator has not taken the order yet; it will make head {version} current"
         time.sleep(LOOK_S)
@@ -52,14 +50,14 @@ def order(store: Store, kind: rollout.CommandKind, version: int | None = None) -
 
 def ordered(store: Store, task: bytes) -> int | None:
     """The head that will be current by the orders that nobody has taken yet; None if there are none."""
-    heads = {head.version: True for head in store.heads(task)}  # as agreed when the orders were given
-    return _foreseen(store, task, heads).current if store.orders(task) else None
+    heads = {head.version: True for head in store.heads.all(task)}  # as agreed when the orders were given
+    return _foreseen(store, task, heads).current if store.commands.pending(task) else None
 
 
 def _foreseen(store: Store, task: bytes, heads: dict[int, bool]) -> rollout.State:
     """What the orders that nobody has taken yet will make of the rollout."""
-    state = store.rollout(task)
-    for earlier in store.orders(task):
+    state = store.heads.rollout(task)
+    for earlier in store.commands.pending(task):
         event = rollout.CommandReceived(earlier.kind, earlier.version, heads)
         state, _ = rollout.step(state, event, settings=rollout.Settings())
     return state

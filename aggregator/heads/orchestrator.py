@@ -1,7 +1,6 @@
 """From submissions to heads: what the round logic decides is stored, and the trainer does it."""
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -11,7 +10,10 @@ from typing import Any
 
 from aggregator.coordination import rounds
 from aggregator.heads.quarantine import keep_asides
-from aggregator.storage.store import Closing, HeadRow, Store, SubmissionRow
+from aggregator.storage.facts import PendingHead, TrainingProgress
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.retention import forget_lost, needed_blobs
 from aggregator.tasks.task import Task
@@ -45,14 +47,14 @@ class Learning:
         self._on_event = on_event
         self._settings = task.file.settings
         self._due: list[rounds.Train] = []
-        self._version = store.writes_of_others()
+        self._version = store.data_version()
         self._writing = WriteBatch()
         self._replaced_bytes = 0
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
         forget_lost(task, store)
         self.state = store.round_state(task.digest)
         self._head = self._newest()
-        store.set_fact("training", "")
+        store.facts.delete(TrainingProgress)
         for train in rounds.resumed(self.state):
             log.info("going on with head %d, which was cut off", train.version)
             self._start(train)
@@ -60,7 +62,7 @@ class Learning:
     def stop(self) -> None:
         """End a running training; the next start goes on with it."""
         self._trainer.stop()
-        self._store.set_fact("training", "")
+        self._store.facts.delete(TrainingProgress)
 
     @property
     def round(self) -> RoundManifest | None:
@@ -86,7 +88,7 @@ class Learning:
             self._replaced_bytes = 0
             self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
-    def take(self, row: SubmissionRow, payload: bytes) -> rounds.SubmissionVerdict:
+    def take(self, row: SubmissionRecord, payload: bytes) -> rounds.SubmissionVerdict:
         """Take a checked submission; what stands is stored once `settle` and a commit of the store have returned.
 
         Raises:
@@ -97,7 +99,7 @@ class Learning:
             self._store.blobs.put_soon(payload, digest=row.entry.digest, together=self._writing)
             if row.device in self.state.submissions:
                 self._replaced_bytes += row.size_bytes
-            self._store.keep_submission(
+            self._store.submissions.put(
                 self._task.digest, replace(row, entry=answer.counted_entry or row.entry)
             )
             self._tell_submission(row)
@@ -108,9 +110,9 @@ class Learning:
 
     def _look_for_changes(self) -> None:
         """See whether somebody was enrolled anew: what came under that name before is not in its way."""
-        if (version := self._store.writes_of_others()) != self._version:
+        if (version := self._store.data_version()) != self._version:
             self._version = version
-            stored = self._store.submissions(self._task.digest)
+            stored = self._store.submissions.all(self._task.digest)
             self.state = replace(self.state, submissions={each: row.entry for each, row in stored.items()})
 
     def settle(self) -> None:
@@ -132,8 +134,7 @@ class Learning:
 
     def show_progress(self, figures: Mapping[str, Any]) -> None:
         """Keep what a training says of itself, for who looks."""
-        shown = {"version": self.state.head_version + 1, **figures}
-        self._store.set_fact("training", json.dumps(shown))
+        self._store.facts.put(TrainingProgress(self.state.head_version + 1, figures))
 
     def finish(self, finished: Finished) -> bool:
         """Take the end of a training; returns whether there is a new head."""
@@ -147,11 +148,11 @@ class Learning:
         if row is None:
             self._fail(reason)
         else:
-            self._advance(rounds.Trained(row.version, frozenset(row.aside)))
+            self._advance(rounds.Trained(row.version, frozenset(row.quarantined)))
             self._head = row
             self._tell(row)
         with contextlib.suppress(StateError):  # what is shown may be out of date; what is done is done
-            self._store.set_fact("training", "")
+            self._store.facts.delete(TrainingProgress)
         return row is not None
 
     def retry(self) -> None:
@@ -174,7 +175,7 @@ class Learning:
     def _start(self, train: rounds.Train) -> None:
         job = self._job(train)
         try:
-            self._store.set_closing(Closing(self._task.digest, train.version, dict(train.members)))
+            self._store.facts.put(PendingHead(self._task.digest, train.version, dict(train.members)))
             self._trainer.start(job)
         except StateError as error:
             self._on_event(Finished(job, None, str(error)))
@@ -219,10 +220,10 @@ class Learning:
                 *(version - 1, reason, settings.deadline_s),
             )
         with contextlib.suppress(StateError):  # the next start would go on with it
-            self._store.set_closing(None)
+            self._store.facts.delete(PendingHead)
         self._advance(rounds.TrainingFailed(time.time()))
 
-    def _tell_submission(self, row: SubmissionRow) -> None:
+    def _tell_submission(self, row: SubmissionRecord) -> None:
         settings, where = self._settings, ""
         if settings.rounds is not None:
             where = f" for round {row.entry.round}"
@@ -236,7 +237,7 @@ class Learning:
 
     def _keep_head(
         self, job: HeadJob | RoundJob, result: Result, members: Mapping[str, rounds.Entry]
-    ) -> HeadRow:
+    ) -> HeadRecord:
         folder = Path(job.folder)
         digests = {device: entry.digest.hex() for device, entry in members.items()}
         program = self._task.manifest.program
@@ -246,7 +247,7 @@ class Learning:
         else:
             payload = _read(folder / "tensors.bin")
             head, tensors = program.head, self._keep_blob(payload, f"tensors-{job.version}")
-        row = HeadRow(
+        row = HeadRecord(
             version=job.version,
             task=self._task.digest,
             digest=head.digest,
@@ -257,17 +258,17 @@ class Learning:
             metrics=result.metrics,
             tensors=tensors,
             file=self._store.blobs.put(file),
-            aside={device: digest for device, digest in digests.items() if device in result.aside},
+            quarantined={device: digest for device, digest in digests.items() if device in result.aside},
         )
-        with self._store.together():
-            self._store.keep_head(row)
+        with self._store.transaction():
+            self._store.heads.add(row)
             keep_asides(self._store, row, result)
         return row
 
     def _keep_blob(self, data: bytes, name: str) -> BlobRef:
         return BlobRef(digest=self._store.blobs.put(data), size_bytes=len(data), name=name)
 
-    def _tell(self, row: HeadRow) -> None:
+    def _tell(self, row: HeadRecord) -> None:
         metrics = row.metrics
         if row.tensors is None:
             log.info(
@@ -284,8 +285,8 @@ class Learning:
         if rounds.is_over(self.state, self._settings):
             log.info("all %d rounds are over; head %d is the last", self._settings.rounds, row.version)
 
-    def _newest(self) -> HeadRow | None:
-        heads = self._store.heads(self._task.digest)
+    def _newest(self) -> HeadRecord | None:
+        heads = self._store.heads.all(self._task.digest)
         return heads[-1] if heads else None
 
 

@@ -9,7 +9,8 @@ import onnx
 from aggregator.coordination import rollout
 from aggregator.graphs.fuse import fuse
 from aggregator.heads.operator_commands import usable_heads
-from aggregator.storage.store import HeadRow, Store
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_manifest
 from aggregator.tasks.retention import needed_blobs, served_blobs
 from aggregator.tasks.task import Task
@@ -39,14 +40,14 @@ class Releases:
         self._task = task
         self._store = store
         self._settings = task.file.rollout_settings
-        self._state = store.rollout(task.digest)
+        self._state = store.heads.rollout(task.digest)
         self._look_s = 0.0
         self._shown = 0
         self._is_due = True
         self.manifest: HeadManifest | None = None
         self._heads = self._read_heads()
         self.served = self._served()
-        store.keep_rollout(task.digest, self._state)
+        store.heads.put_rollout(task.digest, self._state)
         self._tidy()
         self._release()
 
@@ -66,7 +67,7 @@ class Releases:
         self._look_s = time.monotonic() + LOOK_S
         self._take_orders()
         if self._state.trial is not None:
-            self._take(rollout.Ticked(time.time(), self._store.online()))
+            self._take(rollout.Ticked(time.time(), self._store.devices.online()))
         self._release()
 
     def take(self, device: str, evaluation: Evaluation) -> None:
@@ -79,19 +80,19 @@ class Releases:
 
     def go_back(self) -> None:
         """Go back to what the store has: what was taken since could not be stored."""
-        self._state = self._store.rollout(self._task.digest)
+        self._state = self._store.heads.rollout(self._task.digest)
         self._shown, self._is_due = 0, True
 
     def _take_orders(self) -> None:
-        for order in self._store.orders(self._task.digest):
+        for order in self._store.commands.pending(self._task.digest):
             heads = usable_heads(self._store, self._task.digest)
             try:
-                with self._store.together():  # or else a kill in between would carry it out twice
+                with self._store.transaction():  # or else a kill in between would carry it out twice
                     actions = self._take(rollout.CommandReceived(order.kind, order.version, heads))
                     why = next(
                         (action.reason for action in actions if isinstance(action, rollout.RefuseCommand)), ""
                     )
-                    self._store.take_order(order.number, why)
+                    self._store.commands.finish(order.number, why)
             except StateError:
                 self.go_back()
                 raise
@@ -99,7 +100,7 @@ class Releases:
     def _take(self, event: rollout.Event) -> tuple[rollout.Action, ...]:
         state, actions = rollout.step(self._state, event, settings=self._settings)
         if state != self._state:
-            self._store.keep_rollout(self._task.digest, state)
+            self._store.heads.put_rollout(self._task.digest, state)
             self._state, self._is_due = state, True
             # Whatever cannot be written below: what devices are told to use sooner or later is there for them.
             self.served = self._served()
@@ -124,20 +125,20 @@ class Releases:
         )
         self._is_due = False
 
-    def _read_heads(self) -> dict[int, HeadRow]:
-        return {row.version: row for row in self._store.heads(self._task.digest)}
+    def _read_heads(self) -> dict[int, HeadRecord]:
+        return {row.version: row for row in self._store.heads.all(self._task.digest)}
 
     def _served(self) -> set[bytes]:
         return served_blobs(self._task, list(self._heads.values()), self._state)
 
     def _tidy(self) -> None:
         """Forget the heads that nobody can be told to use any more: their files, and what devices said of them."""
-        self._store.forget_evaluations(
-            self._task.digest, but=rollout.retained_heads(self._state, self._heads)
+        self._store.evaluations.delete_except(
+            self._task.digest, rollout.retained_heads(self._state, self._heads)
         )
         self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
-    def _show(self, row: HeadRow) -> None:
+    def _show(self, row: HeadRecord) -> None:
         """Put the current head where people look for it; the model first, so that the head says whether both are."""
         path = self._store.folder / "head.onnx"
         if not (path.is_file() and file_digest(path) == row.file):
@@ -153,7 +154,7 @@ class Releases:
             log.error("there is no file of head %d: %s", self._state.current, error)
             return None
 
-    def _model(self, row: HeadRow, head: bytes | None) -> bytes | None:
+    def _model(self, row: HeadRecord, head: bytes | None) -> bytes | None:
         """Backbone and head as one file, if there is one backbone; as the training has left it, or made again."""
         manifest = self._task.manifest
         if head is None or len(manifest.backbones) != 1:

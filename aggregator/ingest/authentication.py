@@ -4,7 +4,7 @@ import functools
 import time
 
 from aggregator.ingest.validation import Refused
-from aggregator.storage.device_keys import MAX_STRANGERS, Key, why_not
+from aggregator.storage.device_keys import MAX_PINNED_DEVICES, Key, refusal_reason
 from aggregator.storage.store import Store
 from protocol.wire.messages import Frame, Reason
 from protocol.wire.signing import is_own_transfer
@@ -54,15 +54,15 @@ class Gate:
         known = self._look(device, frame.key)
         if not self._verified(device, frame.digest, frame.size_bytes, frame.key, frame.signature):
             raise Refused("signature", f"what came as a transfer of {device} is not signed with its key")
-        if known is None and may_pin and not self._keys.pin_key(device, frame.key, now_s=time.time()):
+        if known is None and may_pin and not self._keys.pin(device, frame.key, now_s=time.time()):
             raise Refused(
                 "unknown_device",
-                f"nobody has enrolled {device}, nor {MAX_STRANGERS} others: `aggregator enroll` those that are yours",
+                f"{device} is not enrolled, like {MAX_PINNED_DEVICES} others: `aggregator enroll` the fleet's devices",
             )
 
     def _look(self, device: str, public: bytes | None) -> Key | None:
-        known = self._keys.key_of(device)
-        reason = why_not(known, is_closed=self._keys.is_closed(), public=public)
+        known = self._keys.get(device)
+        reason = refusal_reason(known, is_closed=self._keys.is_closed(), public=public)
         if reason is not None:
             words = _WORDS[reason].format(device=device)
             raise Refused(reason, words if reason != "signature" else f"{words}; {_way_out(known, device)}")

@@ -115,7 +115,7 @@ class Reception:
     def _try(self) -> bool:
         try:
             self._incoming.try_to_write(self._trial_bytes)
-            self._store.try_to_write()
+            self._store.database.check_writable()
             self._uplink = self._begin()
         except StateError as error:
             log.debug("intake is still stopped: %s", error)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from aggregator.security.identity import alone, folder_of
+from aggregator.storage.facts import ManifestNumbers, SigningKey
 from aggregator.storage.store import Store
 from protocol.errors import BadSignature, MalformedMessage
 from protocol.storage.keyfile import read_or_make_key
@@ -13,9 +14,6 @@ from protocol.wire.signing import open_manifest, public_key, sign_manifest
 from protocol.wire.topics import FleetChannel
 
 log = logging.getLogger(__name__)
-
-_FACT = "release:"
-"""Begins the names of the facts that keep the last number of each channel."""
 
 
 def identity_of(state: Path) -> bytes:
@@ -47,20 +45,22 @@ class Herald:
         self._store = store
         self._key = key
         self._fleet = fleet
-        self._releases = {name: int(number) for name, number in store.facts(_FACT).items()}
+        stored = store.facts.get(ManifestNumbers)
+        self._releases = dict(stored.numbers) if stored is not None else {}
         self._said: dict[FleetChannel, tuple[bytes, bytes]] = {}
-        self._unkept: set[str] = set()
+        self._is_unkept = False
         self._know(public_key(key).hex())
 
     def _know(self, key: str) -> None:
         """Keep by which key devices know us, and say so if they know another."""
-        if (before := self._store.fact("key")) not in ("", key):
+        before = self._store.facts.get(SigningKey)
+        if before is not None and before.public != key:
             log.warning(
                 "identity/signing.key is another than the one that devices believe, %s: put that one back from a "
                 "backup, or start every device once with --aggregator-key %s, and enrol those anew that were enrolled",
-                *(before, key),
+                *(before.public, key),
             )
-        self._store.set_fact("key", key)
+        self._store.facts.put(SigningKey(key))
 
     def sign(self, channel: FleetChannel, body: bytes) -> bytes:
         """A manifest as it is retained: with a new number if it is another one than before, or the first of a start.
@@ -70,11 +70,11 @@ class Herald:
         digest, payload = self._said.get(channel, (b"", b""))
         if digest == digest_of(body):
             return payload
-        release = next_release(self._releases.get(_FACT + channel, 0), now_s=time.time())
+        release = next_release(self._releases.get(channel, 0), now_s=time.time())
         payload = sign_manifest(body, key=self._key, fleet=self._fleet, channel=channel, release=release)
-        self._releases[_FACT + channel] = release
+        self._releases[channel] = release
         self._said[channel] = digest_of(body), payload
-        self._unkept.add(_FACT + channel)
+        self._is_unkept = True
         return payload
 
     def has_said(self, channel: FleetChannel, payload: bytes) -> bool:
@@ -90,8 +90,8 @@ class Herald:
         if signed.key != public_key(self._key):
             return False
         _, said = self._said.get(channel, (b"", b""))
-        if payload != said and signed.release >= self._releases.get(_FACT + channel, 0):
-            self._releases[_FACT + channel] = signed.release
+        if payload != said and signed.release >= self._releases.get(channel, 0):
+            self._releases[channel] = signed.release
             self._said.pop(channel, None)
         return True
 
@@ -101,6 +101,6 @@ class Herald:
         Raises:
             StateError: they cannot be kept now. Then only the clock keeps the next start from giving smaller ones.
         """
-        for fact in sorted(self._unkept):
-            self._store.set_fact(fact, str(self._releases[fact]))
-            self._unkept.discard(fact)
+        if self._is_unkept:
+            self._store.facts.put(ManifestNumbers(self._releases))
+            self._is_unkept = False

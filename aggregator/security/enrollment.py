@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from aggregator.security import mosquitto_config
 from aggregator.security.identity import (
-    REVOKED,
     alone,
     fleet_of_authority,
     folder_of,
@@ -25,7 +24,8 @@ from aggregator.security.identity import (
     write_revoked,
 )
 from aggregator.security.pki import issue_client, issue_server
-from aggregator.storage.store import REVOKED as SET_ASIDE
+from aggregator.storage.facts import ServedTask
+from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text
 from protocol.errors import ConfigError
@@ -69,7 +69,7 @@ def enrol(store: Store, wanted: Wanted, *, fleet: str, out: Path) -> None:
             f"{wanted.device!r} cannot name a device: expected 1 to 64 letters, digits, '-' or '_'"
         )
     with alone(store.folder):
-        known = store.keys.key_of(wanted.device)
+        known = store.keys.get(wanted.device)
         if known is not None and (known.enrolled or known.revoked_s is not None) and not wanted.renew:
             state = "enrolled" if known.revoked_s is None else "revoked"
             raise ConfigError(
@@ -101,15 +101,17 @@ def enrol(store: Store, wanted: Wanted, *, fleet: str, out: Path) -> None:
         serial = f"{issued.serial:x}"
         with _new_folder(out, files) as appear:
             # A kill before it is known whose it is leaves a certificate that does not count.
-            store.set_fact(REVOKED + serial, str(now_s))
-            with store.together():
+            store.keys.revoke_certificate(serial, now_s=now_s)
+            with store.transaction():
                 if known is not None and known.serial:
-                    store.set_fact(REVOKED + known.serial, str(now_s))
-                store.keys.enrol_key(wanted.device, public, serial=serial, now_s=now_s)
+                    store.keys.revoke_certificate(known.serial, now_s=now_s)
+                store.keys.enroll(wanted.device, public, serial=serial, now_s=now_s)
                 store.keys.close_fleet()
                 # Who revokes a key takes what came with it for somebody else's.
-                store.begin_anew(wanted.device, without=known is not None and known.revoked_s is not None)
-                store.forget_fact(REVOKED + serial)
+                store.reset_device(
+                    wanted.device, delete_submissions=known is not None and known.revoked_s is not None
+                )
+                store.keys.reinstate_certificate(serial)
                 appear()
         keep_closed(store.folder)
         write_revoked(store, authority)
@@ -156,17 +158,17 @@ def revoke(store: Store, device: str) -> Path | None:
     """
     with alone(store.folder):
         now_s = int(time.time())
-        known = store.keys.key_of(device)
+        known = store.keys.get(device)
         if known is None:
             raise ConfigError(
                 f"no key of a device {device!r} is known: `aggregator status` shows those that are"
             )
-        with store.together():
-            store.keys.revoke_key(device, now_s=now_s)
-            if known.serial and not store.fact(REVOKED + known.serial):
-                store.set_fact(REVOKED + known.serial, str(now_s))
-            if task := bytes.fromhex(store.fact("task")):
-                store.quarantined(task, device, why=SET_ASIDE, now_s=now_s)
+        with store.transaction():
+            store.keys.revoke(device, now_s=now_s)
+            if known.serial:
+                store.keys.revoke_certificate(known.serial, now_s=now_s)
+            if (served := store.facts.get(ServedTask)) is not None:
+                store.quarantine.add(served.digest, device, reason=REVOKED, now_s=now_s)
         if not has_authority(store.folder):
             return None
         write_revoked(store, open_authority(store.folder, fleet_of_authority(store.folder)))

@@ -27,9 +27,6 @@ from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.keyfile import write_private
 
-REVOKED = "revoked certificate:"
-"""Begins the names of the facts that say since when (unix seconds) a serial number (hex) counts no more."""
-
 CLOSED = "closed"
 """The file that says that somebody was enrolled."""
 
@@ -136,8 +133,8 @@ def write_revoked(store: Store, authority: Issued) -> bytes:
     """
     # What was revoked stays so where the database is an older one.
     revoked = _revoked_before(folder_of(store.folder) / "revoked.crl") | {
-        int(name.removeprefix(REVOKED), 16): datetime.fromtimestamp(int(since_s), UTC)
-        for name, since_s in store.facts(REVOKED).items()
+        int(serial, 16): datetime.fromtimestamp(int(since_s), UTC)
+        for serial, since_s in store.keys.revoked_certificates().items()
     }
     listed = revoked_list(authority, revoked, now=utc_now())
     write_atomically(folder_of(store.folder) / "revoked.crl", listed)

@@ -57,8 +57,8 @@ max_queued_bytes 536870912
 max_inflight_messages 256
 max_packet_size 262144
 
-# `aggregator run --broker-log` reads here whom the broker has turned away, and `status` counts it. What is denied
-# stands in the lines of type debug, a few for each message: docs/security.md says how to keep the file small.
+# Refused connections are logged as notice and error; denied publications only as debug, a few lines for each
+# message. docs/security.md shows what to look for, and how to keep the file small.
 log_dest file {LOG}
 log_type error
 log_type warning

@@ -1,39 +1,40 @@
-"""Whose keys the aggregator believes: a table of the store, and what follows from it. The decision is pure."""
+"""The keys that devices are authenticated with, and the revoked certificates. The decision is pure."""
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
+from aggregator.storage.facts import ClosedFleet, Facts
+from protocol.storage.database import Database
 from protocol.wire.messages import Reason
 
-MAX_STRANGERS = 10_000
-"""Names that an open fleet takes of who comes: anybody can make up any number of them."""
+MAX_PINNED_DEVICES = 10_000
+"""Devices that an open fleet pins at first use: a client can make up any number of names."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What is known of a device's key."""
+    """A device's key."""
 
     public: bytes
     """32 bytes, Ed25519."""
     enrolled: bool
-    """By an operator; else it is the first one that came under the device's name."""
+    """True if an operator enrolled it; False if it was pinned at first use."""
     since_s: float
     """Unix seconds."""
     serial: str = ""
-    """Of the certificate that goes with it, in hex."""
+    """Serial number of the device's certificate, in hex."""
     revoked_s: float | None = None
-    """Since when it counts no more, unix seconds."""
+    """When it was revoked, unix seconds."""
 
 
-def why_not(known: Key | None, *, is_closed: bool, public: bytes | None = None) -> Reason | None:
-    """Why a device is not heard; None if it is.
+def refusal_reason(known: Key | None, *, is_closed: bool, public: bytes | None = None) -> Reason | None:
+    """Return the reason for refusing a device's messages; None if they are accepted.
 
     Args:
-        known: what is known of its key.
-        is_closed: only those are heard who were enrolled.
-        public: the key that it comes with, where it comes with one.
+        known: the device's key.
+        is_closed: only enrolled devices are accepted.
+        public: the key that the message was signed with, if it was signed.
     """
     if known is not None and known.revoked_s is not None:
         return "revoked"
@@ -44,132 +45,128 @@ def why_not(known: Key | None, *, is_closed: bool, public: bytes | None = None) 
     return None
 
 
-class Keys:
-    """The table `keys`, and whether the fleet is closed.
+class DeviceKeys:
+    """The tables `keys` and `revoked_certificates`, cached: keys are read with every frame and rarely change."""
 
-    Args:
-        read: the store's own.
-        write: likewise.
-    """
-
-    def __init__(self, read: Callable[..., list[tuple[Any, ...]]], write: Callable[..., None]) -> None:
-        self._read = read
-        self._write_now = write
-        self._seen: dict[str, Key] = {}
-        self._sets: dict[str, frozenset[str]] = {}
+    def __init__(self, database: Database, facts: Facts) -> None:
+        self._database = database
+        self._facts = facts
+        self._keys: dict[str, Key | None] = {}
+        self._names: dict[str, frozenset[str]] = {}
         self._is_closed: bool | None = None
         self._version = -1
-        self._is_held = False
 
-    def key_of(self, device: str) -> Key | None:
-        """What is known of a device's key; another process may have changed it a moment ago."""
-        self._look_for_changes()
-        if device not in self._seen:
-            rows = self._read(
-                "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?", device
-            )
-            for public, enrolled, since_s, serial, revoked_s in rows:
-                self._seen[device] = Key(public, bool(enrolled), since_s, serial, revoked_s)
-        return self._seen.get(device)
-
-    def look_again(self) -> None:
-        """Read everything anew: what was written last may have been undone."""
-        self._seen.clear()
-        self._sets.clear()
-        self._is_closed = None
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Within a transaction, where nobody else can write: look once, as this is asked for with every frame."""
-        self._look_for_changes()
-        self._is_held = True
-        try:
-            yield
-        finally:
-            self._is_held = False
-
-    def _look_for_changes(self) -> None:
-        """Read everything anew if another process has written."""
-        if self._is_held:
-            return
-        ((version,),) = self._read("PRAGMA data_version")
+    def refresh(self) -> None:
+        """Drop the cache if another process has written to the database."""
+        ((version,),) = self._database.read("PRAGMA data_version")
         if version != self._version:
             self._version = version
-            self.look_again()
+            self.drop_cache()
 
-    def _write(self, sql: str, *values: Any) -> None:
-        self._write_now(sql, *values)
-        self.look_again()
+    def drop_cache(self) -> None:
+        """Read everything again; call it after a rollback."""
+        self._keys.clear()
+        self._names.clear()
+        self._is_closed = None
+
+    def _refresh(self) -> None:
+        with self._database.connection() as connection:
+            is_held = connection.in_transaction
+        if not is_held:  # in a transaction no other process can write
+            self.refresh()
+
+    def get(self, device: str) -> Key | None:
+        """Return a device's key; None if none is known."""
+        self._refresh()
+        if device not in self._keys:
+            rows = self._database.read(
+                "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?", device
+            )
+            self._keys[device] = Key(rows[0][0], bool(rows[0][1]), *rows[0][2:]) if rows else None
+        return self._keys[device]
 
     def all(self) -> dict[str, Key]:
-        """What is known of every device's key."""
-        rows = self._read(
+        """Return every device's key."""
+        rows = self._database.read(
             "SELECT device, public, enrolled, since_s, serial, revoked_s FROM keys ORDER BY device"
         )
         return {device: Key(public, bool(enrolled), *rest) for device, public, enrolled, *rest in rows}
 
     def revoked(self) -> frozenset[str]:
-        """The devices whose keys were revoked."""
-        return self._names("revoked_s IS NOT NULL")
+        """Return the devices whose keys were revoked."""
+        return self._select("revoked_s IS NOT NULL")
 
     def enrolled(self) -> frozenset[str] | None:
-        """The devices that a closed fleet has; None in an open one."""
-        return self._names("enrolled AND revoked_s IS NULL") if self.is_closed() else None
+        """Return the enrolled devices of a closed fleet; None for an open fleet."""
+        return self._select("enrolled AND revoked_s IS NULL") if self.is_closed() else None
 
-    def _names(self, which: str) -> frozenset[str]:
-        """The devices of some keys; this is asked for all the time, and changes hardly ever."""
-        self._look_for_changes()
-        if which not in self._sets:
-            rows = self._read(f"SELECT device FROM keys WHERE {which}")  # noqa: S608 - ours
-            self._sets[which] = frozenset(device for (device,) in rows)
-        return self._sets[which]
+    def _select(self, condition: str) -> frozenset[str]:
+        self._refresh()
+        if condition not in self._names:
+            rows = self._database.read(f"SELECT device FROM keys WHERE {condition}")  # noqa: S608 - a constant
+            self._names[condition] = frozenset(device for (device,) in rows)
+        return self._names[condition]
 
-    def pin_key(self, device: str, public: bytes, *, now_s: float) -> bool:
-        """Keep the first key that came under a name; returns whether there was room for it."""
+    def _write(self, sql: str, *values: object) -> None:
+        self._database.write(sql, *values)
+        self.drop_cache()
+
+    def pin(self, device: str, public: bytes, *, now_s: float) -> bool:
+        """Store the first key seen for a device; returns False if there are too many devices."""
         self._write(
             "INSERT INTO keys (device, public, enrolled, since_s) SELECT ?, ?, 0, ? "
             "WHERE (SELECT count(*) FROM keys WHERE enrolled = 0) < ? ON CONFLICT (device) DO NOTHING",
-            device, public, now_s, MAX_STRANGERS,
-        )  # fmt: skip
-        known = self.key_of(device)
+            *(device, public, now_s, MAX_PINNED_DEVICES),
+        )
+        known = self.get(device)
         return known is not None and known.public == public
 
-    def enrol_key(self, device: str, public: bytes, *, serial: str = "", now_s: float) -> None:
-        """Believe this key of a device, in the place of any other one it had."""
+    def enroll(self, device: str, public: bytes, *, serial: str = "", now_s: float) -> None:
+        """Store an enrolled device's key in place of its previous one."""
         self._write("INSERT OR REPLACE INTO keys VALUES (?, ?, 1, ?, ?, NULL)", device, public, now_s, serial)
 
-    def revoke_key(self, device: str, *, now_s: float) -> bool:
-        """Believe a device's key no more; returns whether it had one."""
-        known = self.key_of(device)
-        if known is not None and known.revoked_s is None:
-            self._write("UPDATE keys SET revoked_s = ? WHERE device = ?", now_s, device)
-        return known is not None
+    def revoke(self, device: str, *, now_s: float) -> None:
+        """Revoke a device's key."""
+        self._write("UPDATE keys SET revoked_s = ? WHERE device = ? AND revoked_s IS NULL", *(now_s, device))
 
-    def forget_key(self, device: str) -> bool:
-        """Take the next key that comes under a name of an open fleet for its own; returns whether it had one.
+    def reset(self, device: str) -> bool:
+        """Delete a pinned key, so that the next one is pinned; returns False if the device has no pinned key.
 
-        An enrolled key, or one that was revoked, stays.
+        An enrolled or revoked key stays.
         """
-        known = self.key_of(device)
+        known = self.get(device)
         if known is None or known.enrolled or known.revoked_s is not None:
             return False
         self._write("DELETE FROM keys WHERE device = ? AND enrolled = 0", device)
         return True
 
     def close_fleet(self) -> None:
-        """From now on, only enrolled keys count."""
-        self._write("INSERT OR REPLACE INTO facts VALUES ('closed', '1')")
+        """Accept only enrolled devices from now on."""
+        self._facts.put(ClosedFleet(time.time()))
+        self.drop_cache()
 
     def is_closed(self) -> bool:
-        """Whether only enrolled keys count."""
-        self._look_for_changes()
+        """Return True if only enrolled devices are accepted."""
+        self._refresh()
         if self._is_closed is None:
-            self._is_closed = bool(self._read("SELECT 1 FROM facts WHERE key = 'closed' AND value = '1'"))
+            self._is_closed = self._facts.get(ClosedFleet) is not None
         return self._is_closed
+
+    def revoke_certificate(self, serial: str, *, now_s: float) -> None:
+        """Revoke a certificate by its serial number (hex); one that was revoked earlier keeps its time."""
+        self._write("INSERT INTO revoked_certificates VALUES (?, ?) ON CONFLICT DO NOTHING", serial, now_s)
+
+    def reinstate_certificate(self, serial: str) -> None:
+        """Take back the revocation of a certificate."""
+        self._write("DELETE FROM revoked_certificates WHERE serial = ?", serial)
+
+    def revoked_certificates(self) -> dict[str, float]:
+        """Return the serial numbers (hex) of revoked certificates, each with when (unix seconds)."""
+        return dict(self._database.read("SELECT serial, since_s FROM revoked_certificates"))
 
 
 def counts(keys: Collection[Key]) -> dict[str, int]:
-    """How many are enrolled, taken at first use, and revoked."""
+    """Return the number of enrolled, pinned and revoked keys."""
     valid = [key for key in keys if key.revoked_s is None]
     enrolled = sum(key.enrolled for key in valid)
     return {"enrolled": enrolled, "first_use": len(valid) - enrolled, "revoked": len(keys) - len(valid)}

@@ -7,11 +7,13 @@ import hashlib
 import logging
 import queue
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from aggregator.config.task_file import TaskFile
+from aggregator.storage.facts import CompiledGraphs
 from aggregator.storage.store import Store
 from aggregator.training.jobs import CompileJob, Result, run_as_program
 from aggregator.training.runner import Finished, Progress, Trainer
@@ -22,8 +24,6 @@ from protocol.wire.messages import BlobRef
 log = logging.getLogger(__name__)
 
 ROLES = ("init", "step", "project", "head")
-FACTS = "graphs:"
-"""What the names begin with under which a store knows graphs."""
 
 _NOT_IN_GRAPHS = {"rounds", "epochs", "max_sets", "sets"}
 
@@ -62,10 +62,11 @@ def graphs_of(task: TaskFile, *, feature_size: int, store: Store) -> dict[str, B
         ConfigError: they cannot be made.
         StateError: they cannot be kept.
     """
-    name = FACTS + _key(task, feature_size)
-    known = known_graphs(store).get(name)
+    key = _key(task, feature_size)
+    compiled = known_graphs(store)
+    known = compiled.get(key)
     if known is not None and all(graph.digest in store.blobs for graph in known.values()):
-        return known
+        return dict(known)
     log.info(
         "making the graphs of %s for %d features and %d classes; this takes a while, once",
         *(task.algorithm, feature_size, len(task.classes)),
@@ -75,18 +76,16 @@ def graphs_of(task: TaskFile, *, feature_size: int, store: Store) -> dict[str, B
     )
     result = _done(job, store.folder / "training")
     made = {role: _kept(Path(job.folder) / f"{role}.onnx", store) for role in ROLES}
-    store.set_fact(name, msgspec.json.encode(made).decode())
+    store.facts.put(CompiledGraphs({**compiled, key: made}))
     size_kb = sum(graph.size_bytes for graph in made.values()) / 1000
     log.info("made the graphs in %.1f s: %.0f kB together", result.metrics["seconds"], size_kb)
     return made
 
 
-def known_graphs(store: Store) -> dict[str, dict[str, BlobRef]]:
+def known_graphs(store: Store) -> Mapping[str, Mapping[str, BlobRef]]:
     """All graphs that the store knows, of whatever task."""
-    return {
-        name: msgspec.json.decode(value, type=dict[str, BlobRef])
-        for name, value in store.facts(FACTS).items()
-    }
+    compiled = store.facts.get(CompiledGraphs)
+    return compiled.graphs if compiled is not None else {}
 
 
 def _done(job: CompileJob, folder: Path) -> Result:

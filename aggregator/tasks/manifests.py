@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from aggregator.algorithms.program import Algorithm
 from aggregator.config.task_file import PrivacySettings, TaskFile
-from aggregator.storage.store import HeadRow
+from aggregator.storage.heads import HeadRecord
 from aggregator.tasks.noise_calibration import noise_multiplier
 from protocol.errors import ConfigError
 from protocol.wire.codec import encode
@@ -88,7 +88,7 @@ def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: Bl
 
 
 def head_manifest(
-    task: bytes, current: HeadRow, *, candidate: HeadRow | None = None, canaries_below: int = 0
+    task: bytes, current: HeadRecord, *, candidate: HeadRecord | None = None, canaries_below: int = 0
 ) -> HeadManifest:
     """What the fleet is told to use, and the canaries to try."""
     return HeadManifest(
@@ -99,7 +99,7 @@ def head_manifest(
     )
 
 
-def head_ref(row: HeadRow) -> HeadRef:
+def head_ref(row: HeadRecord) -> HeadRef:
     """What devices are told of a head."""
     in_rounds = row.tensors is not None
     return HeadRef(

@@ -77,7 +77,7 @@ def held_out_features(folder: Folder, backbone: Path) -> tuple[NDArray[np.float3
 def submissions(folder: Folder) -> dict[str, Sent]:
     """What the newest head was trained on, by device, from the aggregator's state."""
     store = Store(folder.aggregator, read_only=True)
-    members = store.heads(bytes.fromhex(store.fact("task")))[-1].members
+    members = store.heads.all(store.served_task().digest)[-1].members
     store.close()
     blobs = BlobStore(folder.aggregator / "blobs")
     found = {}

@@ -7,15 +7,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from aggregator.messaging.mosquitto_log import read_line
 from edge_client.training.local_round import LocalModel, pack, pack_checkpoint, unpack, unpack_checkpoint
 from edge_client.training.trainer import Checkpoint
 from protocol.errors import BackboneMismatch, StateError
 from protocol.metadata import PROPERTY, backbone_metadata, graph_metadata, head_metadata, model_metadata
 from protocol.wire.codec import digest_of
-from protocol.wire.topics import is_name
 from tests.fuzz.target import MIB, Target
-from tests.unit.aggregator.messaging.test_mosquitto_log import LINES
 
 ABOUT = ("task", 3, "tensors", "images")
 LEARNED = LocalModel(
@@ -81,18 +78,5 @@ def _metadata() -> Iterable[bytes]:
     )
 
 
-def read_log(data: bytes) -> None:
-    """A line of the broker's log, into which strangers write, says whom it turned away, or nothing."""
-    for line in data.decode(errors="replace").split("\n"):
-        turned = read_line(line)
-        if turned is not None:
-            who, kind, why = turned
-            assert who == "?" or is_name(who)
-            assert kind in {"denied", "no_entry"}
-            assert why.isprintable()
-            assert len(why) < 300
-
-
 ARRAYS = Target("arrays", unpack_any, _arrays, at_least_bytes=2 * MIB, bytes_per_byte=64, share=3)
 METADATA = Target("metadata", read_metadata, _metadata, max_bytes=1024, share=8)
-LOG = Target("log", read_log, lambda: (line.encode() for line in LINES), max_bytes=512, share=8)

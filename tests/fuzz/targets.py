@@ -3,7 +3,7 @@
 from tests.fuzz.aggregators import AGGREGATOR
 from tests.fuzz.devices import DEVICE
 from tests.fuzz.enrollments import ENROLLMENT
-from tests.fuzz.files import ARRAYS, LOG, METADATA
+from tests.fuzz.files import ARRAYS, METADATA
 from tests.fuzz.graphs import GRAPHS
 from tests.fuzz.messages import MESSAGES, SIGNATURES, TOPICS
 from tests.fuzz.target import Target
@@ -24,7 +24,6 @@ TARGETS: dict[str, Target] = {
         GRAPHS,
         ARRAYS,
         METADATA,
-        LOG,
         ENROLLMENT,
     )
 }

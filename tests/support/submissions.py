@@ -1,13 +1,16 @@
 """A task and what devices upload for it, for the aggregator's tests."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from aggregator.coordination.rounds import Settings
 from aggregator.ingest.validation import Expectation
+from aggregator.storage.facts import ServedTask
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
-from protocol.wire.messages import BlobRef, Evaluation, Program, Submission, TaskManifest
+from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, Program, Submission, TaskManifest
 
 FEATURE_SIZE = 16
 MANIFEST = TaskManifest(
@@ -22,6 +25,9 @@ MANIFEST = TaskManifest(
 )
 TASK = digest_of(encode(MANIFEST))
 EXPECTATION = Expectation(TASK, MANIFEST, FEATURE_SIZE)
+
+SERVED = ServedTask(*(TASK, 1, "f", "fedtc", MANIFEST.classes), settings=Settings(quorum=1, deadline_s=1.0))
+"""That an aggregator was started with the task."""
 
 _GRAPH = BlobRef(digest=bytes(32), size_bytes=1, name="graph.onnx")
 IN_ROUNDS = msgspec.structs.replace(
@@ -88,3 +94,9 @@ def submission(
 def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:
     """A good evaluation: nine of ten held-out images right."""
     return Evaluation(task=task, head_version=head_version, correct=(4, 5, 0), incorrect=(1, 0, 0))
+
+
+def device_info(**fields: Any) -> DeviceInfo:
+    """A device's report."""
+    empty = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, refused=0)
+    return msgspec.structs.replace(empty, **fields)

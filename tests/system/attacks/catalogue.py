@@ -9,7 +9,11 @@ Try = Callable[[Ground], Iterator[bool]]
 """Does its worst to a fleet, and says of each attempt whether it has succeeded."""
 
 Seen = tuple[str, str]
-"""What `aggregator status` counts: the reason, and under whose name, or `by NAME` where a device has not believed."""
+"""A count: the reason, and the sender's name, or `by NAME` for what device NAME has refused. The reasons in
+`BROKER_LOG` are counted in the broker's log, all others in `aggregator status`."""
+
+BROKER_LOG = {"denied": "`Denied PUBLISH`", "no certificate": "`SSL routines`"}
+"""The words in the broker's log."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,12 @@ class Attack:
     @property
     def shown(self) -> str:
         """Where an operator sees it, in words."""
-        said = [f"`{reason}` {who if who.startswith('by ') else f'from {who}'}" for reason, who in self.seen]
+        said = [
+            f"broker's log, {BROKER_LOG[reason]}{'' if who == '?' else f' from {who}'}"
+            if reason in BROKER_LOG
+            else f"`{reason}` {who if who.startswith('by ') else f'from {who}'}"
+            for reason, who in self.seen
+        ]
         return ", ".join(said) or self.but
 
 

@@ -34,7 +34,7 @@ STRANGE = (
 """What is no name: wildcards, paths, NUL, nothing, too much, and letters that look like others."""
 
 
-@attack("connecting without a certificate of the fleet", stopped_by="broker", seen=(("no_entry", "?"),))
+@attack("connecting without a certificate of the fleet", stopped_by="broker", seen=(("no certificate", "?"),))
 def strangers(ground: Ground) -> Iterator[bool]:
     """None, another fleet's, an expired one, one that signs itself, a broker's, and no encryption at all."""
     folder = ground.root / "strangers"

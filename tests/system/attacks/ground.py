@@ -120,10 +120,10 @@ class Ground:
         self._broker = start_mosquitto(self.open, self.root, options=options)
 
     def start_aggregator(self) -> None:
-        """Run the daemon, which reads the broker's log as well."""
+        """Run the daemon."""
         self._aggregator = self.fleet.start(
             *("aggregator", "aggregator.cli", "run", "--task", self.task_file, "--state", self.closed.state),
-            *("--broker", str(self.closed.broker), "--tls", "--broker-log", self.broker_log, "--verbose"),
+            *("--broker", str(self.closed.broker), "--tls", "--verbose"),
         )
 
     def stop_aggregator(self) -> None:
@@ -259,9 +259,12 @@ class Ground:
             store.close()
 
     def refusals(self) -> Counter[tuple[str, str]]:
-        """What status counts: reason and name, `by NAME` for what a device has not believed."""
+        """Return what the broker's log and status count: reason and name, `by NAME` where a device has refused."""
         summary = self.status()
+        log = self.broker_log.read_text(errors="replace")
         counts: Counter[tuple[str, str]] = Counter()
+        counts["denied", HOSTILE] = log.count(f"Denied PUBLISH from {HOSTILE}")
+        counts["no certificate", "?"] = log.count("SSL routines::")
         for row in summary.get("refusals", []):
             counts[row["reason"], row["device"]] += row["count"]
         for device in summary.get("devices", []):
@@ -308,9 +311,9 @@ class Ground:
         """What no attack may change, as it is now."""
         store = Store(self.closed.state, read_only=True)
         try:
-            task = bytes.fromhex(store.fact("task"))
-            rows = store.submissions(task)
-            head = store.heads(task)[-1].digest.hex()
+            task = store.served_task().digest
+            rows = store.submissions.all(task)
+            head = store.heads.all(task)[-1].digest.hex()
         finally:
             store.close()
         used = {name: self.uses(name) for name in HONEST}
@@ -328,7 +331,7 @@ class Ground:
         """Hex digest of a device's submission; empty if none stands."""
         store = Store(self.closed.state, read_only=True)
         try:
-            rows = store.submissions(bytes.fromhex(store.fact("task")))
+            rows = store.submissions.all(store.served_task().digest)
             return rows[device].entry.digest.hex() if device in rows else ""
         finally:
             store.close()

@@ -114,7 +114,7 @@ def older_manifests(ground: Ground) -> Iterator[bool]:
 @attack(
     "a stolen folder of a device that was revoked",
     stopped_by="broker, aggregator",
-    seen=(("no_entry", "?"), ("revoked", REVOKED)),
+    seen=(("no certificate", "?"), ("revoked", REVOKED)),
 )
 def revoked_folder(ground: Ground) -> Iterator[bool]:
     """Its certificate lets nobody in, and behind the broker its key counts no more."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-HEADINGS = ("attack", "tried", "succeeded", "stopped by", "seen in status as")
+HEADINGS = ("attack", "tried", "succeeded", "stopped by", "where an operator sees it")
 
 
 @dataclass(frozen=True)

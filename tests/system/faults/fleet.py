@@ -285,11 +285,11 @@ class Fleet:
         sent = set(self.submissions())
         store = Store(self.root / "aggregator", read_only=True)
         try:
-            task = bytes.fromhex(store.fact("task"))
+            task = store.served_task().digest
             standing = {
-                (name, row.entry.digest): row.prototypes for name, row in store.submissions(task).items()
+                (name, row.entry.digest): row.prototypes for name, row in store.submissions.all(task).items()
             }
-            head = store.heads(task)[-1]
+            head = store.heads.all(task)[-1]
         finally:
             store.close()
         members = {(name, bytes.fromhex(digest)) for name, digest in head.members.items()}

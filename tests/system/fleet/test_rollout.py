@@ -64,7 +64,7 @@ def _all_use(version: int, devices: int) -> Any:
 def _give_nan(state: Path) -> None:
     """Make a head that gives NaN the newest one, as a broken training would."""
     store = Store(state)
-    newest = store.heads()[-1]
+    newest = store.heads.all()[-1]
     model = onnx.load_from_string(store.blobs.read(newest.digest))
     for tensor in model.graph.initializer:
         values = numpy_helper.to_array(tensor)
@@ -72,7 +72,7 @@ def _give_nan(state: Path) -> None:
             tensor.CopyFrom(numpy_helper.from_array(np.full_like(values, np.nan), tensor.name))
     file = model.SerializeToString()
     digest = store.blobs.put(file)
-    store.keep_head(
+    store.heads.add(
         replace(newest, version=newest.version + 1, digest=digest, size_bytes=len(file), file=digest)
     )
     store.close()

@@ -197,7 +197,7 @@ def settle(programs: Programs) -> float:
 def newest_submissions(programs: Programs) -> dict[str, bool]:
     """For each device, whether its newest submission is the one that the aggregator has of it."""
     with_task = Store(programs.folder / "aggregator", read_only=True)
-    taken = with_task.submissions(bytes.fromhex(with_task.fact("task")))
+    taken = with_task.submissions.all(with_task.served_task().digest)
     with_task.close()
     newest = {}
     for name in programs.names:

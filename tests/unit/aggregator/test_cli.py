@@ -9,6 +9,7 @@ import pytest
 
 from aggregator.storage.store import Store
 from tests.support.aggregator_process import write_task
+from tests.support.submissions import SERVED
 
 LIGHT = """\
 import sys
@@ -49,17 +50,7 @@ def test_every_option_of_run_can_come_from_the_environment() -> None:
 def test_status_needs_nothing_heavy(tmp_path: Path) -> None:
     """It prints JSON or a table of a state directory, and leaves nothing in it."""
     store = Store(tmp_path)
-    store.set_fact("task", bytes(32).hex())
-    task = {
-        "fleet": "f",
-        "algorithm": "fedtc",
-        "classes": ["a"],
-        "quorum": 1,
-        "deadline_s": 1.0,
-        "retrain_after": 1,
-    }
-    store.set_fact("task_file", json.dumps(task))
-    store.set_fact("settings", json.dumps({"quorum": 1, "deadline_s": 1.0}))
+    store.facts.put(SERVED)
     store.close()
     done = _run("status", "--state", str(tmp_path), "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -245,4 +245,4 @@ def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> No
     )
     daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
     assert daemon._learning.state == State(submissions=entries, failed=entries)
-    assert store.heads(task.digest) == []
+    assert store.heads.all(task.digest) == []

@@ -251,7 +251,7 @@ def test_what_can_no_longer_count_is_deleted(alone: BrokerAddress, task_file: Pa
         daemon.until(lambda _: not old & {file.name for file in (daemon.state / "blobs").iterdir()})
         kept = {file.name for file in (daemon.state / "blobs").iterdir()}
         assert first.digest.hex() in kept
-        second, third, fourth = (head.tensors for head in Store(daemon.state, read_only=True).heads())
+        second, third, fourth = (head.tensors for head in Store(daemon.state, read_only=True).heads.all())
         for blob in (second, third, fourth):
             assert blob is not None
             assert blob.digest.hex() in kept
@@ -362,7 +362,7 @@ def test_a_rounds_head_can_be_gone_back_to(alone: BrokerAddress, task_file: Path
         assert (back.current, back.candidate) == (first.current, None)
         assert back.current.tensors is not None
         assert digest_of(a.fetch(back.current.tensors)) == back.current.tensors.digest
-        row = Store(daemon.state, read_only=True).heads()[0]
+        row = Store(daemon.state, read_only=True).heads.all()[0]
         assert digest_of((daemon.state / "head.onnx").read_bytes()) == row.file
         assert second.current.tensors is not None
         assert a.round(2).tensors == second.current.tensors

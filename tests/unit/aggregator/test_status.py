@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from rich.console import Console
 
@@ -15,18 +14,21 @@ from aggregator.coordination.rollout import CanaryResult, State, Trial
 from aggregator.coordination.rounds import Entry
 from aggregator.ingest import intake_status
 from aggregator.status import report, show
-from aggregator.storage.store import HeadRow, Store, SubmissionRow
+from aggregator.storage.facts import ServedTask, TrainingProgress
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
-from tests.support.submissions import TASK, evaluation
+from tests.support.submissions import TASK, device_info, evaluation
 
 CLASSES = ("cat", "dog [/bold]", "fox")
 
 
 def _row(
     device: str, per_class: dict[int, int], received_s: float = 100.0, *, number: int = 0
-) -> SubmissionRow:
-    return SubmissionRow(
+) -> SubmissionRecord:
+    return SubmissionRecord(
         device=device,
         entry=Entry(1, device.encode(), received_s, number),
         size_bytes=1000,
@@ -40,9 +42,8 @@ def _begun(folder: Path) -> Store:
     """The state of an aggregator that has just started."""
     store = Store(folder)
     task_file = TaskFile(classes=CLASSES, backbones=("b.onnx",), fleet="barn", quorum=2, deadline_s=60.0)
-    store.set_fact("task", TASK.hex())
-    store.set_fact("task_file", msgspec.json.encode(task_file).decode())
-    store.set_fact("settings", msgspec.json.encode(task_file.settings).decode())
+    served = (TASK, 1, task_file.fleet, task_file.algorithm, task_file.classes)
+    store.facts.put(ServedTask(*served, settings=task_file.settings))
     store.lock()
     return store
 
@@ -50,12 +51,12 @@ def _begun(folder: Path) -> Store:
 def _busy(folder: Path) -> Store:
     """The state after a head, an evaluation, a late submission and some refusals."""
     store = _begun(folder)
-    store.see_device("a", state="online", epoch=1, now_s=10.0)
-    store.keep_info("a", info=json.dumps({"runtime": "CPU", "images": {"cat": 30, "fox": 20}}), now_s=11.0)
-    store.see_device("idle", state="offline", epoch=1, now_s=12.0)
-    store.keep_submission(TASK, _row("a", {0: 6, 2: 4}))
-    store.keep_head(
-        HeadRow(
+    store.devices.put_presence("a", state="online", epoch=1, now_s=10.0)
+    store.devices.put_info("a", device_info(runtime="CPU", images={"cat": 30, "fox": 20}), now_s=11.0)
+    store.devices.put_presence("idle", state="offline", epoch=1, now_s=12.0)
+    store.submissions.put(TASK, _row("a", {0: 6, 2: 4}))
+    store.heads.add(
+        HeadRecord(
             version=1,
             task=TASK,
             digest=bytes(32),
@@ -66,9 +67,9 @@ def _busy(folder: Path) -> Store:
             metrics={"loss": 0.5},
         )
     )
-    store.keep_evaluation("a", evaluation(), digest=b"e", now_s=60.0)
-    store.keep_submission(TASK, _row("b", {0: 3}, received_s=200.0))
-    store.count_refusal("c", reason="shape", detail="expected [16], got [17]", now_s=1.0)
+    store.evaluations.put("a", evaluation(), digest=b"e", now_s=60.0)
+    store.submissions.put(TASK, _row("b", {0: 3}, received_s=200.0))
+    store.refusals.count("c", reason="shape", detail="expected [16], got [17]", now_s=1.0)
     return store
 
 
@@ -151,15 +152,14 @@ def _in_rounds(folder: Path) -> Store:
         deadline_s=60.0,
         fpl=FPL(rounds=2),
     )
-    store.set_fact("task", TASK.hex())
-    store.set_fact("task_file", msgspec.json.encode(task_file).decode())
-    store.set_fact("settings", msgspec.json.encode(task_file.settings).decode())
+    served = (TASK, 1, task_file.fleet, task_file.algorithm, task_file.classes)
+    store.facts.put(ServedTask(*served, settings=task_file.settings))
     tensors = BlobRef(digest=bytes(32), size_bytes=1, name="tensors-1")
     members = {"a": b"a".hex(), "b": b"b".hex()}
-    store.keep_head(HeadRow(1, TASK, bytes(32), 99, 50.0, 10, members, {"seconds": 0.2}, tensors))
-    store.keep_submission(TASK, _row("a", {0: 1, 2: 1}, 200.0, number=1))
-    store.keep_submission(TASK, _row("b", {0: 1}, number=0))
-    store.keep_info("b", info=json.dumps({"problem": "no room for [graphs]"}), now_s=11.0)
+    store.heads.add(HeadRecord(1, TASK, bytes(32), 99, 50.0, 10, members, {"seconds": 0.2}, tensors))
+    store.submissions.put(TASK, _row("a", {0: 1, 2: 1}, 200.0, number=1))
+    store.submissions.put(TASK, _row("b", {0: 1}, number=0))
+    store.devices.put_info("b", device_info(problem="no room for [graphs]"), now_s=11.0)
     return store
 
 
@@ -188,8 +188,8 @@ def test_an_open_round(tmp_path: Path) -> None:
 def test_what_devices_say_does_nothing_to_a_terminal(tmp_path: Path) -> None:
     """Escapes, line ends and text that runs backwards are shown, and not obeyed; a program gets them as they are."""
     store, words = _busy(tmp_path), "\x1b[2J\x1b]0;mine\x07\nhead 9 (current)\u202e"
-    store.keep_info("a", info=json.dumps({"problem": words}), now_s=11.0)
-    store.count_refusal("c", reason="malformed", detail=f"Invalid enum value '{words}'", now_s=2.0)
+    store.devices.put_info("a", device_info(problem=words), now_s=11.0)
+    store.refusals.count("c", reason="malformed", detail=f"Invalid enum value '{words}'", now_s=2.0)
     summary = report(store)
     assert next(row for row in summary["devices"] if row["device"] == "a")["problem"] == words
     text = _shown(summary)
@@ -201,7 +201,7 @@ def test_what_devices_say_does_nothing_to_a_terminal(tmp_path: Path) -> None:
 def test_rounds_that_are_over(tmp_path: Path) -> None:
     """Nothing is open any more, and nothing closes."""
     store = _in_rounds(tmp_path)
-    store.keep_head(HeadRow(2, TASK, bytes(32), 99, 50.0, 10, {"a": b"a".hex()}, {}))
+    store.heads.add(HeadRecord(2, TASK, bytes(32), 99, 50.0, 10, {"a": b"a".hex()}, {}))
     summary = report(store)
     assert summary["round"] == {
         "number": 2,
@@ -223,7 +223,7 @@ def test_a_task_without_rounds_has_none(tmp_path: Path) -> None:
 def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path) -> None:
     """Names of devices and figures are all there in 80 columns, on however many lines."""
     store = _busy(tmp_path)
-    store.keep_submission(TASK, _row("the-device-in-the-barn-7f3a", {0: 3000}, received_s=300.0))
+    store.submissions.put(TASK, _row("the-device-in-the-barn-7f3a", {0: 3000}, received_s=300.0))
     text = io.StringIO()
     show(report(store), Console(file=text, width=80))
     for piece in ("the-device", "7f3a", "3000", "90.0% of 10", "once 1 submissions"):
@@ -234,9 +234,9 @@ def test_nothing_is_cut_off_on_a_narrow_terminal(tmp_path: Path) -> None:
 def test_a_training_in_progress(tmp_path: Path) -> None:
     """Its version and epoch are shown, also before the first epoch."""
     store = _begun(tmp_path)
-    store.set_fact("training", json.dumps({"version": 3, "device": "cpu", "prototypes": 7}))
+    store.facts.put(TrainingProgress(3, {"device": "cpu", "prototypes": 7}))
     assert "training head 3: epoch 0 of ?" in _shown(report(store))
-    store.set_fact("training", json.dumps({"version": 3, "epoch": 4, "epochs": 15, "loss": 0.5}))
+    store.facts.put(TrainingProgress(3, {"epoch": 4, "epochs": 15, "loss": 0.5}))
     assert "training head 3: epoch 4 of 15" in _shown(report(store))
 
 
@@ -244,7 +244,7 @@ def test_an_aggregator_that_is_gone(tmp_path: Path) -> None:
     """A state that no process holds is not shown as running, and an aggregator may start on it."""
     store = _begun(tmp_path)
     assert "not running" not in _shown(report(Store(tmp_path, read_only=True)))
-    with pytest.raises(StateError, match="another aggregator is at work in"):
+    with pytest.raises(StateError, match="another aggregator is running in"):
         Store(tmp_path).lock()
     store.close()
     assert "not running" in _shown(report(Store(tmp_path, read_only=True)))
@@ -274,15 +274,15 @@ def test_heads_in_the_fleet(tmp_path: Path) -> None:
     """Which head is current, tried and rejected and why, which head each device uses, and who does not use it."""
     store = _busy(tmp_path)
     for version in (2, 3):
-        store.keep_head(HeadRow(version, TASK, bytes(32), 99, 50.0, 10, {"a": b"a".hex()}, {}))
+        store.heads.add(HeadRecord(version, TASK, bytes(32), 99, 50.0, 10, {"a": b"a".hex()}, {}))
     trial = Trial(3, 70.0, ("a", "idle"), 2**32, {"a": CanaryResult(8, 10, 9)})
-    store.keep_rollout(TASK, State(newest=3, current=1, trial=trial, rejected={2: "a [says] no"}))
+    store.heads.put_rollout(TASK, State(newest=3, current=1, trial=trial, rejected={2: "a [says] no"}))
     for device, version in (("a", 3), ("idle", 1)):
-        store.keep_info(device, info=json.dumps({"head_version": version}), now_s=12.0)
+        store.devices.put_info(device, device_info(head_version=version), now_s=12.0)
     broken = Evaluation(
         task=TASK, head_version=3, correct=(0,) * 3, incorrect=(0,) * 3, problem="it is [NaN]"
     )
-    store.keep_evaluation("idle", broken, digest=b"x", now_s=61.0)
+    store.evaluations.put("idle", broken, digest=b"x", now_s=61.0)
     summary = report(store)
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     figures = "accuracy 80.0% (8/10) on 1 canary, 90.0% (9/10) with the previous head"
@@ -317,10 +317,10 @@ def test_heads_in_the_fleet(tmp_path: Path) -> None:
 def test_what_waits_for_somebody(tmp_path: Path) -> None:
     """A candidate that no device was asked to try yet; an order that the aggregator has not taken yet."""
     store = _busy(tmp_path)
-    store.keep_head(HeadRow(2, TASK, store.blobs.put(b"head"), 99, 50.0, 10, {"a": b"a".hex()}, {}))
-    store.keep_rollout(TASK, State(newest=2, current=1, trial=Trial(2, 70.0)))
+    store.heads.add(HeadRecord(2, TASK, store.blobs.put(b"head"), 99, 50.0, 10, {"a": b"a".hex()}, {}))
+    store.heads.put_rollout(TASK, State(newest=2, current=1, trial=Trial(2, 70.0)))
     assert "head 2 waits for devices that are online, to try it" in _shown(report(store))
-    store.place_order(TASK, "promote", None)
+    store.commands.add(TASK, "promote", None)
     summary = report(store)
     assert "head 2 will be current soon: an operator's order waits" in _shown(summary)
     waits = "head 2 will be current when the aggregator is started: an operator's order waits"
@@ -331,8 +331,8 @@ def test_who_is_enrolled_and_was_never_heard(tmp_path: Path) -> None:
     """Is shown too: it may be the one that cannot connect. Who was revoked before it came is not."""
     store = _busy(tmp_path)
     for device in ("a", "new", "gone"):
-        store.keys.enrol_key(device, device.encode(), now_s=1.0)
-    store.keys.revoke_key("gone", now_s=2.0)
+        store.keys.enroll(device, device.encode(), now_s=1.0)
+    store.keys.revoke("gone", now_s=2.0)
     store.keys.close_fleet()
     assert {row["device"]: row["state"] for row in report(store)["devices"]} == {
         "a": "online", "b": "not enrolled", "idle": "not enrolled", "new": "enrolled"
@@ -345,7 +345,7 @@ def test_the_most_that_a_device_has_spent_on_privacy_is_shown(tmp_path: Path) ->
     store = _busy(tmp_path)
     assert "epsilon" not in _shown(report(store))
     for total in (1.5, 3.25, 2.0):
-        store.see_epsilon("a", total)
+        store.devices.raise_epsilon("a", total)
     devices = {row["device"]: row["epsilon"] for row in report(store)["devices"]}
     assert devices == {"a": 3.25, "b": None, "idle": None}
     assert "epsilon" in _shown(report(store))

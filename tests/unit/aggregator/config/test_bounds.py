@@ -20,12 +20,12 @@ def test_refusals_of_ever_more_names_are_counted_together(
     monkeypatch.setattr(store_module, "MAX_REFUSALS", 3)
     store = Store(tmp_path)
     first = [
-        store.count_refusal(f"device-{number}", reason="signature", detail="", now_s=0.0)
+        store.refusals.count(f"device-{number}", reason="signature", detail="", now_s=0.0)
         for number in range(10)
     ]
-    store.count_refusal("device-0", reason="signature", detail="", now_s=0.0)
+    store.refusals.count("device-0", reason="signature", detail="", now_s=0.0)
     assert first == [True, True, True, True, *[False] * 6]
-    assert {row[0]: row[2] for row in store.refusals()} == {
+    assert {row[0]: row[2] for row in store.refusals.all()} == {
         "?": 7,
         "device-0": 2,
         "device-1": 1,
@@ -39,23 +39,23 @@ def test_who_is_enrolled_is_named_however_many_others_there_are(
     """A dishonest device cannot hide behind names that it has made up before."""
     monkeypatch.setattr(store_module, "MAX_REFUSALS", 3)
     store = Store(tmp_path)
-    store.keys.enrol_key("shed-1", bytes(32), now_s=0.0)
+    store.keys.enroll("shed-1", bytes(32), now_s=0.0)
     for device in (*"abcdefgh", "shed-1"):
-        store.count_refusal(device, reason="signature", detail="", now_s=0.0)
-    assert ("shed-1", "signature", 1, "") in store.refusals()
+        store.refusals.count(device, reason="signature", detail="", now_s=0.0)
+    assert ("shed-1", "signature", 1, "") in store.refusals.all()
 
 
 def test_devices_that_nobody_has_enrolled_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is known, and who is enrolled, is shown all the same."""
-    monkeypatch.setattr(store_module, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(store_module, "MAX_PINNED_DEVICES", 2)
     store = Store(tmp_path)
     for device in ("a", "b"):
-        assert store.has_room_for(device)
-        store.see_device(device, state="online", epoch=1, now_s=0.0)
-    store.keys.enrol_key("z", bytes(32), now_s=0.0)
-    assert [store.has_room_for(device) for device in ("a", "c", "z")] == [True, False, True]
+        assert store.devices.has_room_for(device)
+        store.devices.put_presence(device, state="online", epoch=1, now_s=0.0)
+    store.keys.enroll("z", bytes(32), now_s=0.0)
+    assert [store.devices.has_room_for(device) for device in ("a", "c", "z")] == [True, False, True]
 
 
 def test_of_a_devices_word_only_what_the_task_knows_is_kept() -> None:
@@ -65,16 +65,16 @@ def test_of_a_devices_word_only_what_the_task_knows_is_kept() -> None:
         refusals={"signature": 2, "made up": 9},
     )  # fmt: skip
     shown = shown_info(info, ("cat", "dog"))
-    assert (shown["images"], shown["refusals"]) == ({"cat": 3}, {"signature": 2})
+    assert (shown.images, shown.refusals) == ({"cat": 3}, {"signature": 2})
 
 
 def test_a_key_is_forgotten_by_a_command(tmp_path: Path) -> None:
     """Where there is one that was taken at first use; anything else is one line."""
     store = Store(tmp_path)
-    store.keys.pin_key("a", bytes(32), now_s=0.0)
+    store.keys.pin("a", bytes(32), now_s=0.0)
     done = CliRunner().invoke(cli, ["forget", "a", "--state", str(tmp_path)])
     assert (done.exit_code, done.output) == (0, "the next key that comes under the name a is its own\n")
-    assert store.keys.key_of("a") is None
+    assert store.keys.get("a") is None
     done = CliRunner().invoke(cli, ["forget", "a", "--state", str(tmp_path)])
     assert isinstance(done.exception, ConfigError)
     assert "a has no key that was taken at first use" in str(done.exception)

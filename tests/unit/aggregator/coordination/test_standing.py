@@ -16,7 +16,10 @@ from aggregator.coordination.rounds import (
     step,
     waiting,
 )
-from aggregator.storage.store import REVOKED, Aside, HeadRow, Store, SubmissionRow
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.quarantine import REVOKED, QuarantinedDevice
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
 from tests.support.submissions import TASK
 
 SETTINGS = Settings(quorum=3, deadline_s=100.0)
@@ -117,29 +120,29 @@ def _store(folder: Path, *, aside: str = "") -> Store:
     store = Store(folder)
     for device in "ab":
         entry = Entry(1, device.encode(), 0.0)
-        store.keep_submission(TASK, SubmissionRow(device, entry, 1, 1, 1, {0: 1}))
+        store.submissions.put(TASK, SubmissionRecord(device, entry, 1, 1, 1, {0: 1}))
     digests = {device: device.encode().hex() for device in "ab"}
     members = {device: digest for device, digest in digests.items() if device not in aside}
     left_out = {device: digest for device, digest in digests.items() if device in aside}
-    store.keep_head(HeadRow(1, TASK, bytes(32), 9, 0.0, 1, members, {}, aside=left_out))
+    store.heads.add(HeadRecord(1, TASK, bytes(32), 9, 0.0, 1, members, {}, quarantined=left_out))
     return store
 
 
 def test_after_a_restart_who_was_left_out_was_judged(tmp_path: Path) -> None:
     """The state that the store gives is the one that was left: nothing waits, until a device is readmitted."""
     store = _store(tmp_path, aside="b")
-    store.quarantined(TASK, "b", why="far off", now_s=5.0)
+    store.quarantine.add(TASK, "b", reason="far off", now_s=5.0)
     assert waiting(store.round_state(TASK), SETTINGS) == {}
-    assert store.heads()[0].members.keys() == {"a"}
-    store.readmit(TASK, "b", now_s=6.0)
+    assert store.heads.all()[0].members.keys() == {"a"}
+    store.quarantine.release(TASK, "b", now_s=6.0)
     assert waiting(store.round_state(TASK), SETTINGS).keys() == {"b"}
 
 
 def test_only_revoked_devices_are_barred(tmp_path: Path) -> None:
     """Others that are quarantined still upload, and are judged anew."""
     store = _store(tmp_path)
-    store.quarantined(TASK, "a", why="far off", now_s=5.0)
-    store.quarantined(TASK, "b", why=REVOKED, now_s=5.0)
+    store.quarantine.add(TASK, "a", reason="far off", now_s=5.0)
+    store.quarantine.add(TASK, "b", reason=REVOKED, now_s=5.0)
     assert (
         store.decisions(TASK)
         == store.round_state(TASK).decisions
@@ -151,18 +154,18 @@ def test_only_revoked_devices_are_barred(tmp_path: Path) -> None:
 def test_set_aside_readmitted_and_set_aside_again(tmp_path: Path) -> None:
     """What is said again keeps its date; a readmission holds until somebody sets the device aside again."""
     store = _store(tmp_path)
-    store.quarantined(TASK, "a", why="far off", now_s=5.0)
-    store.quarantined(TASK, "a", why="farther off", now_s=6.0)
-    assert store.asides(TASK) == {"a": Aside("farther off", 5.0)}
-    store.readmit(TASK, "a", now_s=7.0)
-    store.readmit(TASK, "a", now_s=8.0)
-    assert store.asides(TASK) == {"a": Aside("farther off", 5.0, 7.0)}
+    store.quarantine.add(TASK, "a", reason="far off", now_s=5.0)
+    store.quarantine.add(TASK, "a", reason="farther off", now_s=6.0)
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("farther off", 5.0)}
+    store.quarantine.release(TASK, "a", now_s=7.0)
+    store.quarantine.release(TASK, "a", now_s=8.0)
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("farther off", 5.0, 7.0)}
     assert store.decisions(TASK) == DeviceDecisions(released=frozenset("a"))
-    store.quarantined(TASK, "a", why=REVOKED, now_s=9.0)
-    assert store.asides(TASK) == {"a": Aside(REVOKED, 9.0)}
-    store.forget_aside(TASK, "a")
-    assert store.asides(TASK) == {}
-    store.readmit(TASK, "a", now_s=10.0)
+    store.quarantine.add(TASK, "a", reason=REVOKED, now_s=9.0)
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice(REVOKED, 9.0)}
+    store.quarantine.delete(TASK, "a")
+    assert store.quarantine.all(TASK) == {}
+    store.quarantine.release(TASK, "a", now_s=10.0)
     assert store.decisions(TASK) == DeviceDecisions()
 
 
@@ -187,12 +190,12 @@ def test_a_round_does_not_wait_for_strangers() -> None:
 def test_keys_decide_who_counts_whatever_the_task(tmp_path: Path) -> None:
     """Who is revoked is so in every task, and from the first enrollment on only who is enrolled counts."""
     store, other = _store(tmp_path), Store(tmp_path)
-    other.keys.pin_key("a", b"a" * 32, now_s=1)
-    other.keys.revoke_key("a", now_s=2)
+    other.keys.pin("a", b"a" * 32, now_s=1)
+    other.keys.revoke("a", now_s=2)
     assert store.decisions(TASK) == store.decisions(bytes(32)) == DeviceDecisions(quarantined=frozenset("a"))
-    with other.together():
-        other.keys.enrol_key("b", b"b" * 32, now_s=3)
+    with other.transaction():
+        other.keys.enroll("b", b"b" * 32, now_s=3)
         other.keys.close_fleet()
     assert store.decisions(TASK) == DeviceDecisions(quarantined=frozenset("a"), enrolled=frozenset("b"))
-    other.keys.revoke_key("b", now_s=4)
+    other.keys.revoke("b", now_s=4)
     assert store.decisions(TASK).enrolled == frozenset()

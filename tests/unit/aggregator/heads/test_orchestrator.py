@@ -13,7 +13,8 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination import rounds
 from aggregator.heads import orchestrator as learning_module
 from aggregator.heads.orchestrator import Learning
-from aggregator.storage.store import Store, SubmissionRow
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task import Task, prepare_task
 from aggregator.training.jobs import RoundJob
 from aggregator.training.runner import Finished, Progress
@@ -44,7 +45,7 @@ def _take(learning: Learning, task: Task, device: str, *, number: int = 0) -> ro
     )
     payload = encode(submission)
     entry = rounds.Entry(1, digest_of(payload), time.time(), number)
-    answer = learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+    answer = learning.take(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
     learning.settle()
     learning.tick()
     return answer
@@ -74,13 +75,13 @@ def test_a_round_that_fails_is_told_and_tried_again(
     assert "was changed on disk" in caplog.text
     assert "tried again in 1000 s, when a submission comes" in caplog.text
     assert store.round_state(task.digest).training is None
-    assert (learning.round is not None and learning.round.number, store.heads()) == (0, [])
+    assert (learning.round is not None and learning.round.number, store.heads.all()) == (0, [])
     learning.tick()
     assert events.empty()
     blob.write_bytes(whole)
     _take(learning, task, "c")
     assert learning.finish(_end(events))
-    assert [len(head.members) for head in store.heads()] == [3]
+    assert [len(head.members) for head in store.heads.all()] == [3]
 
 
 def test_a_failure_that_cannot_be_stored_holds_nothing_up(task: Task, store: Store) -> None:
@@ -96,15 +97,15 @@ def test_a_failure_that_cannot_be_stored_holds_nothing_up(task: Task, store: Sto
     learning.settle()
     learning.tick()
     failure = _end(events)
-    store._db.execute("PRAGMA query_only = 1")
+    store.database.write("PRAGMA query_only = 1")
     assert not learning.finish(failure)
     learning.go_back()
-    store._db.execute("PRAGMA query_only = 0")
+    store.database.write("PRAGMA query_only = 0")
     blob.write_bytes(whole)
     learning.retry()
     learning.tick()
     assert learning.finish(_end(events))
-    assert [len(head.members) for head in store.heads()] == [2]
+    assert [len(head.members) for head in store.heads.all()] == [2]
 
 
 def test_a_pooling_that_was_cut_off_is_done_again(
@@ -133,7 +134,7 @@ def test_what_is_refused_leaves_nothing(task: Task, store: Store) -> None:
     before = set(store.blobs.digests())
     assert _take(learning, task, "a", number=1).verdict == "unknown_round"
     assert set(store.blobs.digests()) == before
-    assert store.submissions(task.digest) == {}
+    assert store.submissions.all(task.digest) == {}
 
 
 def test_what_could_not_be_stored_was_never_taken(task: Task, store: Store) -> None:
@@ -141,7 +142,7 @@ def test_what_could_not_be_stored_was_never_taken(task: Task, store: Store) -> N
     events: Events = queue.SimpleQueue()
     learning = Learning(task, store, on_event=events.put)
     before = set(store.blobs.digests())
-    with pytest.raises(StateError), store.together():
+    with pytest.raises(StateError), store.transaction():
         _take_both(learning, task)
     learning.go_back()
     learning.tick()
@@ -158,7 +159,7 @@ def _take_both(learning: Learning, task: Task) -> None:
             round_submission(task=task.digest, shapes=task.expectation.tensors, seed=ord(device))
         )
         entry = rounds.Entry(1, digest_of(payload), time.time(), 0)
-        learning.take(SubmissionRow(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+        learning.take(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
     raise StateError("the disk is full")
 
 
@@ -174,7 +175,7 @@ def test_what_is_replaced_does_not_fill_the_disk(
     for number in range(1, 30):
         payload = encode(msgspec.structs.replace(message, sequence=number))
         entry = rounds.Entry(number, digest_of(payload), time.time())
-        learning.take(SubmissionRow("a", entry, len(payload), 10, 2, {0: 1}), payload)
+        learning.take(SubmissionRecord("a", entry, len(payload), 10, 2, {0: 1}), payload)
         learning.settle()
         learning.tick()
         left = set(store.blobs.digests())

@@ -9,7 +9,9 @@ import pytest
 from aggregator.coordination.rounds import DeviceDecisions
 from aggregator.heads.quarantine import keep_asides, readmit
 from aggregator.ingest.validation import Prototypes
-from aggregator.storage.store import REVOKED, HeadRow, Store
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.quarantine import REVOKED
+from aggregator.storage.store import Store
 from aggregator.training.jobs import Result
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.session import BrokerAddress
@@ -18,7 +20,7 @@ from protocol.wire.messages import Submission
 from tests.support.aggregator_process import Device, aggregator, write_task
 from tests.support.brokers import free_address
 from tests.support.prototype_sets import fleet, flipped, honest
-from tests.support.submissions import TASK
+from tests.support.submissions import SERVED, TASK
 from tests.unit.aggregator.test_cli import _run
 
 
@@ -26,18 +28,18 @@ from tests.unit.aggregator.test_cli import _run
 def store(tmp_path: Path) -> Store:
     """A state of a task."""
     store = Store(tmp_path)
-    store.set_fact("task", TASK.hex())
+    store.facts.put(SERVED)
     return store
 
 
 def _keep(store: Store, version: int, *, aside: dict[str, str], doubt: str = "") -> None:
     """A head of a, b and c, without those that are quarantined."""
     digests = {device: device.encode().hex() for device in "abc"}
-    head = HeadRow(
+    head = HeadRecord(
         *(version, TASK, bytes(32), 9, float(version), 1),
         members={device: digest for device, digest in digests.items() if device not in aside},
         metrics={},
-        aside={device: digest for device, digest in digests.items() if device in aside},
+        quarantined={device: digest for device, digest in digests.items() if device in aside},
     )
     keep_asides(store, head, Result(metrics={}, aside=aside, doubt=doubt))
 
@@ -51,11 +53,11 @@ def test_every_training_judges_anew(store: Store, caplog: pytest.LogCaptureFixtu
     _keep(store, 2, aside={"a": "farther off"})
     assert "is quarantined" not in caplog.text
     assert "b is no longer quarantined" in caplog.text
-    assert {device: (one.why, one.since_s) for device, one in store.asides(TASK).items()} == {
+    assert {device: (one.reason, one.since_s) for device, one in store.quarantine.all(TASK).items()} == {
         "a": ("farther off", 1.0)
     }
     _keep(store, 3, aside={}, doubt="all of them are far off")
-    assert store.asides(TASK) == {}
+    assert store.quarantine.all(TASK) == {}
     assert "all of them are far off" in caplog.text
 
 
@@ -71,7 +73,7 @@ def test_a_readmission_outlives_trainings(store: Store) -> None:
 
 def test_a_revoked_device_stays_out(store: Store) -> None:
     """Whatever a training that had begun before has found; only another enrollment helps."""
-    store.quarantined(TASK, "a", why=REVOKED, now_s=1.0)
+    store.quarantine.add(TASK, "a", reason=REVOKED, now_s=1.0)
     _keep(store, 1, aside={})
     _keep(store, 2, aside={"a": "far off"})
     assert store.decisions(TASK) == DeviceDecisions(quarantined=frozenset("a"))

@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
 from aggregator.heads.operator_commands import order
 from aggregator.heads.releases import Releases
 from aggregator.messaging.manifest_signer import Herald, identity_of
-from aggregator.storage.store import HeadRow, Store, open_folder
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store, open_folder
 from aggregator.tasks.task import prepare_task
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.session import BrokerAddress
@@ -27,7 +29,7 @@ from protocol.wire.signing import open_manifest
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.aggregator_process import FLEET, Daemon, Device, aggregator, write_task
 from tests.support.brokers import amqtt
-from tests.support.submissions import evaluation
+from tests.support.submissions import SERVED, evaluation
 
 CANARY = "quorum = 1\ndeadline_s = 1000\n[training]\nepochs = 1\n[rollout]\ncanary = 0.5\nmargin = 0.05"
 DEVICES = ("a", "b")
@@ -258,11 +260,11 @@ def test_a_state_that_was_lost_is_no_older_release(alone: BrokerAddress, tmp_pat
         assert released[0] < released[1]
 
 
-def _made(store: Store, task: bytes, version: int) -> HeadRow:
+def _made(store: Store, task: bytes, version: int) -> HeadRecord:
     """A head that a training has made, without a file to show to people."""
     head = store.blobs.put(b"head %d" % version)
-    row = HeadRow(version, task, head, 6, 0.0, 1, {"a": "00" * 32}, {})
-    store.keep_head(row)
+    row = HeadRecord(version, task, head, 6, 0.0, 1, {"a": "00" * 32}, {})
+    store.heads.add(row)
     return row
 
 
@@ -322,17 +324,17 @@ def test_an_order_is_carried_out_once(tmp_path: Path) -> None:
     for version in (1, 2, 3):
         _made(store, task.digest, version)
         releases.tick(version)
-    store.place_order(task.digest, "rollback", None)
-    store._db.execute(
-        "CREATE TEMP TRIGGER full BEFORE UPDATE ON orders BEGIN SELECT RAISE(ABORT, 'full'); END"
+    store.commands.add(task.digest, "rollback", None)
+    store.database.write(
+        "CREATE TEMP TRIGGER full BEFORE UPDATE ON operator_commands BEGIN SELECT RAISE(ABORT, 'full'); END"
     )
     with pytest.raises(StateError, match="full"):
         _look(releases)
-    assert store.rollout(task.digest).current == 3
-    store._db.execute("DROP TRIGGER full")
+    assert store.heads.rollout(task.digest).current == 3
+    store.database.write("DROP TRIGGER full")
     _look(releases)
     assert releases.manifest is not None
-    assert releases.manifest.current.version == store.rollout(task.digest).current == 2
+    assert releases.manifest.current.version == store.heads.rollout(task.digest).current == 2
 
 
 def _look(releases: Releases) -> None:
@@ -354,10 +356,10 @@ def test_a_head_whose_blob_is_gone_cannot_be_gone_back_to(tmp_path: Path) -> Non
     """The order says so, and a folder without a state is left as it is."""
     store = Store(tmp_path)
     task = bytes(32)
-    store.set_fact("task", task.hex())
+    store.facts.put(replace(SERVED, digest=task))
     for version in (1, 2):
         digest = store.blobs.put(b"head %d" % version)
-        store.keep_head(HeadRow(version, task, digest, 6, 0.0, 1, {"a": ""}, {}, file=digest))
+        store.heads.add(HeadRecord(version, task, digest, 6, 0.0, 1, {"a": ""}, {}, file=digest))
     store.blobs.path(digest_of(b"head 1")).unlink()
     with pytest.raises(ConfigError, match=r"head 1 cannot be used any more: its files were deleted"):
         order(store, "rollback")

@@ -8,7 +8,7 @@ import pytest
 from aggregator.ingest.authentication import Gate
 from aggregator.ingest.validation import Refused
 from aggregator.storage import device_keys
-from aggregator.storage.device_keys import Key, why_not
+from aggregator.storage.device_keys import Key, refusal_reason
 from aggregator.storage.store import Store
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame
@@ -91,39 +91,38 @@ def test_in_a_closed_fleet_only_enrolled_keys_count(store: Store) -> None:
         assert reason(gate, signed(device), device) == "unknown_device"
         with pytest.raises(Refused, match="aggregator enroll"):
             gate.admit(device)
-    other.keys.enrol_key("a", public_key(TWO), serial="7f", now_s=1.0)
+    other.keys.enroll("a", public_key(TWO), serial="7f", now_s=1.0)
     gate.admit("a")
     gate.check("a", signed(key=TWO))
     assert reason(gate, signed()) == "signature"
-    assert store.keys.key_of("a") == Key(public_key(TWO), enrolled=True, since_s=1.0, serial="7f")
+    assert store.keys.get("a") == Key(public_key(TWO), enrolled=True, since_s=1.0, serial="7f")
 
 
 def test_a_revoked_key_counts_no_more_from_that_moment(store: Store) -> None:
     """Of a transfer that is under way as well; a new enrollment lets the device in again."""
     gate, other = Gate(store, fleet="barn"), Store(store.folder)
     gate.check("a", signed())
-    assert other.keys.revoke_key("a", now_s=5.0)
-    assert not other.keys.revoke_key("nobody", now_s=5.0)
+    other.keys.revoke("a", now_s=5.0)
     assert reason(gate, signed()) == "revoked"
     assert reason(gate, signed(key=TWO)) == "revoked"
-    assert not other.keys.forget_key("a")
-    other.keys.enrol_key("a", public_key(TWO), now_s=6.0)
+    assert not other.keys.reset("a")
+    other.keys.enroll("a", public_key(TWO), now_s=6.0)
     gate.check("a", signed(key=TWO))
 
 
 def test_what_another_process_revokes_counts_with_the_next_batch(store: Store) -> None:
     """Within one, nobody else can write, and so the keys are looked at once; after one, each time again."""
     gate, other = Gate(store, fleet="barn"), Store(store.folder)
-    with store.together():
+    with store.transaction():
         gate.check("a", signed())
         gate.check("a", signed())
-    assert other.keys.revoke_key("a", now_s=5.0)
-    with store.together():
+    other.keys.revoke("a", now_s=5.0)
+    with store.transaction():
         assert reason(gate, signed()) == "revoked"
-    other.keys.enrol_key("a", public_key(TWO), now_s=6.0)
-    with store.together():
+    other.keys.enroll("a", public_key(TWO), now_s=6.0)
+    with store.transaction():
         gate.check("a", signed(key=TWO))
-    assert other.keys.revoke_key("a", now_s=7.0)
+    other.keys.revoke("a", now_s=7.0)
     assert reason(gate, signed(key=TWO)) == "revoked"
 
 
@@ -131,22 +130,22 @@ def test_a_device_that_has_lost_its_key_comes_with_another_one(store: Store) -> 
     """Once its old one is forgotten; an enrolled key is not forgotten so."""
     gate = Gate(store, fleet="barn")
     gate.check("a", signed())
-    assert store.keys.forget_key("a")
+    assert store.keys.reset("a")
     gate.check("a", signed(key=TWO))
-    store.keys.enrol_key("a", public_key(ONE), now_s=0.0)
-    assert not store.keys.forget_key("a")
-    assert not store.keys.forget_key("nobody")
+    store.keys.enroll("a", public_key(ONE), now_s=0.0)
+    assert not store.keys.reset("a")
+    assert not store.keys.reset("nobody")
 
 
 def test_strangers_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of names that anybody can make up only so many are taken; enrolled devices come on top of them."""
-    monkeypatch.setattr(device_keys, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(device_keys, "MAX_PINNED_DEVICES", 3)
     gate = Gate(store, fleet="barn")
-    store.keys.enrol_key("z", public_key(TWO), now_s=0.0)
+    store.keys.enroll("z", public_key(TWO), now_s=0.0)
     for device in ("a", "b", "c"):
         gate.check(device, signed(device))
     assert reason(gate, signed("d"), "d") == "unknown_device"
-    assert store.keys.key_of("d") is None
+    assert store.keys.get("d") is None
     gate.check("a", signed())
     gate.check("z", signed("z", key=TWO))
     assert device_keys.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
@@ -157,14 +156,14 @@ def test_a_key_whose_keeping_was_undone_is_kept_again(store: Store) -> None:
     gate = Gate(store, fleet="barn")
 
     def batch() -> None:
-        with store.together():
+        with store.transaction():
             gate.check("a", signed())
             gate.check("a", signed())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         batch()
-    store.keys.look_again()
+    store.keys.drop_cache()
     gate.check("a", signed())
     assert Store(store.folder).keys.all().keys() == {"a"}
 
@@ -184,7 +183,9 @@ def test_a_key_is_not_kept_while_nothing_can_be_stored(store: Store) -> None:
 )
 def test_a_name_is_heard_if_and_only_if_its_key_would_be(known: Key | None, *, is_closed: bool) -> None:
     """Where nothing is signed, the name decides as it does where the right key comes with it."""
-    assert why_not(known, is_closed=is_closed) == why_not(known, is_closed=is_closed, public=ONE)
+    assert refusal_reason(known, is_closed=is_closed) == refusal_reason(
+        known, is_closed=is_closed, public=ONE
+    )
 
 
 def test_another_key_comes_with_a_way_out(store: Store) -> None:
@@ -193,6 +194,6 @@ def test_another_key_comes_with_a_way_out(store: Store) -> None:
     gate.check("a", signed())
     with pytest.raises(Refused, match="`aggregator forget a` takes the next"):
         gate.check("a", signed(key=TWO))
-    store.keys.enrol_key("a", public_key(TWO), now_s=1.0)
+    store.keys.enroll("a", public_key(TWO), now_s=1.0)
     with pytest.raises(Refused, match="with the folder of its last enrollment"):
         gate.check("a", signed())

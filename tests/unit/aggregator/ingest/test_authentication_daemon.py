@@ -75,7 +75,7 @@ def test_nobody_speaks_for_another(alone: BrokerAddress, tmp_path: Path) -> None
         assert refused(b.receipt(stolen[0])) == "signature"
         summary = daemon.until(lambda summary: len(counts(summary)) == 2)
         assert counts(summary) == {("a", "signature"): 2, ("b", "signature"): 1}
-        standing = Store(daemon.state, read_only=True).submissions(task)
+        standing = Store(daemon.state, read_only=True).submissions.all(task)
         assert [row.entry.sequence for row in standing.values()] == [1, 1]
         assert standing["a"].entry.digest == digest_of(encode(good))
         assert (daemon.log().count("refused from a (signature)"), daemon.log().count("refused from b")) == (
@@ -112,7 +112,7 @@ def _replay(mallory: Device, a: Device, caught: list[tuple[bytes, list[bytes]]])
 
 
 def _standing(daemon: Daemon, task: bytes) -> tuple[int, bytes]:
-    entry = Store(daemon.state, read_only=True).submissions(task)["a"].entry
+    entry = Store(daemon.state, read_only=True).submissions.all(task)["a"].entry
     return entry.sequence, entry.digest
 
 
@@ -154,16 +154,16 @@ def test_a_fleet_is_closed_and_a_key_revoked_while_it_runs(alone: BrokerAddress,
         summary = daemon.until(lambda summary: counts(summary).get(("a", "unknown_device")) == 3)
         assert summary["devices"][0]["seen_s"] is None
         assert summary["keys"] == {"closed": True, "enrolled": 0, "first_use": 1, "revoked": 0}
-        operator.keys.enrol_key("a", public_key(key_of("a")), now_s=0.0)
+        operator.keys.enroll("a", public_key(key_of("a")), now_s=0.0)
         assert a.upload(submission(task=task, sequence=3)).status == "received"
         large = submission(task=task, sequence=4, labels=(0, 1, 2) * 20)
         size = len(encode(large))
         a.send_payload(encode(large), ranges=((size - 9, size),))
         assert a.receipt(digest_of(encode(large))).status == "missing"
-        assert operator.keys.revoke_key("a", now_s=0.0)
+        operator.keys.revoke("a", now_s=0.0)
         a.send_payload(encode(large), ranges=((0, size - 9),))
         assert refused(a.receipt(digest_of(encode(large)))) == "revoked"
-        assert Store(daemon.state, read_only=True).submissions(task)["a"].entry.sequence == 3
+        assert Store(daemon.state, read_only=True).submissions.all(task)["a"].entry.sequence == 3
         operator.close()
 
 
@@ -194,7 +194,7 @@ def test_who_is_enrolled_begins_anew(alone: BrokerAddress, tmp_path: Path) -> No
         assert _standing(daemon, task) == (5, own[0])
         revoke(store, "a")
         enrol(store, Wanted("a", renew=True), fleet=FLEET, out=tmp_path / "again")
-        assert store.submissions(task) == {}
+        assert store.submissions.all(task) == {}
         again = captured(submission(task=task, sequence=4, seed=6), "a", key=_signing_key(tmp_path / "again"))
         put(a, "a", again)
         assert a.receipt(again[0]).status == "received"

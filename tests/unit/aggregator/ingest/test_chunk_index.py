@@ -16,7 +16,8 @@ from aggregator.ingest.chunk_files import Partials, runs_of
 from aggregator.ingest.chunk_index import Incoming
 from aggregator.ingest.reassembly import Arrived, Changes, Complete, Stored
 from aggregator.ingest.receiver import Reception
-from aggregator.storage.store import Store, SubmissionRow
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame, Receipt
@@ -291,7 +292,7 @@ def test_what_was_stored_meanwhile_leaves_nothing_behind(tmp_path: Path) -> None
     reception = _reception(store)
     reception.take("a", _frames()[0])
     reception.commit()
-    store.keep_submission(TASK, SubmissionRow("a", Entry(1, DIGEST, 0.0), len(PAYLOAD), 1, 1, {0: 1}))
+    store.submissions.put(TASK, SubmissionRecord("a", Entry(1, DIGEST, 0.0), len(PAYLOAD), 1, 1, {0: 1}))
     _reception(store)
     assert Incoming(tmp_path).transfers() == []
 

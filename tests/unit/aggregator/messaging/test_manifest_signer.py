@@ -9,6 +9,7 @@ import pytest
 
 from aggregator.messaging.manifest_signer import Herald, identity_of, next_release
 from aggregator.security.identity import alone
+from aggregator.storage.facts import SigningKey
 from aggregator.storage.store import Store
 from edge_client.agent.manifest_trust import ManifestTrust, believe
 from protocol.storage.keyfile import read_or_make_key
@@ -73,7 +74,7 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "identity" / "signing.key").stat().st_mode) == 0o600
     store = Store(tmp_path)
     Herald(store, key=key, fleet="barn")
-    assert store.fact("key") == public_key(key).hex()
+    assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex())
 
 
 def test_a_clock_that_was_ahead_shuts_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,18 +10,21 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from msgspec.structs import replace
 
 from aggregator.security import enrollment, identity
 from aggregator.security.enrollment import Wanted, enrol, enrol_broker, revoke
 from aggregator.security.identity import close_again, own_access
 from aggregator.security.mosquitto_config import access_list
-from aggregator.storage.store import REVOKED, Store
+from aggregator.storage.quarantine import REVOKED
+from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import BrokerAccess, open_tls
 from protocol.storage.blobstore import write_atomically
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
+from tests.support.submissions import SERVED
 
 TASK = b"t" * 32
 
@@ -30,7 +33,7 @@ TASK = b"t" * 32
 def store(tmp_path: Path) -> Iterator[Store]:
     """An aggregator's state in which a task is known."""
     made = Store(tmp_path / "state")
-    made.set_fact("task", TASK.hex())
+    made.facts.put(replace(SERVED, digest=TASK))
     yield made
     made.close()
 
@@ -63,7 +66,7 @@ def test_a_folder_is_all_that_a_device_needs(store: Store, out: Path) -> None:
     read = read_enrollment(out)
     assert (read.device, read.fleet, read.broker) == ("shed-1", "orchard", "broker.example:8883")
     assert open_tls(read.access) is not None
-    known = store.keys.key_of("shed-1")
+    known = store.keys.get("shed-1")
     assert known is not None
     assert (known.public, known.enrolled) == (public_key(read.signing_key), True)
     assert int(known.serial, 16) == serial(out)
@@ -88,12 +91,12 @@ def test_secrets_are_their_owners(store: Store, out: Path, tmp_path: Path) -> No
 
 def test_the_first_enrollment_closes_the_fleet(store: Store, out: Path, tmp_path: Path) -> None:
     """Making a broker's files does not; enrolling a device does, and the key that had its name before is gone."""
-    store.keys.pin_key("shed-1", b"1" * 32, now_s=1)
+    store.keys.pin("shed-1", b"1" * 32, now_s=1)
     enrol_broker(store, ["broker.example"], fleet="orchard", out=tmp_path / "broker", days=1)
     assert not store.keys.is_closed()
     enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
     assert store.keys.is_closed()
-    known = store.keys.key_of("shed-1")
+    known = store.keys.get("shed-1")
     assert known is not None
     assert known.public == public_key(read_enrollment(out).signing_key)
 
@@ -101,15 +104,15 @@ def test_the_first_enrollment_closes_the_fleet(store: Store, out: Path, tmp_path
 def test_a_name_is_enrolled_once(store: Store, out: Path, tmp_path: Path) -> None:
     """A second time is refused and changes nothing; with `renew` the old keys count no more."""
     enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    before = store.keys.key_of("shed-1")
+    before = store.keys.get("shed-1")
     again = tmp_path / "again"
     with pytest.raises(ConfigError, match="shed-1 is enrolled already: --renew"):
         enrol(store, Wanted("shed-1"), fleet="orchard", out=again)
-    assert store.keys.key_of("shed-1") == before
+    assert store.keys.get("shed-1") == before
     assert not again.exists()
     enrol(store, Wanted("shed-1", renew=True), fleet="orchard", out=again)
     assert revoked_serials(store) == {serial(out)}
-    known = store.keys.key_of("shed-1")
+    known = store.keys.get("shed-1")
     assert known is not None
     assert known.public == public_key(read_enrollment(again).signing_key)
 
@@ -118,32 +121,32 @@ def test_who_is_revoked_is_out_in_every_way(store: Store, out: Path, tmp_path: P
     """Its key, its certificate and its submissions count no more, until it is enrolled anew."""
     enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
     assert revoke(store, "shed-1") == store.folder / "identity" / "revoked.crl"
-    known = store.keys.key_of("shed-1")
+    known = store.keys.get("shed-1")
     assert known is not None
     assert known.revoked_s is not None
     assert revoked_serials(store) == {serial(out)}
-    assert store.asides(TASK)["shed-1"].why == REVOKED
+    assert store.quarantine.all(TASK)["shed-1"].reason == REVOKED
     revoke(store, "shed-1")
     with pytest.raises(ConfigError, match="shed-1 is revoked already: --renew"):
         enrol(store, Wanted("shed-1"), fleet="orchard", out=tmp_path / "again")
     enrol(store, Wanted("shed-1", renew=True), fleet="orchard", out=tmp_path / "again")
     assert revoked_serials(store) == {serial(out)}
-    assert store.asides(TASK) == {}
+    assert store.quarantine.all(TASK) == {}
 
 
 def test_who_was_set_aside_for_what_it_sent_stays_so(store: Store, out: Path) -> None:
     """New keys do not make its prototypes better."""
-    store.quarantined(TASK, "shed-1", why="its prototypes are far from all others", now_s=1)
+    store.quarantine.add(TASK, "shed-1", reason="its prototypes are far from all others", now_s=1)
     enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    assert "shed-1" in store.asides(TASK)
+    assert "shed-1" in store.quarantine.all(TASK)
 
 
 def test_a_device_of_an_open_fleet_can_be_revoked(store: Store) -> None:
     """Its first key counts no more; there is no list, for there is no authority."""
-    store.keys.pin_key("shed-1", b"1" * 32, now_s=1)
+    store.keys.pin("shed-1", b"1" * 32, now_s=1)
     assert revoke(store, "shed-1") is None
     assert not identity.has_authority(store.folder)
-    known = store.keys.key_of("shed-1")
+    known = store.keys.get("shed-1")
     assert known is not None
     assert known.revoked_s is not None
     with pytest.raises(ConfigError, match="no key of a device 'shed-2' is known"):
@@ -174,15 +177,15 @@ def test_a_fault_leaves_nothing_by_halves(
 
             broken.setattr(enrollment._Appear, "_rename", fail)
         else:
-            store._db.execute(
-                "CREATE TRIGGER full BEFORE INSERT ON facts BEGIN SELECT RAISE(ABORT, 'full'); END"
+            store.database.write(
+                "CREATE TRIGGER full BEFORE INSERT ON revoked_certificates BEGIN SELECT RAISE(ABORT, 'full'); END"
             )
         with pytest.raises(StateError):
             enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
     assert list(out.parent.iterdir()) == []
     assert store.keys.all() == {}
     assert not store.keys.is_closed()
-    store._db.execute("DROP TRIGGER IF EXISTS full")
+    store.database.write("DROP TRIGGER IF EXISTS full")
     enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
     assert read_enrollment(out).device == "shed-1"
 

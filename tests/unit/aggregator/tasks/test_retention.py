@@ -3,15 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from aggregator.config.task_file import TaskFile
 from aggregator.coordination.rollout import State, Trial
 from aggregator.coordination.rounds import Entry
 from aggregator.ingest.validation import Expectation
-from aggregator.storage.store import Closing, HeadRow, Store, SubmissionRow
-from aggregator.tasks.graph_cache import FACTS
+from aggregator.storage.facts import CompiledGraphs, PendingHead
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import forget_lost, needed_blobs, served_blobs
 from aggregator.tasks.task import Task
 from protocol.wire.codec import encode
@@ -37,14 +38,16 @@ ROUNDS = Task(
 )
 
 
-def _row(device: str, *, number: int = 0) -> SubmissionRow:
-    return SubmissionRow(device, Entry(1, f"{device}{number}".encode(), 0.0, number), 1, 1, 1, {0: 1})
+def _row(device: str, *, number: int = 0) -> SubmissionRecord:
+    return SubmissionRecord(device, Entry(1, f"{device}{number}".encode(), 0.0, number), 1, 1, 1, {0: 1})
 
 
-def _head(task: bytes, version: int, *, tensors: bool) -> HeadRow:
+def _head(task: bytes, version: int, *, tensors: bool) -> HeadRecord:
     blob = BlobRef(digest=bytes([version]) * 32, size_bytes=1, name="tensors") if tensors else None
     digest = b"graph" if tensors else f"head{version}".encode()
-    return HeadRow(version, task, digest, 1, 0.0, 1, {}, {}, blob, b"file%d" % version if tensors else digest)
+    return HeadRecord(
+        version, task, digest, 1, 0.0, 1, {}, {}, blob, b"file%d" % version if tensors else digest
+    )
 
 
 @pytest.fixture
@@ -52,24 +55,24 @@ def store(tmp_path: Path) -> Store:
     """A state of both tasks: heads, submissions, and graphs of a third."""
     store = Store(tmp_path)
     for version in (1, 2, 3):
-        store.keep_head(_head(ROUNDS_TASK, version, tensors=True))
-        store.keep_head(_head(TASK, version, tensors=False))
+        store.heads.add(_head(ROUNDS_TASK, version, tensors=True))
+        store.heads.add(_head(TASK, version, tensors=False))
     for number in range(4):
-        store.keep_submission(ROUNDS_TASK, _row(f"r{number}", number=number))
+        store.submissions.put(ROUNDS_TASK, _row(f"r{number}", number=number))
     for device in "ab":
-        store.keep_submission(TASK, _row(device))
+        store.submissions.put(TASK, _row(device))
     graph = BlobRef(digest=b"g" * 32, size_bytes=1, name="init.onnx")
-    store.set_fact(f"{FACTS}key", msgspec.json.encode({"init": graph}).decode())
+    store.facts.put(CompiledGraphs({"key": {"init": graph}}))
     return store
 
 
 def test_rounds_need_what_may_yet_count(store: Store) -> None:
     """Submissions within the staleness, what usable heads are bound to, the graphs; of other tasks, everything."""
     for version in range(4, 9):
-        store.keep_head(_head(ROUNDS_TASK, version, tensors=True))
-    store.keep_rollout(ROUNDS_TASK, State(newest=8, current=2, earlier=(1,), trial=Trial(3, 0.0)))
+        store.heads.add(_head(ROUNDS_TASK, version, tensors=True))
+    store.heads.put_rollout(ROUNDS_TASK, State(newest=8, current=2, earlier=(1,), trial=Trial(3, 0.0)))
     for number in (7, 8):
-        store.keep_submission(ROUNDS_TASK, _row(f"r{number}", number=number))
+        store.submissions.put(ROUNDS_TASK, _row(f"r{number}", number=number))
     needed = needed_blobs(ROUNDS, store)
     assert {b"r77", b"r88"} <= needed
     assert not {b"r00", b"r11", b"r22", b"r33"} & needed
@@ -77,7 +80,7 @@ def test_rounds_need_what_may_yet_count(store: Store) -> None:
     for version in range(1, 9):
         assert bytes([version]) * 32 in needed
         assert b"file%d" % version in needed
-    store.keep_rollout(ROUNDS_TASK, State(newest=8, current=3, trial=None))
+    store.heads.put_rollout(ROUNDS_TASK, State(newest=8, current=3, trial=None))
     needed = needed_blobs(ROUNDS, store)
     for version in range(1, 9):
         assert (bytes([version]) * 32 in needed) == (version >= 3)
@@ -95,22 +98,22 @@ def test_without_rounds_every_device_counts(store: Store) -> None:
 def test_of_many_heads_the_last_few_are_kept(store: Store) -> None:
     """Else the disk would fill: the last five, the current one and the one before it; likewise of other tasks."""
     for version in range(4, 11):
-        store.keep_head(_head(TASK, version, tensors=False))
+        store.heads.add(_head(TASK, version, tensors=False))
     state = State(newest=10, current=2, earlier=(1, 4))
-    store.keep_rollout(TASK, state)
+    store.heads.put_rollout(TASK, state)
     kept = {f"head{version}".encode() for version in (2, 4, 6, 7, 8, 9, 10)}
     heads = {f"head{version}".encode() for version in range(1, 11)}
     assert needed_blobs(ONE_SHOT, store) & heads == kept
     assert needed_blobs(ROUNDS, store) & heads == kept
-    assert served_blobs(ONE_SHOT, store.heads(TASK), state) & heads == kept
+    assert served_blobs(ONE_SHOT, store.heads.all(TASK), state) & heads == kept
 
 
 def test_what_is_being_pooled_is_needed(store: Store) -> None:
     """A submission that was superseded meanwhile is still read."""
     entry = Entry(1, b"superseded", 0.0, 2)
-    store.set_closing(Closing(ROUNDS_TASK, 4, {"x": entry}))
+    store.facts.put(PendingHead(ROUNDS_TASK, 4, {"x": entry}))
     assert b"superseded" in needed_blobs(ROUNDS, store)
-    store.set_closing(None)
+    store.facts.delete(PendingHead)
     assert b"superseded" not in needed_blobs(ROUNDS, store)
 
 
@@ -125,7 +128,7 @@ def test_devices_may_ask_for_what_they_are_told_of() -> None:
 
 def test_a_submission_without_its_blob_is_asked_for_again(store: Store) -> None:
     """Its device hears that it does not stand; one that cannot count any more is left as it is."""
-    store.keep_submission(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 3)))
+    store.submissions.put(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 3)))
     forget_lost(ROUNDS, store)
-    assert sorted(store.submissions(ROUNDS_TASK)) == ["here", "r0", "r1"]
-    assert sorted(store.submissions(TASK)) == ["a", "b"]
+    assert sorted(store.submissions.all(ROUNDS_TASK)) == ["here", "r0", "r1"]
+    assert sorted(store.submissions.all(TASK)) == ["a", "b"]

@@ -1,0 +1,85 @@
+"""Single values that survive a restart: a typed struct each, stored as JSON under the name of its class."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from aggregator.coordination import rounds
+from protocol.storage.database import Database
+from protocol.wire.messages import BlobRef
+
+
+class ServedTask(msgspec.Struct, frozen=True):
+    """The task that the aggregator was started with last."""
+
+    digest: bytes
+    epoch: int
+    """The number of that start; greater at each start."""
+    fleet: str
+    algorithm: str
+    classes: tuple[str, ...]
+    settings: rounds.Settings
+
+
+class SigningKey(msgspec.Struct, frozen=True):
+    """The public key that devices know the aggregator by, in hex."""
+
+    public: str
+
+
+class ManifestNumbers(msgspec.Struct, frozen=True):
+    """The last release number of each fleet channel."""
+
+    numbers: Mapping[str, int]
+
+
+class TrainingProgress(msgspec.Struct, frozen=True):
+    """What the running training reports."""
+
+    version: int
+    figures: Mapping[str, Any]
+
+
+class PendingHead(msgspec.Struct, frozen=True):
+    """A closed collection whose head is being trained, with its members; a restart trains it on the same."""
+
+    task: bytes
+    version: int
+    members: Mapping[str, rounds.Entry]
+
+
+class CompiledGraphs(msgspec.Struct, frozen=True):
+    """The graphs of every task served so far, by a digest of their inputs, then by role."""
+
+    graphs: Mapping[str, Mapping[str, BlobRef]]
+
+
+class ClosedFleet(msgspec.Struct, frozen=True):
+    """Only enrolled devices may take part, since this time (unix seconds)."""
+
+    since_s: float
+
+
+Fact = TypeVar("Fact", bound=msgspec.Struct)
+
+
+class Facts:
+    """The table `facts`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def get(self, kind: type[Fact]) -> Fact | None:
+        """Return the stored value of a kind; None if there is none."""
+        rows = self._database.read("SELECT value FROM facts WHERE name = ?", kind.__name__)
+        return msgspec.json.decode(rows[0][0], type=kind) if rows else None
+
+    def put(self, fact: msgspec.Struct) -> None:
+        """Store a value in place of the previous one of its kind."""
+        value = msgspec.json.encode(fact).decode()
+        self._database.write("INSERT OR REPLACE INTO facts VALUES (?, ?)", type(fact).__name__, value)
+
+    def delete(self, kind: type[msgspec.Struct]) -> None:
+        """Delete the value of a kind."""
+        self._database.write("DELETE FROM facts WHERE name = ?", kind.__name__)
