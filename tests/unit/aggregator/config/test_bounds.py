@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from aggregator.cli import cli
 from aggregator.service import shown_info
-from aggregator.storage import store as store_module
+from aggregator.storage import devices
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError
 from protocol.wire.messages import DeviceInfo
@@ -17,7 +17,7 @@ def test_refusals_of_ever_more_names_are_counted_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that came first each for itself, all others under a name that no device can have."""
-    monkeypatch.setattr(store_module, "MAX_REFUSALS", 3)
+    monkeypatch.setattr(devices, "MAX_REFUSALS", 3)
     store = Store(tmp_path)
     first = [
         store.refusals.count(f"device-{number}", reason="signature", detail="", now_s=0.0)
@@ -37,7 +37,7 @@ def test_who_is_enrolled_is_named_however_many_others_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dishonest device cannot hide behind names that it has made up before."""
-    monkeypatch.setattr(store_module, "MAX_REFUSALS", 3)
+    monkeypatch.setattr(devices, "MAX_REFUSALS", 3)
     store = Store(tmp_path)
     store.keys.enroll("shed-1", bytes(32), now_s=0.0)
     for device in (*"abcdefgh", "shed-1"):
@@ -49,7 +49,7 @@ def test_devices_that_nobody_has_enrolled_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is known, and who is enrolled, is shown all the same."""
-    monkeypatch.setattr(store_module, "MAX_PINNED_DEVICES", 2)
+    monkeypatch.setattr(devices, "MAX_PINNED_DEVICES", 2)
     store = Store(tmp_path)
     for device in ("a", "b"):
         assert store.devices.has_room_for(device)
