@@ -446,7 +446,9 @@ def shown_info(info: DeviceInfo, classes: Collection[str]) -> DeviceInfo:
         info,
         backbones=(),
         images={name: count for name, count in info.images.items() if name in classes},
-        refusals={name: count for name, count in info.refusals.items() if name in get_args(Reason)},
+        refused_messages={
+            name: count for name, count in info.refused_messages.items() if name in get_args(Reason)
+        },
     )
 
 

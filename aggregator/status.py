@@ -165,7 +165,7 @@ def _devices(
                 "seen_s": record.seen_s if record else None,
                 "runtime": info.runtime if info else None,
                 "problem": info.problem if info else "",
-                "refusals": info.refusals if info else {},
+                "refusals": info.refused_messages if info else {},
                 "images": sum(info.images.values()) if info else 0,
                 "round": row.entry.round if row else None,
                 "classes": len(row.per_class) if row else 0,

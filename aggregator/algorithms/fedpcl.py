@@ -63,7 +63,7 @@ class FedPCL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return "fedpcl"
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def persistent(self) -> tuple[str, ...]:
         """State that a device keeps from round to round: all but how often it has each class, which may change."""
         return _KEPT
 

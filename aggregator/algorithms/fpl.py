@@ -60,7 +60,7 @@ class FPL(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return math.inf
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def persistent(self) -> tuple[str, ...]:
         """State that a device keeps from round to round: none, every round begins with the shared model."""
         return ()
 

@@ -99,7 +99,7 @@ class Algorithm(Protocol):
         """D, of what is averaged into prototypes."""
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def persistent(self) -> tuple[str, ...]:
         """State that a device keeps from round to round."""
 
     @property

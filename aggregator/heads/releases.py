@@ -121,7 +121,7 @@ class Releases:
             self._task.digest,
             heads[state.current],
             candidate=heads[trial.version] if trial else None,
-            canaries_below=trial.rank_limit if trial else 0,
+            canary_rank_limit=trial.rank_limit if trial else 0,
         )
         self._is_due = False
 

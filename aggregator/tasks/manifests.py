@@ -23,7 +23,9 @@ from protocol.wire.messages import (
 
 def program_of(learning: Algorithm, graphs: Mapping[str, BlobRef]) -> Program:
     """How devices take part: the graphs `init`, `step`, `project` and `head`, and what goes with them."""
-    return Program(**graphs, kept=learning.kept, uploaded=learning.uploaded, batch_size=learning.batch_size)
+    return Program(
+        **graphs, persistent=learning.persistent, uploaded=learning.uploaded, batch_size=learning.batch_size
+    )
 
 
 def task_manifest(
@@ -88,14 +90,14 @@ def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: Bl
 
 
 def head_manifest(
-    task: bytes, current: HeadRecord, *, candidate: HeadRecord | None = None, canaries_below: int = 0
+    task: bytes, current: HeadRecord, *, candidate: HeadRecord | None = None, canary_rank_limit: int = 0
 ) -> HeadManifest:
     """What the fleet is told to use, and the canaries to try."""
     return HeadManifest(
         task=task,
         current=head_ref(current),
         candidate=None if candidate is None else head_ref(candidate),
-        canaries_below=canaries_below,
+        canary_rank_limit=canary_rank_limit,
     )
 
 

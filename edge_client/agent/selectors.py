@@ -10,7 +10,10 @@ def current_head(state: State) -> HeadRef | None:
     seen = state.head
     if seen is None or seen.task != state.task:
         return None
-    if seen.candidate is not None and canary_rank(state.device, seen.candidate.version) < seen.canaries_below:
+    if (
+        seen.candidate is not None
+        and canary_rank(state.device, seen.candidate.version) < seen.canary_rank_limit
+    ):
         return seen.candidate
     return seen.current
 

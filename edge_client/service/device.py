@@ -362,13 +362,13 @@ class Device:
             backbones=tuple(sorted(self._state.stored))[:64],
             # Without a task nobody knows yet what may be told.
             images={} if silent else {entry["name"]: entry["images"] for entry in report.get("classes", [])},
-            refused=0 if silent else len(report.get("refused", [])),
+            unusable_images=0 if silent else len(report.get("refused", [])),
             problem=(
                 policy.public_problem(self._problem, manifest)
                 or ("" if hindrance == machine.NO_SPACE else hindrance)
             )[:256],
             head_version=head.version if head is not None and is_tasks else 0,
-            refusals=dict(self._refusals),
+            refused_messages=dict(self._refusals),
         )
 
     def _open_download(self, blob: BlobRef) -> None:

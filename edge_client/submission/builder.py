@@ -301,7 +301,7 @@ def submission_of(
             labels=to_unsigned(prepared.labels),
             counts=to_unsigned(prepared.counts),
             images=int(prepared.counts.sum()) if private else exact,
-            left_out=() if private else left_out,
+            omitted_classes=() if private else left_out,
             round=number,
             tensors=dict(prepared.changes),
             loss=prepared.loss,

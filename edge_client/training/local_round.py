@@ -114,7 +114,7 @@ def train_round(
     program = _program(manifest)
     tensors = read_tensors(blobs, opened.tensors)
     if resumed is None:
-        kept = {name: last.state[name] for name in program.kept if name in last.state} if last else {}
+        kept = {name: last.state[name] for name in program.persistent if name in last.state} if last else {}
         resumed = Checkpoint(_initial_state(blobs, program, data, kept=kept, tensors=tensors))
     key = digest_of(f"{manifest.seed}/{device_id}/{opened.number}".encode())
     trained = train(

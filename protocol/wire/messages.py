@@ -112,7 +112,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """`feature` to `projection`: what is averaged into prototypes."""
     head: BlobRef
     """`feature` to `logits` and `probabilities`."""
-    kept: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
+    persistent: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
     """State that stays from round to round; the rest begins anew with `init`."""
     uploaded: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
     """State that a submission carries, as its change since the round's tensor of that name."""
@@ -215,7 +215,7 @@ class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
     current: HeadRef
     candidate: HeadRef | None = None
     """What the canaries use in the place of `current`, and report on."""
-    canaries_below: Annotated[int, Meta(ge=0, le=2**32)] = 0
+    canary_rank_limit: Annotated[int, Meta(ge=0, le=2**32)] = 0
     """A device is a canary if its rank for the candidate's version is below this (`canary_rank`)."""
 
 
@@ -241,13 +241,13 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     """Backbones cached on the device."""
     images: Annotated[dict[ClassName, Natural], Meta(max_length=MAX_CLASSES)]
     """Images of each class found on the device."""
-    refused: Natural
+    unusable_images: Natural
     """Images that could not be used."""
     problem: Text = ""
     """What keeps the device from taking part; empty if nothing does."""
     head_version: Natural = 0
     """The head of its task in use; 0 if there is none."""
-    refusals: Annotated[dict[Text, Natural], Meta(max_length=32)] = {}
+    refused_messages: Annotated[dict[Text, Natural], Meta(max_length=32)] = {}
     """What came over the wire and was not believed, and how often, since the program was started."""
 
 
@@ -277,7 +277,7 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """uint8, uint16 or uint32 (m,): images averaged in each prototype."""
     images: Natural
     """Images read, kept or filtered out."""
-    left_out: Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)] = ()
+    omitted_classes: Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)] = ()
     """Class indices with images, but fewer than `min_images` of them."""
     round: Natural = 0
     """The round that it is for."""

@@ -43,7 +43,7 @@ def make_task(
     files |= graphs or {}
     program = Program(
         **{role: stored(blobs, files[role], role) for role in ROLES},
-        kept=kept,
+        persistent=kept,
         uploaded=uploaded,
         batch_size=batch_size,
     )

@@ -38,7 +38,7 @@ IN_ROUNDS = msgspec.structs.replace(
         step=_GRAPH,
         project=_GRAPH,
         head=_GRAPH,
-        kept=(),
+        persistent=(),
         uploaded=("weight", "bias"),
         batch_size=8,
     ),
@@ -98,5 +98,5 @@ def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:
 
 def device_info(**fields: Any) -> DeviceInfo:
     """A device's report."""
-    empty = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, refused=0)
+    empty = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, unusable_images=0)
     return msgspec.structs.replace(empty, **fields)

@@ -129,7 +129,7 @@ class Captured:
             program=None
             if graph is None
             else Program(
-                init=graph, step=graph, project=graph, head=graph, kept=(), uploaded=(), batch_size=4
+                init=graph, step=graph, project=graph, head=graph, persistent=(), uploaded=(), batch_size=4
             ),
         )
         task = self.say("task", manifest)

@@ -67,7 +67,9 @@ def others_topics(ground: Ground) -> Iterator[bool]:
         (
             own(VICTIM, "info"),
             encode(
-                DeviceInfo(epoch=2**40, software="lies", runtime="cpu", backbones=(), images={}, refused=0)
+                DeviceInfo(
+                    epoch=2**40, software="lies", runtime="cpu", backbones=(), images={}, unusable_images=0
+                )
             ),
         ),
         (own(VICTIM, "get"), b"\xc0"),

@@ -232,7 +232,7 @@ def test_what_a_device_says_of_itself_is_shown(embedded: tuple[BrokerAddress, Da
             runtime="ONNX Runtime",
             backbones=(),
             images={"cat": 3, "dog": 4},
-            refused=1,
+            unusable_images=1,
         )
         device.send("info", encode(info))
         device.send("state", encode(Presence(state="online", epoch=7)))

@@ -284,7 +284,7 @@ def test_a_devices_problem_is_shown(alone: BrokerAddress, task_file: Path) -> No
             runtime="",
             backbones=(),
             images={},
-            refused=0,
+            unusable_images=0,
             problem="no room for graphs",
         )
         for _ in range(2):

@@ -264,7 +264,7 @@ def test_a_prior_counts_in_the_loss_and_in_the_head() -> None:
     images = {"feature": torch.ones(4, 2), "labels": torch.tensor([0, 0, 1, 0])}
     state = functions.init.apply(images)
     assert state["class_counts"].tolist() == [3, 1]
-    assert "class_counts" not in settings.kept
+    assert "class_counts" not in settings.persistent
     local = {"local_prototypes": torch.ones(2, 2), "local_counts": state["class_counts"]}
     shares = functions.head.apply({**images, **state, **tensors, **local})["probabilities"]
     np.testing.assert_allclose(shares, [[3.2 / 4.4, 1.2 / 4.4]] * 4, atol=1e-6)

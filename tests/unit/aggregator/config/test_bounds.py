@@ -61,11 +61,11 @@ def test_devices_that_nobody_has_enrolled_are_bounded(
 def test_of_a_devices_word_only_what_the_task_knows_is_kept() -> None:
     """Classes that it does not have, and reasons that there are not, take no room."""
     info = DeviceInfo(
-        epoch=1, software="", runtime="", backbones=(), refused=0, images={"cat": 3, "made up": 9},
-        refusals={"signature": 2, "made up": 9},
+        epoch=1, software="", runtime="", backbones=(), unusable_images=0, images={"cat": 3, "made up": 9},
+        refused_messages={"signature": 2, "made up": 9},
     )  # fmt: skip
     shown = shown_info(info, ("cat", "dog"))
-    assert (shown.images, shown.refusals) == ({"cat": 3}, {"signature": 2})
+    assert (shown.images, shown.refused_messages) == ({"cat": 3}, {"signature": 2})
 
 
 def test_a_key_is_forgotten_by_a_command(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_states_round_the_graphs_fit(graphs: Graphs, name: str) -> None:
     """Every input is a batch, state, round or local tensor; each `next_NAME` is like the state's NAME."""
     algorithm = ALGORITHMS[name]
     state = run(graphs.init, images(0))
-    assert {*algorithm.kept, *algorithm.uploaded} <= set(state)
+    assert {*algorithm.persistent, *algorithm.uploaded} <= set(state)
     known = {*state, *pooled(algorithm, devices=2), "feature", "labels"}
     for role in ROLES:
         session = onnxruntime.InferenceSession(getattr(graphs, role))

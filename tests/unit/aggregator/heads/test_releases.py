@@ -65,7 +65,9 @@ def _online(device: Device, *, head: int = 0) -> None:
     """Say that it is there, and which head it uses."""
     topic = device_topic(FLEET, device.name, "state")
     device.say(topic, encode(Presence(state="online", epoch=1)), retain=True)
-    info = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, refused=0, head_version=head)
+    info = DeviceInfo(
+        epoch=1, software="", runtime="", backbones=(), images={}, unusable_images=0, head_version=head
+    )
     device.say(device_topic(FLEET, device.name, "info"), encode(info), retain=True)
 
 
@@ -84,12 +86,12 @@ def _two_heads(first: Device, second: Device, daemon: Daemon) -> tuple[bytes, He
     daemon.until(lambda summary: [row["state"] for row in summary["devices"]] == ["online", "online"])
     first.upload(_submission(task))
     one = _manifest(first)
-    assert (one.current.version, one.candidate, one.canaries_below) == (1, None, 0)
+    assert (one.current.version, one.candidate, one.canary_rank_limit) == (1, None, 0)
     for device in (first, second):
         device.upload(evaluation(task=task))
     first.upload(_submission(task, sequence=2))
     two = first.wait(
-        fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canaries_below > 0
+        fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canary_rank_limit > 0
     )
     assert two != one
     return task, two
@@ -120,7 +122,7 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: BrokerAddress, tmp_path: P
             task, trial = _two_heads(first, second, daemon)
             assert trial.candidate is not None
             assert (trial.current.version, trial.candidate.version) == (1, 2)
-            assert canary_rank(FIRST, 2) < trial.canaries_below <= canary_rank(SECOND, 2)
+            assert canary_rank(FIRST, 2) < trial.canary_rank_limit <= canary_rank(SECOND, 2)
             assert first.fetch(trial.candidate.head)
             summary = daemon.status()
             assert summary["rollout"]["candidate"]["awaited"] == [FIRST]

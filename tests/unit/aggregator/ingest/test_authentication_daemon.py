@@ -149,7 +149,7 @@ def test_a_fleet_is_closed_and_a_key_revoked_while_it_runs(alone: BrokerAddress,
         assert refused(a.upload(submission(task=task, sequence=2))) == "unknown_device"
         a.send("get", encode(BlobRequest(digest=task, offset=0, length=1)))
         assert refused(a.receipt(task)) == "unknown_device"
-        info = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, refused=0)
+        info = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, unusable_images=0)
         a.send("info", encode(info))
         summary = daemon.until(lambda summary: counts(summary).get(("a", "unknown_device")) == 3)
         assert summary["devices"][0]["seen_s"] is None

@@ -309,7 +309,9 @@ def test_a_head_that_does_not_come_whole_is_refused() -> None:
 
 def _rollout(*, below: int) -> HeadManifest:
     candidate = HeadRef(version=2, head=reference(b"candidate", "head"), devices=1, prototypes=1)
-    return HeadManifest(task=TASK, current=HEAD_MANIFEST.current, candidate=candidate, canaries_below=below)
+    return HeadManifest(
+        task=TASK, current=HEAD_MANIFEST.current, candidate=candidate, canary_rank_limit=below
+    )
 
 
 def test_canaries_take_the_candidate_and_others_do_not() -> None:

@@ -45,7 +45,10 @@ MANIFEST = TaskManifest(
     min_images=2,
     seed=0,
     program=Program(
-        **{name: reference(data, name) for name, data in GRAPHS.items()}, kept=(), uploaded=(), batch_size=32
+        **{name: reference(data, name) for name, data in GRAPHS.items()},
+        persistent=(),
+        uploaded=(),
+        batch_size=32,
     ),
 )
 

@@ -221,7 +221,7 @@ def test_prototypes_leave_perturbed(tmp_path: Path) -> None:
 
 def test_a_device_does_not_perturb_half_of_what_it_uploads() -> None:
     """A program that uploads parameters beside perturbed prototypes is refused; one that does not is taken."""
-    fields = {"kept": (), "batch_size": 32, "init": BLOB, "step": BLOB, "project": BLOB, "head": BLOB}
+    fields = {"persistent": (), "batch_size": 32, "init": BLOB, "step": BLOB, "project": BLOB, "head": BLOB}
     uploading = Program(**fields, uploaded=("weight",))  # type: ignore[arg-type]
     with pytest.raises(PrivacyRefused, match="parameters beside them"):
         check_task(manifest(HOW, uploading))

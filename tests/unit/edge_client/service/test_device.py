@@ -185,7 +185,7 @@ def test_what_is_believed_is_kept_before_it_is_acted_upon(
     again = Device(make_settings(tmp_path), kept)
     again._handle(_said(opened, release=4))
     assert (again._state.round is None) == (mode is Mode.SERVICE)
-    assert again._info().refusals == ({"replayed": 1} if mode is Mode.SERVICE else {})
+    assert again._info().refused_messages == ({"replayed": 1} if mode is Mode.SERVICE else {})
 
 
 def test_a_device_that_is_given_another_key_believes_that_one(tmp_path: Path, kept: DeviceState) -> None:
@@ -199,7 +199,7 @@ def test_a_device_that_is_given_another_key_believes_that_one(tmp_path: Path, ke
             device._handle(_said(opened, key=key * 32, release=release))
             believed.append(device._state.round is not None)
         assert believed == [False, True]
-        assert device._info().refusals == {"signature": 1}
+        assert device._info().refused_messages == {"signature": 1}
 
 
 def test_a_kind_of_what_is_not_believed_is_told_once(
@@ -210,11 +210,11 @@ def test_a_kind_of_what_is_not_believed_is_told_once(
     device._handle(_said(encode(open_round(kept.blobs)), release=9))
     sent: list[int] = []
     device._send_outgoing = lambda outgoing: sent.append(  # type: ignore[method-assign]
-        decode(outgoing.payload, DeviceInfo, max_bytes=10**6).refusals["signature"]
+        decode(outgoing.payload, DeviceInfo, max_bytes=10**6).refused_messages["signature"]
     )
     for number in range(20):
         device._handle(_said(b"anything", key=b"m" * 32, release=10 + number))
-    assert device._info().refusals == {"signature": 20}
+    assert device._info().refused_messages == {"signature": 20}
     assert caplog.text.count("is signed by another aggregator") == 1
     assert sent == [1, 2, 4, 8, 16]
 

@@ -30,7 +30,7 @@ from protocol.wire.messages import BlobRef, Program, Submission, TaskManifest
 CLASSES = ("ant", "bee", "cat", "dog")
 BLOB = BlobRef(digest=b"b" * 32, size_bytes=1, name="b")
 PROGRAM = Program(
-    init=BLOB, step=BLOB, project=BLOB, head=BLOB, kept=(), uploaded=(), batch_size=4
+    init=BLOB, step=BLOB, project=BLOB, head=BLOB, persistent=(), uploaded=(), batch_size=4
 )  # fmt: skip
 SIZE = 1 << 6
 """Values of a feature: one for each image of a class, so that a prototype tells which ones are in it."""

@@ -170,7 +170,12 @@ def test_a_submission_says_what_it_cost(bench: Bench) -> None:
     taken = check_submission(submission, Expectation(bench.task, bench.manifest, 16))
     assert taken.counts.min() >= 3
     assert submission.images == taken.counts.sum()
-    assert (submission.left_out, submission.loss, submission.tensors, submission.round) == ((), None, {}, 0)
+    assert (submission.omitted_classes, submission.loss, submission.tensors, submission.round) == (
+        (),
+        None,
+        {},
+        0,
+    )
 
 
 def test_the_same_images_are_paid_for_once(bench: Bench) -> None:
@@ -415,7 +420,7 @@ PROGRAM = Program(
         role: BlobRef(digest=bytes(32), size_bytes=1, name=role)
         for role in ("init", "step", "project", "head")
     },
-    kept=(),
+    persistent=(),
     uploaded=(),
     batch_size=1,
 )
@@ -473,10 +478,10 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         "runtime": "no image",
         "backbones": "no image",
         "images": "empty",
-        "refused": "zero",
+        "unusable_images": "zero",
         "problem": "constant words",
         "head_version": "no image",
-        "refusals": "no image",
+        "refused_messages": "no image",
     },
     Submission: {
         "v": "constant",
@@ -486,7 +491,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         "labels": "noisy",
         "counts": "noisy",
         "images": "noisy",
-        "left_out": "empty",
+        "omitted_classes": "empty",
         "round": "zero",
         "tensors": "empty",
         "loss": "none",
@@ -545,7 +550,7 @@ def test_what_a_device_says_of_itself_names_no_image(bench: Bench) -> None:
     assert report["classes"][0]["images"] == 40
     assert len(report["refused"]) == 1
     info = bench.info()
-    assert (info.images, info.refused, info.problem) == ({}, 0, "")
+    assert (info.images, info.unusable_images, info.problem) == ({}, 0, "")
     bench.kept.set(problem="/home/anna/images/secret.png: truncated")
     assert bench.info().problem == CANNOT
     bench.kept.set(problem=BUDGET)
@@ -556,7 +561,7 @@ def test_before_a_task_is_known_nothing_is_told_of_images(bench: Bench) -> None:
     """A program that has just started may be on a private task, whatever its last report was."""
     bench.upload()
     info = Device(bench.settings, bench.kept)._info()
-    assert (info.images, info.refused) == ({}, 0)
+    assert (info.images, info.unusable_images) == ({}, 0)
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -168,7 +168,7 @@ HUGE_LENGTHS = {
 def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
     """Four gigabytes announced in five bytes are refused without room being made for them."""
     evaluation = encode(Evaluation(task=bytes(32), head_version=1, correct=(1,), incorrect=()))
-    where = evaluation.index(b"right") + len("right")
+    where = evaluation.index(b"\xa7correct") + len(b"\xa7correct")
     attacks: list[tuple[bytes, type[Message | Frame]]] = [
         (evaluation[:where] + head + evaluation[where + 1 :], Evaluation),
         (b"\x83\xa4type\xa4head\xa1v\x01\xa1z" + head + b"\x01" * 50, HeadManifest),
@@ -213,7 +213,7 @@ OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
     (Signed, {"release": 0}),
     (Signed, {"key": bytes(31)}),
     (Signed, {"signature": bytes(65)}),
-    (HeadManifest, {"canaries_below": 2**32 + 1}),
+    (HeadManifest, {"canary_rank_limit": 2**32 + 1}),
     (HeadManifest, {"current": {**_HEAD, "version": 0}}),
     (HeadManifest, {"candidate": {**_HEAD, "metrics": {str(n): 0.0 for n in range(33)}}}),
     (HeadManifest, {"task": bytes(31)}),
@@ -222,8 +222,8 @@ OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
     (Presence, {"epoch": -1}),
     (Presence, {"epoch": 2**63}),
     (Presence, {"state": "asleep"}),
-    (Evaluation, {"right": [-1]}),
-    (Evaluation, {"right": [0] * 4097}),
+    (Evaluation, {"correct": [-1]}),
+    (Evaluation, {"correct": [0] * 4097}),
     (Submission, {"labels": ["f8", [1], bytes(8)]}),
     (Submission, {"labels": ["|O", [1], bytes(8)]}),
     (Submission, {"labels": ["u1", [1], [0]]}),
@@ -364,7 +364,7 @@ def test_a_submission_is_hardly_larger_than_its_prototypes(rows: int, size: int)
         labels=to_unsigned(rng.integers(0, 10, rows)),
         counts=to_unsigned(rng.integers(5, 10, rows)),
         images=rows * 5,
-        left_out=(1, 2),
+        omitted_classes=(1, 2),
     )
     payload = encode(submission)
     topic = device_topic("default", "raspberrypi-0123abcd", "up")
