@@ -200,7 +200,7 @@ class Learning:
             task=self._task.digest.hex(),
             members=members,
             readmitted=tuple(sorted(self.state.decisions.released)),
-            poisoning=self._task.file.poisoning,
+            robust=self._task.file.robust,
             blobs=str(self._store.blobs.folder),
             feature_size=self._task.feature_size,
             training=self._task.file.training,

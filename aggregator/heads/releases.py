@@ -39,7 +39,7 @@ class Releases:
     def __init__(self, task: Task, store: Store) -> None:
         self._task = task
         self._store = store
-        self._settings = task.file.rollout_settings
+        self._settings = task.file.rollout
         self._state = store.heads.rollout(task.digest)
         self._look_s = 0.0
         self._shown = 0

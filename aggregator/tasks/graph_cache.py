@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from aggregator.config.task_file import TaskFile
+from aggregator.config.schema import TaskFile
 from aggregator.storage.facts import CompiledGraphs
 from aggregator.storage.store import Store
 from aggregator.training.jobs import CompileJob, Result, run_as_program

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from aggregator.algorithms.program import Algorithm
-from aggregator.config.task_file import PrivacySettings, TaskFile
+from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
 from aggregator.tasks.noise_calibration import noise_multiplier
 from protocol.errors import ConfigError
@@ -14,7 +14,6 @@ from protocol.wire.messages import (
     DifferentialPrivacy,
     HeadManifest,
     HeadRef,
-    Perturbation,
     Program,
     RoundManifest,
     TaskManifest,
@@ -41,13 +40,13 @@ def task_manifest(
         algorithm=task.algorithm,
         classes=task.classes,
         backbones=tuple(backbones),
-        alpha=task.client.alpha if task.privacy.epsilon is None else 1.0,
+        alpha=task.client.alpha if task.privacy.dp is None else 1.0,
         batch_size=task.client.batch_size,
         min_images=task.client.min_images,
         seed=task.client.seed,
         program=program,
-        perturbation=perturbation_of(task.privacy),
-        differential_privacy=differential_privacy_of(task.privacy),
+        perturbation=task.privacy.perturbation,
+        differential_privacy=None if task.privacy.dp is None else differential_privacy_of(task.privacy.dp),
     )
     size = len(encode(manifest))
     if size > MAX_MANIFEST_BYTES:
@@ -55,26 +54,17 @@ def task_manifest(
     return manifest
 
 
-def perturbation_of(privacy: PrivacySettings) -> Perturbation | None:
-    """What devices are told to perturb."""
-    if privacy.perturb is None or privacy.scale is None:
-        return None
-    return Perturbation(on=privacy.perturb, noise=privacy.noise, scale=privacy.scale, shrink=privacy.shrink)
-
-
-def differential_privacy_of(privacy: PrivacySettings) -> DifferentialPrivacy | None:
-    """What devices are told of differential privacy, with as little noise as epsilon and delta allow.
+def differential_privacy_of(budget: PrivacyBudget) -> DifferentialPrivacy:
+    """Return the wire form of `[privacy.dp]`, with the smallest noise multiplier that epsilon and delta allow.
 
     Raises:
         RuntimeMissing: dp-accounting is not installed.
     """
-    if privacy.epsilon is None or privacy.clip_norm is None or privacy.max_epsilon is None:
-        return None
     return DifferentialPrivacy(
-        clip_norm=privacy.clip_norm,
-        noise_multiplier=noise_multiplier(privacy.epsilon, privacy.delta),
-        delta=privacy.delta,
-        max_epsilon=privacy.max_epsilon,
+        clip_norm=budget.clip_norm,
+        noise_multiplier=noise_multiplier(budget.epsilon, budget.delta),
+        delta=budget.delta,
+        max_epsilon=budget.max_epsilon,
     )
 
 

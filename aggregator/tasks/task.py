@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.algorithms.tensors import pack_tensors
-from aggregator.config.task_file import TaskFile, read_backbone
+from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
 from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import graphs_of
 from aggregator.tasks.manifests import program_of, task_manifest
+from protocol.errors import ConfigError
+from protocol.metadata import BackboneMetadata, backbone_metadata
 from protocol.storage.blobstore import state_errors
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -87,6 +89,23 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         ),
         first_tensors=first,
     )
+
+
+def read_backbone(path: Path) -> BackboneMetadata:
+    """Return the metadata of a backbone file.
+
+    Raises:
+        ConfigError: it is no ONNX file.
+        BackboneMismatch: it was not written by `export-backbone`.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except (OSError, DecodeError) as error:
+        raise ConfigError(f"cannot read the backbone {path}: {error}") from error
+    return backbone_metadata({entry.key: entry.value for entry in model.metadata_props})
 
 
 def _stored(path: Path, store: Store) -> BlobRef:

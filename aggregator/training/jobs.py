@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from aggregator.config.task_file import Poisoning, TaskFile, Training
+from aggregator.config.schema import Robust, TaskFile, Training
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 
@@ -26,7 +26,7 @@ class HeadJob(msgspec.Struct, frozen=True, kw_only=True):
     blobs: str
     feature_size: int
     training: Training
-    poisoning: Poisoning = Poisoning()
+    robust: Robust = Robust()
     folder: str
 
 

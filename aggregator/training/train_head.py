@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 
 from aggregator.algorithms.fedtc import RECIPES, Recipe, train_head
-from aggregator.config.task_file import Training
+from aggregator.config.schema import Training
 from aggregator.graphs.fuse import fuse
 from aggregator.graphs.head_export import head_to_onnx, max_abs_difference
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
@@ -71,15 +71,15 @@ def run(job: HeadJob) -> Result:
         for device, digest in job.members.items()
     }
     judgment = Judgment({})
-    if job.poisoning.check:
+    if job.robust.detect_outliers:
         judgment = judge(
             parts,
             classes=manifest.classes,
-            threshold=job.poisoning.threshold,
+            threshold=job.robust.threshold,
             readmitted=job.readmitted,
         )
     data = withstanding(
-        [part for name, part in parts.items() if name not in judgment.aside], by=job.training.robust
+        [part for name, part in parts.items() if name not in judgment.aside], by=job.robust.combine
     )
     device = torch_device(job.training.device)
     say({"device": device, "prototypes": len(data.labels)})

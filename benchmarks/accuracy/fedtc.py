@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from aggregator.config.task_file import Training
+from aggregator.config.schema import Training
 from aggregator.training.train_head import recipe_of, torch_device
 from benchmarks.accuracy.fedtc_fleet import Ceiling, Result, Settings, run_ceiling, run_fleet
 from benchmarks.data.features import BACKBONES, load_features

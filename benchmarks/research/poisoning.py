@@ -9,7 +9,7 @@ from typing import Literal
 import click
 import numpy as np
 
-from aggregator.config.task_file import Poisoning, Training
+from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import judge
 from aggregator.training.robust_training_set import withstanding
@@ -75,7 +75,7 @@ class Result:
 @click.option(
     "--share", "shares", type=click.FloatRange(0, 1), multiple=True, default=SHARES, show_default=True
 )
-@click.option("--threshold", type=float, default=Poisoning().threshold, show_default=True)
+@click.option("--threshold", type=float, default=Robust().threshold, show_default=True)
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @click.option("--train/--no-train", default=True, show_default=True, help="Or only find who lies.")
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)

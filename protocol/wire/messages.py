@@ -136,7 +136,7 @@ class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
     """Noise as in FedTC, appendix C.2, eq. 6: `t <- t (1 - p) + e`. It is no differential privacy."""
 
     on: Literal["prototypes", "images"]
-    noise: Literal["gaussian", "laplace"]
+    noise: Literal["gaussian", "laplace"] = "gaussian"
     """What e is drawn from."""
     scale: Annotated[float, Meta(gt=0, le=1e6)]
     """Standard deviation of a Gaussian e, or the scale of a Laplacian; for images, of values from 0 to 1."""

@@ -10,16 +10,19 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import paho.mqtt.client as paho
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
-from aggregator.config.task_file import Client, Poisoning, Rollout, Rounds, TaskFile, Training, load_task
+from aggregator.config.schema import Client, PrivacyBudget, Robust, Rounds, TaskFile, Training
+from aggregator.config.task_file import load_task
+from aggregator.coordination.rollout import Settings
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list
 from edge_client.cli import cli as edge_client
 from protocol.mqtt.session import BrokerAddress
-from protocol.wire.messages import MAX_MANIFEST_BYTES
+from protocol.wire.messages import MAX_MANIFEST_BYTES, Perturbation
 from tests.docs.command_lines import DEPLOY, parse
 from tests.support.brokers import mosquitto, mosquitto_program
 
@@ -171,12 +174,26 @@ def test_the_task_file_names_every_setting_and_its_default(tmp_path: Path) -> No
         (written, full, TaskFile(classes=("a",), backbones=("b",))),
         (written["client"], full.client, Client()),
         (written["training"], full.training, Training()),
-        (written["rollout"], full.rollout, Rollout()),
-        (written["poisoning"], full.poisoning, Poisoning()),
+        (written["rollout"], full.rollout, Settings()),
+        (written["robust"], full.robust, Robust()),
     ):
-        assert set(default.__struct_fields__) - {"rounds", "fedpcl", "fpl"} == set(table)
+        assert set(default.__struct_fields__) - {"privacy", "rounds", "fedpcl", "fpl"} == set(table)
         for name in set(optional) & set(table):
             assert getattr(default, name) in (None, getattr(given, name)), name
+
+
+@pytest.mark.parametrize(("table", "kind"), [("perturbation", Perturbation), ("dp", PrivacyBudget)])
+def test_task_file_example_has_every_privacy_setting(
+    tmp_path: Path, table: str, kind: type[msgspec.Struct]
+) -> None:
+    """The commented tables of deploy/task.toml load, each without the other, and name every setting."""
+    text = (DEPLOY / "task.toml").read_text(encoding="utf-8")
+    lines = re.search(rf"(?m)^# (\[privacy\.{table}\].*\n(#   .*\n?)+)", text)
+    assert lines
+    given = tomllib.loads(lines[1].replace("#   ", ""))["privacy"][table]
+    assert set(kind.__struct_fields__) == set(given)
+    task = task_in(tmp_path, text + lines[1].replace("#   ", ""))
+    assert getattr(task.privacy, table) == kind(**given)
 
 
 def test_the_file_for_rounds_names_their_settings_and_defaults(tmp_path: Path) -> None:
@@ -188,7 +205,7 @@ def test_the_file_for_rounds_names_their_settings_and_defaults(tmp_path: Path) -
     written = tomllib.loads(uncommented(file))
     for table, given, default in (
         ("rounds", full.rounds, Rounds()),
-        ("rollout", full.rollout, Rollout()),
+        ("rollout", full.rollout, Settings()),
         ("fedpcl", full.fedpcl, FedPCL()),
     ):
         assert set(default.__struct_fields__) == set(written[table])

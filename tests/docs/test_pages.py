@@ -8,25 +8,27 @@ from typing import Any
 import click
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.cli import cli as aggregator
-from aggregator.config.task_file import (
+from aggregator.config.schema import (
     Client,
-    Poisoning,
+    PrivacyBudget,
     PrivacySettings,
-    Rollout,
+    Robust,
     Rounds,
     TaskFile,
     Training,
 )
+from aggregator.coordination.rollout import Settings
 from aggregator.tasks.manifests import task_manifest
 from docs import generate_architecture
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
 from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef
+from protocol.wire.messages import BlobRef, Perturbation
 from tests.docs.command_lines import parse
 
 ROOT = Path(__file__).parents[2]
@@ -41,9 +43,10 @@ DEFAULTS = {
     "client": Client(),
     "training": Training(),
     "rounds": Rounds(),
-    "rollout": Rollout(),
-    "poisoning": Poisoning(),
-    "privacy": PrivacySettings(),
+    "rollout": Settings(),
+    "robust": Robust(),
+    "privacy.perturbation": Perturbation(on="prototypes", scale=0.1),
+    "privacy.dp": PrivacyBudget(epsilon=2.0, clip_norm=1.0, max_epsilon=8.0),
     "fedpcl": FedPCL(),
     "fpl": FPL(),
 }
@@ -63,22 +66,15 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
         "recipe": "paper",
         "restore": False,
         "epochs": 1,
-        "robust": "median",
         "device": "cpu",
         "seed": 1,
     },
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
-    "poisoning": {"check": False, "threshold": 1.0},
-    "rollout": {"canary": 0.5, "margin": 0.5, "patience_s": 1.0},
-    "privacy": {"perturb": "images", "noise": "laplace", "scale": 0.5, "shrink": 0.5}
-    | {"epsilon": 4.0, "delta": 1e-6, "clip_norm": 2.0, "max_epsilon": 9.0},
+    "robust": {"detect_outliers": False, "threshold": 1.0, "combine": "median"},
+    "rollout": {"canary_fraction": 0.5, "margin": 0.5, "canary_timeout_s": 1.0},
+    "privacy.perturbation": {"on": "images", "noise": "laplace", "scale": 0.5, "shrink": 0.5},
+    "privacy.dp": {"epsilon": 4.0, "delta": 1e-6, "clip_norm": 2.0, "max_epsilon": 9.0},
 }
-PERTURBED = PrivacySettings(perturb="prototypes", scale=0.1)
-BASES = dict.fromkeys(["perturb", "noise", "scale", "shrink"], PERTURBED) | dict.fromkeys(
-    ["epsilon", "delta", "clip_norm", "max_epsilon"],
-    PrivacySettings(epsilon=2.0, clip_norm=1.0, max_epsilon=8.0),
-)
-"""Settings of `[privacy]` among which a change of one says something."""
 
 
 def rows(text: str) -> list[list[str]]:
@@ -106,16 +102,8 @@ def settings() -> dict[tuple[str, str], list[str]]:
 def test_every_setting_of_the_task_file_is_explained() -> None:
     """The table has the task file's settings, each once, and no others."""
     known = {(table, name) for table, struct in DEFAULTS.items() for name in struct.__struct_fields__}
-    assert set(settings()) == known - {
-        ("", "client"),
-        ("", "training"),
-        ("", "rounds"),
-        ("", "rollout"),
-        ("", "poisoning"),
-        ("", "privacy"),
-        ("", "fedpcl"),
-        ("", "fpl"),
-    }
+    tables = {("", table.partition(".")[0]) for table in DEFAULTS}
+    assert set(settings()) == known - tables
 
 
 @pytest.mark.parametrize(("table", "name"), settings())
@@ -134,19 +122,25 @@ def task_bytes(task: TaskFile) -> bytes:
     return encode(task_manifest(task, [BlobRef(digest=bytes(32), size_bytes=1, name=task.backbones[0])]))
 
 
+def with_table(table: str, value: msgspec.Struct) -> TaskFile:
+    """Return a task file with one table, by its path; the whole file for ""."""
+    task = DEFAULTS[""] if table else value
+    assert isinstance(task, TaskFile)
+    outer, _, inner = table.partition(".")
+    value = PrivacySettings(**{inner: value}) if inner else value
+    return replace(task, **{outer: value}) if outer else task
+
+
 @pytest.mark.parametrize(
     ("table", "name"), [(table, name) for table, values in OTHER_VALUES.items() for name in values]
 )
 def test_what_makes_a_new_task_is_marked(table: str, name: str) -> None:
     """A change of a setting changes the task's identity where the table says so, and nowhere else."""
-    task = DEFAULTS[""]
-    assert isinstance(task, TaskFile)
-    base = BASES[name] if table == "privacy" else DEFAULTS[table]
-    if table == "privacy":
-        task = msgspec.structs.replace(task, privacy=base)
-    part = msgspec.structs.replace(base, **{name: OTHER_VALUES[table][name]})
-    changed = msgspec.structs.replace(task, **{table: part}) if table else part
-    assert isinstance(changed, TaskFile)
+    base = DEFAULTS[table]
+    task, changed = (
+        with_table(table, base),
+        with_table(table, replace(base, **{name: OTHER_VALUES[table][name]})),
+    )
     assert (task_bytes(changed) != task_bytes(task)) == (settings()[table, name][3] == "yes")
 
 

@@ -318,7 +318,7 @@ def test_without_a_broker_a_line_says_so(tmp_path: Path, address: BrokerAddress)
 def test_a_private_fleet_gets_a_head(fleet: Fleet, tmp_path: Path) -> None:
     """Under differential privacy: noisy prototypes make a head, what was spent is shown on both sides, and no count."""
     task = write_task(tmp_path, quorum=2)
-    private = "[client]\nbatch_size = 20\n[privacy]\nepsilon = 8\nclip_norm = 1\nmax_epsilon = 10\n"
+    private = "[client]\nbatch_size = 20\n[privacy.dp]\nepsilon = 8\nclip_norm = 1\nmax_epsilon = 10\n"
     task.write_text(task.read_text() + private)
     aggregator = fleet.aggregator(task)
     devices = [

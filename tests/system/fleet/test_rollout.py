@@ -39,7 +39,7 @@ def _task(folder: Path) -> Path:
     """One of three devices tries a new head."""
     task = write_task(folder, classes=list(map(str, CLASSES)), quorum=2, feature_size=64)
     with task.open("a") as file:
-        file.write("[training]\nepochs = 30\n[rollout]\ncanary = 0.3\n")
+        file.write("[training]\nepochs = 30\n[rollout]\ncanary_fraction = 0.3\n")
     return task
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from aggregator.config.task_file import Training, load_task
+from aggregator.config.schema import Training
+from aggregator.config.task_file import load_task
 from aggregator.coordination.rounds import Entry, State
 from aggregator.service import Aggregator
 from aggregator.storage.store import Store

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.task_file import TaskFile
+from aggregator.config.schema import TaskFile
 from aggregator.coordination.rollout import CanaryResult, State, Trial
 from aggregator.coordination.rounds import Entry
 from aggregator.ingest import intake_status

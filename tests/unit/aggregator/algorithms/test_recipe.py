@@ -3,7 +3,7 @@
 import pytest
 
 from aggregator.algorithms.fedtc import RECIPES
-from aggregator.config.task_file import Training
+from aggregator.config.schema import Training
 from aggregator.training.train_head import recipe_of
 
 

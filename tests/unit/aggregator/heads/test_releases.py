@@ -31,7 +31,9 @@ from tests.support.aggregator_process import FLEET, Daemon, Device, aggregator, 
 from tests.support.brokers import amqtt
 from tests.support.submissions import SERVED, evaluation
 
-CANARY = "quorum = 1\ndeadline_s = 1000\n[training]\nepochs = 1\n[rollout]\ncanary = 0.5\nmargin = 0.05"
+CANARY = (
+    "quorum = 1\ndeadline_s = 1000\n[training]\nepochs = 1\n[rollout]\ncanary_fraction = 0.5\nmargin = 0.05"
+)
 DEVICES = ("a", "b")
 FIRST, SECOND = sorted(DEVICES, key=lambda device: canary_rank(device, 2))
 """Of two devices, the one that tries head 2 first."""

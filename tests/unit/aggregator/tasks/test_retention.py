@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.config.task_file import TaskFile
+from aggregator.config.schema import TaskFile
 from aggregator.coordination.rollout import State, Trial
 from aggregator.coordination.rounds import Entry
 from aggregator.ingest.validation import Expectation

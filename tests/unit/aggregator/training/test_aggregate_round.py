@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
-from aggregator.config.task_file import TaskFile, load_task
+from aggregator.config.schema import TaskFile
+from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
 from aggregator.tasks.task import Task, prepare_task
 from aggregator.training.aggregate_round import run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from aggregator.config.task_file import Training
+from aggregator.config.schema import Training
 from aggregator.training.jobs import HeadJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError

@@ -1,0 +1,117 @@
+"""The tables of the task file, except those defined where they are used.
+
+The others are `[rollout]`, `[privacy.perturbation]`, `[fedpcl]` and `[fpl]`.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fpl import FPL
+from aggregator.coordination.rollout import Settings as RolloutSettings
+from aggregator.coordination.rounds import Settings as RoundSettings
+from protocol.wire.messages import MAX_CLASSES, ClassName, Name, Natural, Perturbation
+
+
+class Client(msgspec.Struct, frozen=True, kw_only=True):
+    """`[client]`: how devices make prototypes."""
+
+    alpha: Annotated[float, Meta(gt=0, le=1)] = 0.99
+    batch_size: Annotated[int, Meta(ge=1, le=65535)] = 5
+    min_images: Annotated[int, Meta(ge=1, le=65535)] = 2
+    seed: Natural = 0
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """`[training]`: how the aggregator trains a head. None means the recipe's own value."""
+
+    recipe: Literal["default", "paper"] = "default"
+    restore: bool | None = None
+    epochs: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"
+    seed: Natural = 0
+
+
+class Robust(msgspec.Struct, frozen=True, kw_only=True):
+    """`[robust]`: protection of the training against wrong prototypes."""
+
+    detect_outliers: bool = True
+    """Quarantine devices whose prototypes are far from the other devices'."""
+    threshold: Annotated[float, Meta(gt=0, le=1e9)] = 8.0
+    """Distance that counts as far, in robust standard deviations."""
+    combine: Literal["none", "trimmed", "median"] = "none"
+    """How the prototypes of a class are combined before training."""
+
+
+class Rounds(msgspec.Struct, frozen=True, kw_only=True):
+    """`[rounds]`: when a round closes, beside `quorum` and `deadline_s`."""
+
+    grace_s: Annotated[float, Meta(ge=0, le=1e9)] = 5.0
+    min_devices: Annotated[int, Meta(ge=1)] = 1
+    staleness: Annotated[int, Meta(ge=0, le=100_000)] = 1
+
+
+class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """`[privacy.dp]`: differential privacy of everything that a device uploads."""
+
+    epsilon: Annotated[float, Meta(gt=0, le=20)]
+    """Of one submission."""
+    delta: Annotated[float, Meta(gt=0, le=1e-3)] = 1e-5
+    clip_norm: Annotated[float, Meta(gt=0, le=1e6)]
+    max_epsilon: Annotated[float, Meta(gt=0, le=40)]
+    """Of all submissions of a device together."""
+
+
+class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`[privacy]`: noise that devices add before they upload, of one kind or the other."""
+
+    perturbation: Perturbation | None = None
+    dp: PrivacyBudget | None = None
+
+
+class TaskFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A task file."""
+
+    classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
+    backbones: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)]
+    """Paths of ONNX files, relative to the task file's folder."""
+    fleet: Name = "default"
+    algorithm: Literal["fedtc", "fedpcl", "fpl"] = "fedtc"
+    quorum: Annotated[int, Meta(ge=1)] = 1
+    deadline_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
+    retrain_after: Annotated[int, Meta(ge=1)] = 1
+    max_submission_mb: Annotated[float, Meta(gt=0, le=2048)] = 64.0
+    unfinished_h: Annotated[float, Meta(gt=0, le=100_000)] = 24.0
+    devices: Annotated[tuple[Name, ...], Meta(min_length=1)] | None = None
+    """The only devices that may take part; None for any device."""
+    client: Client = Client()
+    training: Training = Training()
+    robust: Robust = Robust()
+    rounds: Rounds = Rounds()
+    rollout: RolloutSettings = RolloutSettings()
+    privacy: PrivacySettings = PrivacySettings()
+    fedpcl: FedPCL = FedPCL()
+    fpl: FPL = FPL()
+
+    @property
+    def learning(self) -> FedPCL | FPL | None:
+        """The settings of the algorithm by which devices train in rounds; None for fedtc, which has no rounds."""
+        algorithms: dict[str, FedPCL | FPL] = {"fedpcl": self.fedpcl, "fpl": self.fpl}
+        return algorithms.get(self.algorithm)
+
+    @property
+    def settings(self) -> RoundSettings:
+        """The settings of `aggregator.coordination.rounds`."""
+        if self.learning is None:
+            return RoundSettings(
+                quorum=self.quorum, deadline_s=self.deadline_s, retrain_after=self.retrain_after
+            )
+        return RoundSettings(
+            quorum=self.quorum,
+            deadline_s=self.deadline_s,
+            rounds=self.learning.rounds,
+            devices=None if self.devices is None else frozenset(self.devices),
+            **msgspec.structs.asdict(self.rounds),
+        )
