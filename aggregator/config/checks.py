@@ -38,15 +38,13 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
 
 
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    if task.learning is None:
-        unused = {("fedpcl",), ("fpl",), ("rounds",)}
-    else:
-        unused = {("fedpcl",), ("fpl",), ("training",), ("retrain_after",), ("robust",)} - {(task.algorithm,)}
-        unused |= {("client", "alpha"), ("client", "batch_size")}
-    for path in sorted(unused):
-        table = given.get("client", {}) if path[0] == "client" else given
-        if path[-1] in table:
-            yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
+    only_rounds, only_fedtc = {"rounds"}, {"training", "retrain_after", "robust"}
+    unused = {"fedpcl", "fpl", *(only_rounds if task.learning is None else only_fedtc)} - {task.algorithm}
+    paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
+    if task.learning is not None:
+        paths += [("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())]
+    for path in paths:
+        yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
 
 
 def _thresholds(task: TaskFile) -> Iterator[Problem]:

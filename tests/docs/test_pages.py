@@ -127,7 +127,8 @@ def with_table(table: str, value: msgspec.Struct) -> TaskFile:
     task = DEFAULTS[""] if table else value
     assert isinstance(task, TaskFile)
     outer, _, inner = table.partition(".")
-    value = PrivacySettings(**{inner: value}) if inner else value
+    if inner:
+        value = replace(PrivacySettings(), **{inner: value})
     return replace(task, **{outer: value}) if outer else task
 
 
