@@ -42,7 +42,9 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
     unused = {"fedpcl", "fpl", *(only_rounds if task.learning is None else only_fedtc)} - {task.algorithm}
     paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
     if task.learning is not None:
-        paths += [("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())]
+        paths += [
+            ("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())
+        ]
     for path in paths:
         yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
 
