@@ -1,17 +1,17 @@
-"""What is on its way to the aggregator, on the disk: it is to be sent until the aggregator's own receipt is there.
+"""Uploads on the disk until the aggregator has acknowledged them.
 
-Of each kind at most one item waits: a newer one takes its place, in one transaction with the facts that belong to
-it. The submission that was received last stays beside it, for an aggregator that loses its state asks for it again.
+At most one item of each kind waits: a newer one replaces it, in one transaction with the facts that belong to it. The
+submission acknowledged last is kept too, for an aggregator that has lost its state and requests it again.
 """
 
 import hashlib
-import sqlite3
-from collections.abc import Mapping
-from typing import Any
+
+import msgspec
 
 from edge_client.agent.upload_item import Kind, UploadItem
-from edge_client.storage.database import Database, write_facts
+from edge_client.storage.facts import write_facts
 from protocol.errors import ProtofleetError
+from protocol.storage.database import Database
 from protocol.wire.codec import digest_of
 from protocol.wire.transfer import Ranges
 
@@ -20,16 +20,15 @@ MIB = 1024**2
 DEFAULT_MB = 64
 
 LARGEST_MB = 900
-"""What SQLite holds in one row."""
+"""SQLite's limit for one row."""
 
 
 class Outbox:
-    """The items of one device.
+    """A device's upload queue.
 
     Args:
-        database: where they are.
-        limit_bytes: what submissions may take, those that wait and those received together. Evaluations are
-            small: a number or two for each class.
+        database: the device's.
+        limit_bytes: what submissions may take, waiting and acknowledged together. Evaluations are small.
     """
 
     def __init__(self, database: Database, *, limit_bytes: int) -> None:
@@ -37,26 +36,20 @@ class Outbox:
         self._limit_bytes = limit_bytes
 
     def keep(
-        self,
-        kind: Kind,
-        payload: bytes,
-        *,
-        task: bytes,
-        about: str,
-        facts: Mapping[str, Any] | None = None,
+        self, kind: Kind, payload: bytes, *, task: bytes, about: str, facts: tuple[msgspec.Struct, ...] = ()
     ) -> UploadItem:
-        """Put something in the place of what waits of its kind, and keep facts with it: all or nothing.
+        """Replace the waiting item of a kind and store facts with it, all or nothing.
 
         Args:
-            kind: what it is.
+            kind: the item's.
             payload: the encoded message.
             task: the task that it belongs to.
-            about: what it was made of, as in an `Item`.
-            facts: what is to be remembered if, and only if, it is in the box.
+            about: what it was made from, as in an `UploadItem`.
+            facts: stored if, and only if, the item is.
 
         Raises:
-            ProtofleetError: a submission is larger than the box; what was there stays.
-            StateError: the disk does not take it; likewise.
+            ProtofleetError: the submission is larger than the outbox.
+            StateError: the disk is full or fails. In both cases the waiting item stays.
         """
         size, limit = len(payload), self._limit_bytes
         if kind == "submission" and size > limit:
@@ -67,24 +60,27 @@ class Outbox:
         with self._database.transaction() as database:
             database.execute("DELETE FROM outbox WHERE kind = ? AND received = 0", (kind,))
             if kind == "submission":
-                _make_room(database, limit - size)
+                # The acknowledged submission goes if there is no room for it beside the new one.
+                database.execute("DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (kind, limit - size))
             row = database.execute("INSERT INTO payloads (bytes) VALUES (?)", (payload,)).lastrowid
             values = (kind, task, digest, about, size, row)
             database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
-            write_facts(database, facts or {})
+            write_facts(self._database, *facts)
         return UploadItem(digest, size, kind, task, about)
 
     def newest_submission(self) -> UploadItem | None:
-        """The submission that waits, or else the one that was received last."""
-        items = self._items("kind = 'submission' ORDER BY received LIMIT 1")
-        return items[0] if items else None
+        """Return the submission that waits, or else the one acknowledged last."""
+        return next((item for item in self.items() if item.kind == "submission"), None)
 
     def items(self) -> tuple[UploadItem, ...]:
-        """All there are; submissions first, and what waits before what was received."""
-        return self._items("TRUE ORDER BY kind DESC, received")
+        """Return all items: submissions first, and waiting ones before acknowledged ones."""
+        rows = self._database.read(
+            "SELECT digest, size_bytes, kind, task, about, received FROM outbox ORDER BY kind DESC, received"
+        )
+        return tuple(UploadItem(*rest, received=bool(received)) for *rest, received in rows)
 
     def drop_damaged(self) -> int:
-        """Delete what the disk has changed: it is of no use to anybody, and is made once more. Returns how many."""
+        """Delete items whose bytes have changed on disk, and return how many; they are built again."""
         damaged = [item for item in self.items() if self._digest(item) != item.digest]
         with self._database.transaction() as database:
             database.executemany("DELETE FROM outbox WHERE digest = ?", [(item.digest,) for item in damaged])
@@ -97,32 +93,28 @@ class Outbox:
                 sha256.update(piece)
         return sha256.digest()
 
-    def _items(self, which: str) -> tuple[UploadItem, ...]:
-        rows = self._database.read(
-            f"SELECT digest, size_bytes, kind, task, about, received FROM outbox WHERE {which}"  # noqa: S608 - ours
-        )
-        return tuple(
-            UploadItem(digest, size, kind, task, about, bool(received))
-            for digest, size, kind, task, about, received in rows
-        )
-
     def read(self, digest: bytes, ranges: Ranges) -> list[bytes] | None:
-        """The bytes of some ranges of an item, and no others; None if something newer has taken its place."""
-        with self._database.reading() as database:
+        """Return the bytes of some ranges of an item; None if a newer item has replaced it."""
+        with self._database.connection() as database:
             row = database.execute("SELECT payload FROM outbox WHERE digest = ?", (digest,)).fetchone()
             if row is None:
                 return None
             with database.blobopen("payloads", "bytes", row[0], readonly=True) as blob:
                 return [bytes(blob[start:stop]) for start, stop in ranges]
 
-    def receive(self, digest: bytes, *, facts: Mapping[str, Any] | None = None) -> bool:
-        """The aggregator has an item for good: returns whether it was still waiting.
+    def payload(self, item: UploadItem) -> bytes | None:
+        """Return all bytes of an item; None if a newer item has replaced it."""
+        pieces = self.read(item.digest, ((0, item.size_bytes),))
+        return pieces[0] if pieces else None
 
-        The submission stays, in the place of the one received before it; an evaluation goes.
+    def receive(self, digest: bytes, *, facts: tuple[msgspec.Struct, ...] = ()) -> bool:
+        """Record that the aggregator has an item for good, and return whether it was still waiting.
+
+        A submission stays, in place of the one acknowledged before it; an evaluation is deleted.
 
         Args:
             digest: the item's.
-            facts: what is to be remembered with it.
+            facts: stored with it.
         """
         with self._database.transaction() as database:
             waiting = "FROM outbox WHERE digest = ? AND received = 0"
@@ -134,10 +126,5 @@ class Outbox:
                 database.execute("UPDATE outbox SET received = 1 WHERE digest = ?", (digest,))
             else:
                 database.execute("DELETE FROM outbox WHERE digest = ?", (digest,))
-            write_facts(database, facts or {})
+            write_facts(self._database, *facts)
         return True
-
-
-def _make_room(database: sqlite3.Connection, left_bytes: int) -> None:
-    """Let the submission that was received last go if there is no room for it beside the new one."""
-    database.execute("DELETE FROM outbox WHERE kind = 'submission' AND size_bytes > ?", (left_bytes,))

@@ -1,33 +1,32 @@
-"""What a device has ever released of its images, on the disk: whoever draws noise has paid for it before.
+"""The record of all releases under differential privacy, written before the noise of a release is drawn.
 
-One state folder has one ledger, whatever task or folder of images a release was of: what was spent is never less than
-what it says. It stands in the database, and how many releases there were in a file beside it as well. Where the two do
-not fit each other, one of them was lost, and nobody knows what was spent.
+A state directory has one ledger, whatever task or folder of images a release was made of, so that the recorded privacy
+loss is never below the actual one. The number of releases stands in the database and in a file beside it: if the two
+disagree, one of them was lost, and the privacy loss is unknown.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from edge_client.storage.database import Database, write_facts
+import msgspec
+
+from edge_client.storage.facts import PrivacySpent, read_fact, write_facts
 from protocol.errors import PrivacyRefused
 from protocol.storage.blobstore import state_errors, write_atomically
+from protocol.storage.database import Database
 
 LOST = "the record of what was spent on privacy is damaged or lost: nothing is uploaded"
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """One release.
 
     Args:
-        number: from 1.
-        fingerprint: of all that it was made of.
-        noise_multiplier: of all of it together.
-        key: what its noise follows from; of the newest release only.
+        number: counted from 1.
+        fingerprint: of everything that it was made of.
+        noise_multiplier: of the whole release.
+        key: its noise is derived from it; None for all but the newest release.
     """
 
     number: int
@@ -37,11 +36,11 @@ class Release:
 
 
 class Ledger:
-    """The releases of one device.
+    """A device's releases.
 
     Args:
-        database: where they are.
-        marker: the file that says how many there were.
+        database: the device's.
+        marker: the file that holds the number of releases.
     """
 
     def __init__(self, database: Database, marker: Path) -> None:
@@ -49,41 +48,39 @@ class Ledger:
         self._marker = marker
 
     def releases(self) -> tuple[Release, ...]:
-        """All there were, the newest last.
+        """Return all releases, the newest last.
 
         Raises:
             PrivacyRefused: some of them are lost.
-            StateError: the disk does not give them.
+            StateError: the disk fails.
         """
-        rows = self._database.read(
-            "SELECT number, fingerprint, noise_multiplier, key FROM releases ORDER BY number"
+        query = "SELECT number, fingerprint, noise_multiplier, key FROM releases ORDER BY number"
+        releases = tuple(Release(*row) for row in self._database.read(query))
+        count = len(releases)
+        sound = [release.number for release in releases] == list(range(1, count + 1)) and all(
+            math.isfinite(release.noise_multiplier) and release.noise_multiplier > 0 for release in releases
         )
-        releases = tuple(Release(*row) for row in rows)
-        known = self._database.get("privacy", {}).get("releases", 0)
-        sound = [release.number for release in releases] == list(range(1, len(releases) + 1))
-        sound = sound and all(
-            math.isfinite(one.noise_multiplier) and one.noise_multiplier > 0 for one in releases
-        )
-        # The file is written after the row: power that goes off in between leaves it one behind.
-        if not (sound and known == len(releases) and self._marked() in {len(releases), len(releases) - 1}):
+        # The marker is written after the row: a power loss in between leaves it one behind.
+        marked = self._marked() in {count, count - 1}
+        if not (sound and marked and read_fact(self._database, PrivacySpent).releases == count):
             raise PrivacyRefused(LOST)
         return releases
 
-    def charge(self, release: Release, spent: Mapping[str, Any]) -> None:
-        """Write a release down, for good, before it is made; the keys of those before it are forgotten.
+    def charge(self, release: Release, spent: PrivacySpent) -> None:
+        """Record a release durably, before it is made, and delete the noise keys of earlier ones.
 
         Args:
             release: the next one.
-            spent: what is shown of all releases, this one included, `releases` among it.
+            spent: the privacy loss of all releases, this one included.
 
         Raises:
-            StateError: the disk does not take it.
+            StateError: the disk is full or fails.
         """
         values = (release.number, release.fingerprint, release.noise_multiplier, release.key)
         with self._database.transaction() as database:
             database.execute("UPDATE releases SET key = NULL")
             database.execute("INSERT INTO releases VALUES (?, ?, ?, ?)", values)
-            write_facts(database, {"privacy": dict(spent)})
+            write_facts(self._database, spent)
         write_atomically(self._marker, b"%d\n" % release.number)
 
     def _marked(self) -> int:
@@ -95,5 +92,5 @@ class Ledger:
 
 
 def multipliers(releases: tuple[Release, ...]) -> Counter[float]:
-    """How many releases there were of each noise multiplier."""
+    """Return how many releases there are of each noise multiplier."""
     return Counter(release.noise_multiplier for release in releases)

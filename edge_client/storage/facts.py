@@ -1,0 +1,205 @@
+"""Facts that a device keeps over a restart: one struct per fact, stored as JSON under the name of its type.
+
+Every field has a default, which stands for a fact that was never stored.
+"""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from protocol.errors import StateError
+from protocol.storage.database import Database
+
+Fact = TypeVar("Fact", bound=msgspec.Struct)
+
+
+class DeviceName(msgspec.Struct, frozen=True):
+    """The device id."""
+
+    value: str = ""
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """32 random bytes that the shuffles and the noise are derived from."""
+
+    key: bytes = b""
+
+
+class Sequence(msgspec.Struct, frozen=True):
+    """The sequence number of the newest submission."""
+
+    number: int = 0
+
+
+class Epoch(msgspec.Struct, frozen=True):
+    """The epoch of the newest start of the program."""
+
+    number: int = 0
+
+
+class CurrentTask(msgspec.Struct, frozen=True):
+    """Digest of the task manifest's blob."""
+
+    digest: bytes = b""
+
+
+class CurrentRound(msgspec.Struct, frozen=True):
+    """Digest of the round manifest's blob."""
+
+    digest: bytes = b""
+
+
+class BackboneProvider(msgspec.Struct, frozen=True):
+    """The execution provider that ran the backbone last, such as `cpu` or `cuda`."""
+
+    name: str = ""
+
+
+class BuildProblem(msgspec.Struct, frozen=True):
+    """Why no submission could be built; empty if one was."""
+
+    text: str = ""
+
+
+class UploadProblem(msgspec.Struct, frozen=True):
+    """Why the device cannot upload; empty if it can."""
+
+    text: str = ""
+
+
+class ClassReport(msgspec.Struct, frozen=True):
+    """The prototypes of one class in a submission.
+
+    Args:
+        name: the class.
+        images: usable images, those held out included.
+        held_out: images used only to evaluate heads.
+        counts: images in each prototype.
+        waiting: images added or removed since the last submission, too few to be included yet.
+    """
+
+    name: str
+    images: int
+    held_out: int
+    counts: tuple[int, ...]
+    waiting: int = 0
+
+    @property
+    def left_out(self) -> bool:
+        """Whether there are images to train on, but too few for any prototype."""
+        return self.images > self.held_out and not self.counts
+
+
+class SubmissionReport(msgspec.Struct, frozen=True):
+    """Contents of the newest submission: its classes, unusable images with reasons, and size."""
+
+    classes: tuple[ClassReport, ...] = ()
+    unusable: tuple[tuple[str, str], ...] = ()
+    size_bytes: int = 0
+
+
+class UploadedImages(msgspec.Struct, frozen=True):
+    """Keys of the images in the newest submission's prototypes, by class name."""
+
+    classes: Mapping[str, frozenset[str]] = {}
+
+
+class PrivacySpent(msgspec.Struct, frozen=True):
+    """Privacy loss of the newest release and of all releases together, at `delta`."""
+
+    epsilon: float = 0.0
+    total_epsilon: float = 0.0
+    delta: float = 0.0
+    releases: int = 0
+    max_epsilon: float = 0.0
+
+
+class StoredLocalModel(msgspec.Struct, frozen=True):
+    """Digest of the blob of the local model that the rounds of a task have trained."""
+
+    task: bytes = b""
+    digest: bytes = b""
+
+
+class StoredInitialModel(msgspec.Struct, frozen=True):
+    """Digest of the blob of the initial model that the head is bound to on a device that has not taken part."""
+
+    digest: bytes = b""
+
+
+class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A head in use.
+
+    Args:
+        head: digest of its file.
+        version: its number.
+        task: the task's digest.
+        backbones: digests of the task's backbones.
+        classes: the task's class names.
+        round: the round that trained it; None in tasks without rounds.
+        tensors: digest of the round's tensors bound to it; empty if there are none.
+        local_model: digest of the local model bound to it; empty if there is none.
+        feature_size: L, of all backbones together, if tensors are bound.
+        correct: held-out images classified correctly when it was installed.
+        total: held-out images.
+    """
+
+    head: bytes
+    version: int
+    task: bytes = b""
+    backbones: tuple[bytes, ...]
+    classes: tuple[str, ...]
+    round: int | None = None
+    tensors: bytes = b""
+    local_model: bytes = b""
+    feature_size: int = 0
+    correct: int = 0
+    total: int = 0
+
+    @property
+    def key(self) -> bytes:
+        """Identifies it among the task's heads, as `agent.state.head_key` does."""
+        return self.tensors or self.head
+
+
+class Heads(msgspec.Struct, frozen=True):
+    """The head in use and the one before it."""
+
+    installed: InstalledHead | None = None
+    previous: InstalledHead | None = None
+
+
+class HeadTrial(msgspec.Struct, frozen=True):
+    """The head being installed, and how often in a row; a trial that ends the program leaves its record."""
+
+    head: bytes = b""
+    attempts: int = 0
+
+
+class EvaluatedHead(msgspec.Struct, frozen=True):
+    """Key of the last head whose evaluation the aggregator has received."""
+
+    key: bytes = b""
+
+
+def read_fact(database: Database, kind: type[Fact]) -> Fact:
+    """Return the stored fact of a type, or its default.
+
+    Raises:
+        StateError: another version of the program stored it.
+    """
+    rows = database.read("SELECT value FROM facts WHERE name = ?", kind.__name__)
+    try:
+        return msgspec.json.decode(rows[0][0], type=kind) if rows else kind()
+    except msgspec.MsgspecError as error:
+        raise StateError(
+            f"{database.file} was written by another edge-client ({error}): use another --state"
+        ) from error
+
+
+def write_facts(database: Database, *facts: msgspec.Struct) -> None:
+    """Store facts, as a part of the open transaction."""
+    for fact in facts:
+        value = msgspec.json.encode(fact).decode()
+        database.write("INSERT OR REPLACE INTO facts VALUES (?, ?)", type(fact).__name__, value)
