@@ -179,6 +179,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     from edge_client.config import LocalSettings, Settings, enrolled_name, merged_access
     from edge_client.runtime.backbone import require_runtime
     from edge_client.service.device import Device
+    from edge_client.storage.facts import CurrentTask
     from edge_client.submission.builder import check_data
     from protocol.enrollment import read_enrollment
     from protocol.mqtt.session import parse_broker
@@ -199,8 +200,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         signing_key = enrolled.signing_key
     require_runtime()
     check_data(data)
-    kept = _open_state(state, fleet, outbox_bytes=outbox_mb * MIB)
-    kept.lock()
+    kept = _open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
     local = LocalSettings(
         device_id=kept.device_id(device_id),
         data=data,
@@ -209,7 +209,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         workers=workers or min(4, os.cpu_count() or 1),
         max_epsilon=max_epsilon,
     )
-    if broker is None and not (dry_run and kept.get("task")):
+    if broker is None and not (dry_run and kept.get(CurrentTask).digest):
         raise click.UsageError("say where the fleet's broker is: --broker HOST[:PORT]")
     address = parse_broker(broker, tls=access.tls) if broker else None
     said = warnings(access, address) if address else []
@@ -250,15 +250,16 @@ def predict_command(
     from edge_client.inference.head_loader import open_installed
     from edge_client.inference.predictor import predict
     from edge_client.runtime.backbone import open_backbone, require_runtime
+    from edge_client.storage.facts import Heads
 
     require_runtime()
     kept = _open_state(state, fleet, read_only=True)
-    installed = kept.installed()
+    installed = kept.get(Heads).installed
     if installed is None:
         raise ConfigError(
             f"no head in {kept.folder} yet: run `edge-client --broker HOST` until one has arrived"
         )
-    files = [kept.blobs.path(bytes.fromhex(digest)) for digest in installed.backbones]
+    files = [kept.blobs.path(digest) for digest in installed.backbones]
     backbones = [open_backbone(file, provider=provider, threads=threads) for file in files]
     for note in {backbone.note: None for backbone in backbones if backbone.note}:
         say(note, err=True)
@@ -288,7 +289,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     kept = _open_state(state, fleet, read_only=True)
     summary = _status(kept)
     if as_json:
-        click.echo(json.dumps(summary, indent=2))
+        click.echo(json.dumps(summary, indent=2, default=bytes.hex))
         return
     head, report = summary["head"], summary["report"] or {}
     say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
@@ -308,7 +309,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     if summary["problem"]:
         say(f"problem    {summary['problem']}")
     sent = "received by the aggregator" if summary["received"] else "not received yet"
-    say(f"submission {report['bytes']} bytes, {sent}" if report else "submission none yet")
+    say(f"submission {report['size_bytes']} bytes, {sent}" if report else "submission none yet")
     say(
         f"head       version {head['version']}"
         + (f" of round {head['round']}" if head["round"] is not None else "")
@@ -319,18 +320,21 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
 
 
 def _status(kept: "DeviceState") -> dict[str, Any]:
+    from edge_client.storage import facts
+
     submission = kept.outbox.newest_submission()
+    report, spent = kept.get(facts.SubmissionReport), kept.get(facts.PrivacySpent)
     return {
-        "device_id": kept.get("device_id"),
+        "device_id": kept.get(facts.DeviceName).value or None,
         "running": kept.is_locked(),
-        "task": kept.get("task"),
-        "runtime": kept.get("runtime"),
-        "report": kept.get("report"),
-        "privacy": kept.get("privacy"),
-        "problem": kept.get("problem") or kept.get("hindrance", ""),
+        "task": kept.get(facts.CurrentTask).digest.hex() or None,
+        "runtime": kept.get(facts.BackboneProvider).name or None,
+        "report": msgspec.to_builtins(report) if report.size_bytes else None,
+        "privacy": msgspec.to_builtins(spent) if spent.releases else None,
+        "problem": kept.get(facts.BuildProblem).text or kept.get(facts.UploadProblem).text,
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
-        "head": msgspec.to_builtins(installed) if (installed := kept.installed()) else None,
+        "head": msgspec.to_builtins(kept.get(facts.Heads).installed, builtin_types=(bytes,)),
     }
 
 
@@ -369,12 +373,19 @@ def _check_fleet(fleet: str) -> None:
 
 
 def _open_state(
-    state: Path | None, fleet: str, *, read_only: bool = False, outbox_bytes: int = DEFAULT_MB * MIB
+    state: Path | None,
+    fleet: str,
+    *,
+    read_only: bool = False,
+    lock: bool = False,
+    outbox_bytes: int = DEFAULT_MB * MIB,
 ) -> "DeviceState":
     from edge_client.storage.device_state import DeviceState, default_folder
 
     _check_fleet(fleet)
-    return DeviceState(state or default_folder(fleet), read_only=read_only, outbox_bytes=outbox_bytes)
+    return DeviceState(
+        state or default_folder(fleet), read_only=read_only, lock=lock, outbox_bytes=outbox_bytes
+    )
 
 
 def main() -> None:

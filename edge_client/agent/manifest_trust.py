@@ -5,8 +5,8 @@ was said then, so that a repetition is told from something else under the same n
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+
+import msgspec
 
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import digest_of
@@ -27,8 +27,7 @@ class UntrustedManifest(ProtofleetError):
         self.reason: Reason = reason
 
 
-@dataclass(frozen=True)
-class ManifestTrust:
+class ManifestTrust(msgspec.Struct, frozen=True):
     """What a device knows of its aggregator.
 
     Args:
@@ -37,7 +36,7 @@ class ManifestTrust:
     """
 
     key: bytes | None = None
-    heard: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
+    heard: Mapping[str, tuple[int, bytes]] = {}
 
 
 def given(trust: ManifestTrust, key: bytes | None) -> ManifestTrust:
@@ -64,20 +63,4 @@ def believe(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> Mani
         raise UntrustedManifest(
             "replayed", f"the {channel} has release {signed.release}, but release {release} was seen before"
         )
-    return replace(trust, key=signed.key, heard={**trust.heard, channel: said})
-
-
-def to_fact(trust: ManifestTrust) -> dict[str, Any]:
-    """What is remembered, as JSON values; `from_fact` gives it back."""
-    heard = {channel: [release, digest.hex()] for channel, (release, digest) in trust.heard.items()}
-    return {"key": None if trust.key is None else trust.key.hex(), "heard": heard}
-
-
-def from_fact(fact: Mapping[str, Any] | None) -> ManifestTrust:
-    """What was remembered; nothing, if there is nothing."""
-    if not fact or fact["key"] is None:
-        return ManifestTrust()
-    heard = {
-        channel: (release, bytes.fromhex(digest)) for channel, (release, digest) in fact["heard"].items()
-    }
-    return ManifestTrust(bytes.fromhex(fact["key"]), heard)
+    return msgspec.structs.replace(trust, key=signed.key, heard={**trust.heard, channel: said})

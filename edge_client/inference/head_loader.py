@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from edge_client.inference.predictor import Head, open_head, open_round_head
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.device_state import InstalledHead
+from edge_client.storage.facts import InstalledHead
 from edge_client.training.local_round import read_tensors, unpack
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import BlobRef
@@ -24,12 +24,12 @@ def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequen
         StateError: a part of it is gone.
     """
     if not installed.tensors:
-        file = blobs.read(bytes.fromhex(installed.head))
+        file = blobs.read(installed.head)
         return open_head(file, backbones=backbones, classes=installed.classes)
-    local_model = unpack(blobs.read(bytes.fromhex(installed.local_model)))
-    reference = BlobRef(digest=bytes.fromhex(installed.tensors), size_bytes=0, name="the round's tensors")
+    local_model = unpack(blobs.read(installed.local_model))
+    reference = BlobRef(digest=installed.tensors, size_bytes=0, name="the round's tensors")
     return open_round_head(
-        blobs.read(bytes.fromhex(installed.head)),
+        blobs.read(installed.head),
         state=local_model.state,
         tensors=read_tensors(blobs, reference),
         local_prototypes=local_model.prototypes,

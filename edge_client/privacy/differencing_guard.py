@@ -6,13 +6,13 @@ submissions is the sum of the features that came, less that of those that went: 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
+from edge_client.storage.facts import UploadedImages
 from protocol.errors import MalformedMessage
 from protocol.wire.codec import decode, digest_of, to_array
 from protocol.wire.messages import Submission
@@ -70,16 +70,10 @@ def keys_of(images: Iterable[LabeledImage]) -> frozenset[str]:
     return frozenset(map(key_of, images))
 
 
-def to_fact(images: Mapping[str, frozenset[str]]) -> dict[str, Any]:
-    """What is remembered, as JSON values; `from_fact` gives it back."""
-    return {name: sorted(keys) for name, keys in images.items()}
-
-
-def from_fact(fact: Mapping[str, Any], payload: bytes | None) -> LastSubmission:
-    """What was remembered, with the submission of the same task where there is one that can be read."""
-    images = {name: frozenset(keys) for name, keys in fact.items()}
+def last_submission(uploaded: UploadedImages, payload: bytes | None) -> LastSubmission:
+    """Return the stored submission; without its prototypes if the payload is None or cannot be decoded."""
     try:
         submission = None if payload is None else decode(payload, Submission, max_bytes=len(payload))
     except (MalformedMessage, msgspec.MsgspecError):
         submission = None
-    return LastSubmission(images, submission)
+    return LastSubmission(uploaded.classes, submission)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 
 from edge_client.agent import events, machine, manifest_trust, selectors
+from edge_client.agent.manifest_trust import ManifestTrust
 from edge_client.agent.state import Mode, State
 from edge_client.agent.upload_item import UploadItem
 from edge_client.config import Settings
@@ -16,6 +17,19 @@ from edge_client.privacy import policy
 from edge_client.service.progress import Progress
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import (
+    BackboneProvider,
+    BuildProblem,
+    CurrentRound,
+    CurrentTask,
+    Epoch,
+    EvaluatedHead,
+    Heads,
+    StoredInitialModel,
+    StoredLocalModel,
+    SubmissionReport,
+    UploadProblem,
+)
 from edge_client.submission.builder import PreparedSubmission
 from protocol.errors import (
     BackboneMismatch,
@@ -86,7 +100,7 @@ class Device:
         self._refusals: Counter[str] = Counter()
         self._trust = self._known_aggregator()
         self._key = self._own_key()
-        self._epoch = state.next_number("epoch") if settings.mode is not Mode.DRY_RUN else 0
+        self._epoch = state.next_number(Epoch) if settings.mode is not Mode.DRY_RUN else 0
         self._state = self._remembered()
         self._session = self._open_session()
 
@@ -157,7 +171,7 @@ class Device:
             case events.SubmissionBuilt(reason=reason):
                 self._problem = reason
                 if self._settings.mode is not Mode.DRY_RUN:
-                    self._kept.set(problem=self._problem)
+                    self._kept.set(BuildProblem(self._problem))
                 self._step(event)
                 self._announce()
             case events.HeadInstalled():
@@ -202,7 +216,7 @@ class Device:
         known = manifest_trust.believe(self._trust, channel, signed)
         if known != self._trust:
             if self._settings.mode is not Mode.DRY_RUN:
-                self._kept.set(trust=manifest_trust.to_fact(known))
+                self._kept.set(known)
             if self._trust.key is None:
                 log.warning(
                     "taking the first aggregator that was heard for this fleet's, with the key %s; "
@@ -236,7 +250,7 @@ class Device:
             self._adopt_backbones(manifest.backbones)
         if not recalled and self._settings.mode is not Mode.DRY_RUN:
             self._blobs.put(payload)
-            self._kept.set(task=digest.hex())
+            self._kept.set(CurrentTask(digest))
         return [seen, events.OutboxSeen(self._kept.outbox.items())]
 
     def _round_seen(self, payload: bytes) -> events.RoundSeen:
@@ -244,7 +258,7 @@ class Device:
         if manifest != self._state.round:
             self._worker.round = manifest.number
             if self._settings.mode is not Mode.DRY_RUN:
-                self._kept.set(round=self._blobs.put(payload).hex())
+                self._kept.set(CurrentRound(self._blobs.put(payload)))
         return events.RoundSeen(manifest)
 
     def _adopt_backbones(self, blobs: Sequence[BlobRef]) -> None:
@@ -312,7 +326,7 @@ class Device:
             case events.KeepReceipt(item=item):
                 self._keep_receipt(item)
             case events.ReportBlocked(reason=reason):
-                self._kept.set(hindrance=reason)
+                self._kept.set(UploadProblem(reason))
                 self._send("info", self._info())
             case events.Log(text=text, error=error):
                 log.log(logging.ERROR if error else logging.INFO, "%s", text)
@@ -351,18 +365,22 @@ class Device:
         return mqtt.Outgoing(self._topic("state"), encode(message), RETAINED["state"])
 
     def _info(self) -> DeviceInfo:
-        report, head, task = self._kept.get("report", {}), self._kept.installed(), self._state.task
-        is_tasks = head is not None and task is not None and head.task == task.hex()
+        report, head, task = (
+            self._kept.get(SubmissionReport),
+            self._kept.get(Heads).installed,
+            self._state.task,
+        )
+        is_tasks = head is not None and head.task == task
         hindrance, manifest = self._state.hindrance, self._state.manifest
         silent = manifest is None or policy.is_private(manifest)
         return DeviceInfo(
             epoch=self._epoch,
             software=version("protofleet"),
-            runtime=self._kept.get("runtime", ""),
+            runtime=self._kept.get(BackboneProvider).name,
             backbones=tuple(sorted(self._state.stored))[:64],
             # Without a task nobody knows yet what may be told.
-            images={} if silent else {entry["name"]: entry["images"] for entry in report.get("classes", [])},
-            unusable_images=0 if silent else len(report.get("refused", [])),
+            images={} if silent else {entry.name: entry.images for entry in report.classes},
+            unusable_images=0 if silent else len(report.unusable),
             problem=(
                 policy.public_problem(self._problem, manifest)
                 or ("" if hindrance == machine.NO_SPACE else hindrance)
@@ -397,9 +415,10 @@ class Device:
             self._inbox.put(events.DownloadEnded(digest, good=True))
 
     def _keep_receipt(self, item: UploadItem) -> None:
-        installed, facts = self._kept.installed(), {}
-        if installed is not None and item.head is not None and installed.key == item.head.hex():
-            facts = {"evaluated": installed.key}
+        installed = self._kept.get(Heads).installed
+        facts: tuple[EvaluatedHead, ...] = ()
+        if installed is not None and item.head is not None and installed.key == item.head:
+            facts = (EvaluatedHead(installed.key),)
         if self._kept.outbox.receive(item.digest, facts=facts) and item.kind == "submission":
             log.info("the aggregator has our submission")
 
@@ -416,22 +435,22 @@ class Device:
             return
         wanted = {state.task, *(blob.digest for blob in selectors.needed(state))}
         with kept.keeping:
-            _, local_model = kept.get("local_model", ["", ""])
-            named = [local_model, *map(kept.get, ("round", "initial_model"))]
-            for head in filter(None, (kept.installed(), kept.previous())):
+            models = kept.get(StoredLocalModel).digest, kept.get(StoredInitialModel).digest
+            named, heads = [*models, kept.get(CurrentRound).digest], kept.get(Heads)
+            for head in filter(None, (heads.installed, heads.previous)):
                 # With the backbones: another task's head stays in use until one of this task is.
                 named += [head.head, head.tensors, head.local_model, *head.backbones]
-            self._blobs.keep_only(wanted | {bytes.fromhex(digest) for digest in named if digest})
+            self._blobs.keep_only(wanted | {digest for digest in named if digest})
         self._state = replace(state, stored=frozenset(self._blobs.digests()))
 
     # How it starts.
 
-    def _known_aggregator(self) -> manifest_trust.ManifestTrust:
+    def _known_aggregator(self) -> ManifestTrust:
         """The aggregator that is believed: the one that the person has given, else the one that was."""
-        remembered = manifest_trust.from_fact(self._kept.get("trust"))
+        remembered = self._kept.get(ManifestTrust)
         known = manifest_trust.given(remembered, self._settings.aggregator_key)
         if known != remembered and self._settings.mode is not Mode.DRY_RUN:
-            self._kept.set(trust=manifest_trust.to_fact(known))
+            self._kept.set(known)
         return known
 
     def _own_key(self) -> bytes:
@@ -445,11 +464,11 @@ class Device:
     def _remembered(self) -> State:
         kept = self._kept
         if self._settings.mode is not Mode.DRY_RUN:
-            kept.set(hindrance="")
+            kept.set(UploadProblem())
             if damaged := kept.outbox.drop_damaged():
                 log.warning("%d of what was to be sent was changed on disk and is deleted", damaged)
-        head, evaluated = kept.installed(), bytes.fromhex(kept.get("evaluated", ""))
-        key = bytes.fromhex(head.key) if head else None
+        head, evaluated = kept.get(Heads).installed, kept.get(EvaluatedHead).key
+        key = head.key if head else None
         reports = {item.head for item in kept.outbox.items()}
         return State(
             mode=self._settings.mode,
@@ -462,12 +481,12 @@ class Device:
 
     def _recall_task(self) -> None:
         """Begin with the task that was known, so that a start without a broker is not idle."""
-        known = bytes.fromhex(self._kept.get("task", ""))
+        known = self._kept.get(CurrentTask).digest
         dry = self._settings.mode is Mode.DRY_RUN
         if known in self._blobs and not (dry and self._settings.broker is not None):
             for event in self._task_seen(self._blobs.read(known), recalled=True):
                 self._step(event)
-            opened = bytes.fromhex(self._kept.get("round", ""))
+            opened = self._kept.get(CurrentRound).digest
             if opened in self._blobs:
                 self._step(self._round_seen(self._blobs.read(opened)))
         if self._settings.broker is None and not selectors.can_work(self._state):

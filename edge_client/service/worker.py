@@ -6,8 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,11 +17,20 @@ from edge_client.config import Settings
 from edge_client.data.images import find_images
 from edge_client.inference.head_loader import open_installed
 from edge_client.inference.predictor import Head
-from edge_client.privacy.differencing_guard import LastSubmission, from_fact, to_fact
+from edge_client.privacy.differencing_guard import LastSubmission, last_submission
 from edge_client.privacy.policy import FAILED, HEAD_REFUSED, check_task, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.service.progress import Progress
-from edge_client.storage.device_state import DeviceState, InstalledHead
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import (
+    BackboneProvider,
+    Heads,
+    HeadTrial,
+    InstalledHead,
+    SubmissionReport,
+    SubmissionSequence,
+    UploadedImages,
+)
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import (
     FoundImages,
@@ -161,7 +169,7 @@ class Worker:
         log.info("running %s on %s", blob.name, backbone.provider)
         if backbone.note:
             log.warning("%s", backbone.note)
-        self._kept.set(runtime=backbone.provider)
+        self._kept.set(BackboneProvider(backbone.provider))
         return backbone
 
     def _open_backbones(self, manifest: TaskManifest) -> list[Backbone]:
@@ -219,10 +227,8 @@ class Worker:
     def _standing(self, task: bytes) -> LastSubmission:
         """What was uploaded last, or waits for it."""
         item = self._kept.outbox.newest_submission()
-        payload = None
-        if item is not None and item.task == task:
-            (payload,) = self._kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (None,)
-        return from_fact(self._kept.get("uploaded", {}), payload)
+        payload = self._kept.outbox.payload(item) if item is not None and item.task == task else None
+        return last_submission(self._kept.get(UploadedImages), payload)
 
     def _prepare_private(self, build: events.BuildSubmission, found: FoundImages) -> PreparedSubmission:
         backbones = self._open_backbones(build.manifest)
@@ -311,7 +317,7 @@ class Worker:
         self._warn(build.manifest, prepared)
         if self._show is not None:
             return self._show_only(build, prepared)
-        sequence = self._kept.next_number("sequence", above=build.above)
+        sequence = self._kept.next_number(SubmissionSequence, above=build.above)
         payload = submission_of(
             prepared, task=build.task, manifest=build.manifest, sequence=sequence, number=opened.number
         )
@@ -352,11 +358,10 @@ class Worker:
         made_of = (build.task, prepared.fingerprint)
         if standing is not None and (standing.task, standing.about) == made_of and not build.above:
             return events.SubmissionBuilt(build.task, standing)
-        sequence = kept.next_number("sequence", above=build.above)
+        sequence = kept.next_number(SubmissionSequence, above=build.above)
         payload = submission_of(prepared, task=build.task, manifest=build.manifest, sequence=sequence)
-        facts = {"report": _report(prepared, len(payload))}
-        if prepared.privacy is None:
-            facts["uploaded"] = to_fact(prepared.images)
+        report = _report(prepared, len(payload))
+        facts = (report, UploadedImages(prepared.images)) if prepared.privacy is None else (report,)
         item = kept.outbox.keep(
             "submission", payload, task=build.task, about=prepared.fingerprint, facts=facts
         )
@@ -384,15 +389,15 @@ class Worker:
         Raises:
             GraphRefused: the program has ended each of the last times that it was tried.
         """
-        of, times = self._kept.get("trying", ["", 0])
-        times = times + 1 if of == key.hex() else 1
-        self._kept.set(trying=[key.hex(), times])
+        last = self._kept.get(HeadTrial)
+        times = last.attempts + 1 if last.head == key else 1
+        self._kept.set(HeadTrial(key, times))
         try:
             if times > MAX_ENDS:
                 raise GraphRefused(f"the program has ended {MAX_ENDS} times while it tried it out")
             yield
         finally:
-            self._kept.set(trying=["", 0])
+            self._kept.set(HeadTrial())
 
     def _refused(
         self, task: bytes, manifest: TaskManifest, head: HeadRef, problem: str
@@ -428,8 +433,8 @@ class Worker:
             "evaluation",
             encode(evaluation),
             task=install.task,
-            about=installed.key,
-            facts=msgspec.to_builtins({"installed": installed, "previous": previous}),
+            about=installed.key.hex(),
+            facts=(Heads(installed, previous),),
         )
         figures = f": {right} of {total} held-out images right" if total else ""
         canary = "; this device tries it first" if install.as_canary else ""
@@ -438,9 +443,11 @@ class Worker:
 
     def _head_before(self, install: events.InstallHead) -> InstalledHead | None:
         """The head of the same task that was in use before this one; this one may be in use already."""
-        heads = (self._kept.installed(), self._kept.previous())
-        key, task = head_key(install.head).hex(), install.task.hex()
-        return next((head for head in heads if head and head.task == task and head.key != key), None)
+        heads, key = self._kept.get(Heads), head_key(install.head)
+        candidates = (heads.installed, heads.previous)
+        return next(
+            (head for head in candidates if head and head.task == install.task and head.key != key), None
+        )
 
     def _open_before(self, previous: InstalledHead | None, backbones: Sequence[Backbone]) -> Head | None:
         """The head before, to be compared with; a new one does not depend on whether this one still works."""
@@ -453,7 +460,7 @@ class Worker:
     def _describe(self, install: events.InstallHead) -> InstalledHead:
         """What is to be remembered of a head, with what is bound to it."""
         manifest, reference = install.manifest, install.head
-        local_model, size = "", 0
+        local_model, size = b"", 0
         if reference.tensors is not None:
             size = feature_size(manifest, self._kept.blobs)
             local_model = self._previous_local_model(install) or self._rounds.local_model_digest(install.task)
@@ -462,27 +469,23 @@ class Worker:
                     manifest, reference.tensors, self._found_at_all(install)
                 )
         return InstalledHead(
-            head=reference.head.digest.hex(),
+            head=reference.head.digest,
             version=reference.version,
-            task=install.task.hex(),
-            backbones=tuple(digests(manifest)),
+            task=install.task,
+            backbones=tuple(blob.digest for blob in manifest.backbones),
             classes=manifest.classes,
             round=reference.round,
-            tensors=reference.tensors.digest.hex() if reference.tensors else "",
+            tensors=reference.tensors.digest if reference.tensors else b"",
             local_model=local_model,
             feature_size=size,
         )
 
-    def _previous_local_model(self, install: events.InstallHead) -> str:
+    def _previous_local_model(self, install: events.InstallHead) -> bytes:
         """What the head before was bound to, where the device goes back to that one; empty if it is gone."""
-        previous, key = self._kept.previous(), head_key(install.head).hex()
-        if (
-            previous is None
-            or previous.key != key
-            or bytes.fromhex(previous.local_model) not in self._kept.blobs
-        ):
-            return ""
-        return previous.local_model
+        previous = self._kept.get(Heads).previous
+        if previous is None or previous.key != head_key(install.head):
+            return b""
+        return previous.local_model if previous.local_model in self._kept.blobs else b""
 
     def _found_at_all(self, install: events.InstallHead) -> FoundImages:
         """The images of a device that takes a head without having taken part; they need not be there."""
@@ -493,10 +496,6 @@ class Worker:
             return FoundImages((), ())
 
 
-def _report(prepared: PreparedSubmission, size_bytes: int) -> dict[str, Any]:
-    """What `edge-client status` says of a submission."""
-    return {
-        "classes": [asdict(entry) for entry in prepared.classes],
-        "refused": [[str(path), reason] for path, reason in prepared.refused],
-        "bytes": size_bytes,
-    }
+def _report(prepared: PreparedSubmission, size_bytes: int) -> SubmissionReport:
+    unusable = tuple((str(path), reason) for path, reason in prepared.refused)
+    return SubmissionReport(prepared.classes, unusable, size_bytes)

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import msgspec
 
-from edge_client.storage.facts import DeviceName, Epoch, Fact, Secret, Sequence, read_fact, write_facts
+from edge_client.storage.facts import (
+    DeviceName,
+    Epoch,
+    Fact,
+    Secret,
+    SubmissionSequence,
+    read_fact,
+    write_facts,
+)
 from edge_client.storage.outbox import DEFAULT_MB, MIB, Outbox
 from edge_client.storage.privacy_ledger import Ledger
 from protocol.errors import StateError
@@ -125,7 +133,7 @@ class DeviceState:
             self.set(Secret(secret))
         return secret
 
-    def next_number(self, kind: type[Sequence] | type[Epoch], *, above: int = 0) -> int:
+    def next_number(self, kind: type[SubmissionSequence] | type[Epoch], *, above: int = 0) -> int:
         """Return and store a number greater than the stored one and `above`.
 
         It is at least the time in seconds, so that it grows even if the state was lost in between.

@@ -26,7 +26,7 @@ class Secret(msgspec.Struct, frozen=True):
     key: bytes = b""
 
 
-class Sequence(msgspec.Struct, frozen=True):
+class SubmissionSequence(msgspec.Struct, frozen=True):
     """The sequence number of the newest submission."""
 
     number: int = 0

@@ -77,7 +77,10 @@ class Outbox:
         rows = self._database.read(
             "SELECT digest, size_bytes, kind, task, about, received FROM outbox ORDER BY kind DESC, received"
         )
-        return tuple(UploadItem(*rest, received=bool(received)) for *rest, received in rows)
+        return tuple(
+            UploadItem(digest, size, kind, task, about, bool(received))
+            for digest, size, kind, task, about, received in rows
+        )
 
     def drop_damaged(self) -> int:
         """Delete items whose bytes have changed on disk, and return how many; they are built again."""

@@ -21,6 +21,7 @@ from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission
 from edge_client.privacy.perturbation import MAX_FLOAT16, cache_tag, perturb_image, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.runtime.backbone import Backbone
+from edge_client.storage.facts import ClassReport
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.training.local_round import RoundResult
 from protocol.errors import ConfigError, GraphRefused, PrivacyRefused, ProtofleetError
@@ -41,23 +42,6 @@ class FoundImages:
     def of_class(self, label: int) -> list[LabeledImage]:
         """The usable ones of a class."""
         return [image for image in self.usable if image.label == label]
-
-
-@dataclass(frozen=True)
-class ClassReport:
-    """What would leave the device of one class: prototypes, and the images behind each."""
-
-    name: str
-    images: int
-    held_out: int
-    counts: tuple[int, ...]
-    waiting: int = 0
-    """Images that came or went since the last submission, and do not count yet: they are too few."""
-
-    @property
-    def left_out(self) -> bool:
-        """Whether there are images to learn from, but too few to send any prototype."""
-        return self.images > self.held_out and not self.counts
 
 
 @dataclass(frozen=True)

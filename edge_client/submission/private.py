@@ -18,9 +18,10 @@ from edge_client.privacy.gaussian_mechanism import COUNT_WEIGHT, Mechanism, priv
 from edge_client.privacy.noise import KEY_BYTES, subkey
 from edge_client.privacy.perturbation import to_half
 from edge_client.privacy.policy import BUDGET, FAILED, NOTHING
+from edge_client.storage.facts import ClassReport, PrivacySpent
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.privacy_ledger import Ledger, Release, multipliers
-from edge_client.submission.builder import ClassReport, FoundImages, PreparedSubmission, digests
+from edge_client.submission.builder import FoundImages, PreparedSubmission, digests
 from protocol.errors import PrivacyRefused
 from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest
 
@@ -133,14 +134,8 @@ class PrivateWork:
             )
             raise PrivacyRefused(BUDGET)
         if not self._dry:
-            shown = {
-                "epsilon": spent.epsilon,
-                "total_epsilon": spent.total_epsilon,
-                "delta": spent.delta,
-                "releases": number,
-                "max_epsilon": limit,
-            }
-            self._ledger.charge(release, shown)
+            recorded = PrivacySpent(spent.epsilon, spent.total_epsilon, spent.delta, number, limit)
+            self._ledger.charge(release, recorded)
         return release.key or b"", spent
 
     def _limit(self) -> float:

@@ -1,9 +1,8 @@
 """A device's rounds on its own disk: what was uploaded, what was learned, and trainings on their way."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,6 +11,12 @@ from edge_client.agent.upload_item import UploadItem
 from edge_client.config import LocalSettings
 from edge_client.data.images import LabeledImage, held_out
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import (
+    StoredInitialModel,
+    StoredLocalModel,
+    SubmissionReport,
+    SubmissionSequence,
+)
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import FoundImages, PreparedSubmission, learning_keys, prepare_round
 from edge_client.training.local_round import (
@@ -28,6 +33,7 @@ from edge_client.training.local_round import (
 )
 from edge_client.training.trainer import Checkpoint, TrainingHooks
 from protocol.errors import StateError
+from protocol.log import event
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import BlobRef, RoundManifest, Submission, TaskManifest
@@ -60,9 +66,9 @@ class RoundWork:
             return None
         if not above:
             return standing
-        (payload,) = outbox.read(standing.digest, ((0, standing.size_bytes),)) or (b"",)
+        payload = outbox.payload(standing) or b""
         message = decode(payload, Submission, max_bytes=len(payload))
-        sequence = self._kept.next_number("sequence", above=above)
+        sequence = self._kept.next_number(SubmissionSequence, above=above)
         renumbered = encode(msgspec.structs.replace(message, sequence=sequence))
         return outbox.keep("submission", renumbered, task=task, about=standing.about)
 
@@ -124,7 +130,7 @@ class RoundWork:
         *,
         payload: bytes,
         local_model: LocalModel,
-        report: Mapping[str, Any],
+        report: SubmissionReport,
     ) -> UploadItem:
         """Put a round's submission and what it has taught on the disk, both or neither, with a report of it.
 
@@ -132,39 +138,43 @@ class RoundWork:
             ProtofleetError: the submission does not fit the outbox.
         """
         with self._kept.keeping:
-            taught = self._kept.blobs.put(pack(local_model))
-            facts = {"local_model": [task.hex(), taught.hex()], "report": report}
+            stored = StoredLocalModel(task, self._kept.blobs.put(pack(local_model)))
             item = self._kept.outbox.keep(
-                "submission", payload, task=task, about=str(opened.number), facts=facts
+                "submission", payload, task=task, about=str(opened.number), facts=(stored, report)
             )
         self._file.unlink(missing_ok=True)
         return item
 
-    def local_model_digest(self, task: bytes) -> str:
-        """The blob, in hex, of what earlier rounds of a task have taught; empty if nothing was, or it is lost."""
-        return digest if (digest := self._kept_digest(task)) and self._local_model(task) else ""
+    def local_model_digest(self, task: bytes) -> bytes:
+        """Return the digest of the local model of a task; empty if there is none, or it is lost."""
+        return digest if (digest := self._kept_digest(task)) and self._local_model(task) else b""
 
-    def _kept_digest(self, task: bytes) -> str:
-        of, digest = self._kept.get("local_model", ["", ""])
-        return str(digest) if of == task.hex() else ""
+    def _kept_digest(self, task: bytes) -> bytes:
+        stored = self._kept.get(StoredLocalModel)
+        return stored.digest if stored.task == task else b""
 
-    def keep_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: FoundImages) -> str:
-        """What a device that took part in no round binds a head to, as a blob, in hex."""
+    def keep_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: FoundImages) -> bytes:
+        """Store the initial model that a device without a local model binds a head to; return its digest."""
         images = [image for image in found.usable if not held_out(image, self._local.holdout)]
         data = self._data(manifest, images) if images else None
         packed = pack(initial_model(manifest, tensors, data=data, blobs=self._kept.blobs))
         with self._kept.keeping:
-            digest = self._kept.blobs.put(packed).hex()
-            self._kept.set(initial_model=digest)
+            digest = self._kept.blobs.put(packed)
+            self._kept.set(StoredInitialModel(digest))
         return digest
 
     def _local_model(self, task: bytes) -> LocalModel | None:
         digest = self._kept_digest(task)
         try:
-            return unpack(self._kept.blobs.read(bytes.fromhex(digest))) if digest else None
+            return unpack(self._kept.blobs.read(digest)) if digest else None
         except StateError as error:
-            log.warning("what earlier rounds have taught is lost, the next one begins anew: %s", error)
-            self._kept.set(local_model=["", ""])
+            event(
+                log,
+                logging.WARNING,
+                "local model is lost; the next round starts from the initial model",
+                error=error,
+            )
+            self._kept.set(StoredLocalModel())
             return None
 
     def _data(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:

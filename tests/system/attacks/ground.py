@@ -24,6 +24,7 @@ from aggregator.security.mosquitto_config import FOLDER, LOG
 from aggregator.status import report
 from aggregator.storage.store import Store
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import Heads
 from protocol.errors import StateError
 from protocol.storage.keyfile import read_key
 from protocol.wire.codec import decode, digest_of, encode
@@ -322,10 +323,10 @@ class Ground:
     def uses(self, device: str) -> str:
         """Hex digest of the head that a device has in use; empty if it has none."""
         try:
-            installed = DeviceState(self.state_of(device), read_only=True).installed()
+            installed = DeviceState(self.state_of(device), read_only=True).get(Heads).installed
         except StateError:
             return ""
-        return "" if installed is None else installed.head
+        return "" if installed is None else installed.head.hex()
 
     def submitted(self, device: str) -> str:
         """Hex digest of a device's submission; empty if none stands."""

@@ -11,6 +11,7 @@ import psutil
 
 from edge_client.runtime.backbone import open_backbone
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import Heads
 from protocol.wire.codec import digest_of
 from tests.support.device_factory import linear_head
 from tests.support.fleet_processes import write_digits
@@ -49,8 +50,8 @@ class Bench:
 
     def uses_the_good_one(self) -> bool:
         """Whether the good head is still the one in use."""
-        installed = DeviceState(self.captured.state, read_only=True).installed()
-        return installed is not None and installed.head == digest_of(self.good).hex()
+        installed = DeviceState(self.captured.state, read_only=True).get(Heads).installed
+        return installed is not None and installed.head == digest_of(self.good)
 
 
 def benched(ground: Ground, life: str) -> Captured:

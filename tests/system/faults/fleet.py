@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 from aggregator.status import report
 from aggregator.storage.store import Store
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import Secret
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from tests.support.brokers import free_address
@@ -149,7 +150,7 @@ class Fleet:
             )
         else:
             if not self.starts[name]:  # the same shuffles as in the reference, and the same head of them
-                DeviceState(self.root / name).set(secret=digest_of(name.encode()).hex())
+                DeviceState(self.root / name).set(Secret(digest_of(name.encode())))
             command = ("edge_client.cli", "--broker", str(self.net.address), "--device-id", name, *state)
             command = (*command, "--data", self.world / name, "--threads", "1", "--workers", "1")
         with (self.root / f"{name}.log").open("ab") as log:

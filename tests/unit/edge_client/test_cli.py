@@ -3,19 +3,19 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
 from edge_client.cli import cli
-from edge_client.storage.device_state import DeviceState, InstalledHead
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import DeviceName, Heads, InstalledHead, SubmissionReport, UploadProblem
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the states of two devices, and a configuration file that names the first."""
     for name in ("one", "two"):
-        DeviceState(tmp_path / name).set(device_id=name)
+        DeviceState(tmp_path / name).set(DeviceName(name))
     (tmp_path / "settings.toml").write_text('state = "one"\n', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PROTOFLEET_STATE", raising=False)
@@ -50,15 +50,15 @@ def test_options_before_the_command_go_before_the_environment(monkeypatch: pytes
 def test_status_says_what_became_of_the_submission(here: Path) -> None:
     """Whether it was received, and what keeps it from it."""
     state = DeviceState(here / "one")
-    report = {"classes": [], "refused": [], "bytes": 10}
-    item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts={"report": report})
-    state.set(hindrance="the aggregator has no space")
+    report = SubmissionReport(size_bytes=10)
+    item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts=(report,))
+    state.set(UploadProblem("the aggregator has no space"))
     status = ["status", "--state", "one"]
     said = CliRunner().invoke(cli, status).output
     assert "submission 10 bytes, not received yet" in said
     assert "problem    the aggregator has no space" in said
     state.outbox.receive(item.digest)
-    state.set(hindrance="")
+    state.set(UploadProblem())
     said = json.loads(CliRunner().invoke(cli, [*status, "--json"]).output)
     assert (said["submission"], said["received"], said["problem"]) == (item.digest.hex(), True, "")
 
@@ -77,7 +77,7 @@ def test_a_file_may_name_one_backbone_or_several(tmp_path: Path, *, several: boo
 def test_a_head_that_was_not_evaluated_has_no_figures(here: Path) -> None:
     """As under differential privacy: nothing of nothing would look like a head that fails."""
     state = DeviceState(here / "one")
-    installed = InstalledHead(head="", version=3, backbones=(), classes=())
-    state.set(installed=msgspec.to_builtins(installed))
+    installed = InstalledHead(head=b"", version=3, backbones=(), classes=())
+    state.set(Heads(installed))
     said = CliRunner().invoke(cli, ["status", "--state", "one"]).output
     assert "head       version 3\n" in said

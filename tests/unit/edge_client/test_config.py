@@ -13,6 +13,7 @@ from edge_client.cli import cli
 from edge_client.config import Settings
 from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import DeviceName
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.session import BrokerAddress
@@ -105,7 +106,7 @@ def test_status_finds_the_state_of_an_enrolled_device(
     """The folder of the state has the fleet's name in it, which the enrollment knows."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
-    DeviceState(tmp_path / "protofleet" / "orchard").set(device_id="shed-1")
+    DeviceState(tmp_path / "protofleet" / "orchard").set(DeviceName("shed-1"))
     done = CliRunner().invoke(cli, ["--enrollment", str(folder), "status"])
     assert done.output.startswith("device     shed-1, "), done.output
 

@@ -210,12 +210,12 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     """A batch that does not fit is not there at all, and the error says so."""
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", [("a", np.ones(4, dtype=np.float32))], [])
-    pages = cache._db.execute("PRAGMA page_count").fetchone()[0]
-    cache._db.execute(f"PRAGMA max_page_count = {pages}")
+    pages = cache._database._db.execute("PRAGMA page_count").fetchone()[0]
+    cache._database._db.execute(f"PRAGMA max_page_count = {pages}")
     many = [(str(number), np.ones(2000, dtype=np.float32)) for number in range(100)]
     with pytest.raises(StateError, match="full"):
         cache.put("b", many, [])
-    cache._db.execute("PRAGMA max_page_count = 100000")
+    cache._database._db.execute("PRAGMA max_page_count = 100000")
     assert cache.known("b") == {"a"}
     cache.put("b", many, [])
     assert len(cache.known("b")) == 101

@@ -3,12 +3,14 @@
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from PIL import Image
 
 from edge_client.config import LocalSettings
-from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, from_fact, to_fact
+from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, last_submission
+from edge_client.storage.facts import UploadedImages
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import PreparedSubmission, find, prepare, submission_of
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -66,7 +68,8 @@ class Life:
             task=MANIFEST, local=local, found=found, cache=cache, secret=b"s" * 32, standing=standing
         )
         payload = submission_of(prepared, task=TASK, manifest=MANIFEST, sequence=int(time.time()))
-        self.standing = from_fact(to_fact(prepared.images), payload)
+        stored = msgspec.json.encode(UploadedImages(prepared.images))
+        self.standing = last_submission(msgspec.json.decode(stored, type=UploadedImages), payload)
         return prepared
 
 
@@ -138,5 +141,5 @@ def test_what_cannot_be_read_is_as_if_it_were_not_there(tmp_path: Path) -> None:
     life = Life(tmp_path)
     life.upload()
     life.go(1)
-    life.standing = from_fact(to_fact(life.standing.images), b"damaged")
+    life.standing = last_submission(UploadedImages(life.standing.images), b"damaged")
     assert life.upload().counts.sum() == 12 + 11

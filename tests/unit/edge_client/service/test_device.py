@@ -13,6 +13,7 @@ from edge_client.config import LocalSettings, Settings
 from edge_client.service.device import Device
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import CurrentTask, Heads, InstalledHead, StoredLocalModel, SubmissionReport
 from edge_client.submission.builder import FoundImages
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import ConfigError, ProtofleetError, StateError
@@ -51,7 +52,7 @@ def test_the_blobs_of_the_past_are_deleted(tmp_path: Path, kept: DeviceState) ->
     """Once a head is in use: what the task is worked with stays, and what the head needs."""
     device = make_device(tmp_path, kept)
     old, head = map(kept.blobs.put, (b"old", b"head"))
-    kept.set(installed={"head": head.hex(), "version": 1, "backbones": [], "classes": []})
+    kept.set(Heads(InstalledHead(head=head, version=1, backbones=(), classes=())))
     manifest = device._state.manifest
     device._tidy()
     assert old not in kept.blobs
@@ -78,10 +79,10 @@ def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState
         for number in range(40):
             local_model.state["steps"][...] = number
             device._worker._rounds.keep(
-                TASK, opened, payload=b"%d" % number, local_model=local_model, report={}
+                TASK, opened, payload=b"%d" % number, local_model=local_model, report=SubmissionReport()
             )
-            _, taught = kept.get("local_model")
-            assert kept.blobs.read(bytes.fromhex(taught)) == pack(local_model)
+            stored = kept.get(StoredLocalModel).digest
+            assert kept.blobs.read(stored) == pack(local_model)
     finally:
         done.set()
         tidying.join()
@@ -222,7 +223,7 @@ def test_a_kind_of_what_is_not_believed_is_told_once(
 def test_a_dry_run_without_a_broker_needs_all_of_a_task(tmp_path: Path, kept: DeviceState) -> None:
     """A task with rounds that was never seen with its round is one line, and no waiting for ever."""
     manifest = make_task(kept.blobs)
-    kept.set(task=kept.blobs.put(encode(manifest)).hex())
+    kept.set(CurrentTask(kept.blobs.put(encode(manifest))))
     device = Device(replace(make_settings(tmp_path), mode=Mode.DRY_RUN), kept)
     with pytest.raises(ConfigError, match="say where the broker is with --broker"):
         device.run()

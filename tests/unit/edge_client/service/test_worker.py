@@ -18,6 +18,7 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.service.device import Device
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import Heads, StoredLocalModel
 from edge_client.training.local_round import initial_model, pack
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef, TaskManifest
@@ -152,7 +153,7 @@ def _unloadable(file: bytes) -> bytes:
 def test_a_bad_head_is_refused_and_reported_and_the_old_one_stays(bench: Bench) -> None:
     """Whatever is wrong with it: the report names it with no image counted, and the head in use is as it was."""
     bench.install(bench.head(1, _head([bench.backbone], "cat")))
-    before = bench.kept.installed()
+    before = bench.kept.get(Heads).installed
     for version, (words, file) in enumerate(_bad_heads(bench.backbone).items(), start=2):
         head = bench.head(version, file)
         installed, evaluation = bench.install(head)
@@ -165,7 +166,7 @@ def test_a_bad_head_is_refused_and_reported_and_the_old_one_stays(bench: Bench) 
         )
         assert words in evaluation.problem
         assert evaluation.problem in installed.reason
-        assert bench.kept.installed() == before
+        assert bench.kept.get(Heads).installed == before
 
 
 def test_a_head_that_fails_on_the_devices_own_images_is_refused(bench: Bench) -> None:
@@ -240,9 +241,9 @@ def test_the_backbone_of_the_head_in_use_stays_on_the_disk(bench: Bench, tmp_pat
     device._step(events.TaskSeen(b"u" * 32, manifest))
     device._state = replace(device._state, working=True)
     device._tidy()
-    kept = bench.kept.installed()
+    kept = bench.kept.get(Heads).installed
     assert kept is not None
-    assert all(bytes.fromhex(digest) in bench.kept.blobs for digest in (kept.head, *kept.backbones))
+    assert all(digest in bench.kept.blobs for digest in (kept.head, *kept.backbones))
 
 
 def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
@@ -265,15 +266,15 @@ def test_a_rounds_head_is_gone_back_to_as_it_was(tmp_path: Path) -> None:
         assert heads[0].tensors is not None
         taught = initial_model(manifest, heads[0].tensors, data=None, blobs=kept.blobs)
         taught.state["steps"][...] = number
-        local_model.append(kept.blobs.put(pack(taught)).hex())
+        local_model.append(kept.blobs.put(pack(taught)))
     played = ((0, 0, None), (1, 1, None), (0, 0, None), (1, 1, None), (0, 1, 0))
     for step, (number, bound, gone) in enumerate(played):
-        kept.set(local_model=[ROUNDS_TASK.hex(), local_model[min(step, 1)]])
+        kept.set(StoredLocalModel(ROUNDS_TASK, local_model[min(step, 1)]))
         if gone is not None:
-            kept.blobs.path(bytes.fromhex(local_model[gone])).unlink()
+            kept.blobs.path(local_model[gone]).unlink()
         worker._newest = head_key(heads[number])
         worker._install(events.InstallHead(ROUNDS_TASK, manifest, heads[number]))
-        installed = kept.installed()
+        installed = kept.get(Heads).installed
         assert installed is not None
         assert (installed.version, installed.local_model) == (number + 1, local_model[bound])
 
@@ -296,13 +297,13 @@ def test_a_head_that_ends_the_program_is_refused_in_the_end(tmp_path: Path) -> N
     """Three starts die of it; the next one refuses and reports it, and the old one is in use all the time."""
     bench = Bench(tmp_path)
     bench.install(bench.head(1, _head([bench.backbone], "cat")))
-    before = bench.kept.installed()
+    before = bench.kept.get(Heads).installed
     for code in (-signal.SIGKILL, -signal.SIGKILL, -signal.SIGKILL, 0):
         done = subprocess.run(
             [sys.executable, "-c", DEADLY, str(tmp_path)], capture_output=True, text=True, check=False
         )
         assert done.returncode == code, done.stderr
-        assert bench.kept.installed() == before
+        assert bench.kept.get(Heads).installed == before
     assert done.stdout.splitlines() == [
         "head 2 refused, the old one stays: the program has ended 3 times while it tried it out",
         "the program has ended 3 times while it tried it out",

@@ -1,104 +1,99 @@
-"""What a device remembers."""
+"""A device's state directory."""
 
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from edge_client.storage import facts
 from edge_client.storage.device_state import DeviceState, default_device_id
+from edge_client.storage.facts import Epoch, Heads, InstalledHead, SubmissionSequence
 from protocol.errors import StateError
 
 
 def test_facts_survive_a_restart(tmp_path: Path) -> None:
-    """What was set is there in another process, and while the first one still runs."""
+    """A reader in another process sees them while the writer still runs; a fact never stored has its defaults."""
     state = DeviceState(tmp_path)
-    state.set(task="abc", report={"bytes": 3})
+    head = InstalledHead(head=b"\0\xff" * 16, version=3, backbones=(b"b" * 32,), classes=("a", "ü"), round=4)
+    stored = (
+        facts.CurrentTask(b"t" * 32),
+        facts.SubmissionReport((facts.ClassReport("a", 9, 2, (7,)),), (("a/1.png", "broken"),), 77),
+        facts.UploadedImages({"a": frozenset({"01", "02"})}),
+        Heads(head, msgspec.structs.replace(head, tensors=b"r" * 32)),
+    )
+    state.set(*stored)
     again = DeviceState(tmp_path, read_only=True)
-    assert again.get("task") == "abc"
-    assert again.get("report") == {"bytes": 3}
-    assert again.get("nothing", 7) == 7
+    assert tuple(again.get(type(fact)) for fact in stored) == stored
+    assert again.get(facts.PrivacySpent) == facts.PrivacySpent()
+    assert [one.key for one in (stored[3].installed, stored[3].previous) if one] == [head.head, b"r" * 32]
+
+
+def test_fact_of_another_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(msgspec.Struct):
+        number: str = "seven"
+
+    Other.__name__ = Epoch.__name__
+    DeviceState(tmp_path).set(Other())
+    with pytest.raises(StateError, match="written by another edge-client"):
+        DeviceState(tmp_path).get(Epoch)
 
 
 def test_numbers_only_grow(tmp_path: Path) -> None:
-    """Sequences grow from one to the next, above what is known elsewhere, and over a lost state."""
+    """From one to the next, above a number known elsewhere, and after the state was lost."""
     state = DeviceState(tmp_path / "a")
-    numbers = [state.next_number("sequence") for _ in range(5)]
+    numbers = [state.next_number(SubmissionSequence) for _ in range(5)]
     assert numbers == sorted(set(numbers))
     far = numbers[-1] + 10**6
-    assert state.next_number("sequence", above=far) > far
-    assert state.next_number("sequence") > far + 1
-    assert DeviceState(tmp_path / "b").next_number("sequence") >= numbers[0]
+    assert state.next_number(SubmissionSequence, above=far) > far
+    assert state.next_number(SubmissionSequence) > far + 1
+    assert DeviceState(tmp_path / "b").next_number(SubmissionSequence) >= numbers[0]
 
 
 def test_device_id_is_stable(tmp_path: Path) -> None:
-    """The id made from the machine stays, one that was given stays too, and two folders are two devices."""
+    """The machine's default stays, so does a given one, and two folders are two devices."""
     state = DeviceState(tmp_path)
     made = state.device_id(None)
-    assert made == default_device_id(tmp_path) == DeviceState(tmp_path).device_id(None)
+    assert made == default_device_id(tmp_path) == DeviceState(tmp_path).device_id(None) == state.device_id("")
     assert default_device_id(tmp_path / "other") != made
     assert state.device_id("camera-1") == "camera-1"
     assert DeviceState(tmp_path).device_id(None) == "camera-1"
 
 
-@pytest.mark.parametrize("name", ["a/b", "a+b", "#", "", "ä", "x" * 65, "a\n"])
-def test_a_name_that_is_no_topic_level_is_refused(tmp_path: Path, name: str) -> None:
-    """A device id that could reach into other topics, or none at all, is refused (an empty one is ours to make)."""
-    state = DeviceState(tmp_path)
-    if not name:
-        assert state.device_id(name)
-        return
+@pytest.mark.parametrize("name", ["a/b", "a+b", "#", "ä", "x" * 65, "a\n"])
+def test_device_id_that_is_no_topic_level_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StateError, match="cannot name a device"):
-        state.device_id(name)
+        DeviceState(tmp_path).device_id(name)
 
 
 _HOLD = """
 import pathlib, sys
 from edge_client.storage.device_state import DeviceState
 
-state = DeviceState(pathlib.Path(sys.argv[1]))
-state.lock()
+state = DeviceState(pathlib.Path(sys.argv[1]), lock=True)
 print("locked", flush=True)
 input()
 """
 
 
-def test_a_folder_is_one_programs(tmp_path: Path) -> None:
-    """A second program in the same folder is told so; once the first has ended it may come in."""
+def test_second_program_is_locked_out_until_the_first_ends(tmp_path: Path) -> None:
     holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            _HOLD,
-            str(tmp_path),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", _HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"locked\n"
-    state = DeviceState(tmp_path)
-    assert state.is_locked()
-    with pytest.raises(StateError, match="another edge-client"):
-        state.lock()
+    assert DeviceState(tmp_path, read_only=True).is_locked()
+    with pytest.raises(StateError, match="`edge-client` already runs"):
+        DeviceState(tmp_path, lock=True)
     holder.communicate(b"\n")
-    state.lock()
+    DeviceState(tmp_path, lock=True)
 
 
-def test_a_state_that_cannot_be_is_one_line(tmp_path: Path) -> None:
-    """A file in the place of the folder, and a folder with nothing in it to read, are told with their path."""
+def test_unusable_directory_is_named_in_the_error(tmp_path: Path) -> None:
+    """A file in place of the folder, and a folder without state to read."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StateError, match="file"):
         DeviceState(tmp_path / "file" / "state")
     with pytest.raises(StateError, match="no device state"):
         DeviceState(tmp_path, read_only=True)
-
-
-def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
-    """What another version wrote is not guessed at."""
-    DeviceState(tmp_path).set(task="abc")
-    with sqlite3.connect(tmp_path / "device.sqlite") as other:
-        other.execute("PRAGMA user_version = 7")
-    with pytest.raises(StateError, match="another protofleet"):
-        DeviceState(tmp_path)

@@ -194,7 +194,7 @@ def test_damage_in_the_middle_is_found_and_the_cache_begun_anew(tmp_path: Path) 
         damaged.seek(4096)
         damaged.write(b"\xa5" * (size - 4096))
     cache = FeatureCache(file)
-    with pytest.raises(StateError, match="damaged and has been begun anew"):
+    with pytest.raises(StateError, match="damaged and has been created anew"):
         cache.known("b")
     assert cache.known("b") == set()
     cache.put("b", rows(3), [])

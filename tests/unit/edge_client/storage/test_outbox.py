@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent.upload_item import UploadItem
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import Epoch, EvaluatedHead, SubmissionSequence
 from edge_client.storage.outbox import MIB
 from protocol.errors import ProtofleetError, StateError
 from protocol.wire.codec import digest_of
@@ -24,15 +26,21 @@ TASK = b"t" * 32
 KEY = "ab" * 32
 
 
-def keep(state: DeviceState, payload: bytes, *, about: str = "made of this", **facts: object) -> UploadItem:
-    """Have a submission to upload."""
-    return state.outbox.keep("submission", payload, task=TASK, about=about, facts=facts)
+class Unstorable(msgspec.Struct):
+    """A fact that JSON cannot hold."""
+
+    value: object
 
 
-def payload_of(state: DeviceState, item: UploadItem) -> bytes:
-    """All of an item's bytes."""
-    (payload,) = state.outbox.read(item.digest, ((0, item.size_bytes),)) or (b"",)
-    return payload
+def keep(state: DeviceState, payload: bytes, *, number: int = 0) -> UploadItem:
+    """Put a submission into the outbox, with its number as a fact."""
+    facts = (SubmissionSequence(number),)
+    return state.outbox.keep("submission", payload, task=TASK, about="made of this", facts=facts)
+
+
+def number_of(state: DeviceState) -> int:
+    """Return the number stored with the newest submission."""
+    return state.get(SubmissionSequence).number
 
 
 @given(payload=st.binary(min_size=1, max_size=2000), cuts=st.lists(st.integers(0, 2000), max_size=6))
@@ -55,45 +63,45 @@ def test_any_bytes_of_it_can_be_read(
 def test_newer_takes_the_place_of_what_waits(tmp_path: Path) -> None:
     """And not of what was received last, before it was received itself: an aggregator may ask for that again."""
     state = DeviceState(tmp_path)
-    first = keep(state, b"first", report=1)
-    second = keep(state, b"second", report=2)
+    first = keep(state, b"first", number=1)
+    second = keep(state, b"second", number=2)
     assert state.outbox.items() == (second,)
     assert not state.outbox.receive(first.digest)
     assert state.outbox.receive(second.digest)
     received = state.outbox.newest_submission()
     assert received is not None
     assert (received.digest, received.received) == (second.digest, True)
-    third = keep(state, b"third", report=3)
+    third = keep(state, b"third", number=3)
     assert state.outbox.newest_submission() == third
     assert state.outbox.items() == (third, received)
-    assert payload_of(state, received) == b"second"
+    assert state.outbox.payload(received) == b"second"
     assert state.outbox.receive(third.digest)
     assert [item.digest for item in state.outbox.items()] == [third.digest]
     assert not state.outbox.receive(third.digest)
-    assert state.get("report") == 3
+    assert number_of(state) == 3
 
 
 def test_an_evaluation_goes_when_it_was_received(tmp_path: Path) -> None:
     """Beside submissions, and with what is to be remembered of it."""
     state = DeviceState(tmp_path)
     submission = keep(state, b"submission")
-    evaluation = state.outbox.keep("evaluation", b"5 right", task=TASK, about=KEY, facts={"installed": 7})
+    evaluation = state.outbox.keep("evaluation", b"5 right", task=TASK, about=KEY, facts=(Epoch(7),))
     assert evaluation.head == bytes.fromhex(KEY)
     assert submission.head is None
     assert state.outbox.items() == (submission, evaluation)
-    assert state.outbox.receive(evaluation.digest, facts={"evaluated": KEY})
+    assert state.outbox.receive(evaluation.digest, facts=(EvaluatedHead(bytes.fromhex(KEY)),))
     assert state.outbox.items() == (submission,)
-    assert (state.get("installed"), state.get("evaluated")) == (7, KEY)
+    assert (state.get(Epoch).number, state.get(EvaluatedHead).key.hex()) == (7, KEY)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     """The line says what it is and the way out; what was there before stays, with what was remembered."""
     state = DeviceState(tmp_path, outbox_bytes=100)
-    there = keep(state, b"x" * 100, report=1)
+    there = keep(state, b"x" * 100, number=1)
     with pytest.raises(ProtofleetError, match=r"submission has 101 bytes .* holds 100: raise --outbox-mb"):
-        keep(state, b"y" * 101, report=2)
+        keep(state, b"y" * 101, number=2)
     assert state.outbox.items() == (there,)
-    assert state.get("report") == 1
+    assert number_of(state) == 1
     assert keep(DeviceState(tmp_path, outbox_bytes=200), b"y" * 101).size_bytes == 101
 
 
@@ -111,12 +119,12 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     """Wherever it is full: the old item and its facts, or the new one and its."""
     outcomes = set()
     state = DeviceState(tmp_path)
-    before = keep(state, b"old" * 1000, report="old")
+    before = keep(state, b"old" * 1000, number=1)
     size = (tmp_path / "device.sqlite-wal").stat().st_size
     for room in range(0, size + 200_000, 10_000):
         try:
             with full_disk(after_bytes=room):
-                now = keep(state, b"new%d" % room * 3000, report=f"new {room}")
+                now = keep(state, b"new%d" % room * 3000, number=2 + room)
         except StateError:
             outcomes.add("old")
         else:
@@ -124,19 +132,19 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
             outcomes.add("new")
         for each in (state, DeviceState(tmp_path)):
             assert each.outbox.items() == (before,)
-            assert digest_of(payload_of(each, before)) == before.digest
+            assert digest_of(each.outbox.payload(before) or b"") == before.digest
     assert outcomes == {"old", "new"}
 
 
 def test_what_cannot_be_remembered_is_not_kept(tmp_path: Path) -> None:
     """A failure in the middle leaves the old item, and is no reason for the next one to fail."""
     state = DeviceState(tmp_path)
-    there = keep(state, b"old", report=1)
+    there = keep(state, b"old", number=1)
     with pytest.raises(TypeError):
-        keep(state, b"new", report=object())
+        state.outbox.keep("submission", b"new", task=TASK, about="", facts=(Unstorable(object()),))
     assert state.outbox.items() == (there,)
-    newer = keep(state, b"newer", report=2)
-    assert (state.outbox.items(), state.get("report")) == ((newer,), 2)
+    newer = keep(state, b"newer", number=2)
+    assert (state.outbox.items(), number_of(state)) == ((newer,), 2)
 
 
 def test_what_the_disk_has_changed_is_made_once_more(tmp_path: Path) -> None:
@@ -152,42 +160,22 @@ def test_what_the_disk_has_changed_is_made_once_more(tmp_path: Path) -> None:
     assert again.outbox.items() == (whole,)
 
 
-_VERSION_1 = """
-CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-PRAGMA user_version = 1;
-INSERT INTO facts VALUES ('device_id', '"camera"'), ('sequence', '7'), ('fingerprint', '["a", "b"]');
-"""
-
-
-def test_a_state_without_an_outbox_gets_one(tmp_path: Path) -> None:
-    """A device that was upgraded is the same device, and makes its submission once more."""
-    with sqlite3.connect(tmp_path / "device.sqlite") as old:
-        old.executescript(_VERSION_1)
-    with pytest.raises(StateError, match="start edge-client on it once"):
-        DeviceState(tmp_path, read_only=True)
-    state = DeviceState(tmp_path)
-    assert state.outbox.items() == ()
-    assert state.device_id(None) == "camera"
-    assert (state.get("sequence"), state.get("fingerprint")) == (7, None)
-    keep(state, b"made once more")
-    assert len(DeviceState(tmp_path, read_only=True).outbox.items()) == 1
-
-
 _KEEP = """
 import pathlib, sys
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import Epoch, SubmissionSequence
 
 state = DeviceState(pathlib.Path(sys.argv[1]))
-number = state.get("report", 0)
+number = state.get(SubmissionSequence).number
 while True:
     number += 1
     payload = b"%8d" % number * 40_000
     item = state.outbox.keep(
-        "submission", payload, task=b"t" * 32, about=str(number), facts={"report": number}
+        "submission", payload, task=b"t" * 32, about=str(number), facts=(SubmissionSequence(number),)
     )
     print(number, flush=True)
     if number % 3 == 0:
-        state.outbox.receive(item.digest, facts={"received": number})
+        state.outbox.receive(item.digest, facts=(Epoch(number),))
 """
 
 
@@ -205,14 +193,15 @@ def test_a_program_that_is_killed_leaves_one_of_them(tmp_path: Path, seed: int) 
         said = [int(line) for line in process.stdout.read().split()]
         process.wait()
         state = DeviceState(tmp_path)
-        number = state.get("report")
+        number = number_of(state)
         newest = state.outbox.newest_submission()
         assert newest is not None
         assert number in ({said[-1], said[-1] + 1} if said else {number})
         assert newest.about == str(number)
-        assert payload_of(state, newest) == b"%8d" % number * 40_000
+        assert state.outbox.payload(newest) == b"%8d" % number * 40_000
         received = [item.about for item in state.outbox.items() if item.received]
-        assert received == ([str(state.get("received"))] if state.get("received") else [])
+        acknowledged = state.get(Epoch).number
+        assert received == ([str(acknowledged)] if acknowledged else [])
         assert state.outbox.drop_damaged() == 0
 
 

@@ -34,6 +34,7 @@ from edge_client.privacy.policy import (
 from edge_client.service.device import Device
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.submission import private
 from edge_client.submission.builder import submission_of
@@ -150,7 +151,7 @@ class Bench:
         """What the device says of itself."""
         device = Device(self.settings, self.kept)
         device._state = replace(device._state, task=self.task, manifest=self.manifest)
-        device._problem = self.kept.get("problem", "")
+        device._problem = self.kept.get(BuildProblem).text
         return device._info()
 
 
@@ -223,7 +224,7 @@ def test_another_task_does_not_begin_anew(bench: Bench) -> None:
     assert second.privacy is not None
     assert second.privacy.total_epsilon == pytest.approx(closed_form({2.0: 1, 3.0: 1}, 1e-5), rel=1e-3)
     assert second.privacy.epsilon == pytest.approx(closed_form({3.0: 1}, 1e-5), rel=1e-3)
-    assert bench.kept.get("privacy")["releases"] == 2
+    assert bench.kept.get(PrivacySpent).releases == 2
 
 
 @pytest.mark.parametrize(("of_task", "own"), [((ONE + TWO) / 2, None), (50.0, (ONE + TWO) / 2)])
@@ -271,7 +272,7 @@ def test_a_dry_run_pays_nothing(bench: Bench) -> None:
     bench.build()
     assert shown[0].privacy.releases == 1
     assert bench.kept.ledger.releases() == ()
-    assert bench.kept.get("privacy") is None
+    assert bench.kept.get(PrivacySpent) == PrivacySpent()
     assert bench.kept.outbox.items() == ()
 
 
@@ -341,7 +342,7 @@ def test_whatever_fails_nothing_is_uploaded(bench: Bench, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         bring_about(bench, patched)
         assert bench.refused() == reason
-    bench.kept.set(problem=reason)
+    bench.kept.set(BuildProblem(reason))
     assert "secret" not in bench.info().problem
     assert bench.info().problem
 
@@ -546,14 +547,14 @@ def test_what_a_device_says_of_itself_names_no_image(bench: Bench) -> None:
     """The owner sees counts, refused files and why; the aggregator sees none of it."""
     (bench.data / "cat" / "broken.png").write_text("broken")
     bench.upload()
-    report = bench.kept.get("report")
-    assert report["classes"][0]["images"] == 40
-    assert len(report["refused"]) == 1
+    report = bench.kept.get(SubmissionReport)
+    assert report.classes[0].images == 40
+    assert len(report.unusable) == 1
     info = bench.info()
     assert (info.images, info.unusable_images, info.problem) == ({}, 0, "")
-    bench.kept.set(problem="/home/anna/images/secret.png: truncated")
+    bench.kept.set(BuildProblem("/home/anna/images/secret.png: truncated"))
     assert bench.info().problem == CANNOT
-    bench.kept.set(problem=BUDGET)
+    bench.kept.set(BuildProblem(BUDGET))
     assert bench.info().problem == BUDGET
 
 

@@ -15,6 +15,7 @@ from edge_client.config import LocalSettings
 from edge_client.data.extraction import Interrupted
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import StoredLocalModel, SubmissionReport, SubmissionSequence
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import FoundImages, PreparedSubmission, submission_of
 from edge_client.submission.rounds import RoundWork
@@ -85,12 +86,15 @@ class Device:
         payload = submission_of(
             prepared, task=TASK, manifest=manifest, sequence=sequence, number=opened.number
         )
-        return self.work.keep(TASK, opened, payload=payload, local_model=local_model, report={})
+        return self.work.keep(
+            TASK, opened, payload=payload, local_model=local_model, report=SubmissionReport()
+        )
 
     def on_disk(self) -> dict[str, bytes]:
         """Every file but the cache of features, and every fact."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and "sqlite" not in path.name]
-        facts = {name: repr(self.kept.get(name)).encode() for name in ("local_model", "sequence", "report")}
+        kinds = (StoredLocalModel, SubmissionSequence, SubmissionReport)
+        facts = {kind.__name__: repr(self.kept.get(kind)).encode() for kind in kinds}
         facts["outbox"] = repr(self.kept.outbox.items()).encode()
         return {**{str(path.relative_to(self.folder)): path.read_bytes() for path in files}, **facts}
 
@@ -262,7 +266,7 @@ def test_a_round_that_fails_changes_nothing(device: Device, tensors: dict[str, N
         device.take_part(manifest, wrong)
     assert device.on_disk() == before
     _, local_model = device.take_part(manifest, open_round(device.kept.blobs, number=2, epochs=0))
-    standing = unpack(device.kept.blobs.read(bytes.fromhex(device.work.local_model_digest(TASK))))
+    standing = unpack(device.kept.blobs.read(device.work.local_model_digest(TASK)))
     np.testing.assert_array_equal(local_model.state["weight"], standing.state["weight"])
 
 
@@ -272,7 +276,7 @@ def test_what_was_learned_goes_into_the_next_round_of_its_task_alone(device: Dev
     device.upload(manifest, open_round(device.kept.blobs))
     _, local_model = device.take_part(manifest, open_round(device.kept.blobs, number=1))
     assert local_model.state["steps"] == 4 * STEPS_AN_EPOCH
-    assert device.work.local_model_digest(b"u" * 32) == ""
+    assert device.work.local_model_digest(b"u" * 32) == b""
     _, local_model = device.take_part(manifest, open_round(device.kept.blobs, number=1), task=b"u" * 32)
     assert local_model.state["steps"] == 2 * STEPS_AN_EPOCH
 
@@ -282,14 +286,14 @@ def test_what_was_learned_may_get_lost(device: Device, how: str, caplog: pytest.
     """A device whose disk has lost it says so and begins anew, at this round and at every start after it."""
     manifest, opened = make_task(device.kept.blobs), open_round(device.kept.blobs)
     _, local_model = device.take_part(manifest, opened)
-    device.work.keep(TASK, opened, payload=b"payload", local_model=local_model, report={})
-    file = device.kept.blobs.path(bytes.fromhex(device.work.local_model_digest(TASK)))
+    device.work.keep(TASK, opened, payload=b"payload", local_model=local_model, report=SubmissionReport())
+    file = device.kept.blobs.path(device.work.local_model_digest(TASK))
     if how == "gone":
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-1])
-    assert device.work.local_model_digest(TASK) == ""
-    assert "what earlier rounds have taught is lost" in caplog.text
+    assert device.work.local_model_digest(TASK) == b""
+    assert "local model is lost" in caplog.text
     device.take_part(manifest, open_round(device.kept.blobs, number=1))
 
 
@@ -303,23 +307,27 @@ def test_submission_and_what_was_learned_are_kept_together(tmp_path: Path, devic
             device.take_part(manifest, opened, stop_before=5)
         prepared, local_model = device.take_part(manifest, opened)
         payload = submission_of(prepared, task=TASK, manifest=manifest, sequence=number, number=number)
-        before = (device.kept.get("local_model"), device.kept.outbox.items())
+        before = (device.kept.get(StoredLocalModel), device.kept.outbox.items())
         try:
             with full_disk(after_bytes=room):
-                device.work.keep(TASK, opened, payload=payload, local_model=local_model, report={})
+                device.work.keep(
+                    TASK, opened, payload=payload, local_model=local_model, report=SubmissionReport()
+                )
         except StateError:
-            assert (device.kept.get("local_model"), device.kept.outbox.items()) == before
+            assert (device.kept.get(StoredLocalModel), device.kept.outbox.items()) == before
             assert (device.folder / "training.checkpoint").exists()
             assert Device(tmp_path).work.uploaded(TASK, opened, above=0) is None
             outcomes.add("neither")
-            device.work.keep(TASK, opened, payload=payload, local_model=local_model, report={})
+            device.work.keep(
+                TASK, opened, payload=payload, local_model=local_model, report=SubmissionReport()
+            )
         else:
             outcomes.add("both")
         again = Device(tmp_path)
         item = again.work.uploaded(TASK, opened, above=0)
         assert item is not None
         assert again.payload(item) == payload
-        taught = unpack(again.kept.blobs.read(bytes.fromhex(again.work.local_model_digest(TASK))))
+        taught = unpack(again.kept.blobs.read(again.work.local_model_digest(TASK)))
         assert same_bits(taught.state, local_model.state)
         assert not (device.folder / "training.checkpoint").exists()
     assert outcomes == {"both", "neither"}
@@ -334,7 +342,7 @@ def test_a_device_that_came_too_late_fits_the_head_to_its_images(
     images = take_images(counts)
     look_at(device.cache, images)
     digest = device.work.keep_initial_model(manifest, opened.tensors, FoundImages(tuple(images), ()))
-    local_model = unpack(device.kept.blobs.read(bytes.fromhex(digest)))
+    local_model = unpack(device.kept.blobs.read(digest))
     assert local_model.prototypes.shape == (3, PROJECTION)
     assert not local_model.counts.any()
     assert local_model.state["mean"].any() == bool(counts)
