@@ -1,7 +1,6 @@
 """Images to features: once each, whatever their number, whatever is wrong with some."""
 
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from edge_client.data.extraction import Extraction, Interrupted, extract, extrac
 from edge_client.data.images import LabeledImage, decode, find_images
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import StateError
 from protocol.preprocessing import preprocess
 from tests.support.device_factory import CLASSES, choosy, tiny, write_images
 from tests.support.image_files import not_root
@@ -197,38 +195,6 @@ def test_an_image_with_nan_features_is_refused(tmp_path: Path) -> None:
     assert [path.name for path, _ in extraction.refused] == ["white.png"]
     assert "NaN" in extraction.refused[0][1]
     assert extraction.computed == 6
-
-
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """A cache in the place of a folder is a StateError that names it."""
-    (tmp_path / "features.sqlite").mkdir()
-    with pytest.raises(StateError, match=r"features\.sqlite"):
-        FeatureCache(tmp_path / "features.sqlite")
-
-
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """A batch that does not fit is not there at all, and the error says so."""
-    cache = FeatureCache(tmp_path / "features.sqlite")
-    cache.put("b", [("a", np.ones(4, dtype=np.float32))], [])
-    pages = cache._database._db.execute("PRAGMA page_count").fetchone()[0]
-    cache._database._db.execute(f"PRAGMA max_page_count = {pages}")
-    many = [(str(number), np.ones(2000, dtype=np.float32)) for number in range(100)]
-    with pytest.raises(StateError, match="full"):
-        cache.put("b", many, [])
-    cache._database._db.execute("PRAGMA max_page_count = 100000")
-    assert cache.known("b") == {"a"}
-    cache.put("b", many, [])
-    assert len(cache.known("b")) == 101
-
-
-def test_missing_features_are_told(tmp_path: Path) -> None:
-    """Somebody else emptying the cache while it is read is an error, not a wrong prototype."""
-    cache = FeatureCache(tmp_path / "features.sqlite")
-    cache.put("b", [("a", np.ones(4, dtype=np.float32))], [])
-    with sqlite3.connect(tmp_path / "features.sqlite") as other:
-        other.execute("DELETE FROM features")
-    with pytest.raises(StateError, match="changed"):
-        list(cache.chunks(["a"], "b"))
 
 
 def test_the_cut_into_batches_changes_nothing(tmp_path: Path) -> None:

@@ -43,10 +43,12 @@ def test_every_name_a_file_can_have_is_found_again(tmp_path: Path) -> None:
 def test_nothing_is_known_of_another_image_or_backbone(tmp_path: Path) -> None:
     """A feature belongs to one image and one backbone; reading what is not there is an error."""
     cache = FeatureCache(tmp_path / "features.sqlite")
-    cache.put("b", rows(1), [("bad", "broken")])
-    assert cache.lookup("1", "b") is None
+    cache.put("b", rows(3), [("bad", "broken")])
+    assert cache.lookup("3", "b") is None
     assert cache.lookup("0", "c") is None
-    for identity in ("1", "bad"):
+    with sqlite3.connect(tmp_path / "features.sqlite") as other:
+        other.execute("DELETE FROM features WHERE identity = ?", (b"2",))
+    for identity in ("3", "bad", "2"):
         with pytest.raises(StateError, match="start again"):
             list(cache.chunks([identity], "b"))
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -588,13 +587,3 @@ def test_a_head_is_judged_without_images(bench: Bench, *, works: bool) -> None:
     evaluation = decode(payload, Evaluation, max_bytes=len(payload))
     assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
     assert evaluation.problem == ("" if works else HEAD_REFUSED)
-
-
-def test_an_older_state_gets_a_record(tmp_path: Path) -> None:
-    """A device that was there before differential privacy was has released nothing under it."""
-    state = DeviceState(tmp_path / "state")
-    with sqlite3.connect(tmp_path / "state" / "device.sqlite") as database:
-        database.execute("DROP TABLE releases")
-        database.execute("PRAGMA user_version = 2")
-    del state
-    assert DeviceState(tmp_path / "state").ledger.releases() == ()
