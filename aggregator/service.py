@@ -16,7 +16,7 @@ from aggregator.heads.orchestrator import Learning
 from aggregator.heads.releases import Releases
 from aggregator.ingest.authentication import Gate
 from aggregator.ingest.reassembly import Complete
-from aggregator.ingest.receiver import Reception
+from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import Refused, check_evaluation, check_labels, read_message
 from aggregator.messaging.blob_sender import Downlink, read_frames
 from aggregator.messaging.manifest_signer import Herald, identity_of
@@ -93,7 +93,7 @@ class Aggregator:
             settings=file.settings,
         )
         store.facts.put(served)
-        self._reception = Reception(
+        self._receiver = Receiver(
             store,
             max_bytes=int(task.file.max_submission_mb * 1024**2),
             unfinished_s=task.file.unfinished_h * 3600,
@@ -121,7 +121,7 @@ class Aggregator:
         finally:
             self._learning.stop()
             self._wire.stop()
-            self._reception.close()
+            self._receiver.close()
 
     def _next_batch(self) -> list[Event]:
         """What has come, up to what is made durable at once; nothing after a while in which nothing came."""
@@ -145,7 +145,7 @@ class Aggregator:
                         self._handle(event)
         for device, request in self._downlink.burst():
             self._send_blob(device, request)
-        if self._reception.tick():
+        if self._receiver.tick():
             self._learning.retry()
         with self._storing():
             self._releases.tick(self._learning.state.head_version)
@@ -161,9 +161,9 @@ class Aggregator:
                 for message in messages:
                     self._handle(message)
                 self._learning.settle()
-            self._reception.commit()
+            self._receiver.commit()
         except StateError as error:
-            self._reception.stop(error)
+            self._receiver.stop(error)
             self._learning.go_back()
             self._releases.go_back()
             self._receipts.clear()
@@ -184,7 +184,7 @@ class Aggregator:
         try:
             yield
         except StateError as error:
-            self._reception.stop(error)
+            self._receiver.stop(error)
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -360,8 +360,8 @@ class Aggregator:
 
     def _take_frame(self, device: str, frame: Frame) -> None:
         with self._telling(device, frame.digest):
-            self._gate.check(device, frame, may_pin=not self._reception.is_stopped)
-            outcome = self._reception.take(device, frame)
+            self._gate.check(device, frame, may_pin=not self._receiver.is_stopped)
+            outcome = self._receiver.take(device, frame)
             if isinstance(outcome, Complete):
                 outcome = self._take_message(device, outcome)
         if outcome is not None:

@@ -1,6 +1,6 @@
-"""Whether the aggregator takes what devices upload, for who looks from outside: told even when the disk is full.
+"""The intake's status for `aggregator status`, written even when the disk is full.
 
-The file gets its room when the aggregator starts and is overwritten in place, which needs no more of the disk.
+The file gets its room when the aggregator starts, and is overwritten in place, which needs no more.
 """
 
 import contextlib
@@ -16,15 +16,14 @@ _NAME = "intake.json"
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """Intake is stopped: nothing can be stored."""
+    """The intake is stopped: nothing can be stored, since a time in unix seconds, for a reason."""
 
     since_s: float
-    """Unix seconds."""
     reason: str
 
 
-def begin(folder: Path) -> None:
-    """Make room for notices in the state folder, and say that all is well.
+def create(folder: Path) -> None:
+    """Create the file in the state directory, for an intake that works.
 
     Raises:
         StateError: the disk is full, or the folder cannot be written.
@@ -32,8 +31,8 @@ def begin(folder: Path) -> None:
     write_atomically(folder / _NAME, _padded(None))
 
 
-def tell(folder: Path, stopped: Stopped | None) -> None:
-    """Say that intake is stopped, or that it is not.
+def write(folder: Path, stopped: Stopped | None) -> None:
+    """Overwrite the status; None if the intake works.
 
     Raises:
         StateError: the file is gone or cannot be written.
@@ -45,14 +44,14 @@ def tell(folder: Path, stopped: Stopped | None) -> None:
 
 
 def read(folder: Path) -> Stopped | None:
-    """What was said last; None if all is well, or nothing was said."""
+    """Return the status; None if the intake works, or the file is missing or damaged."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode((folder / _NAME).read_bytes(), type=Stopped | None)
     return None
 
 
 def _padded(stopped: Stopped | None) -> bytes:
-    """The same number of bytes, whatever there is to say."""
+    """Return JSON of constant size."""
     if stopped is not None:
         stopped = Stopped(stopped.since_s, stopped.reason[: _BYTES // 8])
     return msgspec.json.encode(stopped).ljust(_BYTES - 1) + b"\n"

@@ -150,6 +150,10 @@ class Assembly:
             self.fresh.append((start, piece))
             self._pieces += 1
 
+    def ranges(self) -> Ranges:
+        """Return the byte ranges that have arrived, wherever they are kept."""
+        return self._coverage.ranges()
+
     def settle(self) -> None:
         """Let go of bytes that are kept elsewhere now."""
         self.fresh = []

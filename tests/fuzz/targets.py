@@ -7,7 +7,7 @@ from tests.fuzz.files import ARRAYS, METADATA
 from tests.fuzz.graphs import GRAPHS
 from tests.fuzz.messages import MESSAGES, SIGNATURES, TOPICS
 from tests.fuzz.target import Target
-from tests.fuzz.transfers import ASSEMBLY, UPLINK
+from tests.fuzz.transfers import ASSEMBLY, REASSEMBLY
 from tests.fuzz.uploaded import HANDED_IN
 
 TARGETS: dict[str, Target] = {
@@ -17,7 +17,7 @@ TARGETS: dict[str, Target] = {
         TOPICS,
         SIGNATURES,
         ASSEMBLY,
-        UPLINK,
+        REASSEMBLY,
         DEVICE,
         AGGREGATOR,
         HANDED_IN,

@@ -10,9 +10,8 @@ from aggregator.ingest.reassembly import (
     STRETCH_BYTES,
     Complete,
     Key,
-    Pieces,
-    Stored,
-    Uplink,
+    Reassembly,
+    Transfer,
 )
 from aggregator.ingest.validation import Refused
 from protocol.errors import TransferError
@@ -83,40 +82,40 @@ def assemble(data: bytes) -> None:
 
 @dataclass
 class _Disk:
-    """What an uplink has said that is to be kept."""
+    """What a reassembly has reported as pending."""
 
     files: dict[Key, dict[int, bytes]] = field(default_factory=dict)
     sizes: dict[Key, int] = field(default_factory=dict)
 
-    def commit(self, uplink: Uplink) -> None:
+    def commit(self, reassembly: Reassembly) -> None:
         """Keep what has changed; every byte comes once."""
-        changes = uplink.changes()
-        for key in changes.ended:
+        for key in reassembly.ended:
             del self.files[key], self.sizes[key]
-        for arrived in changes.arrived:
-            file = self.files.setdefault(arrived.key, {})
-            for offset, piece in arrived.pieces:
+        for transfer in reassembly.pending():
+            file = self.files.setdefault(transfer.key, {})
+            for offset, piece in transfer.assembly.fresh:
                 assert all(
                     offset + len(piece) <= other or other + len(held) <= offset
                     for other, held in file.items()
                 )
                 file[offset] = piece
-            self.sizes[arrived.key] = arrived.size_bytes
-        uplink.settle()
+            self.sizes[transfer.key] = transfer.assembly.size_bytes
+        reassembly.settle()
 
-    def read(self, device: str, digest: bytes) -> Pieces:
-        """The bytes of a transfer."""
-        return list(self.files[device, digest].items())
+    def read(self, key: Key, ranges: Ranges) -> list[tuple[int, bytes]]:
+        """Return a transfer's bytes."""
+        found = sorted(self.files.get(key, {}).items())
+        assert sum(len(piece) for _, piece in found) == sum(stop - start for start, stop in ranges)
+        return found
 
-    def start(self) -> Uplink:
-        """An aggregator that begins with what is there."""
-        stored = [
-            Stored(
-                key, self.sizes[key], 0.0, tuple((start, start + len(data)) for start, data in file.items())
-            )
-            for key, file in self.files.items()
-        ]
-        return Uplink(**QUOTAS, stored=stored, read=self.read)
+    def start(self, taken: set[Key]) -> Reassembly:
+        """Return the reassembly of an aggregator that starts with these files."""
+        transfers = []
+        for key, file in self.files.items():
+            ranges = tuple((start, start + len(data)) for start, data in sorted(file.items()))
+            assembly = Assembly(key[1], self.sizes[key], stored=ranges)
+            transfers.append(Transfer(key, assembly, 0.0, ranges))
+        return Reassembly(**QUOTAS, holds=lambda *key: key in taken, transfers=transfers, read=self.read)
 
 
 QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 30_000}
@@ -125,48 +124,46 @@ QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 30_000}
 def receive(data: bytes) -> None:
     """Whatever devices send, quotas hold, a payload is the announced one, and nothing but `Refused` is raised."""
     disk = _Disk()
-    uplink = disk.start()
     taken: set[Key] = set()
+    reassembly = disk.start(taken)
     for now, (kind, who, size, offset, length) in enumerate(_operations(data, 5)):
         device = f"device-{who % 8}"
         if kind >= 0xF0:
-            uplink = _meanwhile(kind, uplink, disk, now)
+            if kind == 0xFF:
+                reassembly = disk.start(taken)
+            else:
+                _meanwhile(kind, reassembly, disk, now)
             continue
         frame = _frame(size, offset, length, kind)
         with contextlib.suppress(Refused):
-            answer = uplink.take(
-                device, frame, holds=lambda device, digest: (device, digest) in taken, now_s=float(now)
-            )
+            answer = reassembly.take(device, frame, now_s=float(now))
             if isinstance(answer, Complete):
                 assert answer.payload == PAYLOADS[frame.size_bytes]
                 taken.add((device, answer.digest))
             elif isinstance(answer, Receipt):
                 assert len(answer.missing) <= MAX_RANGES
                 assert all(0 <= start < stop <= frame.size_bytes for start, stop in answer.missing)
-        _check_quotas(uplink)
+        _check_quotas(reassembly)
 
 
-def _meanwhile(kind: int, uplink: Uplink, disk: _Disk, now: int) -> Uplink:
-    """What happens beside frames: a batch becomes durable, old ones go, the aggregator starts again."""
-    if kind == 0xFF:
-        return disk.start()
+def _meanwhile(kind: int, reassembly: Reassembly, disk: _Disk, now: int) -> None:
+    """Make a batch durable, or let old transfers expire."""
     if kind >= 0xF8:
-        disk.commit(uplink)
+        disk.commit(reassembly)
     else:
-        uplink.expire(now - 20.0)
-    return uplink
+        reassembly.expire(now - 20.0)
 
 
-def _check_quotas(uplink: Uplink) -> None:
-    held = [transfer.assembly for transfer in uplink._transfers.values()]
+def _check_quotas(reassembly: Reassembly) -> None:
+    held = [transfer.assembly for transfer in reassembly._transfers.values()]
     takes = [
         assembly.held_bytes + (1 + assembly.pieces) * PIECE_BYTES + assembly.stretches * STRETCH_BYTES
         for assembly in held
     ]
-    assert uplink._held_bytes == sum(takes)
+    assert reassembly._held_bytes == sum(takes)
     assert sum(takes) <= QUOTAS["max_held_bytes"] or len(takes) == 1
     assert all(assembly.size_bytes <= QUOTAS["max_bytes"] for assembly in held)
-    owners = [device for device, _ in uplink._transfers]
+    owners = [device for device, _ in reassembly._transfers]
     assert all(owners.count(device) <= QUOTAS["per_device"] for device in owners)
 
 
@@ -182,8 +179,8 @@ ASSEMBLY = Target(
     bytes_per_byte=512,
     share=3,
 )
-UPLINK = Target(
-    "uplink",
+REASSEMBLY = Target(
+    "reassembly",
     receive,
     lambda: (
         bytes(byte for who in range(3) for at in range(0, 150, 30) for byte in (0x7F, who, 150, at, 30)),

@@ -3,11 +3,12 @@
 The power may go off between any two of the device's actions: what it has on its disk is what it goes on with.
 """
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from aggregator.ingest.reassembly import Complete, Uplink
+from aggregator.ingest.reassembly import Complete, Reassembly
 from aggregator.ingest.validation import Refused
 from edge_client.agent import events
 from edge_client.agent.machine import step
@@ -76,7 +77,11 @@ class World:
     taken: list[bytes] = field(default_factory=list)
     done: list[events.Action] = field(default_factory=list)
     packet_bytes: int | None = None
-    uplink: Uplink = field(default_factory=lambda: Uplink(max_bytes=10**7))
+
+    @functools.cached_property
+    def reassembly(self) -> Reassembly:
+        """The aggregator's unfinished transfers."""
+        return Reassembly(max_bytes=10**7, holds=lambda _, digest: digest in self.taken)
 
     def arrives(self) -> bool:
         """Whether the network delivers the next message."""
@@ -148,7 +153,7 @@ class World:
 
     def restart_aggregator(self) -> None:
         """Forget what was on its way."""
-        self.uplink = Uplink(max_bytes=10**7)
+        self.__dict__.pop("reassembly", None)
         self.pending.append(events.AggregatorStarted())
 
     def perform(self, action: events.Action) -> None:
@@ -261,7 +266,7 @@ class World:
         if self.now_s < self.full_until_s:
             return Receipt(digest=frame.digest, status="refused", reason="no_space")
         try:
-            outcome = self.uplink.take("device", frame, holds=lambda _, digest: digest in self.taken)
+            outcome = self.reassembly.take("device", frame)
         except Refused as refused:
             return Receipt(digest=frame.digest, status="refused", reason=refused.reason)
         return self.receive(outcome) if isinstance(outcome, Complete) else outcome

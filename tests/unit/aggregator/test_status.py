@@ -260,10 +260,10 @@ def test_a_state_without_a_task(tmp_path: Path) -> None:
 def test_a_stopped_intake_is_shown(tmp_path: Path) -> None:
     """Since when, and why; nothing is said of one that works."""
     _begun(tmp_path)
-    intake_status.begin(tmp_path)
+    intake_status.create(tmp_path)
     assert report(Store(tmp_path, read_only=True))["intake"] == {"stopped_s": None, "reason": ""}
     assert "intake" not in _shown(report(Store(tmp_path, read_only=True)))
-    intake_status.tell(tmp_path, intake_status.Stopped(100.0, "the disk is [full]"))
+    intake_status.write(tmp_path, intake_status.Stopped(100.0, "the disk is [full]"))
     summary = report(Store(tmp_path, read_only=True))
     assert summary["intake"] == {"stopped_s": 100.0, "reason": "the disk is [full]"}
     assert "intake: stopped since 1970-01-01" in _shown(summary)

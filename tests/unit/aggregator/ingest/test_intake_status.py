@@ -13,19 +13,19 @@ from tests.support.machine import full_disk
 
 def test_it_is_told_on_a_full_disk(tmp_path: Path) -> None:
     """The file never changes its size, whatever the reason is made of."""
-    intake_status.begin(tmp_path)
+    intake_status.create(tmp_path)
     assert intake_status.read(tmp_path) is None
     (file,) = tmp_path.iterdir()
     size_bytes = file.stat().st_size
     stopped = Stopped(12.5, "Kein Platz: \x00\u2026" * 100)
     with full_disk(after_bytes=size_bytes):
-        intake_status.tell(tmp_path, stopped)
+        intake_status.write(tmp_path, stopped)
         told = intake_status.read(tmp_path)
         assert told is not None
         assert told.since_s == 12.5
         assert stopped.reason.startswith(told.reason)
         assert len(told.reason) > 100
-        intake_status.tell(tmp_path, None)
+        intake_status.write(tmp_path, None)
     assert intake_status.read(tmp_path) is None
     assert file.stat().st_size == size_bytes
 
@@ -34,7 +34,7 @@ def test_it_is_told_on_a_full_disk(tmp_path: Path) -> None:
 def test_a_notice_that_cannot_be_read_is_none(tmp_path: Path, contents: bytes) -> None:
     """Also where there is no file at all: before the first start."""
     assert intake_status.read(tmp_path) is None
-    intake_status.begin(tmp_path)
+    intake_status.create(tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_bytes(contents)
     assert intake_status.read(tmp_path) is None
@@ -43,4 +43,4 @@ def test_a_notice_that_cannot_be_read_is_none(tmp_path: Path, contents: bytes) -
 def test_a_file_that_was_deleted_is_a_clear_error(tmp_path: Path) -> None:
     """It is not made again: on a full disk that might leave half a file."""
     with pytest.raises(StateError, match=r"intake\.json: No such file"):
-        intake_status.tell(tmp_path, None)
+        intake_status.write(tmp_path, None)

@@ -1,6 +1,7 @@
 """Transfers from many devices at once: bounded, answered when asked, and each for itself."""
 
 import contextlib
+import functools
 from collections import Counter
 
 import hypothesis
@@ -14,14 +15,13 @@ from aggregator.ingest.reassembly import (
     STRETCH_BYTES,
     Complete,
     Key,
-    Stored,
-    Uplink,
-    _weight,
+    Reassembly,
+    Transfer,
 )
 from aggregator.ingest.validation import Refused
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Receipt
-from protocol.wire.transfer import frames_of
+from protocol.wire.transfer import Assembly, frames_of
 
 PAYLOAD = bytes(range(100))
 DIGEST = digest_of(PAYLOAD)
@@ -29,59 +29,48 @@ FRAMES = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=30))
 """Four: 0, 30, 60 and 90."""
 
 
-def _new(_device: str, _digest: bytes) -> bool:
-    return False
-
-
-def _known(_device: str, _digest: bytes) -> bool:
-    return True
-
-
-def _uplink(*, max_bytes: int = 1000, per_device: int = 2) -> Uplink:
-    return Uplink(max_bytes=max_bytes, per_device=per_device)
+_reassembly = functools.partial(Reassembly, max_bytes=1000, holds=lambda *_: False)
 
 
 class Disk:
-    """What `incoming.sqlite` does, in memory: it takes changes, and is all that outlives an aggregator."""
+    """A chunk store in memory: it takes what is pending, and is all that outlives a reassembly."""
 
     def __init__(self) -> None:
         self.files: dict[Key, dict[int, bytes]] = {}
         self.sizes: dict[Key, int] = {}
 
-    def commit(self, uplink: Uplink) -> None:
+    def commit(self, reassembly: Reassembly) -> None:
         """Store what has changed."""
-        changes = uplink.changes()
-        for key in changes.ended:
+        for key in reassembly.ended:
             del self.files[key], self.sizes[key]
-        for arrived in changes.arrived:
-            file = self.files.setdefault(arrived.key, {})
-            assert not file.keys() & dict(arrived.pieces).keys()
-            file.update(arrived.pieces)
-            self.sizes[arrived.key] = arrived.size_bytes
-        uplink.settle()
+        for transfer in reassembly.pending():
+            file = self.files.setdefault(transfer.key, {})
+            assert not file.keys() & dict(transfer.assembly.fresh).keys()
+            file.update(transfer.assembly.fresh)
+            self.sizes[transfer.key] = transfer.assembly.size_bytes
+        reassembly.settle()
 
-    def read(self, device: str, digest: bytes) -> list[tuple[int, bytes]]:
-        """The bytes of a transfer."""
-        return list(self.files[device, digest].items())
-
-    def start(self) -> Uplink:
-        """An aggregator that begins with what is there."""
-        stored = [
-            Stored(
-                key, self.sizes[key], 0.0, tuple((start, start + len(data)) for start, data in file.items())
-            )
-            for key, file in self.files.items()
-        ]
-        return Uplink(max_bytes=1000, stored=stored, read=self.read)
+    def start(self) -> Reassembly:
+        """Return a reassembly that continues with these files."""
+        transfers = []
+        for key, file in self.files.items():
+            ranges = tuple((start, start + len(data)) for start, data in sorted(file.items()))
+            transfers.append(Transfer(key, Assembly(key[1], self.sizes[key], stored=ranges), 0.0, ranges))
+        return Reassembly(
+            max_bytes=1000,
+            holds=lambda *_: False,
+            transfers=transfers,
+            read=lambda key, _: list(self.files.get(key, {}).items()),
+        )
 
 
 @given(st.permutations(FRAMES), st.data())
 def test_any_order_completes_a_transfer(frames: list[Frame], data: st.DataObject) -> None:
     """Whichever frame closes the last gap brings the payload; the last bytes before are answered with the gaps."""
-    uplink = _uplink()
+    reassembly = _reassembly()
     arrived: list[Frame] = []
     for frame in frames:
-        outcome = uplink.take("a", frame, holds=_new)
+        outcome = reassembly.take("a", frame)
         arrived.append(frame)
         if len(arrived) == len(FRAMES):
             assert outcome == Complete(DIGEST, PAYLOAD)
@@ -95,39 +84,39 @@ def test_any_order_completes_a_transfer(frames: list[Frame], data: st.DataObject
         else:
             assert outcome is None
         if data.draw(st.booleans()) and len(arrived) < len(FRAMES):
-            uplink.take("a", data.draw(st.sampled_from(arrived)), holds=_new)
+            reassembly.take("a", data.draw(st.sampled_from(arrived)))
 
 
 def test_what_was_taken_before_gets_its_receipt_again() -> None:
     """A device that lost a receipt asks with the last bytes, and nothing is kept of it."""
-    uplink = _uplink()
-    assert [uplink.take("a", frame, holds=_known) for frame in FRAMES] == [
+    reassembly = Reassembly(max_bytes=1000, holds=lambda *_: True)
+    assert [reassembly.take("a", frame) for frame in FRAMES] == [
         None,
         None,
         None,
         Receipt(digest=DIGEST, status="received"),
     ]
-    assert uplink._transfers == {}
+    assert reassembly._transfers == {}
 
 
 def test_devices_do_not_mix() -> None:
     """The same payload from two devices is two transfers."""
-    uplink = _uplink()
+    reassembly = _reassembly()
     for frame in FRAMES[:3]:
-        uplink.take("a", frame, holds=_new)
-    outcome = uplink.take("b", FRAMES[3], holds=_new)
+        reassembly.take("a", frame)
+    outcome = reassembly.take("b", FRAMES[3])
     assert isinstance(outcome, Receipt)
     assert outcome.missing == ((0, 90),)
-    assert uplink.take("a", FRAMES[3], holds=_new) == Complete(DIGEST, PAYLOAD)
+    assert reassembly.take("a", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
 
 
 def test_an_oversized_transfer_is_refused_at_its_first_frame() -> None:
     """Nothing of it is kept."""
-    uplink = _uplink(max_bytes=99)
+    reassembly = _reassembly(max_bytes=99)
     with pytest.raises(Refused, match="expected at most 99 bytes, got 100") as caught:
-        uplink.take("a", FRAMES[0], holds=_new)
+        reassembly.take("a", FRAMES[0])
     assert caught.value.reason == "oversized"
-    assert uplink._transfers == {}
+    assert reassembly._transfers == {}
 
 
 @pytest.mark.parametrize(
@@ -141,44 +130,46 @@ def test_an_oversized_transfer_is_refused_at_its_first_frame() -> None:
 )
 def test_a_contradiction_ends_a_transfer(wrong: Frame) -> None:
     """It is refused by its digest, forgotten, and can begin anew."""
-    uplink = _uplink()
-    uplink.take("a", FRAMES[0], holds=_new)
+    reassembly = _reassembly()
+    reassembly.take("a", FRAMES[0])
     with pytest.raises(Refused) as caught:
-        uplink.take("a", wrong, holds=_new)
+        reassembly.take("a", wrong)
     assert caught.value.reason == "digest"
-    assert uplink._transfers == {}
-    outcomes = [uplink.take("a", frame, holds=_new) for frame in FRAMES]
+    assert reassembly._transfers == {}
+    outcomes = [reassembly.take("a", frame) for frame in FRAMES]
     assert outcomes[-1] == Complete(DIGEST, PAYLOAD)
 
 
 def test_other_bytes_than_announced_are_refused() -> None:
     """The whole arrives, but is not what its digest says."""
-    uplink = _uplink()
+    reassembly = _reassembly()
     with pytest.raises(Refused, match="expected sha256") as caught:
-        uplink.take("a", Frame(v=1, digest=DIGEST, size_bytes=3, offset=0, data=b"abc"), holds=_new)
+        reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=3, offset=0, data=b"abc"))
     assert caught.value.reason == "digest"
-    assert uplink._transfers == {}
+    assert reassembly._transfers == {}
 
 
 def test_a_device_has_few_transfers_at_a_time() -> None:
     """A third one pushes out the oldest, so that a device cannot fill the memory; others keep theirs."""
-    uplink = _uplink(per_device=2)
-    uplink.take("b", FRAMES[0], holds=_new)
+    reassembly = _reassembly(per_device=2)
+    reassembly.take("b", FRAMES[0])
     for name in (b"one", b"two", b"three"):
-        uplink.take("a", Frame(v=1, digest=digest_of(name), size_bytes=100, offset=0, data=b"x"), holds=_new)
-    assert list(uplink._transfers) == [("b", DIGEST), ("a", digest_of(b"two")), ("a", digest_of(b"three"))]
+        reassembly.take("a", Frame(v=1, digest=digest_of(name), size_bytes=100, offset=0, data=b"x"))
+    assert list(reassembly._transfers) == [
+        ("b", DIGEST),
+        ("a", digest_of(b"two")),
+        ("a", digest_of(b"three")),
+    ]
 
 
 def test_a_receipt_names_the_first_gaps_only() -> None:
     """However many there are, it stays a valid, small message."""
     size_bytes = 1000
-    uplink = _uplink()
+    reassembly = _reassembly()
     for offset in range(0, size_bytes - 2, 2):
-        uplink.take(
-            "a", Frame(v=1, digest=DIGEST, size_bytes=size_bytes, offset=offset, data=b"x"), holds=_new
-        )
-    receipt = uplink.take(
-        "a", Frame(v=1, digest=DIGEST, size_bytes=size_bytes, offset=size_bytes - 1, data=b"x"), holds=_new
+        reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=size_bytes, offset=offset, data=b"x"))
+    receipt = reassembly.take(
+        "a", Frame(v=1, digest=DIGEST, size_bytes=size_bytes, offset=size_bytes - 1, data=b"x")
     )
     assert isinstance(receipt, Receipt)
     assert receipt.missing == tuple((offset + 1, offset + 2) for offset in range(0, 2 * MAX_RANGES, 2))
@@ -188,7 +179,7 @@ def test_a_receipt_names_the_first_gaps_only() -> None:
 def test_an_empty_payload_is_a_transfer_too() -> None:
     """It is complete at once."""
     (frame,) = frames_of(b"", digest=digest_of(b""))
-    assert _uplink().take("a", frame, holds=_new) == Complete(digest_of(b""), b"")
+    assert _reassembly().take("a", frame) == Complete(digest_of(b""), b"")
 
 
 _frame = st.builds(
@@ -205,64 +196,64 @@ _frame = st.builds(
 @given(st.lists(st.tuples(st.sampled_from("ab"), _frame), max_size=40))
 def test_memory_is_bounded_whatever_comes(frames: list[tuple[str, Frame]]) -> None:
     """No device ever has more unfinished bytes than transfers times the largest transfer."""
-    uplink = Uplink(max_bytes=50, per_device=2)
+    reassembly = _reassembly(max_bytes=50)
     for device, frame in frames:
         with contextlib.suppress(Refused):
-            uplink.take(device, frame, holds=_new)
-        assert all(Counter(device for device, _ in uplink._transfers)[name] <= 2 for name in "ab")
-        assemblies = [transfer.assembly for transfer in uplink._transfers.values()]
+            reassembly.take(device, frame)
+        assert all(Counter(device for device, _ in reassembly._transfers)[name] <= 2 for name in "ab")
+        assemblies = [transfer.assembly for transfer in reassembly._transfers.values()]
         assert all(assembly.held_bytes <= assembly.size_bytes <= 50 for assembly in assemblies)
-        assert uplink._held_bytes == sum(map(_weight, assemblies))
+        assert reassembly._held_bytes == sum(transfer.weight for transfer in reassembly._transfers.values())
 
 
 def test_all_transfers_together_are_bounded() -> None:
     """Many devices that never finish push out the oldest, never the one that is coming in."""
-    uplink = Uplink(max_bytes=100, max_held_bytes=2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50)
+    reassembly = _reassembly(max_bytes=100, max_held_bytes=2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50)
     for number in range(20):
         for frame in FRAMES[:3]:
-            uplink.take(f"device-{number}", frame, holds=_new)
-        held = sum(_weight(transfer.assembly) for transfer in uplink._transfers.values())
-        assert uplink._held_bytes == held <= 2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50
-    assert uplink.take("device-19", FRAMES[3], holds=_new) == Complete(DIGEST, PAYLOAD)
-    outcome = uplink.take("device-0", FRAMES[3], holds=_new)
+            reassembly.take(f"device-{number}", frame)
+        held = sum(transfer.weight for transfer in reassembly._transfers.values())
+        assert reassembly._held_bytes == held <= 2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50
+    assert reassembly.take("device-19", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
+    outcome = reassembly.take("device-0", FRAMES[3])
     assert isinstance(outcome, Receipt)
     assert outcome.missing == ((0, 90),)
 
 
 def test_tiny_transfers_are_not_for_nothing() -> None:
     """Of ever more transfers that have a byte each, only so many are known as fit the quota with what each takes."""
-    uplink = Uplink(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + STRETCH_BYTES + 1))
+    reassembly = _reassembly(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + STRETCH_BYTES + 1))
     for number in range(1000):
         frame = Frame(v=1, digest=digest_of(b"%d" % number), size_bytes=10**6, offset=0, data=b"x")
-        uplink.take(f"device-{number}", frame, holds=_new)
-    assert len(uplink._transfers) == 100
+        reassembly.take(f"device-{number}", frame)
+    assert len(reassembly._transfers) == 100
 
 
 def test_gaps_are_not_for_nothing() -> None:
     """Bytes that lie apart take a block of the disk each, until what is between them comes."""
-    uplink = _uplink()
+    reassembly = _reassembly()
     for offset in (0, 2, 4):
-        uplink.take("a", _part(PAYLOAD, offset, offset + 1), holds=_new)
-    assert uplink._held_bytes == 3 + 4 * PIECE_BYTES + 3 * STRETCH_BYTES
+        reassembly.take("a", _part(PAYLOAD, offset, offset + 1))
+    assert reassembly._held_bytes == 3 + 4 * PIECE_BYTES + 3 * STRETCH_BYTES
     for offset in (1, 3):
-        uplink.take("a", _part(PAYLOAD, offset, offset + 1), holds=_new)
-    assert uplink._held_bytes == 5 + 6 * PIECE_BYTES + STRETCH_BYTES
+        reassembly.take("a", _part(PAYLOAD, offset, offset + 1))
+    assert reassembly._held_bytes == 5 + 6 * PIECE_BYTES + STRETCH_BYTES
 
 
 def test_a_transfer_in_tiny_pieces_is_taken_where_there_is_no_other() -> None:
     """Also where its pieces take more than the quota: what is coming in is never pushed out."""
-    uplink = Uplink(max_bytes=1000, max_held_bytes=1000)
+    reassembly = _reassembly(max_bytes=1000, max_held_bytes=1000)
     frames = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=1))
-    assert [uplink.take("a", frame, holds=_new) for frame in frames][-1] == Complete(DIGEST, PAYLOAD)
-    assert uplink._held_bytes == 0
+    assert [reassembly.take("a", frame) for frame in frames][-1] == Complete(DIGEST, PAYLOAD)
+    assert reassembly._held_bytes == 0
 
 
 def test_the_transfer_that_waits_longest_goes_first() -> None:
     """A third transfer of a device takes the place of the one of which nothing comes any more."""
-    uplink = _uplink(per_device=2)
+    reassembly = _reassembly(per_device=2)
     for name in (b"one", b"two", b"one", b"three"):
-        uplink.take("a", Frame(v=1, digest=digest_of(name), size_bytes=100, offset=0, data=b"x"), holds=_new)
-    assert list(uplink._transfers) == [("a", digest_of(b"one")), ("a", digest_of(b"three"))]
+        reassembly.take("a", Frame(v=1, digest=digest_of(name), size_bytes=100, offset=0, data=b"x"))
+    assert list(reassembly._transfers) == [("a", digest_of(b"one")), ("a", digest_of(b"three"))]
 
 
 @hypothesis.settings(max_examples=200)
@@ -273,18 +264,18 @@ def test_any_frames_commits_and_restarts_complete_a_transfer(payload: bytes, dat
     What the disk has when an aggregator is killed is not asked for again.
     """
     digest, disk = digest_of(payload), Disk()
-    uplink = disk.start()
+    reassembly = disk.start()
     outcome: Complete | Receipt | None = None
     for _ in range(data.draw(st.integers(0, 20))):
         match data.draw(st.sampled_from(["frame", "commit", "kill"])):
             case "commit":
-                disk.commit(uplink)
+                disk.commit(reassembly)
             case "kill":
-                uplink = disk.start()
+                reassembly = disk.start()
             case _:
                 start = data.draw(st.integers(0, len(payload) - 1))
                 stop = data.draw(st.integers(start + 1, len(payload)))
-                outcome = uplink.take("a", _part(payload, start, stop), holds=_new)
+                outcome = reassembly.take("a", _part(payload, start, stop))
                 if isinstance(outcome, Complete):
                     break
     while not isinstance(outcome, Complete):
@@ -293,15 +284,15 @@ def test_any_frames_commits_and_restarts_complete_a_transfer(payload: bytes, dat
             for offset, piece in disk.files.get(("a", digest), {}).items()
             for byte in range(offset, offset + len(piece))
         }
-        outcome = uplink.take("a", _part(payload, len(payload) - 1, len(payload)), holds=_new)
+        outcome = reassembly.take("a", _part(payload, len(payload) - 1, len(payload)))
         if isinstance(outcome, Receipt):
             assert not stored & {byte for start, stop in outcome.missing for byte in range(start, stop)}
             for start, stop in outcome.missing:
-                outcome = uplink.take("a", _part(payload, start, stop), holds=_new)
+                outcome = reassembly.take("a", _part(payload, start, stop))
             if data.draw(st.booleans()):
-                disk.commit(uplink)
+                disk.commit(reassembly)
     assert outcome == Complete(digest, payload)
-    disk.commit(uplink)
+    disk.commit(reassembly)
     assert disk.files == {}
 
 
@@ -313,43 +304,43 @@ def _part(payload: bytes, start: int, stop: int) -> Frame:
 def test_what_is_on_the_disk_is_not_in_memory() -> None:
     """After a commit, only which bytes there are is known."""
     disk = Disk()
-    uplink = disk.start()
+    reassembly = disk.start()
     for frame in FRAMES[:3]:
-        uplink.take("a", frame, holds=_new)
-        disk.commit(uplink)
-        assert uplink.changes().arrived == []
-    assert uplink.take("a", FRAMES[3], holds=_new) == Complete(DIGEST, PAYLOAD)
+        reassembly.take("a", frame)
+        disk.commit(reassembly)
+        assert reassembly.pending() == []
+    assert reassembly.take("a", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
 
 
 def test_a_transfer_that_comes_at_once_never_meets_the_disk() -> None:
     """What is complete before a commit is nothing to commit."""
-    uplink = _uplink()
+    reassembly = _reassembly()
     for frame in FRAMES:
-        uplink.take("a", frame, holds=_new)
-    assert not uplink.changes()
+        reassembly.take("a", frame)
+    assert (reassembly.pending(), reassembly.ended) == ([], [])
 
 
 def test_what_does_not_go_on_expires() -> None:
     """By the time of its last frame; the disk is told."""
     disk = Disk()
-    uplink = disk.start()
-    uplink.take("a", FRAMES[0], holds=_new, now_s=1.0)
-    uplink.take("b", FRAMES[0], holds=_new, now_s=1.0)
-    disk.commit(uplink)
-    uplink.take("a", FRAMES[1], holds=_new, now_s=2.0)
-    assert uplink.expire(before_s=2.0) == [("b", DIGEST)]
-    disk.commit(uplink)
+    reassembly = disk.start()
+    reassembly.take("a", FRAMES[0], now_s=1.0)
+    reassembly.take("b", FRAMES[0], now_s=1.0)
+    disk.commit(reassembly)
+    reassembly.take("a", FRAMES[1], now_s=2.0)
+    assert reassembly.expire(before_s=2.0) == [("b", DIGEST)]
+    disk.commit(reassembly)
     assert list(disk.files) == [("a", DIGEST)]
 
 
 def test_overlaps_that_contradict_each_other_show_in_the_digest() -> None:
     """The first bytes stay; the whole is refused at its end, forgotten, and can begin anew."""
     disk = Disk()
-    uplink = disk.start()
-    uplink.take("a", Frame(v=1, digest=DIGEST, size_bytes=100, offset=0, data=bytes(60)), holds=_new)
-    disk.commit(uplink)
+    reassembly = disk.start()
+    reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=100, offset=0, data=bytes(60)))
+    disk.commit(reassembly)
     with pytest.raises(Refused, match="expected sha256"):
-        uplink.take("a", Frame(v=1, digest=DIGEST, size_bytes=100, offset=30, data=PAYLOAD[30:]), holds=_new)
-    disk.commit(uplink)
+        reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=100, offset=30, data=PAYLOAD[30:]))
+    disk.commit(reassembly)
     assert disk.files == {}
-    assert [uplink.take("a", frame, holds=_new) for frame in FRAMES][-1] == Complete(DIGEST, PAYLOAD)
+    assert [reassembly.take("a", frame) for frame in FRAMES][-1] == Complete(DIGEST, PAYLOAD)
