@@ -60,7 +60,7 @@ class Disk:
             max_bytes=1000,
             holds=lambda *_: False,
             transfers=transfers,
-            read=lambda key, _: list(self.files.get(key, {}).items()),
+            read=lambda key, ranges: list(self.files[key].items()) if ranges else [],
         )
 
 
