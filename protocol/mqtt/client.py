@@ -1,10 +1,11 @@
-"""One connection to a broker, made, used and closed once. The only import of paho.
+"""One connection to a broker, used once. The only import of paho.
 
-paho's callbacks only put something somewhere, and a connection is never made again by itself: `session` does that.
+paho's callbacks only pass values on, and paho never reconnects by itself: `session` does.
 """
 
 import contextlib
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,50 +25,52 @@ KEEPALIVE_S = 30
 Version = MQTTProtocolVersion
 
 VERSIONS = (Version.MQTTv5, Version.MQTTv311)
-"""In the order in which they are tried on a broker that is not known yet."""
+"""In the order in which they are tried."""
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A connection ended, or was refused; `unanswered` if that may be for the version of MQTT."""
+    """A connection ended or was refused."""
 
     connection: object
     reason: str
     unanswered: bool = False
+    """Possibly because of the MQTT version."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A connection is up and subscribed."""
+    """A connection is open and subscribed."""
 
     connection: object
 
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """The broker took one of ours, or says why not."""
+    """The broker answered a publication."""
 
     connection: object
     mid: int
     denial: str = ""
+    """Why the broker refused it; empty if it was accepted."""
 
 
 Signal = Closed | Ready | Acknowledged
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What every connection of a session has in common.
+class ConnectionOptions:
+    """What all connections of a session share.
 
     Args:
-        broker: where to connect.
-        access: how to be let in.
-        tls: made of it; None without encryption.
+        broker: its address.
+        access: TLS settings and credentials.
+        tls: the context for `access`; None without encryption.
         client_id: unique on the broker.
         subscriptions: topic filters, subscribed at QoS 1.
-        will: what the broker says of us when we vanish.
-        window: publications inside paho at any time, unless the broker wants fewer.
-        manual_ack: a message counts as unacknowledged to the broker until `Connection.acknowledge`.
+        will: the will message.
+        window: maximum number of publications in flight, unless the broker accepts fewer.
+        manual_ack: leave messages unacknowledged until `Connection.acknowledge` is called.
     """
 
     broker: BrokerAddress
@@ -81,100 +84,105 @@ class Terms:
 
 
 class _Client(mqtt.Client):
-    """paho's client, which tells of an error that ends its thread: else nobody would hear of it, or of anything more.
+    """paho's client, with a callback for an exception that ends its thread.
 
-    paho raises what it likes over bytes that are no MQTT, a topic that is no UTF-8 among them.
+    paho raises various exceptions on bytes that are not MQTT, such as a topic that is not UTF-8.
     """
 
-    broken: Callable[[Exception], None]
+    on_crash: Callable[[Exception], None]
 
     def _thread_main(self) -> None:
         try:
             super()._thread_main()
         except Exception as error:
-            self.broken(error)
+            self.on_crash(error)
 
 
 class Connection:
-    """A fresh client of paho's.
+    """A connection with its own paho client.
 
     Args:
-        terms: what it has in common with others.
+        options: shared with other connections.
         version: of MQTT.
-        bare: without a will and subscriptions, to see whether the broker speaks this version.
-        signal: called from paho's thread with what happens to it; must only put it somewhere.
-        hear: likewise with what comes in.
+        is_probe: connect without a will and subscriptions, to find out whether the broker speaks this version.
+        signal: called from paho's thread with state changes; must return at once.
+        on_message: called likewise with received messages.
     """
 
     def __init__(
         self,
-        terms: Terms,
+        options: ConnectionOptions,
         version: Version,
         *,
-        bare: bool,
+        is_probe: bool,
         signal: Callable[[Signal], None],
-        hear: Callable[[Received], None],
+        on_message: Callable[[Received], None],
     ) -> None:
         self.version = version
-        self.bare = bare
-        self.window = terms.window
+        self.is_probe = is_probe
+        self.window = options.window
         self.max_packet_bytes: int | None = None
         self.is_answered = False
-        self.carried = 0
-        """Messages that came in, or were acknowledged."""
-        self._terms = terms
+        self.messages = 0
+        """Received, or acknowledged by the broker."""
+        self._options = options
         self._signal = signal
-        self._hear = hear
-        self._said = ""
+        self._report_message = on_message
+        self._tls_error = ""
+        self._ready_s: float | None = None
         self._client = self._make_client()
 
     def open(self, *, timeout_s: float) -> str | None:
-        """Connect, in the background once the network does; returns why it failed."""
-        terms = self._terms
+        """Open the network connection and begin MQTT in the background; returns the reason on failure."""
+        options = self._options
         self._client.connect_timeout = timeout_s
         try:
-            self._client.connect(terms.broker.host, terms.broker.port, keepalive=KEEPALIVE_S)
+            self._client.connect(options.broker.host, options.broker.port, keepalive=KEEPALIVE_S)
         except (OSError, ValueError) as error:
-            return diagnostics.no_connection(error, terms.broker, terms.access)
+            return diagnostics.connect_error(error, options.broker, options.access)
         self._client.loop_start()
         return None
 
+    def connected_s(self) -> float:
+        """Return the seconds since the connection was ready; 0 if it never was."""
+        return 0.0 if self._ready_s is None else time.monotonic() - self._ready_s
+
     def publish(self, outgoing: Outgoing) -> int:
-        """Publish at QoS 1; returns the message id, also if this very publication ends the connection."""
+        """Publish at QoS 1; returns the message id, even if this publication ends the connection."""
         return self._client.publish(outgoing.topic, outgoing.payload, qos=1, retain=outgoing.retain).mid
 
     def acknowledge(self, mid: int) -> None:
-        """Tell the broker that a message is safe; from any thread."""
-        with contextlib.suppress(OSError):  # the connection ends this very moment
+        """Acknowledge a received message; from any thread."""
+        with contextlib.suppress(OSError):  # the connection is ending
             self._client.ack(mid, 1)
 
     def close(self) -> None:
-        """End it; what it has open is closed with its last reference, which our callbacks must not hold."""
+        """Disconnect, and drop the callbacks, whose references would keep the socket open."""
         client = self._client
         client.disconnect()
         client.loop_stop()
         client.on_connect = client.on_disconnect = client.on_message = client.on_publish = None
         client.on_subscribe = client.on_log = None
-        client.broken = _nobody
+        client.on_crash = lambda _: None
 
     def _make_client(self) -> _Client:
-        terms, is_v5 = self._terms, self.version is Version.MQTTv5
+        options, is_v5 = self._options, self.version is Version.MQTTv5
         client = _Client(
             CallbackAPIVersion.VERSION2,
-            client_id=terms.client_id,
+            client_id=options.client_id,
             clean_session=None if is_v5 else True,
             protocol=self.version,
             reconnect_on_failure=False,
-            manual_ack=terms.manual_ack,
+            manual_ack=options.manual_ack,
         )
-        client.max_inflight_messages_set(terms.window)
-        if terms.tls is not None:
-            client.tls_set_context(terms.tls)
-        if terms.access.username is not None:
-            client.username_pw_set(terms.access.username, terms.access.password)
-        if terms.will is not None and not self.bare:
-            client.will_set(terms.will.topic, terms.will.payload, qos=1, retain=terms.will.retain)
-        client.broken = self._on_broken
+        client.max_inflight_messages_set(options.window)
+        if options.tls is not None:
+            client.tls_set_context(options.tls)
+        if options.access.username is not None:
+            client.username_pw_set(options.access.username, options.access.password)
+        if options.will is not None and not self.is_probe:
+            client.will_set(options.will.topic, options.will.payload, qos=1, retain=options.will.retain)
+        client.on_crash = self._on_crash
         client.on_connect = self._on_connect
         client.on_subscribe = self._on_subscribe
         client.on_disconnect = self._on_disconnect
@@ -187,18 +195,22 @@ class Connection:
         self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, properties: Properties | None
     ) -> None:
         self.is_answered = True
-        self._client.on_log = None  # it would be told of every packet from now on, in words
+        self._client.on_log = None  # only TLS errors matter; paho would log every packet
         if code.is_failure:
             wrong_version = code == "Unsupported protocol version"
-            reason = diagnostics.refused(str(code), self._terms.access)
+            reason = diagnostics.refused(str(code), self._options.access)
             self._signal(Closed(self, reason, unanswered=wrong_version))
             return
         self.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
-        self.window = min(self._terms.window, getattr(properties, "ReceiveMaximum", self._terms.window))
-        if self._terms.subscriptions and not self.bare:
-            self._subscribe(self._terms.subscriptions)
+        self.window = min(self._options.window, getattr(properties, "ReceiveMaximum", self._options.window))
+        if self._options.subscriptions and not self.is_probe:
+            self._subscribe(self._options.subscriptions)
         else:
-            self._signal(Ready(self))
+            self._report_ready()
+
+    def _report_ready(self) -> None:
+        self._ready_s = time.monotonic()
+        self._signal(Ready(self))
 
     def _subscribe(self, topics: Sequence[str]) -> None:
         if self.version is Version.MQTTv5:
@@ -207,23 +219,26 @@ class Connection:
             self._client.subscribe([(topic, 1) for topic in topics])
 
     def _on_subscribe(self, _c: mqtt.Client, _d: Any, _m: int, codes: list[ReasonCode], _p: Any) -> None:
-        asked = zip(self._terms.subscriptions, codes, strict=False)
+        asked = zip(self._options.subscriptions, codes, strict=False)
         denied = [topic for topic, code in asked if code.is_failure]
-        reason = f"the broker denies subscribing to {', '.join(denied)}"
-        self._signal(Closed(self, reason) if denied else Ready(self))
+        if denied:
+            topics = ", ".join(denied)
+            self._signal(Closed(self, f"the broker denies subscribing to {topics}: change its access list"))
+        else:
+            self._report_ready()
 
     def _on_disconnect(self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
         reason = f"connection lost: {code}"
         if not self.is_answered:
-            reason = diagnostics.lost_before_answer(self._said, self._terms.access)
+            reason = diagnostics.closed_before_answer(self._tls_error, self._options.access)
         self._signal(Closed(self, reason, unanswered=not self.is_answered))
 
-    def _on_broken(self, error: Exception) -> None:
-        reason = f"connection lost: the broker says what is no MQTT ({type(error).__name__})"
+    def _on_crash(self, error: Exception) -> None:
+        reason = f"connection lost: the broker sends invalid MQTT ({type(error).__name__})"
         self._signal(Closed(self, reason, unanswered=not self.is_answered))
 
     def _on_publish(self, _c: mqtt.Client, _d: Any, mid: int, code: ReasonCode, _p: Any) -> None:
-        self.carried += not code.is_failure
+        self.messages += not code.is_failure
         self._signal(Acknowledged(self, mid, str(code) if code.is_failure else ""))
 
     def _on_message(self, client: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
@@ -231,21 +246,17 @@ class Connection:
             client.ack(message.mid, message.qos)
             return
         if message.qos == 0:
-            # None of ours: and nothing would hold back who says more of it than we can look at.
+            # This project publishes at QoS 1 only, and no acknowledgement slows down a flood at QoS 0.
             return
-        self.carried += 1
-        token = Token(self, message.mid) if self._terms.manual_ack else None
-        self._hear(Received(message.topic, bytes(message.payload), message.retain, token))
+        self.messages += 1
+        token = Token(self, message.mid) if self._options.manual_ack else None
+        self._report_message(Received(message.topic, bytes(message.payload), message.retain, token))
 
     def _is_subscribed(self, topic: str) -> bool:
-        """Whether a message is for us: amqtt hands whoever connects all that is retained for anybody."""
-        return any(mqtt.topic_matches_sub(wanted, topic) for wanted in self._terms.subscriptions)
+        # amqtt delivers retained messages of all topics to every client.
+        return any(mqtt.topic_matches_sub(wanted, topic) for wanted in self._options.subscriptions)
 
     def _on_log(self, _c: mqtt.Client, _d: Any, level: int, text: str) -> None:
-        """Keep what OpenSSL says: paho tells it to nobody else."""
+        # paho reports OpenSSL's errors only here.
         if level == LogLevel.MQTT_LOG_ERR and "SSL" in text:
-            self._said = text
-
-
-def _nobody(_: Exception) -> None:
-    """Who hears of what happens to a connection that was closed."""
+            self._tls_error = text

@@ -1,11 +1,11 @@
-"""What goes over a session, and what is heard of it: values, and nothing that does anything."""
+"""Publications, and the events that a session reports: values without behavior."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """One publication."""
+    """A publication."""
 
     topic: str
     payload: bytes
@@ -14,29 +14,26 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Connected:
-    """The broker accepted us and every subscription.
-
-    `max_packet_bytes` is the largest packet that it takes; None where it does not say, and takes all we know of.
-    """
+    """The broker accepted the connection and every subscription."""
 
     max_packet_bytes: int | None = None
+    """The largest packet that it accepts; None if it does not say."""
 
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The connection is gone, or could not be made; the next try comes after `retry_s` seconds.
-
-    `repeated` is set where the try before has ended for the same reason: a person knows it by now.
-    """
+    """The connection ended or could not be made."""
 
     reason: str
     retry_s: float
+    """Seconds until the next attempt."""
     repeated: bool = False
+    """The previous attempt failed for the same reason."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """Which message of which connection is acknowledged."""
+    """Identifies a received message to `Session.acknowledge`."""
 
     connection: object
     mid: int
@@ -44,32 +41,28 @@ class Token:
 
 @dataclass(frozen=True)
 class Received:
-    """A message came in. `token` is for `Session.acknowledge`.
-
-    `retained` if the broker has kept it since somebody said it; else it is said at this moment.
-    """
+    """A message arrived."""
 
     topic: str
     payload: bytes
     retained: bool = field(default=False, compare=False)
+    """The broker had stored it before the subscription; otherwise it was published just now."""
     token: Token | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Unsendable:
-    """The broker will not take a publication, now or later, and why; what was sent after it goes on.
-
-    `repeated` is set where the same was said of the topic before.
-    """
+    """The broker refuses a publication; later ones are sent all the same."""
 
     topic: str
     reason: str
     repeated: bool = False
+    """The same was reported for the topic before."""
 
 
 @dataclass(frozen=True)
 class Drained:
-    """Everything that was sent so far has reached the broker, or was called `Unsendable`."""
+    """Every publication so far was acknowledged by the broker or reported as `Unsendable`."""
 
 
 Event = Connected | Disconnected | Received | Unsendable | Drained

@@ -1,4 +1,4 @@
-"""Where a broker is, and what lets us in: whose certificate we believe, which is ours, or a password."""
+"""A broker's address, and how to connect: trusted authorities, client certificate, password."""
 
 import ipaddress
 import ssl
@@ -14,7 +14,7 @@ TLS_PORT = 8883
 
 @dataclass(frozen=True)
 class BrokerAddress:
-    """Where the broker listens."""
+    """A broker's host name or IP address, and port."""
 
     host: str
     port: int = PORT
@@ -23,8 +23,8 @@ class BrokerAddress:
         return f"{self.host}:{self.port}"
 
     @property
-    def is_here(self) -> bool:
-        """Whether it is on this machine, so that what goes there crosses no network."""
+    def is_local(self) -> bool:
+        """Whether the broker runs on this machine, so that connections to it cross no network."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -33,14 +33,14 @@ class BrokerAddress:
 
 @dataclass(frozen=True)
 class BrokerAccess:
-    """How to be let in.
+    """TLS settings and credentials for a broker.
 
     Args:
-        tls: encrypt, and believe the broker only if its certificate is right for its host name.
-        ca: certificates (PEM) of the authorities to believe; None for those that the system knows.
-        certificate: ours (PEM), for brokers that want one.
+        tls: encrypt, and verify the broker's certificate and host name.
+        ca: certificates (PEM) of the trusted authorities; None for the system's.
+        certificate: the client certificate (PEM), if the broker requires one.
         key: its private key (PEM, without a password).
-        username: for brokers that want a password.
+        username: if the broker requires a password.
         password: likewise.
     """
 
@@ -52,18 +52,18 @@ class BrokerAccess:
     password: str | None = field(default=None, repr=False)
 
 
-ENDS_SOON = timedelta(days=30)
-"""So long before its end, a certificate is worth a line."""
+EXPIRY_WARNING = timedelta(days=30)
+"""How long before its end a certificate causes a warning."""
 
 NO_AUTHENTICATION = BrokerAccess()
-"""For a broker that lets everybody in."""
+"""For a broker that admits every client."""
 
 
 def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
-    """`HOST`, `HOST:PORT` or `[IPv6]:PORT` as a broker's address; without a port it is MQTT's own, over TLS or not.
+    """Parse `HOST`, `HOST:PORT` or `[IPv6]:PORT`; the default port is MQTT's, with or without TLS.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text is none of these.
     """
     host, colon, port = text.strip().rpartition(":")
     if not colon or (text.count(":") > 1 and not text.startswith("[")):
@@ -84,15 +84,15 @@ def _is_ipv6(text: str) -> bool:
 
 
 def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
-    """What encrypts our connections, with every file read; None if nothing does.
+    """Return the TLS context for connections, with all files loaded; None without TLS.
 
     Raises:
-        ConfigError: a file cannot be read, is not what it should be, or the key is not the certificate's.
+        ConfigError: a file cannot be read or is not PEM, or the key does not match the certificate.
     """
     if not access.tls:
         return None
     try:
-        # Verifies the broker's certificate and its host name; nothing here can switch that off.
+        # This verifies the broker's certificate and host name; no setting disables it.
         context = ssl.create_default_context(cafile=access.ca)
     except OSError as error:
         raise _unreadable(error, f"the authority's certificate {access.ca}") from error
@@ -101,13 +101,13 @@ def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
     if access.certificate is not None and access.key is not None:
         _check_readable(access.certificate, access.key)
         try:
-            # The password of a key that has one would be asked for on a terminal that a service does not have.
+            # Without a password given here, OpenSSL would prompt for it on a terminal.
             context.load_cert_chain(access.certificate, access.key, password="")
         except OSError as error:
             if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
                 raise ConfigError(
-                    f"the key {access.key} is not that of the certificate {access.certificate}: "
-                    "give both of one enrollment"
+                    f"the key {access.key} does not match the certificate {access.certificate}: "
+                    "give both from one enrollment"
                 ) from error
             raise _unreadable(
                 error, f"the certificate {access.certificate} with the key {access.key}"
@@ -116,7 +116,6 @@ def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
 
 
 def _check_readable(*files: Path) -> None:
-    """Name the one of two files that is missing, which OpenSSL does not."""
     for file in files:
         try:
             file.open("rb").close()
@@ -131,36 +130,38 @@ def _unreadable(error: OSError, what: str) -> ConfigError:
 
 
 def warnings(access: BrokerAccess, broker: BrokerAddress) -> list[str]:
-    """What somebody should know before a connection is made: secrets that others can read, and what ends soon."""
-    said = []
-    if access.password is not None and not access.tls and not broker.is_here:
-        said.append(
-            f"the password goes to {broker} without encryption: give --ca FILE or --tls, or others can read it"
+    """Return warnings to log before connecting: secrets that others can read, and a certificate that expires soon."""
+    found = []
+    if access.password is not None and not access.tls and not broker.is_local:
+        found.append(
+            f"the password is sent to {broker} without encryption, and others can read it: give --ca FILE or --tls"
         )
     if access.key is not None and (warning := readable_by_others(access.key)):
-        said.append(warning)
-    if access.certificate is not None and (ending := ends_soon(access.certificate, datetime.now(UTC))):
-        said.append(ending)
-    return said
+        found.append(warning)
+    if access.certificate is not None and (warning := expiry_warning(access.certificate, datetime.now(UTC))):
+        found.append(warning)
+    return found
 
 
-def ends_soon(certificate: Path, now: datetime) -> str:
-    """A line if a certificate (PEM) counts for no more than 30 days; else nothing, as for what is none."""
+def expiry_warning(certificate: Path, now: datetime) -> str:
+    """Return a warning if a certificate (PEM) expires within 30 days; empty otherwise, or if it cannot be read."""
     from cryptography import x509
 
     try:
         end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
     except (OSError, ValueError):
-        return ""  # told where it is used
-    if end - now > ENDS_SOON:
+        return ""  # an error where it is used
+    if end - now > EXPIRY_WARNING:
         return ""
-    return f"the certificate {certificate} counts until {end:%Y-%m-%d}: make another with `aggregator enroll --renew`"
+    return (
+        f"the certificate {certificate} expires on {end:%Y-%m-%d}: renew it with `aggregator enroll --renew`"
+    )
 
 
 def readable_by_others(secret: Path) -> str:
-    """A line if everybody on this machine can read a file that should be a secret; else nothing."""
+    """Return a warning if every user of this machine can read a secret file; empty otherwise."""
     try:
         is_readable = bool(secret.stat().st_mode & 0o004)
     except OSError:
         return ""
-    return f"everybody on this machine can read {secret}: chmod 600 {secret}" if is_readable else ""
+    return f"every user of this machine can read {secret}: chmod 600 {secret}" if is_readable else ""

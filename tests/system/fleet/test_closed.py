@@ -10,7 +10,7 @@ import pytest
 
 from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
-from protocol.mqtt import session
+from protocol.mqtt import backoff
 from protocol.mqtt.session import (
     BrokerAddress,
     Connected,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto i
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session try again within half a second, however often it has failed."""
-    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_strangers_stay_outside(closed: Closed, tmp_path: Path, address: BrokerA
     closed.hand_over()
     with closed.serving():
         assert refusal(closed.broker, BrokerAccess())
-        assert "wants a certificate" in refusal(
+        assert "requires a certificate" in refusal(
             closed.broker, replace(closed.access("shed-1"), certificate=None)
         )
         assert "refuse" in refusal(closed.broker, stranger)
@@ -250,7 +250,7 @@ def test_passwords_in_the_place_of_certificates(closed: Closed, tmp_path: Path) 
         aggregator = replace(right, username="aggregator@orchard", password="all")
         assert denied(closed, aggregator, [own["task"], own["d/ack"]]) == set()
         said = refusal(closed.broker, replace(right, password="all"))
-        assert said == "refused by the broker: Not authorized; look at --username and the password"
+        assert said == "refused by the broker: Not authorized: check --username and the password"
         assert "it wants --username" in refusal(closed.broker, replace(right, username=None, password=None))
 
 

@@ -44,7 +44,7 @@ def test_a_submission_that_is_denied_is_uploaded_once_it_is_allowed(fleet: Fleet
     with mosquitto(fleet.broker, tmp_path, options=options):
         fleet.aggregator(write_task(tmp_path, quorum=1))
         device = fleet.device("denied", write_digits(tmp_path / "data", classes=[0, 1]), "--once")
-        line = "the broker will not take what this device uploads: Not authorized; look at the broker's access list"
+        line = "the broker will not take what this device uploads: Not authorized: change the broker's access list"
         assert _until(tmp_path / "denied.log", line) == 1
         acl.write_text("topic readwrite pf/#\n", encoding="utf-8")
         os.kill(int(pid_file.read_text()), signal.SIGHUP)

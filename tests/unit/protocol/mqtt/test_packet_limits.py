@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
-from protocol.mqtt.packet_limits import SMALLEST_GUESS_BYTES, Experience, packet_bytes
+from protocol.mqtt.packet_limits import MIN_LIMIT_BYTES, InferredLimit, packet_bytes
 
 SIZES = st.integers(1, 10**6)
 
@@ -29,34 +29,33 @@ def test_a_packet_has_the_size_that_it_has_on_the_wire(payload_bytes: int) -> No
 
 def test_two_ends_in_a_row_over_something_large_make_a_limit() -> None:
     """Half of what was in flight; the next two halve it again, and it is never less than 4 KiB."""
-    experience = Experience()
+    limit = InferredLimit()
     limits = []
     for size in (60000, 60000, 30000, 30000, 5000, 5000, 4096, 4096):
-        experience = experience.ended([100, size, 200])
-        limits.append(experience.limit_bytes)
-    assert limits == [None, 30000, 30000, 15000, 15000, SMALLEST_GUESS_BYTES] + 2 * [SMALLEST_GUESS_BYTES]
+        limit = limit.disconnected([100, size, 200])
+        limits.append(limit.limit_bytes)
+    assert limits == [None, 30000, 30000, 15000, 15000, MIN_LIMIT_BYTES] + 2 * [MIN_LIMIT_BYTES]
 
 
 def test_an_end_with_nothing_large_in_flight_breaks_the_row() -> None:
     """What ends connections is then something else."""
-    experience = Experience()
+    limit = InferredLimit()
     for in_flight in ([60000], [], [60000], []):
-        experience = experience.ended(in_flight)
-    assert experience.limit_bytes is None
+        limit = limit.disconnected(in_flight)
+    assert limit.limit_bytes is None
 
 
 @given(st.lists(st.one_of(SIZES, st.lists(SIZES, max_size=3)), max_size=30))
 def test_what_was_acknowledged_once_is_always_taken(happenings: list[int | list[int]]) -> None:
     """No limit comes from a size that the broker has taken before, and none goes below what it takes."""
-    experience = Experience()
+    limit = InferredLimit()
     for happening in happenings:
-        before = experience.limit_bytes
+        before = limit.limit_bytes
         if isinstance(happening, int):
-            experience = experience.acknowledged(happening)
-            assert experience.limit_bytes == before
+            limit = limit.acknowledged(happening)
+            assert limit.limit_bytes == before
             continue
-        experience = experience.ended(happening)
-        limit = experience.limit_bytes
-        if limit != before:
-            assert limit is not None
-            assert max(experience.acknowledged_bytes, SMALLEST_GUESS_BYTES) <= limit < max(happening)
+        limit = limit.disconnected(happening)
+        if limit.limit_bytes != before:
+            assert limit.limit_bytes is not None
+            assert max(limit.acknowledged_bytes, MIN_LIMIT_BYTES) <= limit.limit_bytes < max(happening)

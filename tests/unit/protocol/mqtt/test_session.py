@@ -2,32 +2,21 @@
 
 import gc
 import os
-import queue
-import random
 import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from protocol.errors import ConfigError
-from protocol.mqtt import session
+from protocol.mqtt import backoff, session
 from protocol.mqtt.session import (
-    LONGEST_PAUSE_S,
     BrokerAddress,
     Connected,
     Disconnected,
     Drained,
-    Event,
     Outgoing,
     Received,
-    Session,
-    failures_after,
-    parse_broker,
-    pause_s,
 )
 from tests.conftest import Serve
 from tests.support.brokers import mosquitto, mosquitto_program
@@ -37,7 +26,7 @@ from tests.support.sessions import PATIENCE_S, listening, running
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session try again within half a second, however often it has failed."""
-    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
 
 
 def test_a_message_goes_from_one_session_to_another(broker: BrokerAddress) -> None:
@@ -114,7 +103,7 @@ def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address:
                 says.send(Outgoing("t", b"to myself"))
                 assert ear.wait(Received).payload == b"to myself"
             lost = ear.wait(Disconnected)
-            assert 0 < lost.retry_s <= LONGEST_PAUSE_S
+            assert 0 < lost.retry_s <= backoff.MAX_RETRY_DELAY_S
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -303,94 +292,3 @@ def test_a_broker_that_denies_a_subscription() -> None:
         assert "denies subscribing to secret" in ear.wait(Disconnected).reason
         ear.wait(Disconnected)
         assert Connected not in map(type, ear.rest())
-
-
-@given(failures=st.integers(0, 10**9), seed=st.integers())
-def test_pauses_are_bounded_and_jittered(failures: int, seed: int) -> None:
-    """However long the broker is away, the pause is between 0.2 s and a minute, and not everybody's same."""
-    rng = random.Random(seed)
-    pauses = {pause_s(failures, rng.uniform) for _ in range(5)}
-    assert all(0.2 <= pause <= LONGEST_PAUSE_S for pause in pauses)
-    assert len(pauses) > 1
-
-
-def test_pauses_grow() -> None:
-    """The longest possible pause doubles until it is a minute."""
-    longest = [pause_s(failures, lambda _, high: high) for failures in range(1, 9)]
-    assert longest == [2, 4, 8, 16, 32, 60, 60, 60]
-
-
-def test_only_a_connection_that_was_of_use_begins_a_new_count() -> None:
-    """A broker that ends every connection soon is called less and less often; one that works, at once again."""
-    assert failures_after(0, lived_s=0.1, paused_s=0, carried=0) == 1
-    assert failures_after(4, lived_s=0, paused_s=7, carried=0) == 5
-    assert failures_after(4, lived_s=6.9, paused_s=7, carried=8) == 5
-    assert failures_after(4, lived_s=7.1, paused_s=7, carried=0) == 1
-    assert failures_after(4, lived_s=0.1, paused_s=7, carried=50) == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("broker.local", BrokerAddress("broker.local", 1883)),
-        ("broker.local:8883", BrokerAddress("broker.local", 8883)),
-        (" 10.0.0.1:1 ", BrokerAddress("10.0.0.1", 1)),
-        ("[::1]:1884", BrokerAddress("::1", 1884)),
-        ("::1", BrokerAddress("::1", 1883)),
-    ],
-)
-def test_broker_addresses(text: str, expected: BrokerAddress) -> None:
-    """Host, host and port, and IPv6 are understood."""
-    assert parse_broker(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        ":1883",
-        "host:",
-        "host:x",
-        "host:0",
-        "host:65536",
-        "host:-1",
-        "mqtt://host",
-        "host:²",
-        "host:1883:1",
-        "[host]:1:2",
-        "a:b",
-    ],
-)
-def test_what_is_no_broker_address(text: str) -> None:
-    """Anything else is refused, with an example."""
-    with pytest.raises(ConfigError, match="expected the broker as HOST or HOST:PORT"):
-        parse_broker(text)
-
-
-def test_a_broker_waits_for_what_is_not_acknowledged(address: BrokerAddress, tmp_path: Path) -> None:
-    """So memory is bounded by what is acknowledged, however much is sent; the rest comes then."""
-    if mosquitto_program() is None:
-        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
-    heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    sent: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    window = 7
-    options = f"allow_anonymous true\nmax_queued_messages 0\nmax_inflight_messages {window}"
-    slow = Session(address, client_id="slow", subscriptions=["a"], on_event=heard.put, manual_ack=True)
-    fast = Session(address, client_id="fast", subscriptions=[], on_event=sent.put)
-    with mosquitto(address, tmp_path, options=options):
-        slow.start()
-        assert isinstance(heard.get(timeout=120), Connected)
-        fast.start()
-        for number in range(2 * window):
-            fast.send(Outgoing("a", str(number).encode()))
-        while not isinstance(sent.get(timeout=120), Drained):
-            pass
-        first = [heard.get(timeout=120) for _ in range(window)]
-        with pytest.raises(queue.Empty):
-            heard.get(timeout=0.5)
-        for event in first:
-            assert isinstance(event, Received)
-            slow.acknowledge(event)
-        assert len([heard.get(timeout=120) for _ in range(window)]) == window
-        for session in (slow, fast):
-            session.stop()

@@ -13,7 +13,7 @@ import paho.mqtt.client as paho
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
-from protocol.mqtt import session
+from protocol.mqtt import backoff, session
 from protocol.mqtt.packet_limits import packet_bytes
 from protocol.mqtt.session import (
     BrokerAddress,
@@ -56,7 +56,7 @@ def only_311(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session try again within half a second, however often it has failed."""
-    monkeypatch.setattr(session, "LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
 
 
 def _speaking(known: int, heard: list[int], *, refusal: bytes) -> Callable[[socket.socket], None]:
@@ -148,7 +148,7 @@ def test_what_is_larger_than_the_broker_takes_is_named_and_the_rest_goes_on(
             says.send(Outgoing("t", bytes(size)))
         refused = [ear.wait(Unsendable) for _ in range(2)]
         assert [event.repeated for event in refused] == [False, True]
-        assert "it has 20001 bytes, and the broker takes 20000" in refused[0].reason
+        assert "it has 20001 bytes, the broker accepts 20000" in refused[0].reason
         assert refused[0].topic == "t"
         ear.wait(Drained)
         got = [hears.wait(Received).payload for _ in range(3)]
@@ -170,10 +170,13 @@ def test_a_limit_that_nobody_says_is_learned(
         limit = ear.wait(Connected).max_packet_bytes
         assert limit == 30010 // 2
         says.send(Outgoing("t", bytes(30000)))
-        assert f"the broker takes {limit}" in ear.wait(Unsendable).reason
+        assert f"the broker accepts {limit}" in ear.wait(Unsendable).reason
         says.send(Outgoing("t", bytes(limit - 100)))
         assert len(ear.wait(Received).payload) == limit - 100
-    assert len([record for record in caplog.records if f"at most {limit} bytes" in record.getMessage()]) == 1
+    assert (
+        len([record for record in caplog.records if f"packet limit set bytes={limit}" in record.getMessage()])
+        == 1
+    )
 
 
 def test_a_broker_that_wants_fewer_in_flight_gets_fewer() -> None:
@@ -274,12 +277,12 @@ def test_a_broker_that_hangs_up_at_every_publication_is_called_less_and_less(
     """Being connected for a moment does not count as success: the pauses grow all the same."""
     counts: list[int] = []
 
-    def pause_s(failures: int, _: Callable[[float, float], float]) -> float:
+    def retry_delay_s(failures: int, _: Callable[[float, float], float]) -> float:
         counts.append(failures)
         return 3600.0
 
-    monkeypatch.setattr(session, "pause_s", pause_s)
-    monkeypatch.setattr(session.Session, "_idle", lambda *_: False)
+    monkeypatch.setattr(session, "retry_delay_s", retry_delay_s)
+    monkeypatch.setattr(session.Session, "_stopped_within", lambda *_: False)
 
     def answer(peer: socket.socket) -> None:
         peer.recv(1024)

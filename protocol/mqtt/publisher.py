@@ -1,0 +1,134 @@
+"""The publications of a session: queued in order, at most a window of them in flight, denied ones retried."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from protocol.log import event
+from protocol.mqtt import backoff
+from protocol.mqtt.client import Connection, Version
+from protocol.mqtt.events import Drained, Event, Outgoing, Unsendable
+from protocol.mqtt.packet_limits import InferredLimit, packet_bytes
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """Sends publications over one connection after another.
+
+    Args:
+        report: called with `Unsendable` and `Drained`.
+    """
+
+    def __init__(self, report: Callable[[Event], None]) -> None:
+        self._report = report
+        self._inferred = InferredLimit()
+        self._reported: set[tuple[str, str]] = set()
+        """Topic and cause of each `Unsendable`."""
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop everything: a publication is not sent over a later connection than it was meant for."""
+        self._connection: Connection | None = None
+        self._limit_bytes: int | None = None
+        self._queue: deque[Outgoing] = deque()
+        self._in_flight: dict[int, tuple[Outgoing, int]] = {}
+        """Publication and packet size by message id."""
+        self._denied: dict[str, Outgoing] = {}
+        """Retained publications that the broker denied, by topic."""
+        self._is_drained = True
+        self.retry_at_s: float | None = None
+        """When `retry_denied` is due, by `time.monotonic`."""
+
+    def begin(self, connection: Connection) -> int | None:
+        """Use a connection that is ready; returns its packet limit in bytes, None if it is not known."""
+        self._connection = connection
+        is_v5 = connection.version is Version.MQTTv5
+        self._limit_bytes = connection.max_packet_bytes if is_v5 else self._inferred.limit_bytes
+        return self._limit_bytes
+
+    def end(self) -> None:
+        """Drop everything after a connection has ended; in MQTT 3.1.1, infer whether a packet was too large.
+
+        Does nothing if the connection was never ready: the queue then waits for the other version of MQTT.
+        """
+        if self._connection is None:
+            return
+        if self._connection.version is not Version.MQTTv5:
+            known = self._inferred.limit_bytes
+            self._inferred = self._inferred.disconnected(size for _, size in self._in_flight.values())
+            if (limit := self._inferred.limit_bytes) != known:
+                event(
+                    log, logging.WARNING, "broker disconnects on large packets: packet limit set", bytes=limit
+                )
+        self.discard()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a connection is ready and has not ended."""
+        return self._connection is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued or in flight."""
+        return not self._queue and not self._in_flight
+
+    def add(self, publications: Iterable[Outgoing]) -> None:
+        """Queue publications; each replaces a denied one on its topic."""
+        for outgoing in publications:
+            self._denied.pop(outgoing.topic, None)
+            self._queue.append(outgoing)
+        self.send_queued()
+
+    def send_queued(self) -> None:
+        """Send as many publications as the window admits, and report `Drained` after the last acknowledgement."""
+        connection = self._connection
+        if connection is None:
+            return
+        self._is_drained = self._is_drained and not self._queue
+        while self._queue and len(self._in_flight) < connection.window:
+            outgoing = self._queue[0]
+            size_bytes = packet_bytes(outgoing.topic, len(outgoing.payload))
+            limit = self._limit_bytes
+            if limit is not None and size_bytes > limit:
+                reason = f"it has {size_bytes} bytes, the broker accepts {limit}: raise its max_packet_size"
+                self._report_unsendable(outgoing.topic, "size", reason)
+            else:
+                self._in_flight[connection.publish(outgoing)] = (outgoing, size_bytes)
+            self._queue.popleft()
+        if not self._is_drained and self.is_idle:
+            self._is_drained = True
+            self._report(Drained())
+
+    def acknowledge(self, mid: int, denial: str) -> None:
+        """Record the broker's answer to a publication; `denial` is empty if it was accepted."""
+        outgoing, size_bytes = self._in_flight.pop(mid)
+        if not denial:
+            self._inferred = self._inferred.acknowledged(size_bytes)
+        else:
+            way_out = ": change the broker's access list" if denial == "Not authorized" else ""
+            self._report_unsendable(outgoing.topic, denial, denial + way_out)
+            self._retry_later(outgoing)
+        self.send_queued()
+
+    def _retry_later(self, outgoing: Outgoing) -> None:
+        """Keep a denied publication that is to be retained, unless a newer one of its topic is on its way."""
+        pending = {other.topic for other in self._queue} | {
+            other.topic for other, _ in self._in_flight.values()
+        }
+        if outgoing.retain and outgoing.topic not in pending:
+            self._denied[outgoing.topic] = outgoing
+            self.retry_at_s = self.retry_at_s or time.monotonic() + backoff.MAX_RETRY_DELAY_S
+
+    def retry_denied(self) -> None:
+        """Queue what was denied again: the broker's access list may have been changed meanwhile."""
+        self._queue.extend(self._denied.values())
+        self._denied.clear()
+        self.retry_at_s = None
+        self.send_queued()
+
+    def _report_unsendable(self, topic: str, cause: str, reason: str) -> None:
+        repeated = (topic, cause) in self._reported
+        self._reported.add((topic, cause))
+        self._report(Unsendable(topic, reason, repeated))
