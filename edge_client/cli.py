@@ -29,7 +29,7 @@ from protocol.wire.topics import is_name
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from edge_client.runtime.backbone import Provider
+    from edge_client.runtime.session import Provider
     from edge_client.storage.device_state import DeviceState
     from edge_client.submission.builder import PreparedSubmission
 
@@ -177,7 +177,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
 ) -> int:  # fmt: skip
     from edge_client.agent.state import Mode
     from edge_client.config import LocalSettings, Settings, enrolled_name, merged_access
-    from edge_client.runtime.backbone import require_runtime
+    from edge_client.runtime.session import require_runtime
     from edge_client.service.device import Device
     from edge_client.storage.facts import CurrentTask
     from edge_client.submission.builder import check_data
@@ -249,7 +249,8 @@ def predict_command(
     """Say what is in IMAGES with the head this device has, offline."""
     from edge_client.inference.head_loader import open_installed
     from edge_client.inference.predictor import predict
-    from edge_client.runtime.backbone import open_backbone, require_runtime
+    from edge_client.runtime.backbone import open_backbone
+    from edge_client.runtime.session import require_runtime
     from edge_client.storage.facts import Heads
 
     require_runtime()
@@ -261,7 +262,7 @@ def predict_command(
         )
     files = [kept.blobs.path(digest) for digest in installed.backbones]
     backbones = [open_backbone(file, provider=provider, threads=threads) for file in files]
-    for note in {backbone.note: None for backbone in backbones if backbone.note}:
+    for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
     head = open_installed(kept.blobs, installed, backbones)
     failed = 0

@@ -11,7 +11,7 @@ from protocol.mqtt.session import BrokerAddress
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 
 if TYPE_CHECKING:
-    from edge_client.runtime.backbone import Provider
+    from edge_client.runtime.session import Provider
 
 
 @dataclass(frozen=True)

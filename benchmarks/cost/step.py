@@ -148,7 +148,7 @@ def _graph_epoch(
     """What the device program does."""
     graph = open_graph(graphs.step, role="step", threads=threads)
     state = {**untrained(graphs.init, feature_size=feature.shape[1]), **tensors}
-    start = Checkpoint({name: value for name, value in state.items() if name in graph.inputs})
+    start = Checkpoint({name: value for name, value in state.items() if name in graph.model.inputs})
     schedule = Schedule(epochs=1, batch_size=batch_size, seed=(0,))
     hooks = TrainingHooks(
         on_checkpoint=lambda _checkpoint: None,

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage, decode
-from edge_client.runtime.backbone import Backbone, release_memory
+from edge_client.runtime.backbone import Backbone
+from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import PrivacyRefused, ProtofleetError, UnreadableImage
 from protocol.preprocessing import Preprocessing, preprocess

@@ -1,19 +1,17 @@
-"""Backbones and head together: labels and scores for images, offline."""
+"""Heads on the device: opened, tested, evaluated, and used to predict."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Refusal, feature_batches
 from edge_client.data.images import unlabeled
-from edge_client.runtime.backbone import Backbone, first_line
-from edge_client.runtime.graph import Tensors, bind, open_checked, open_graph
-from edge_client.runtime.onnx_validation import check_graph
-from edge_client.runtime.watchdog import ending
+from edge_client.runtime.backbone import Backbone
+from edge_client.runtime.graph import open_graph
+from edge_client.runtime.model import OnnxModel, Tensors, describe, open_model
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.metadata import HeadMetadata, head_metadata
 
@@ -22,43 +20,38 @@ SUM_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Head:
-    """A trained head in ONNX Runtime.
+    """A trained classifier head.
 
     Args:
-        classes: the C class names, in the order of its probabilities.
+        classes: the C class names, in the order of its outputs.
         feature_size: L, of all backbones together.
-        session: ONNX Runtime's.
-        bound: what it takes beside features.
+        model: the opened file.
+        bound: its inputs other than features.
     """
 
     classes: tuple[str, ...]
     feature_size: int
-    session: Any
+    model: OnnxModel
     bound: Tensors
 
     def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Probabilities of the classes, float32 (n, C), of features float32 (n, L).
+        """Return class probabilities, float32 (n, C), of features float32 (n, L).
 
         Raises:
-            GraphRefused: it fails on these.
+            GraphRefused: the run fails or exceeds the time limit.
         """
-        try:
-            with ending() as options:
-                probabilities: NDArray[np.float32] = self.session.run(
-                    ["probabilities"], {"feature": features, **self.bound}, options
-                )[0]
-        except Exception as error:  # ONNX Runtime has no error of its own to catch
-            raise GraphRefused(f"the head does not run: {first_line(error)}") from error
+        feeds = {"feature": features, **self.bound}
+        probabilities: NDArray[np.float32] = self.model.run(feeds, ["probabilities"])["probabilities"]
         return probabilities
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a head says of one image.
+    """The result for one image.
 
     Args:
-        top: the likeliest classes with their probabilities, the best first.
-        error: why there is none.
+        top: the most probable classes with their probabilities, in descending order.
+        error: why there is no prediction; empty if there is one.
     """
 
     path: Path
@@ -67,30 +60,35 @@ class Prediction:
 
     @property
     def label(self) -> str:
-        """The likeliest class."""
+        """The most probable class."""
         return self.top[0][0]
 
 
 def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[str] | None = None) -> Head:
-    """Load a head that needs nothing but features, and try it out.
+    """Open and test a head whose only input is features.
 
     Args:
         file: the ONNX file's bytes.
-        backbones: what its features come from, in their order.
-        classes: the task's classes, if they are known.
+        backbones: those that compute its features, in order.
+        classes: the task's classes, if known.
 
     Raises:
         BackboneMismatch: it is no head, or not for these backbones or classes.
-        GraphRefused: it cannot be run here, or does not give probabilities.
+        GraphRefused: it cannot run here, or does not give probabilities.
     """
-    metadata = head_metadata(check_graph(file))
-    _check_origin(metadata, backbones, classes)
-    session = open_checked(file)
-    takes = [(value.name, value.type) for value in session.get_inputs()]
-    gives = {value.name: value.type for value in session.get_outputs()}
-    if takes != [("feature", "tensor(float)")] or gives.get("probabilities") != "tensor(float)":
-        raise GraphRefused(f"expected feature -> probabilities, the head takes {takes} and gives {gives}")
-    return _tried_out(Head(metadata.classes, metadata.feature_size, session, bound={}))
+    model = open_model(
+        file,
+        name="head",
+        accept=lambda properties: _check_origin(head_metadata(properties), backbones, classes),
+    )
+    metadata = head_metadata(model.properties)
+    dtypes = [slot.dtype for slot in (*model.inputs.values(), model.outputs.get("probabilities")) if slot]
+    if list(model.inputs) != ["feature"] or dtypes != [np.float32, np.float32]:
+        raise GraphRefused(
+            "expected a head from feature to probabilities in float32, got one that takes "
+            f"{describe(model.inputs)} and gives {describe(model.outputs)}"
+        )
+    return _tested(Head(metadata.classes, metadata.feature_size, model, bound={}))
 
 
 def open_round_head(
@@ -103,19 +101,19 @@ def open_round_head(
     feature_size: int,
     classes: Sequence[str],
 ) -> Head:
-    """Load the head of a program, bind what it asks for, and try it out.
+    """Open and test the head of a program, bound to the tensors that it takes.
 
     Args:
         file: the ONNX file's bytes.
         state: the device's own.
-        tensors: the round's; those named like a tensor of the state take its place.
-        local_prototypes: the device's own, float32 (C, D); zeros for a class that it has none of.
+        tensors: the round's; they replace tensors of the state with the same name.
+        local_prototypes: the device's own, float32 (C, D); zeros for classes without images.
         local_counts: images in each, float32 (C,).
         feature_size: L, of all backbones together.
         classes: the task's.
 
     Raises:
-        GraphRefused: it asks for something else, it cannot be run here, or does not give probabilities.
+        GraphRefused: it takes other tensors, cannot run here, or does not give probabilities.
     """
     graph = open_graph(file, role="head")
     if (graph.metadata.feature_size, graph.metadata.classes) != (feature_size, len(classes)):
@@ -124,9 +122,8 @@ def open_round_head(
             f"{graph.metadata.feature_size} and {graph.metadata.classes}"
         )
     local = {"local_prototypes": local_prototypes, "local_counts": local_counts}
-    return _tried_out(
-        Head(tuple(classes), feature_size, graph.session, bound=bind(graph, {**state, **tensors, **local}))
-    )
+    bound = graph.bind({**state, **tensors, **local})
+    return _tested(Head(tuple(classes), feature_size, graph.model, bound))
 
 
 def _check_origin(
@@ -147,30 +144,30 @@ def _check_origin(
         )
 
 
-def _tried_out(head: Head) -> Head:
-    """See that a head gives probabilities, for no features and for some."""
+def _tested(head: Head) -> Head:
+    """Check that a head gives probabilities, for zeros and for random features, and return it."""
     size = head.feature_size
     features = np.stack([np.zeros(size), np.random.default_rng(0).normal(size=size)]).astype(np.float32)
     probabilities = head.probabilities(features)
-    good = probabilities.shape == (2, len(head.classes)) and np.isfinite(probabilities).all()
-    if not good or np.abs(probabilities.sum(axis=1) - 1).max() > SUM_TOLERANCE:
+    valid = probabilities.shape == (2, len(head.classes)) and np.isfinite(probabilities).all()
+    if not valid or np.abs(probabilities.sum(axis=1) - 1).max() > SUM_TOLERANCE:
         raise GraphRefused("the head does not give one probability per class that add up to 1")
     return head
 
 
 def evaluate(head: Head, chunks: Iterable[NDArray[np.float32]], *, label: int) -> int:
-    """How many of the features, all of class `label`, the head gets right.
+    """Return how many of these features, all of class `label`, the head classifies correctly.
 
     Raises:
         GraphRefused: it fails on them, or gives NaN or infinity.
     """
-    right = 0
+    correct = 0
     for chunk in chunks:
         probabilities = head.probabilities(chunk)
         if not np.isfinite(probabilities).all():
-            raise GraphRefused("the head gives NaN or infinity for images that are held out")
-        right += int((probabilities.argmax(axis=1) == label).sum())
-    return right
+            raise GraphRefused("the head gives NaN or infinity for held-out images")
+        correct += int((probabilities.argmax(axis=1) == label).sum())
+    return correct
 
 
 def predict(
@@ -182,23 +179,23 @@ def predict(
     batch_size: int = 16,
     workers: int = 2,
 ) -> Iterator[Prediction]:
-    """Say of each image, in order, what it shows; one that cannot be used is told as such, and the rest go on.
+    """Yield a prediction for each image, in order; for an unusable image, one with the reason.
 
     Args:
         paths: any number of images; a few at a time are in memory.
-        backbones: those the head is for, in their order.
-        head: what names the classes.
-        top: how many classes to name.
+        backbones: those that the head is for, in order.
+        head: the classifier.
+        top: classes to name.
         batch_size: images in one run of a backbone.
         workers: threads that decode.
     """
     images = map(unlabeled, paths)
     for batch in feature_batches(images, backbones, batch_size=batch_size, workers=workers):
-        for image, made in batch:
-            if isinstance(made, Refusal):
-                yield Prediction(image.path, error=f"{image.path}: {made.reason}")
+        for image, feature in batch:
+            if isinstance(feature, Refusal):
+                yield Prediction(image.path, error=f"{image.path}: {feature.reason}")
             else:
-                yield Prediction(image.path, _best(head, made, top))
+                yield Prediction(image.path, _best(head, feature, top))
 
 
 def _best(head: Head, feature: NDArray[np.float32], top: int) -> tuple[tuple[str, float], ...]:

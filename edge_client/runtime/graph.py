@@ -1,4 +1,4 @@
-"""The aggregator's graphs on the device: looked through, opened in ONNX Runtime, their inputs bound by name."""
+"""The graphs of a task's program: opened for a role, their inputs bound by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,92 +7,74 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.backbone import first_line, open_session, require_runtime
-from edge_client.runtime.onnx_validation import check_graph
-from edge_client.runtime.watchdog import ending
+from edge_client.runtime.model import OnnxModel, Slot, Tensors, describe, fit, open_model
+from edge_client.runtime.session import require_runtime
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.metadata import GraphMetadata, graph_metadata
 
 Role: TypeAlias = Literal["init", "step", "project", "head"]
 
-Tensors: TypeAlias = Mapping[str, NDArray[Any]]
-"""Arrays by the names under which graphs ask for them."""
-
 FREE = ("feature", "labels")
-"""Inputs of which every run brings its own."""
-
-_DTYPES: dict[str, type[np.generic]] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
-    "tensor(uint8)": np.uint8,
-    "tensor(bool)": np.bool_,
-}
-
-
-@dataclass(frozen=True)
-class Slot:
-    """What an array has to be like: an edge that is None may have any length."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int | None, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} ({', '.join('any' if edge is None else str(edge) for edge in self.shape)})"
+"""Inputs that every run brings itself."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph of a program in ONNX Runtime.
-
-    Args:
-        metadata: what the file says of itself.
-        session: ONNX Runtime's.
-        inputs: what it takes, by name.
-        outputs: what it gives, by name.
-    """
+    """A graph of a program: its metadata and its model."""
 
     metadata: GraphMetadata
-    session: Any
-    inputs: Mapping[str, Slot]
-    outputs: Mapping[str, Slot]
+    model: OnnxModel
 
-    def run(self, feeds: Tensors) -> dict[str, NDArray[Any]]:
-        """All of its outputs.
+    def bind(self, tensors: Tensors) -> dict[str, NDArray[Any]]:
+        """Return the arrays for all inputs but FREE, copied only if dtype or layout has to change.
 
         Raises:
-            GraphRefused: it fails on these arrays.
+            GraphRefused: one is missing or does not fit.
         """
-        try:
-            with ending() as options:
-                given = self.session.run(list(self.outputs), dict(feeds), options)
-            return dict(zip(self.outputs, given, strict=True))
-        except Exception as error:  # ONNX Runtime has no error of its own to catch
-            raise failed(self.metadata.role, error) from error
-
-
-def failed(role: str, error: Exception) -> GraphRefused:
-    """What to raise when a graph does not run."""
-    return GraphRefused(f"the {role} graph fails on what it is given: {first_line(error)}")
+        wanted = [name for name in self.model.inputs if name not in FREE]
+        missing = ", ".join(name for name in wanted if name not in tensors)
+        if missing:
+            raise GraphRefused(
+                f"the {self.model.name} asks for {missing}; there are {', '.join(tensors) or 'none'}"
+            )
+        return {name: fit(name, tensors[name], self.model.inputs[name]) for name in wanted}
 
 
 def open_graph(file: bytes, *, role: Role, threads: int = 1) -> Graph:
-    """Look a graph of a program through and load it.
+    """Open a graph of a program.
 
     Args:
         file: the ONNX file's bytes.
-        role: what it is to be for.
+        role: the expected role.
         threads: CPU threads of one run.
 
     Raises:
-        GraphRefused: it is not such a graph, not one that this device runs, or needs a newer ONNX Runtime.
+        GraphRefused: it is not such a graph, cannot be run here, or needs a newer ONNX Runtime.
+    """
+    model = open_model(
+        file,
+        name=f"{role} graph",
+        threads=threads,
+        accept=lambda properties: _check_metadata(read_metadata(properties), role),
+    )
+    graph = Graph(read_metadata(model.properties), model)
+    _check_ends(model, graph.metadata)
+    return graph
+
+
+def read_metadata(properties: Mapping[str, str]) -> GraphMetadata:
+    """Return the metadata in a graph's properties.
+
+    Raises:
+        GraphRefused: there is none, or it is malformed.
     """
     try:
-        metadata = graph_metadata(check_graph(file))
+        return graph_metadata(properties)
     except BackboneMismatch as error:
         raise GraphRefused(str(error)) from error
+
+
+def _check_metadata(metadata: GraphMetadata, role: Role) -> None:
     if metadata.role != role:
         raise GraphRefused(f"expected the graph for {role}, got the one for {metadata.role}")
     version = require_runtime().__version__
@@ -100,85 +82,24 @@ def open_graph(file: bytes, *, role: Role, threads: int = 1) -> Graph:
         raise GraphRefused(
             f"the {role} graph needs ONNX Runtime {metadata.runtime_min} or newer, here is {version}: upgrade it"
         )
-    session = open_checked(file, threads=threads)
-    graph = Graph(metadata, session, _slots(session.get_inputs()), _slots(session.get_outputs()))
-    _check_ends(graph)
-    return graph
 
 
-def open_checked(file: bytes, *, threads: int = 1) -> Any:
-    """An ONNX Runtime session, on the CPU, for a file that `check_graph` let pass.
-
-    Raises:
-        GraphRefused: ONNX Runtime cannot load it.
-    """
-    try:
-        return open_session(file, provider="cpu", threads=threads).session
-    except BackboneMismatch as error:
-        raise GraphRefused(str(error)) from error
-
-
-def bind(graph: Graph, tensors: Tensors) -> dict[str, NDArray[Any]]:
-    """The arrays that a graph asks for, beside those of which every run brings its own.
-
-    They are copied only where their dtype or layout has to change.
-
-    Raises:
-        GraphRefused: one is missing or does not fit.
-    """
-    wanted = [name for name in graph.inputs if name not in FREE]
-    missing = ", ".join(name for name in wanted if name not in tensors)
-    if missing:
+def _check_ends(model: OnnxModel, metadata: GraphMetadata) -> None:
+    feature, gives = Slot(np.dtype(np.float32), (None, metadata.feature_size)), set(model.outputs)
+    if model.inputs.get("feature") != feature:
         raise GraphRefused(
-            f"the {graph.metadata.role} graph asks for {missing}; there are {', '.join(tensors) or 'none'}"
+            f"the {model.name} must take feature {feature}, and takes {describe(model.inputs)}"
         )
-    return {name: fit(name, tensors[name], graph.inputs[name]) for name in wanted}
-
-
-def fit(name: str, array: NDArray[Any], slot: Slot) -> NDArray[Any]:
-    """An array as a slot wants it, in memory as ONNX Runtime reads it.
-
-    Raises:
-        GraphRefused: it has another shape, or a dtype of another kind: no fraction becomes an integer.
-    """
-    same = len(array.shape) == len(slot.shape) and all(
-        wanted in (None, edge) for edge, wanted in zip(array.shape, slot.shape, strict=True)
-    )
-    if not same or not np.can_cast(array.dtype, slot.dtype, "same_kind"):
-        raise GraphRefused(f"tensor {name!r} must be {slot}, and is {Slot(array.dtype, array.shape)}")
-    return np.require(array, slot.dtype, ["C", "A"])
-
-
-def _check_ends(graph: Graph) -> None:
-    """See that a graph takes features and gives what its role promises."""
-    metadata, gives = graph.metadata, set(graph.outputs)
-    feature = Slot(np.dtype(np.float32), (None, metadata.feature_size))
-    if graph.inputs.get("feature") != feature:
-        takes = ", ".join(f"{name} {slot}" for name, slot in graph.inputs.items())
-        raise GraphRefused(f"the {metadata.role} graph must take feature {feature}, and takes {takes}")
-    good = {
+    valid = {
         "init": bool(gives),
         "step": "loss" in gives and all(name.startswith("next_") for name in gives - {"loss"}),
         "project": gives == {"projection"},
         "head": "probabilities" in gives,
     }
-    if not good[metadata.role]:
-        raise GraphRefused(f"a {metadata.role} graph does not give {', '.join(sorted(gives))}")
-
-
-def _slots(values: list[Any]) -> dict[str, Slot]:
-    for value in values:
-        if value.type not in _DTYPES:
-            raise GraphRefused(f"{value.name} is of {value.type}; expected one of {', '.join(_DTYPES)}")
-    return {
-        value.name: Slot(
-            np.dtype(_DTYPES[value.type]),
-            tuple(edge if isinstance(edge, int) else None for edge in value.shape),
-        )
-        for value in values
-    }
+    if not valid[metadata.role]:
+        raise GraphRefused(f"a {model.name} does not give {', '.join(sorted(gives))}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The two numbers of a version that say which operators there are."""
+    """Return major and minor version, which determine the supported operators."""
     return tuple(int(part) for part in version.split(".")[:2])

@@ -1,4 +1,4 @@
-"""Runs of graphs that came over the wire are ended if they do not end by themselves."""
+"""A time limit for runs of models that came over the network."""
 
 import contextlib
 import threading
@@ -6,67 +6,63 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from edge_client.runtime.backbone import require_runtime
+from edge_client.runtime.session import require_runtime
 
 MAX_RUN_S = 120.0
-"""Seconds that a head or a graph of a program may take for one batch, which is milliseconds' work."""
+"""Time limit for one batch of a head or a program's graph, which normally takes milliseconds."""
 
-LOOK_S = 0.25
+POLL_S = 0.25
 
 
-class _Guard(threading.Thread):
-    """Looks at what is being run from time to time: a thread for each run would cost more than many a run."""
+class Watchdog(threading.Thread):
+    """Ends runs that exceed their time limit; a thread for each run would often cost more than the run."""
 
     def __init__(self) -> None:
-        super().__init__(name="ending", daemon=True)
-        self._lock = threading.Condition()
+        super().__init__(name="watchdog", daemon=True)
+        self._changed = threading.Condition()
         self._runs: dict[int, tuple[Any, float]] = {}
 
-    def begin(self, options: Any, until_s: float) -> None:
-        """Look at a run until it ends, and end it once that time of the monotonic clock has come."""
-        with self._lock:
+    def watch(self, options: Any, until_s: float) -> None:
+        """Terminate the run with these options at a time of the monotonic clock."""
+        with self._changed:
+            if not self.is_alive():
+                self.start()
             self._runs[id(options)] = (options, until_s)
-            self._lock.notify()
+            self._changed.notify()
 
-    def end(self, options: Any) -> None:
-        """Look at it no more."""
-        with self._lock:
+    def release(self, options: Any) -> None:
+        """Stop watching a run."""
+        with self._changed:
             del self._runs[id(options)]
 
     def run(self) -> None:
-        """Do nothing while nothing is run."""
+        """Poll the runs, and sleep while there are none."""
         while True:
-            with self._lock:
-                self._lock.wait_for(lambda: self._runs)
+            with self._changed:
+                self._changed.wait_for(lambda: self._runs)
                 for options, until_s in self._runs.values():
                     if time.monotonic() > until_s:
                         options.terminate = True
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
-_GUARD = _Guard()
-_STARTS = threading.Lock()
+_WATCHDOG = Watchdog()
 
 
 @contextlib.contextmanager
-def ending() -> Iterator[Any]:
-    """Options of ONNX Runtime under which a run that takes longer than `MAX_RUN_S` is ended.
-
-    That is between two operators, and in a loop after each turn.
+def run_options() -> Iterator[Any]:
+    """Yield ONNX Runtime options that end a run after `MAX_RUN_S`, between two operators or iterations of a loop.
 
     Raises:
-        TimeoutError: it had to be ended.
+        TimeoutError: the run was ended.
     """
-    with _STARTS:
-        if not _GUARD.is_alive():
-            _GUARD.start()
     options, limit_s = require_runtime().RunOptions(), MAX_RUN_S
-    _GUARD.begin(options, time.monotonic() + limit_s)
+    _WATCHDOG.watch(options, time.monotonic() + limit_s)
     try:
         yield options
     except Exception as error:
         if options.terminate:
-            raise TimeoutError(f"it has not come to an end within {limit_s:.0f} s") from error
+            raise TimeoutError(f"it exceeded the time limit of {limit_s:.0f} s") from error
         raise
     finally:
-        _GUARD.end(options)
+        _WATCHDOG.release(options)

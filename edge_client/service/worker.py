@@ -166,10 +166,10 @@ class Worker:
             provider=self._settings.provider,
             threads=self._settings.threads,
         )
-        log.info("running %s on %s", blob.name, backbone.provider)
-        if backbone.note:
-            log.warning("%s", backbone.note)
-        self._kept.set(BackboneProvider(backbone.provider))
+        log.info("running %s on %s", blob.name, backbone.model.provider)
+        if backbone.model.note:
+            log.warning("%s", backbone.model.note)
+        self._kept.set(BackboneProvider(backbone.model.provider))
         return backbone
 
     def _open_backbones(self, manifest: TaskManifest) -> list[Backbone]:

@@ -1,4 +1,4 @@
-"""A device's part in a round: train on its images' features, average, and remember what was learned."""
+"""A device's part in a round: training on its images' features, prototypes, and the local model."""
 
 import io
 import json
@@ -13,7 +13,8 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from edge_client.data.prototypes import class_means
-from edge_client.runtime.graph import Graph, Tensors, open_graph
+from edge_client.runtime.graph import Graph, Role, open_graph, read_metadata
+from edge_client.runtime.model import Tensors
 from edge_client.runtime.onnx_validation import check_graph
 from edge_client.training.trainer import (
     Checkpoint,
@@ -24,8 +25,8 @@ from edge_client.training.trainer import (
     project,
     train,
 )
-from protocol.errors import BackboneMismatch, GraphRefused, MalformedMessage, StateError
-from protocol.metadata import GraphMetadata, graph_metadata
+from protocol.errors import GraphRefused, MalformedMessage, StateError
+from protocol.metadata import GraphMetadata
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, digest_of, to_array, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor
@@ -36,16 +37,16 @@ _DIGEST_BYTES = 32
 _ABOUT, _PROTOTYPES, _COUNTS, _STATE = "about", "prototypes", "counts", "state."
 
 _Note = tuple[list[str | int], Annotated[int, Meta(ge=0)], float]
-"""What a training on its way is of, its steps, and the sum of its losses."""
+"""What a checkpoint belongs to, its steps, and the sum of its losses."""
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """What a device knows after a round, and binds a head to.
+    """What stays on the device after a round, and is bound to a head.
 
     Args:
         state: the program's, by name.
-        prototypes: its own, float32 (C, D); zeros for a class that it has none of.
+        prototypes: the device's own, float32 (C, D); zeros for classes without images.
         counts: images in each, float32 (C,).
     """
 
@@ -56,7 +57,7 @@ class LocalModel:
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """Features of the images to learn from, float32 (n, L), and their classes, int64 (n,)."""
+    """Features of the training images, float32 (n, L), and their classes, int64 (n,)."""
 
     feature: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -64,15 +65,15 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What a round has made of a device's images.
+    """The result of a round on one device.
 
     Args:
-        local_model: what stays here.
+        local_model: stays on the device.
         prototypes: float16 (p, D).
         labels: uint32 (p,), their classes.
         counts: uint32 (p,), images in each.
-        changes: what the program has uploaded: the change of each tensor since the round's, float16.
-        loss: mean over the last epoch; None if there was none.
+        changes: differences from the round's tensors that the program uploads, float16.
+        loss: mean over the last epoch; None without epochs.
     """
 
     local_model: LocalModel
@@ -94,27 +95,28 @@ def train_round(
     device_id: str,
     hooks: TrainingHooks,
 ) -> RoundResult:
-    """Take part in a round.
+    """Train for a round and compute what to upload.
 
     Args:
         manifest: the task, which has a program.
         opened: the round.
-        data: what to learn from.
-        last: what was learned in earlier rounds, if anything was.
-        resumed: where this round's training was interrupted, if it was.
+        data: the training images.
+        last: the local model of earlier rounds, if any.
+        resumed: the checkpoint of this round's interrupted training, if any.
         blobs: has the program's graphs and the round's tensors.
-        device_id: mixed into the seed of the shuffles.
-        hooks: what happens beside the training.
+        device_id: part of the seed of the shuffles.
+        hooks: callbacks of the training.
 
     Raises:
         GraphRefused: a graph or the round's tensors cannot be used.
-        Diverged: the training has led to NaN or infinity.
-        Interrupted: the watch said so.
+        Diverged: the training led to NaN or infinity.
+        Interrupted: `should_stop` returned true.
     """
     program = _program(manifest)
     tensors = read_tensors(blobs, opened.tensors)
     if resumed is None:
-        kept = {name: last.state[name] for name in program.persistent if name in last.state} if last else {}
+        state = {} if last is None else last.state
+        kept = {name: state[name] for name in program.persistent if name in state}
         resumed = Checkpoint(_initial_state(blobs, program, data, kept=kept, tensors=tensors))
     key = digest_of(f"{manifest.seed}/{device_id}/{opened.number}".encode())
     trained = train(
@@ -133,8 +135,10 @@ def train_round(
     values, owners, counts = class_means(
         projection, data.labels, num_classes=classes, min_images=manifest.min_images
     )
+    prototypes, images = np.zeros((classes, values.shape[1]), np.float32), np.zeros(classes, np.float32)
+    prototypes[owners], images[owners] = values, counts
     return RoundResult(
-        local_model=_local_model(trained.state, values, owners, counts, classes=classes),
+        local_model=LocalModel(trained.state, prototypes, images),
         prototypes=_half("the prototypes", values),
         labels=owners,
         counts=counts,
@@ -146,12 +150,12 @@ def train_round(
 def initial_model(
     manifest: TaskManifest, tensors: BlobRef, *, data: TrainingSet | None, blobs: BlobStore
 ) -> LocalModel:
-    """What a device that took part in no round binds a head to: the first state, and no prototypes.
+    """Return the local model of a device that has taken part in no round: the initial state, no prototypes.
 
     Args:
         manifest: the task, which has a program.
         tensors: the head's.
-        data: the device's images, for a state that suits them; None if it has none.
+        data: the device's images, from which the initial state may be computed; None if there are none.
         blobs: has the program's graphs and the tensors.
 
     Raises:
@@ -167,7 +171,7 @@ def initial_model(
 
 
 def feature_size(manifest: TaskManifest, blobs: BlobStore) -> int:
-    """L, of all of the task's backbones together, as its program has it.
+    """Return L, of all backbones together, as the task's program declares it.
 
     Raises:
         GraphRefused: the graph cannot be used.
@@ -176,10 +180,10 @@ def feature_size(manifest: TaskManifest, blobs: BlobStore) -> int:
 
 
 def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]]:
-    """The arrays in a `tensors` blob; floats are finite.
+    """Return the arrays of a `tensors` blob; floats are finite.
 
     Raises:
-        GraphRefused: it is none.
+        GraphRefused: it is malformed, or holds NaN or infinity.
     """
     data = blobs.read(reference.digest)
     try:
@@ -195,14 +199,13 @@ def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]
     return arrays
 
 
-def pack(local_model: LocalModel) -> bytes:
-    """What was learned as bytes; `unpack(pack(x))` equals x."""
-    state = {_STATE + name: array for name, array in local_model.state.items()}
-    return _to_npz({_PROTOTYPES: local_model.prototypes, _COUNTS: local_model.counts, **state})
+def pack(model: LocalModel) -> bytes:
+    """Return a local model as bytes; `unpack(pack(x))` equals x."""
+    return _to_npz({_PROTOTYPES: model.prototypes, _COUNTS: model.counts, **_prefixed(model.state)})
 
 
 def unpack(data: bytes) -> LocalModel:
-    """What `pack` was given.
+    """Return the local model that `pack` wrote.
 
     Raises:
         StateError: the bytes are not from `pack`.
@@ -211,34 +214,31 @@ def unpack(data: bytes) -> LocalModel:
     try:
         return LocalModel(_state(arrays), arrays[_PROTOTYPES], arrays[_COUNTS])
     except KeyError as error:
-        raise StateError(f"expected what a round has taught, got a file without {error}") from error
+        raise StateError(f"expected a local model, got a file without {error}") from error
 
 
 def pack_checkpoint(checkpoint: Checkpoint, about: Sequence[str | int]) -> bytes:
-    """A training on its way as bytes, with a note of what it is of; their digest is in front."""
+    """Return a checkpoint as bytes, with what it belongs to, and preceded by their digest."""
     note = json.dumps([list(about), checkpoint.steps, checkpoint.loss_sum])
-    state = {_STATE + name: array for name, array in checkpoint.state.items()}
-    data = _to_npz({_ABOUT: np.array(note), **state})
+    data = _to_npz({_ABOUT: np.array(note), **_prefixed(checkpoint.state)})
     return digest_of(data) + data
 
 
 def unpack_checkpoint(data: bytes, about: Sequence[str | int]) -> Checkpoint | None:
-    """What `pack_checkpoint` was given, if it is of the same.
+    """Return the checkpoint that `pack_checkpoint` wrote; None if it belongs to something else.
 
     Raises:
-        StateError: the bytes are not from `pack_checkpoint`, or were changed since.
+        StateError: the bytes are not from `pack_checkpoint`, or have changed since.
     """
     digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if digest_of(data) != digest:
-        raise StateError(
-            "expected a training on its way, got a file that was changed on disk, or another one"
-        )
+        raise StateError("expected a checkpoint, got a file that has changed on disk, or another one")
     arrays = _from_npz(data)
     try:
         of, steps, loss_sum = msgspec.json.decode(str(arrays[_ABOUT]), type=_Note)
     except (KeyError, msgspec.MsgspecError, UnicodeError) as error:
         raise StateError(
-            f"expected a training on its way, got a file without a note of it ({error})"
+            f"expected a checkpoint, got a file without a note of what it belongs to ({error})"
         ) from error
     return Checkpoint(_state(arrays), steps, loss_sum) if of == list(about) else None
 
@@ -252,49 +252,36 @@ def _program(manifest: TaskManifest) -> Program:
 def _initial_state(
     blobs: BlobStore, program: Program, data: TrainingSet, *, kept: Tensors, tensors: Tensors
 ) -> dict[str, NDArray[Any]]:
-    """The state to begin with; the graph that made it is closed again, for it holds as much memory."""
+    # The graph is closed on return: it holds as much memory as the state.
     init = _graph(blobs, program, "init")
     return initial_state(init, feature=data.feature, labels=data.labels, kept=kept, tensors=tensors)
 
 
 def _metadata(manifest: TaskManifest, blobs: BlobStore) -> GraphMetadata:
-    try:
-        return graph_metadata(check_graph(blobs.read(_program(manifest).init.digest)))
-    except BackboneMismatch as error:
-        raise GraphRefused(str(error)) from error
+    return read_metadata(check_graph(blobs.read(_program(manifest).init.digest)))
 
 
-def _graph(blobs: BlobStore, program: Program, role: Any) -> Graph:
+def _graph(blobs: BlobStore, program: Program, role: Role) -> Graph:
     return open_graph(blobs.read(getattr(program, role).digest), role=role)
-
-
-def _local_model(
-    state: Tensors,
-    values: NDArray[np.float32],
-    owners: NDArray[np.uint32],
-    counts: NDArray[np.uint32],
-    *,
-    classes: int,
-) -> LocalModel:
-    prototypes = np.zeros((classes, values.shape[1]), np.float32)
-    images = np.zeros(classes, np.float32)
-    prototypes[owners], images[owners] = values, counts
-    return LocalModel(state, prototypes, images)
 
 
 def _changes(program: Program, state: Tensors, tensors: Tensors) -> dict[str, Tensor]:
     missing = [name for name in program.uploaded if name not in state or name not in tensors]
     if missing:
-        raise GraphRefused(f"the program wants to know of {', '.join(missing)}, and there is no such tensor")
+        raise GraphRefused(f"the program uploads {', '.join(missing)}, and there is no such tensor")
     return {name: to_tensor(_half(name, state[name] - tensors[name])) for name in program.uploaded}
 
 
-def _half(what: str, values: NDArray[np.float32]) -> NDArray[np.float16]:
+def _half(name: str, values: NDArray[np.float32]) -> NDArray[np.float16]:
     with np.errstate(over="ignore"):
         half = values.astype(np.float16)
     if not np.isfinite(half).all():
-        raise Diverged(f"{what} grew past what float16 holds")
+        raise Diverged(f"{name} exceeded the range of float16")
     return half
+
+
+def _prefixed(state: Tensors) -> dict[str, NDArray[Any]]:
+    return {_STATE + name: array for name, array in state.items()}
 
 
 def _state(arrays: Tensors) -> dict[str, NDArray[Any]]:
@@ -303,22 +290,22 @@ def _state(arrays: Tensors) -> dict[str, NDArray[Any]]:
 
 def _to_npz(arrays: Tensors) -> bytes:
     file = io.BytesIO()
-    np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub knows only of allow_pickle by name
+    np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub knows only allow_pickle by name
     return file.getvalue()
 
 
 def _from_npz(data: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays of a file, read-only; what they take is in the file, whatever it says of itself.
+    """Return the arrays of a file, read-only and without copies: the file's size bounds their memory.
 
     Raises:
-        StateError: it is none of `_to_npz`.
+        StateError: the bytes are not from `_to_npz`.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
                 raise StateError("its arrays are compressed")
             return {name.removesuffix(".npy"): _from_npy(file.read(name)) for name in file.namelist()}
-    except Exception as error:  # over bytes that are no such file, zipfile and numpy raise what they like
+    except Exception as error:  # zipfile and numpy raise errors of many classes
         raise StateError(f"expected arrays, got another file ({error})") from error
 
 

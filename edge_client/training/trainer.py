@@ -1,7 +1,6 @@
-"""Training on the device: runs a step graph over batches, whatever it learns.
+"""Training on the device: runs a step graph over batches.
 
-Nothing here knows an algorithm. Tensors are bound by name, and what a step gives as `next_NAME` is `NAME` in the
-step after it.
+It knows no algorithm. Tensors are bound by name, and the output `next_NAME` of a step is the input `NAME` of the next.
 """
 
 import itertools
@@ -14,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Interrupted
-from edge_client.runtime.backbone import require_runtime
-from edge_client.runtime.graph import FREE, Graph, Slot, Tensors, bind, failed, fit
-from edge_client.runtime.watchdog import ending
+from edge_client.runtime.graph import FREE, Graph
+from edge_client.runtime.model import Slot, Tensors, fit
 from protocol.errors import GraphRefused, ProtofleetError
 
 CHUNK_ROWS = 64
@@ -26,16 +24,16 @@ _LOSS, _NEXT = "loss", "next_"
 
 
 class Diverged(ProtofleetError):
-    """A loss or a state is no longer finite; what came before the training stands."""
+    """The loss or the state is not finite."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How to go over the images.
+    """How to iterate over the images.
 
     Args:
-        epochs: passes over all of them; may be 0.
-        batch_size: images in a step; the last one of an epoch has what remains.
+        epochs: passes over all images; may be 0.
+        batch_size: images in a step; the last one of an epoch has the remainder.
         seed: of the shuffles: the same seed and images give the same state, bit for bit.
     """
 
@@ -46,7 +44,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A training on its way: with this and its schedule it goes on as if it had not been interrupted.
+    """An unfinished training; continued with the same schedule, it gives the same result as without interruption.
 
     Args:
         state: the state's tensors.
@@ -61,11 +59,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Trained:
-    """A training that is done.
+    """A finished training.
 
     Args:
         state: the state's tensors.
-        loss: mean over the images of the last epoch; None if there was none.
+        loss: mean over the images of the last epoch; None without epochs.
         steps: steps done, those before an interruption included.
     """
 
@@ -76,14 +74,14 @@ class Trained:
 
 @dataclass(frozen=True)
 class TrainingHooks:
-    """What happens beside a training.
+    """Callbacks of a training.
 
     Args:
-        on_checkpoint: keeps a checkpoint; its arrays are overwritten by the steps that follow.
-        should_stop: asked before every step.
-        on_progress: called with the steps done and those of the whole training.
-        checkpoint_s: seconds from one checkpoint to the next.
-        clock: gives seconds and never goes back.
+        on_checkpoint: stores a checkpoint; later steps overwrite its arrays.
+        should_stop: called before every step.
+        on_progress: called with the steps done and in total.
+        checkpoint_s: seconds between checkpoints.
+        clock: returns monotonic seconds.
     """
 
     on_checkpoint: Callable[[Checkpoint], None]
@@ -101,27 +99,28 @@ def initial_state(
     kept: Tensors,
     tensors: Tensors,
 ) -> dict[str, NDArray[Any]]:
-    """The state to begin a round with.
+    """Return the state at the start of a round.
 
     Args:
-        init: makes a state out of nothing but features and their classes.
+        init: computes a state from features and their classes.
         feature: all of the device's, float32 (n, L); n may be 0.
         labels: their classes, int64 (n,).
-        kept: what stays of the last round's state, in place of what `init` made.
-        tensors: the round's; those named like a tensor of the state take its place in turn.
+        kept: persistent tensors of the last round's state, which replace those of `init`.
+        tensors: the round's; they replace tensors of the state with the same name.
 
     Raises:
-        GraphRefused: the graph fails, or a tensor is not like the one it replaces, or not finite.
+        GraphRefused: the graph fails, or a tensor has another shape than the one it replaces, or is not finite.
     """
     free: Tensors = {"feature": feature, "labels": labels}
     state = {}
-    for name, made in init.run({name: free[name] for name in FREE if name in init.inputs}).items():
+    for name, made in init.model.run(
+        {name: free[name] for name in FREE if name in init.model.inputs}
+    ).items():
         array = fit(name, tensors.get(name, kept.get(name, made)), Slot(made.dtype, made.shape))
-        # What ONNX Runtime made lies in memory of the session, which a view would keep alive, all of it.
+        # Outputs of ONNX Runtime lie in the session's memory, which a view would keep alive as a whole.
         state[name] = array.copy()
-    broken = _not_finite(state)
-    if broken:
-        raise GraphRefused(f"the state to begin with is not finite: {broken}")
+    if broken := _not_finite(state):
+        raise GraphRefused(f"the initial state is not finite: {broken}")
     return state
 
 
@@ -135,49 +134,49 @@ def train(
     schedule: Schedule,
     hooks: TrainingHooks,
 ) -> Trained:
-    """Take every step that the schedule has left.
+    """Run the remaining steps of a schedule.
 
-    Law: stopped at any step and begun again from the checkpoint, it ends in the same bits.
+    Law: interrupted at any step and continued from the checkpoint, it gives the same bits.
 
     Args:
-        step: the state, a batch and the round's tensors to the loss and the next state.
-        start: where to begin; its arrays are left as they are.
-        feature: of all images to learn from, float32 (n, L).
+        step: maps state, batch and the round's tensors to the loss and the next state.
+        start: where to begin; its arrays are not changed.
+        feature: of all training images, float32 (n, L).
         labels: their classes, int64 (n,).
         tensors: the round's.
-        schedule: how to go over the images.
-        hooks: what happens beside it.
+        schedule: how to iterate over the images.
+        hooks: callbacks.
 
     Raises:
         Diverged: the loss or the state is not finite.
-        Interrupted: `should_stop` said so; a checkpoint was made.
-        GraphRefused: the graph does not fit the state and the tensors, or fails.
+        Interrupted: `should_stop` returned true; a checkpoint was stored.
+        GraphRefused: the graph fails, or does not fit the state and the tensors.
     """
-    feature = fit("feature", feature, step.inputs["feature"])
+    feature = fit("feature", feature, step.model.inputs["feature"])
     labels = fit("labels", labels, Slot(np.dtype(np.int64), (len(feature),)))
-    machine = _Machine(step, start.state, tensors, rows=min(schedule.batch_size, len(feature)))
+    stepper = _Stepper(step, start.state, tensors, rows=min(schedule.batch_size, len(feature)))
     per_epoch = -(-len(feature) // schedule.batch_size)
     total = schedule.epochs * per_epoch
     loss_sum, due_s = start.loss_sum, hooks.clock() + hooks.checkpoint_s
     for done, rows in enumerate(_batches(len(feature), schedule, done=start.steps), start.steps):
         stop = hooks.should_stop()
         if stop or hooks.clock() >= due_s:
-            hooks.on_checkpoint(Checkpoint(machine.state(), done, loss_sum))
+            hooks.on_checkpoint(Checkpoint(stepper.state(), done, loss_sum))
             due_s = hooks.clock() + hooks.checkpoint_s
         if stop:
-            raise Interrupted("training was interrupted; it goes on from where it was")
-        loss = machine.take(feature, labels, rows)
+            raise Interrupted("training was interrupted; it will continue from its checkpoint")
+        loss = stepper.take(feature, labels, rows)
         if not np.isfinite(loss):
             raise Diverged(f"the loss is {loss} after {done + 1} steps of {total}")
         loss_sum = loss * len(rows) + (loss_sum if done % per_epoch else 0.0)
         hooks.on_progress(done + 1, total)
-    return Trained(machine.state(), loss_sum / len(feature) if total else None, total)
+    return Trained(stepper.state(), loss_sum / len(feature) if total else None, total)
 
 
 def project(
     graph: Graph, *, feature: NDArray[np.float32], state: Tensors, tensors: Tensors
 ) -> NDArray[np.float32]:
-    """What is averaged into prototypes.
+    """Return the projections that are averaged into prototypes, float32 (n, D), finite.
 
     Args:
         graph: features to projections.
@@ -185,18 +184,15 @@ def project(
         state: the device's.
         tensors: the round's.
 
-    Returns:
-        float32 (n, D), finite.
-
     Raises:
-        GraphRefused: the graph does not fit, or fails.
+        GraphRefused: the graph fails or does not fit.
         Diverged: a projection is not finite.
     """
-    bound = bind(graph, {**tensors, **state})
+    bound = graph.bind({**tensors, **state})
     projections = np.empty((len(feature), graph.metadata.projection_size), np.float32)
     for start in range(0, len(feature), CHUNK_ROWS):
         into = projections[start : start + CHUNK_ROWS]
-        made = graph.run({"feature": feature[start : start + CHUNK_ROWS], **bound})["projection"]
+        made = graph.model.run({"feature": feature[start : start + CHUNK_ROWS], **bound})["projection"]
         into[:] = fit("projection", made, Slot(into.dtype, into.shape))
     if not np.isfinite(projections).all():
         raise Diverged("the projection of an image is not finite")
@@ -204,7 +200,7 @@ def project(
 
 
 def _batches(images: int, schedule: Schedule, *, done: int) -> Iterator[NDArray[np.intp]]:
-    """Which images each step that is left learns from."""
+    """Yield the rows of each remaining step."""
     per_epoch = -(-images // schedule.batch_size)
     for epoch in range(done // max(per_epoch, 1), schedule.epochs):
         order = np.random.default_rng([*schedule.seed, epoch]).permutation(images)
@@ -212,14 +208,14 @@ def _batches(images: int, schedule: Schedule, *, done: int) -> Iterator[NDArray[
         yield from itertools.islice(batches, max(done - epoch * per_epoch, 0), None)
 
 
-class _Machine:
-    """A step graph with two sets of buffers: a step reads the state from one and writes it to the other.
+class _Stepper:
+    """A step graph with two sets of buffers: a step reads the state from one set and writes it to the other.
 
-    ONNX Runtime works on these arrays themselves, and nothing but the batch is copied from step to step.
+    ONNX Runtime works on these arrays themselves: only the batch is copied in each step.
     """
 
     def __init__(self, step: Graph, state: Tensors, tensors: Tensors, *, rows: int) -> None:
-        changing = [name.removeprefix(_NEXT) for name in step.outputs if name != _LOSS]
+        changing = [name.removeprefix(_NEXT) for name in step.model.outputs if name != _LOSS]
         unknown = ", ".join(name for name in changing if name not in state)
         if unknown:
             raise GraphRefused(
@@ -227,57 +223,46 @@ class _Machine:
             )
         self._step = step
         self._fixed = {name: array for name, array in state.items() if name not in changing}
-        self._bound = bind(step, {**tensors, **state})
+        self._bound = step.bind({**tensors, **state})
         first = {name: np.array({**state, **self._bound}[name], order="C") for name in changing}
         self._sides = (first, {name: np.empty_like(array) for name, array in first.items()})
         self._turn = 0
-        self._feature = np.empty((rows, step.metadata.feature_size), np.float32)
-        self._labels = np.empty(rows, np.int64)
+        self._batch: dict[str, NDArray[Any]] = {
+            "feature": np.empty((rows, step.metadata.feature_size), np.float32),
+            "labels": np.empty(rows, np.int64),
+        }
         self._loss = np.zeros((), np.float32)
-        self._bindings: dict[tuple[int, int], Any] = {}
+        self._runs: dict[tuple[int, int], Callable[[], None]] = {}
 
     def take(self, feature: NDArray[np.float32], labels: NDArray[np.int64], rows: NDArray[np.intp]) -> float:
-        """Take a step on some rows; returns the loss."""
-        # In any other mode numpy would fill a copy first; these indices are in range.
-        np.take(feature, rows, axis=0, out=self._feature[: len(rows)], mode="clip")
-        np.take(labels, rows, out=self._labels[: len(rows)], mode="clip")
-        try:
-            with ending() as options:
-                self._step.session.run_with_iobinding(self._binding(len(rows)), options)
-        except Exception as error:  # ONNX Runtime has no error of its own to catch
-            raise failed(self._step.metadata.role, error) from error
+        """Take a step on some rows; return the loss."""
+        for name, array in (("feature", feature), ("labels", labels)):
+            # In any other mode numpy would fill a copy first; these indices are in range.
+            np.take(array, rows, axis=0, out=self._batch[name][: len(rows)], mode="clip")
+        key = (self._turn, len(rows))
+        if key not in self._runs:
+            self._runs[key] = self._bind(len(rows))
+        self._runs[key]()
         self._turn = 1 - self._turn
         return float(self._loss)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """The whole state.
+        """Return the whole state.
 
         Raises:
             Diverged: it is not finite.
         """
         state = {**self._fixed, **self._sides[self._turn]}
-        broken = _not_finite(state)
-        if broken:
+        if broken := _not_finite(state):
             raise Diverged(f"not finite after a step: {broken}")
         return state
 
-    def _binding(self, rows: int) -> Any:
-        """The arrays bound for a step of so many rows from the one side to the other; made once each."""
-        key = (self._turn, rows)
-        if key not in self._bindings:
-            read, write = self._sides[self._turn], self._sides[1 - self._turn]
-            batch = {"feature": self._feature[:rows], "labels": self._labels[:rows]}
-            binding = self._step.session.io_binding()
-            to_value = require_runtime().OrtValue.ortvalue_from_numpy
-            for name in self._step.inputs:
-                binding.bind_ortvalue_input(name, to_value({**self._bound, **read, **batch}[name]))
-            for name in self._step.outputs:
-                into = self._loss if name == _LOSS else write[name.removeprefix(_NEXT)]
-                binding.bind_ortvalue_output(name, to_value(into))
-            self._bindings[key] = binding
-        return self._bindings[key]
+    def _bind(self, rows: int) -> Callable[[], None]:
+        read, write = self._sides[self._turn], self._sides[1 - self._turn]
+        batch = {name: array[:rows] for name, array in self._batch.items()}
+        written = {_NEXT + name: array for name, array in write.items()}
+        return self._step.model.bind({**self._bound, **read, **batch}, {**written, _LOSS: self._loss})
 
 
 def _not_finite(state: Tensors) -> str:
-    """Names of the tensors that are not finite."""
     return ", ".join(name for name, array in state.items() if not np.isfinite(array).all())

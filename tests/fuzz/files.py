@@ -21,7 +21,7 @@ LEARNED = LocalModel(
 
 
 def unpack_any(data: bytes) -> None:
-    """Bytes are what a round has taught and a training on its way, or neither; nothing but `StateError` is raised."""
+    """Bytes are a local model, a checkpoint, or neither; nothing but `StateError` is raised."""
     with contextlib.suppress(StateError):
         local_model = unpack(data)
         assert all(isinstance(array, np.ndarray) for array in local_model.state.values())

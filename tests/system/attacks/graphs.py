@@ -105,9 +105,9 @@ REFUSED: dict[Spoil, str] = {
     hidden_domain: "ONNX's own operators alone",
 }
 EXHAUSTING: dict[Spoil, str] = {
-    huge: "does not run",
-    tiled: "does not run",
-    endless: "has not come to an end within",
+    huge: "fails on its inputs",
+    tiled: "fails on its inputs",
+    endless: "exceeded the time limit of",
 }
 
 

@@ -14,15 +14,9 @@ import pytest
 from onnx import helper
 
 import edge_client
-from edge_client.runtime.backbone import (
-    Provider,
-    _coverage,
-    _profile_once,
-    open_backbone,
-    open_session,
-    release_memory,
-)
-from protocol.errors import BackboneMismatch, ProtofleetError
+from edge_client.runtime.backbone import open_backbone
+from edge_client.runtime.session import Provider, _coverage, _profile_once, open_session, release_memory
+from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError
 from protocol.metadata import backbone_metadata, to_properties
 from protocol.storage.blobstore import file_digest
 from tests.support.device_factory import tiny
@@ -34,7 +28,7 @@ def test_backbone_says_what_it_is(tmp_path: Path) -> None:
     backbone = tiny(tmp_path)
     assert backbone.sha256 == file_digest(tmp_path / "tiny-0.onnx").hex()
     assert backbone.metadata.feature_size == 16
-    assert (backbone.provider, backbone.note) == ("cpu", "")
+    assert (backbone.model.provider, backbone.model.note) == ("cpu", "")
     for count in (1, 5):
         features = backbone.features(np.zeros((count, 8, 8, 3), dtype=np.uint8))
         assert features.shape == (count, 16)
@@ -49,10 +43,10 @@ def test_a_missing_provider_is_told_in_one_line(tmp_path: Path, provider: Provid
     """Where what was asked for is not there, the CPU runs it, and a line says so; auto says nothing."""
     (tmp_path / "b.onnx").write_bytes(tiny_backbone())
     backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
-    assert backbone.provider == "cpu"
-    assert provider in backbone.note
-    assert "\n" not in backbone.note
-    assert open_backbone(tmp_path / "b.onnx", provider="auto", threads=1).note == ""
+    assert backbone.model.provider == "cpu"
+    assert provider in backbone.model.note
+    assert "\n" not in backbone.model.note
+    assert open_backbone(tmp_path / "b.onnx", provider="auto", threads=1).model.note == ""
 
 
 @pytest.fixture
@@ -71,10 +65,10 @@ def test_a_provider_that_is_silently_left_out_is_noticed(
     """A GPU package without a GPU runs on the CPU, and one line says so; ONNX Runtime's own lines do not."""
     (tmp_path / "b.onnx").write_bytes(tiny_backbone())
     backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
-    assert backbone.provider == "cpu"
-    assert "cuda does not work here" in backbone.note
-    assert backbone.note.endswith("running on cpu")
-    assert "\n" not in backbone.note
+    assert backbone.model.provider == "cpu"
+    assert "cuda does not work here" in backbone.model.note
+    assert backbone.model.note.endswith("running on cpu")
+    assert "\n" not in backbone.model.note
     assert backbone.features(np.zeros((2, 8, 8, 3), dtype=np.uint8)).shape == (2, 16)
     assert capfd.readouterr() == ("", "")
 
@@ -95,7 +89,7 @@ def test_an_accelerator_that_runs_little_of_the_graph_is_told_or_left(
     """What a GPU runs all of, it runs quietly; most of, with a note; little of, not at all."""
     cpu = open_session(tiny_backbone(), provider="cpu", threads=1).session
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
-    monkeypatch.setattr("edge_client.runtime.backbone._create_accelerated", lambda *_: (cpu, covered))
+    monkeypatch.setattr("edge_client.runtime.session._create_accelerated", lambda *_: (cpu, covered))
     opened = open_session(tiny_backbone(), provider="auto", threads=1)
     assert opened.provider == provider
     assert ("%" in opened.note) == (covered < 1)
@@ -131,7 +125,7 @@ def _without_metadata() -> bytes:
 
 def _with_another_input() -> bytes:
     model = onnx.load_from_string(tiny_backbone())
-    model.graph.input[0].name = model.graph.node[0].input[0] = "image"
+    model.graph.input[0].name = model.graph.node[0].input[0] = "photo"
     return bytes(model.SerializeToString())
 
 
@@ -170,13 +164,19 @@ def _with_feature_size(size: int) -> bytes:
         (b"not an onnx file", "cannot load"),
         (tiny_backbone()[:-200], "cannot load"),
         (_without_metadata(), "metadata"),
-        (_with_another_input(), "image"),
-        (_with_edge("input", 0, 1), r"must have image .*\('n', 8, 8, 3\).* has image .*\(1, 8, 8, 3\)"),
-        (_with_edge("input", 1, 9), r"\('n', 9, 8, 3\)"),
-        (_with_edge("output", 1, 15), "has .*feature"),
+        (_with_another_input(), "takes photo uint8"),
+        (
+            _with_edge("input", 0, 1),
+            r"must take image uint8 \(any, 8, 8, 3\) .* takes image uint8 \(1, 8, 8, 3\)",
+        ),
+        (_with_edge("input", 1, 9), r"takes image uint8 \(any, 9, 8, 3\)"),
+        (_with_edge("output", 1, 15), r"gives feature float32 \(any, any\)"),
         (_with_a_foreign_operator(), "ONNX's own operators alone, got some of 'com.microsoft'"),
         (_with_data_elsewhere(), "one file, got one that keeps tensors in other files"),
-        (_with_feature_size(15), r"must have .*\('n', 15\), and has .*\('n', 16\)"),
+        (
+            _with_feature_size(15),
+            r"must .* give feature float32 \(any, 15\), but .* gives feature float32 \(any, 16\)",
+        ),
     ],
     ids=[
         "empty",
@@ -203,7 +203,9 @@ def test_what_is_no_backbone_is_refused(tmp_path: Path, file: bytes, said: str) 
 
 def test_a_run_that_fails_is_one_line(tmp_path: Path) -> None:
     """Whatever ONNX Runtime raises over a batch becomes an error of ours that says what to try."""
-    with pytest.raises(ProtofleetError, match=r"failed on 2 images on cpu: .*--batch-size") as caught:
+    with pytest.raises(
+        ProtofleetError, match=r"backbone fails .*\(2 images on cpu\): .*--batch-size"
+    ) as caught:
         tiny(tmp_path).features(np.zeros((2, 8, 7, 3), dtype=np.uint8))
     assert "\n" not in str(caught.value)
 
@@ -227,7 +229,7 @@ def test_onnx_runtimes_own_format_is_refused(tmp_path: Path) -> None:
     onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
     own = (tmp_path / "tiny.ort").read_bytes()
     onnxruntime.InferenceSession(own, providers=["CPUExecutionProvider"])
-    with pytest.raises(BackboneMismatch, match="cannot load"):
+    with pytest.raises(GraphRefused, match="cannot load"):
         open_session(own, provider="cpu", threads=1)
 
 
@@ -242,9 +244,11 @@ def test_memory_is_given_back_where_the_c_library_can(monkeypatch: pytest.Monkey
 def test_the_device_program_never_loads_a_training_framework() -> None:
     """Everything of the device program imports with torch, timm, onnx and scipy out of reach."""
     blocked = {"torch", "timm", "onnx", "onnxscript", "scipy", "sklearn", "rich", "amqtt"}
-    modules = sorted(path.stem for path in Path(edge_client.__file__).parent.glob("[a-z]*.py"))
-    assert {"cli", "trainer"} <= set(modules)
-    imports = "".join(f"import edge_client.{module}\n" for module in modules)
+    package = Path(edge_client.__file__).parent
+    files = [path.relative_to(package).with_suffix("") for path in package.rglob("[a-z]*.py")]
+    modules = {".".join(path.parts) for path in files}
+    assert {"cli", "training.trainer"} <= modules
+    imports = "".join(f"import edge_client.{module}\n" for module in sorted(modules))
     program = _BLOCK.format(blocked=blocked) + imports
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.runtime.graph import Role, Slot, bind, fit, open_graph
+from edge_client.runtime.graph import Role, open_graph
+from edge_client.runtime.model import Slot, fit
 from edge_client.runtime.onnx_validation import MAX_DEPTH, MAX_FIELDS, MAX_GRAPH_BYTES, check_graph
 from protocol.errors import GraphRefused
 from tests.support.step_graphs import file, model, opened, round_tensors
@@ -47,10 +48,10 @@ def test_every_role_opens_and_says_what_it_takes() -> None:
     for role in ROLES:
         assert opened(role).metadata.role == role
     step = opened("step")
-    assert step.inputs["feature"] == Slot(np.dtype(np.float32), (None, 4))
-    assert step.inputs["labels"] == Slot(np.dtype(np.int64), (None,))
-    assert step.inputs["steps"] == Slot(np.dtype(np.int64), ())
-    assert list(step.outputs) == ["loss", "next_weight", "next_velocity", "next_steps"]
+    assert step.model.inputs["feature"] == Slot(np.dtype(np.float32), (None, 4))
+    assert step.model.inputs["labels"] == Slot(np.dtype(np.int64), (None,))
+    assert step.model.inputs["steps"] == Slot(np.dtype(np.int64), ())
+    assert list(step.model.outputs) == ["loss", "next_weight", "next_velocity", "next_steps"]
 
 
 FOREIGN = helper.make_node("Custom", [], ["y"], domain="com.microsoft")
@@ -290,7 +291,7 @@ def test_a_graph_that_fails_is_told_in_one_line(capfd: pytest.CaptureFixture[str
         { projection = Concat<axis = 1>(feature, mean) }"""
     graph = opened("project", body=body)
     with pytest.raises(GraphRefused, match="the project graph fails") as caught:
-        graph.run({"feature": np.zeros((2, 4), np.float32), "mean": np.zeros((3, 2), np.float32)})
+        graph.model.run({"feature": np.zeros((2, 4), np.float32), "mean": np.zeros((3, 2), np.float32)})
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
@@ -298,14 +299,14 @@ def test_a_graph_that_fails_is_told_in_one_line(capfd: pytest.CaptureFixture[str
 def test_binding_takes_what_is_asked_for_by_name() -> None:
     """Arrays are cast to what the graph takes, left as they are where they fit, and what is missing is named."""
     weight, mean = np.zeros((4, 2), np.float32), np.zeros(4, np.float16)
-    bound = bind(opened("project"), {"weight": weight, "mean": mean, "more": np.zeros(1)})
+    bound = opened("project").bind({"weight": weight, "mean": mean, "more": np.zeros(1)})
     assert set(bound) == {"weight", "mean"}
     assert bound["weight"] is weight
     assert bound["mean"].dtype == np.float32
     with pytest.raises(GraphRefused, match="asks for mean; there are weight, rate"):
-        bind(opened("project"), {"weight": weight, "rate": mean})
+        opened("project").bind({"weight": weight, "rate": mean})
     with pytest.raises(GraphRefused, match=r"'targets' must be float32 \(3, 2\), and is float16 \(2, 2\)"):
-        bind(opened("step"), {**dict.fromkeys(("weight", "velocity"), weight), "mean": mean,
+        opened("step").bind({**dict.fromkeys(("weight", "velocity"), weight), "mean": mean,
              "steps": np.zeros((), np.int64), **round_tensors(), "targets": np.zeros((2, 2), np.float16)})  # fmt: skip
 
 

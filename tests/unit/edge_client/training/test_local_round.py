@@ -181,7 +181,7 @@ def test_a_training_that_leads_nowhere_is_told_as_such(blobs: BlobStore, rate: f
 def test_uploads_that_cannot_be_are_refused(blobs: BlobStore) -> None:
     """A program cannot ask for the change of what is no state, or of what the round did not bring."""
     for name in ("targets", "weight"):
-        with pytest.raises(GraphRefused, match=f"wants to know of {name}"):
+        with pytest.raises(GraphRefused, match=f"program uploads {name}"):
             take_part(blobs, make_task(blobs, uploaded=(name,)), open_round(blobs))
 
 
@@ -331,7 +331,7 @@ def _npz(note: object) -> bytes:
 )
 def test_a_checkpoint_whose_note_is_none_is_refused(data: bytes) -> None:
     """Also where its digest is right: it may be another program's."""
-    with pytest.raises(StateError, match="expected a training on its way"):
+    with pytest.raises(StateError, match="expected a checkpoint"):
         unpack_checkpoint(digest_of(data) + data, ABOUT)
 
 

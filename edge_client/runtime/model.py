@@ -1,0 +1,177 @@
+"""An ONNX model: validated, opened in ONNX Runtime, and run under the watchdog."""
+
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.runtime.onnx_validation import MAX_GRAPH_BYTES, check_graph
+from edge_client.runtime.session import Provider, first_line, open_session, require_runtime
+from edge_client.runtime.watchdog import run_options
+from protocol.errors import GraphRefused
+
+Tensors: TypeAlias = Mapping[str, NDArray[Any]]
+"""Arrays by the names of a model's inputs or outputs."""
+
+_DTYPES: dict[str, type[np.generic]] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Dtype and shape of an input or output; an axis that is None may have any length."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({', '.join('any' if edge is None else str(edge) for edge in self.shape)})"
+
+
+@dataclass(frozen=True)
+class OnnxModel:
+    """A model in ONNX Runtime.
+
+    Args:
+        name: what it is, for error messages.
+        properties: the file's `protofleet` metadata.
+        provider: what runs it, such as `cpu` or `cuda`.
+        note: one line if that is not the best or requested provider; else empty.
+        inputs: by name.
+        outputs: by name.
+    """
+
+    name: str
+    properties: Mapping[str, str]
+    provider: str
+    note: str
+    inputs: Mapping[str, Slot]
+    outputs: Mapping[str, Slot]
+    _session: Any = field(repr=False)
+
+    def run(
+        self, feeds: Tensors, outputs: Sequence[str] | None = None, *, limited: bool = True
+    ) -> dict[str, NDArray[Any]]:
+        """Return the named outputs, or all of them.
+
+        Args:
+            feeds: every input.
+            outputs: names of those to compute.
+            limited: end a run that exceeds the time limit.
+
+        Raises:
+            GraphRefused: it fails on these inputs, or exceeds the time limit.
+        """
+        names = list(self.outputs if outputs is None else outputs)
+        given = self._guarded(lambda options: self._session.run(names, dict(feeds), options), limited=limited)
+        return dict(zip(names, given, strict=True))
+
+    def bind(self, inputs: Tensors, outputs: Tensors) -> Callable[[], None]:
+        """Return a function that runs it once, from the input arrays into the output arrays, without copies.
+
+        The function raises what `run` does.
+        """
+        binding = self._session.io_binding()
+        to_value = require_runtime().OrtValue.ortvalue_from_numpy
+        for name in self.inputs:
+            binding.bind_ortvalue_input(name, to_value(inputs[name]))
+        for name in self.outputs:
+            binding.bind_ortvalue_output(name, to_value(outputs[name]))
+        return lambda: self._guarded(lambda options: self._session.run_with_iobinding(binding, options))
+
+    def _guarded(self, run: Callable[[Any], Any], *, limited: bool = True) -> Any:
+        try:
+            if not limited:
+                return run(None)
+            with run_options() as options:
+                return run(options)
+        except Exception as error:  # ONNX Runtime has no error class of its own
+            raise GraphRefused(f"the {self.name} fails on its inputs: {first_line(error)}") from error
+
+
+def open_model(
+    source: Path | bytes,
+    *,
+    name: str,
+    provider: Provider = "cpu",
+    threads: int | None = 1,
+    max_bytes: int = MAX_GRAPH_BYTES,
+    accept: Callable[[Mapping[str, str]], object] = lambda _: None,
+) -> OnnxModel:
+    """Validate an ONNX file and open it.
+
+    Args:
+        source: the file, or its bytes.
+        name: what it is, for error messages.
+        provider: as in `open_session`.
+        threads: CPU threads of one run; all cores if None.
+        max_bytes: larger files are refused.
+        accept: called with the file's properties before ONNX Runtime loads it; raises to refuse the file.
+
+    Raises:
+        RuntimeMissing: ONNX Runtime is not installed.
+        GraphRefused: it is broken, too large, has foreign operators, other files or types, or cannot be loaded.
+    """
+    properties = check_graph(_content(source) if isinstance(source, Path) else source, max_bytes=max_bytes)
+    accept(properties)
+    opened = open_session(source, provider=provider, threads=threads)
+    return OnnxModel(
+        name=name,
+        properties=properties,
+        provider=opened.provider,
+        note=opened.note,
+        inputs=_slots(opened.session.get_inputs()),
+        outputs=_slots(opened.session.get_outputs()),
+        _session=opened.session,
+    )
+
+
+def fit(name: str, array: NDArray[Any], slot: Slot) -> NDArray[Any]:
+    """Return an array in a slot's dtype and ONNX Runtime's memory layout, copied only if it has to change.
+
+    Raises:
+        GraphRefused: it has another shape, or a dtype of another kind: fractions do not become integers.
+    """
+    same = len(array.shape) == len(slot.shape) and all(
+        expected in (None, edge) for edge, expected in zip(array.shape, slot.shape, strict=True)
+    )
+    if not same or not np.can_cast(array.dtype, slot.dtype, "same_kind"):
+        raise GraphRefused(f"tensor {name!r} must be {slot}, and is {Slot(array.dtype, array.shape)}")
+    return np.require(array, slot.dtype, ["C", "A"])
+
+
+def describe(slots: Mapping[str, Slot]) -> str:
+    """Return names, dtypes and shapes in one line."""
+    return ", ".join(f"{name} {slot}" for name, slot in slots.items())
+
+
+def _content(path: Path) -> memoryview:
+    try:
+        with path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        raise GraphRefused(str(error)) from error
+
+
+def _slots(values: list[Any]) -> dict[str, Slot]:
+    for value in values:
+        if value.type not in _DTYPES:
+            raise GraphRefused(f"{value.name} is of {value.type}; expected one of {', '.join(_DTYPES)}")
+    return {
+        value.name: Slot(
+            np.dtype(_DTYPES[value.type]),
+            tuple(edge if isinstance(edge, int) else None for edge in value.shape),
+        )
+        for value in values
+    }

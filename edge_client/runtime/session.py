@@ -1,0 +1,230 @@
+"""ONNX Runtime sessions: on the requested provider, or on the next best one that works."""
+
+import contextlib
+import ctypes
+import io
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import GraphRefused, RuntimeMissing
+
+Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
+
+_CPU = "CPUExecutionProvider"
+_CUDA = "CUDAExecutionProvider"
+_TENSORRT = "TensorrtExecutionProvider"
+_ACCELERATORS: dict[Provider, tuple[str, ...]] = {
+    "auto": (_CUDA,),
+    "cpu": (),
+    "cuda": (_CUDA,),
+    "tensorrt": (_TENSORRT, _CUDA),
+}
+"""Tried in this order before the CPU."""
+
+_WITH_FALLBACKS = {_CUDA: (_CUDA, _CPU), _TENSORRT: (_TENSORRT, _CUDA, _CPU)}
+"""The accelerator, and the providers of the nodes that it does not support."""
+
+FULL_COVERAGE = 0.9
+"""Below this share of the graph on the accelerator, a note is given."""
+
+LEAST_COVERAGE = 0.5
+"""Below this share the accelerator is not used: copying costs more than it gains."""
+
+
+def require_runtime() -> Any:
+    """Import and return ONNX Runtime.
+
+    Raises:
+        RuntimeMissing: neither of its packages is installed, or it cannot be loaded.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise RuntimeMissing(
+            f"ONNX Runtime cannot be loaded ({first_line(error)}): pip install 'protofleet[cpu]', "
+            "or 'protofleet[gpu]' on a device with CUDA"
+        ) from error
+    return onnxruntime
+
+
+@dataclass(frozen=True)
+class Session:
+    """An ONNX Runtime session.
+
+    Args:
+        session: ONNX Runtime's.
+        provider: what runs it, such as `cpu` or `cuda`.
+        note: one line if that is not the best or requested provider; else empty.
+    """
+
+    session: Any
+    provider: str
+    note: str
+
+
+def open_session(file: Path | bytes, *, provider: Provider, threads: int | None) -> Session:
+    """Open an ONNX file on a provider, or on the next best one that works, with a note.
+
+    Args:
+        file: the file, or its bytes.
+        provider: `auto` takes CUDA if it works, else the CPU.
+        threads: CPU threads of one run; all cores if None.
+
+    Raises:
+        RuntimeMissing: ONNX Runtime is not installed.
+        GraphRefused: it cannot load the file.
+    """
+    runtime = require_runtime()
+    reasons: list[str] = []
+    for accelerator in _ACCELERATORS[provider]:
+        if provider == "auto" and accelerator not in runtime.get_available_providers():
+            continue
+        try:
+            session, coverage = _create_accelerated(runtime, file, accelerator, threads)
+        except _Unavailable as error:
+            reasons.append(str(error))
+            continue
+        name = _short(accelerator)
+        if coverage < FULL_COVERAGE:
+            reasons.append(
+                f"{name} can run only {coverage:.0%} of this graph, and the CPU is slow at the rest"
+            )
+        if coverage >= LEAST_COVERAGE:
+            return Session(session, name, _note(reasons, name))
+    return Session(_create(runtime, file, [_CPU], threads), "cpu", _note(reasons, "cpu"))
+
+
+def release_memory() -> None:
+    """Return freed memory of closed sessions to the system, if the C library supports it (glibc does)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+class _Unavailable(Exception):
+    """The reason why an accelerator does not work here."""
+
+
+def _note(reasons: Sequence[str], provider: str) -> str:
+    return f"{'; '.join(reasons)}: running on {provider}" if reasons else ""
+
+
+def _create_accelerated(
+    runtime: Any, file: Path | bytes, accelerator: str, threads: int | None
+) -> tuple[Any, float]:
+    """Return a session on an accelerator and the share of the graph that runs there.
+
+    Raises:
+        _Unavailable: the accelerator does not work here.
+        GraphRefused: no provider can load the file.
+    """
+    name = _short(accelerator)
+    if accelerator not in runtime.get_available_providers():
+        raise _Unavailable(f"no {name} in this ONNX Runtime, pip install 'protofleet[gpu]' in its place")
+    chain = _WITH_FALLBACKS[accelerator]
+    with _muted(runtime), tempfile.TemporaryDirectory() as folder:
+        try:
+            session = _create(runtime, file, chain, threads, profile=Path(folder) / "run")
+        except GraphRefused as error:
+            _create(runtime, file, [_CPU], threads)
+            raise _Unavailable(f"{name} does not work here: {error}") from error
+        if session.get_providers()[0] != accelerator:
+            # ONNX Runtime leaves a provider out by itself when the provider's libraries cannot be loaded.
+            raise _Unavailable(
+                f"{name} does not work here: no GPU, or its driver or libraries cannot be loaded"
+            )
+        return session, _coverage(_profile_once(session, name))
+
+
+def _profile_once(session: Any, name: str) -> Path:
+    """Run a profiling session once, on zeros, and return the profile's file."""
+    try:
+        session.run(None, {value.name: _blank(value) for value in session.get_inputs()})
+    except Exception as error:
+        raise _Unavailable(f"{name} does not work here: {first_line(error)}") from error
+    return Path(session.end_profiling())
+
+
+def _create(
+    runtime: Any,
+    file: Path | bytes,
+    providers: Sequence[str],
+    threads: int | None,
+    *,
+    profile: Path | None = None,
+) -> Any:
+    options = runtime.SessionOptions()
+    # Errors are raised; ONNX Runtime need not print them as well.
+    options.log_severity_level = 4
+    options.intra_op_num_threads = threads or 0
+    # Waiting threads sleep instead of using the CPU.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # Planning memory ahead, for each batch size, took a fifth more memory and was not faster.
+    options.enable_mem_pattern = False
+    # No ORT format, which `check_graph` cannot validate.
+    options.add_session_config_entry("session.load_model_format", "ONNX")
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    source = str(file) if isinstance(file, Path) else file
+    try:
+        session = runtime.InferenceSession(source, options, providers=list(providers), enable_fallback=0)
+        for end in (*session.get_inputs(), *session.get_outputs()):
+            _ = end.name, end.shape  # raises if it is not valid UTF-8
+        _ = session.get_modelmeta().custom_metadata_map
+    except Exception as error:  # ONNX Runtime has no error of its own to catch
+        name = file.name if isinstance(file, Path) else "the file"
+        raise GraphRefused(f"ONNX Runtime cannot load {name}: {first_line(error)}") from error
+    return session
+
+
+def _coverage(profile: Path) -> float:
+    """Return the share of the output bytes of a run's nodes that was not computed on the CPU.
+
+    Nodes that compute shapes run on the CPU even beside a GPU; their outputs are tiny.
+
+    Args:
+        profile: ONNX Runtime's JSON profile of a run.
+    """
+    total = on_cpu = 0
+    for event in json.loads(profile.read_bytes()):
+        details = event.get("args", {})
+        if event.get("cat") == "Node" and "provider" in details:
+            size_bytes = int(details.get("output_size", 0))
+            total += size_bytes
+            on_cpu += size_bytes if details["provider"] == _CPU else 0
+    return 1 - on_cpu / total if total else 0.0
+
+
+@contextlib.contextmanager
+def _muted(runtime: Any) -> Iterator[None]:
+    """Load the CUDA libraries that pip installed, without ONNX Runtime's own messages about missing ones."""
+    runtime.set_default_logger_severity(4)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
+            runtime.preload_dlls()
+        yield
+    finally:
+        runtime.set_default_logger_severity(2)
+
+
+def _blank(value: Any) -> NDArray[Any]:
+    shape = [edge if isinstance(edge, int) else 1 for edge in value.shape]
+    return np.zeros(shape, dtype=np.uint8 if value.type == "tensor(uint8)" else np.float32)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an ONNX Runtime error, without the place in its source."""
+    lines = str(error).strip().splitlines()
+    return re.sub(r"^\S+\.cc:\d+ .*?\) ", "", lines[0])[:200].strip() if lines else type(error).__name__
+
+
+def _short(provider: str) -> str:
+    return provider.removesuffix("ExecutionProvider").lower()
