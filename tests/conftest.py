@@ -1,4 +1,4 @@
-"""What tests of several packages share: an address, and real brokers of both kinds."""
+"""Fixtures of several packages: an address, and real brokers of both kinds."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -14,19 +14,19 @@ from tests.support.brokers import amqtt, free_address, mosquitto, mosquitto_prog
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 LONGEST = ("tests/system/faults/", "tests/system/attacks/", "tests/system/fleet/", "tests/examples/")
-"""Whole fleets: with several processes of pytest, they begin with these, so that none is left alone with one."""
+"""Whole fleets run first, so that no process of pytest is left alone with one at the end."""
 
-Serve = Callable[[BrokerAddress], AbstractContextManager[None]]
+Serve = Callable[[BrokerAddress], AbstractContextManager[object]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what takes longest first."""
+    """Run the longest tests first."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 @pytest.fixture
 def address() -> BrokerAddress:
-    """An address on which no broker listens yet."""
+    """An address on which nothing listens yet."""
     return free_address()
 
 
@@ -42,6 +42,6 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Serve:
 
 @pytest.fixture
 def broker(serve: Serve, address: BrokerAddress) -> Iterator[BrokerAddress]:
-    """A broker that runs."""
+    """A running broker."""
     with serve(address):
         yield address

@@ -15,6 +15,7 @@ from benchmarks.accuracy.comparison import compare, repeated
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import SHIFTS, load_domains, shifted
 from benchmarks.data.images import DIGITS
+from benchmarks.report import json_option
 
 BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
 """One architecture trained on three sources, which is FedPCL's setting."""
@@ -131,9 +132,7 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
     is_flag=True,
     help="Judge on training images that no device has, as for choosing settings.",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
-)
+@json_option
 def command(
     *,
     shifts: tuple[str, ...],
@@ -172,9 +171,8 @@ def command(
                 )
             runs += mine
             _show(setting, mine, by_domain=shift == "feature")
-    if json_file:
-        said = {"per_class": per_class, "concentration": concentration, "validation": validation}
-        write_report(json_file, said, runs)
+    settings = {"per_class": per_class, "concentration": concentration, "validation": validation}
+    write_report(json_file, "fedpcl", settings, runs)
 
 
 def _algorithms(
@@ -200,6 +198,5 @@ def _algorithms(
 
 
 def _show(setting: str, runs: Sequence[Run], *, by_domain: bool) -> None:
-    click.echo(f"\n{setting}")
     domains = [f"domain:{name}" for name in dict.fromkeys(runs[0].domains)] if by_domain else []
-    show(by_method(runs), [COLUMNS[0], *domains, *COLUMNS[1:]])
+    show(setting, by_method(runs), [COLUMNS[0], *domains, *COLUMNS[1:]])

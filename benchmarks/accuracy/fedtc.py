@@ -1,19 +1,29 @@
 """`python -m benchmarks fedtc`: FedTC on public data under the partitions of the paper."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
 from aggregator.config.schema import Training
 from aggregator.training.train_head import recipe_of, torch_device
-from benchmarks.accuracy.fedtc_fleet import Ceiling, Result, Settings, run_ceiling, run_fleet
+from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition, parse_partition
+from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ConfigError
+
+COLUMNS = {
+    "partition": "<16",
+    "seed": ">6",
+    "top-1": ">8.2%",
+    "devices": ">9",
+    "prototypes": ">12,",
+    "MB up": ">9.2f",
+    "train s": ">9.1f",
+}
 
 PARTITIONS = ("sharding:1", "sharding:2", "sharding:3", "dirichlet:0.01", "dirichlet:0.1", "dirichlet:0.5")
 
@@ -21,7 +31,7 @@ PARTITIONS = ("sharding:1", "sharding:2", "sharding:3", "dirichlet:0.01", "diric
 def partitions_of(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> list[Partition]:
-    """Read an option's partitions."""
+    """Return an option's partitions."""
     try:
         return [parse_partition(value) for value in values]
     except ConfigError as error:
@@ -66,9 +76,7 @@ def partitions_of(
     "--ceiling/--no-ceiling", default=True, show_default=True, help="Train on all features in one place, too."
 )
 @click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
-)
+@json_option
 def command(
     *,
     data: str,
@@ -86,7 +94,7 @@ def command(
     device: str,
     json_file: Path | None,
 ) -> None:
-    """Train a fleet's head with FedTC and report what it gets right, and at what cost."""
+    """Train a fleet's head with FedTC; report its accuracy and its cost."""
     settings = Settings(
         clients=clients,
         alpha=alpha,
@@ -95,42 +103,26 @@ def command(
         device=torch_device(device),
     )
     features = load_features(data, backbone=backbone, image_size=image_size)
-    click.echo(
-        f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, B {batch}, {recipe} recipe"
-    )
-    click.echo(HEADINGS)
+    title = f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, B {batch}, {recipe} recipe"
+    table = Table(COLUMNS, title=title)
     results = []
     for partition in partitions:
         for seed in seeds:
-            results.append(run_fleet(features, partition, settings, seed=seed))
-            click.echo(_row(results[-1]))
+            result = run_fleet(features, partition, settings, seed=seed)
+            results.append(result)
+            table.row(
+                *(result.partition, result.seed, result.accuracy, result.devices, result.prototypes),
+                *(result.bytes_up / 1e6, result.train_seconds),
+            )
     top = run_ceiling(features, settings, seed=seeds[0]) if ceiling else None
     if top:
-        click.echo(f"{'all features':<16}{'':>6}{top.accuracy:>8.2%}{'':>30}{top.train_seconds:>9.1f}")
-    if json_file:
-        setting = {"data": data, "backbone": backbone, "image_size": image_size, **asdict(settings)}
-        json_file.write_text(json.dumps(_report(setting, results, top), indent=2) + "\n", encoding="utf-8")
-
-
-HEADINGS = (
-    f"{'partition':<16}{'seed':>6}{'top-1':>8}{'devices':>9}{'prototypes':>12}{'MB up':>9}{'train s':>9}"
-)
-
-
-def _row(result: Result) -> str:
-    return (
-        f"{result.partition:<16}{result.seed:>6}{result.accuracy:>8.2%}{result.devices:>9}"
-        f"{result.prototypes:>12,}{result.bytes_up / 1e6:>9.2f}{result.train_seconds:>9.1f}"
+        table.row("all features", None, top.accuracy, None, None, None, top.train_seconds)
+    accuracies = [result.accuracy for result in results]
+    write_json(
+        json_file,
+        "fedtc",
+        **{"data": data, "backbone": backbone, "image_size": image_size, **asdict(settings)},
+        runs=[asdict(result) for result in results],
+        ceiling=asdict(top) if top else None,
+        accuracy={"lowest": min(accuracies), "highest": max(accuracies)},
     )
-
-
-def _report(setting: dict[str, Any], results: list[Result], top: Ceiling | None) -> dict[str, Any]:
-    return {
-        **setting,
-        "runs": [asdict(result) for result in results],
-        "ceiling": asdict(top) if top else None,
-        "accuracy": {
-            "lowest": min(result.accuracy for result in results),
-            "highest": max(result.accuracy for result in results),
-        },
-    }

@@ -17,6 +17,7 @@ from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import Client, halved, load_domains, unequal
 from benchmarks.data.features import BACKBONES, Features
 from benchmarks.data.images import DIGITS, PACS
+from benchmarks.report import json_option
 
 IMAGE_SIZE = 96
 IMAGES = 2000
@@ -96,9 +97,7 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
     is_flag=True,
     help="Judge on training images that no device has, as for choosing settings.",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
-)
+@json_option
 def command(
     *,
     data: tuple[str, ...],
@@ -124,10 +123,9 @@ def command(
             clients = fleet(name, domains, seed=seed, validation=validation)
             mine += compare(name, clients, algorithms=algorithms, recipes=recipes, classes=classes, seed=seed)
         runs += mine
-        click.echo(f"\n{name}, {len(mine[0].domains)} devices")
-        show(by_method(mine), [*COLUMNS[:2], *(f"domain:{domain}" for domain in plan), *COLUMNS[2:]])
-    if json_file:
-        write_report(json_file, {"backbones": backbones, "validation": validation}, runs)
+        columns = [*COLUMNS[:2], *(f"domain:{domain}" for domain in plan), *COLUMNS[2:]]
+        show(f"{name}, {len(mine[0].domains)} devices", by_method(mine), columns)
+    write_report(json_file, "fpl", {"backbones": backbones, "validation": validation}, runs)
 
 
 def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: bool) -> list[Client]:

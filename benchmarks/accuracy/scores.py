@@ -1,14 +1,14 @@
 """Accuracies of fleets: of every client, of the worst and best of them, and over seeds."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
+
+from benchmarks.report import Table, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,28 +112,24 @@ def by_method(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [summary(group) for group in groups.values()]
 
 
-def write_report(path: Path, setting: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Write every run and the summaries as JSON."""
-    report = {
-        **setting,
-        "summaries": by_method(runs),
-        "runs": [{**asdict(run), "mean": run.mean, **spread(run.accuracies)} for run in runs],
-    }
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+def write_report(file: Path | None, benchmark: str, setting: Mapping[str, Any], runs: Sequence[Run]) -> None:
+    """Write every run and the summaries as JSON, if there is a file."""
+    every = [{**asdict(run), "mean": run.mean, **spread(run.accuracies)} for run in runs]
+    write_json(file, benchmark, **setting, summaries=by_method(runs), runs=every)
 
 
-def show(summaries: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+def show(setting: str, summaries: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print a table on stdout: accuracies in percent, bytes as they are.
 
     Args:
+        setting: printed above.
         summaries: what `summary` gives.
         columns: keys of its figures; those that begin with "domain:" are single domains.
     """
     names = [column.removeprefix("domain:").replace("_", " ") for column in columns]
-    click.echo(f"{'':<28}" + "".join(f"{name:>18}" for name in names))
+    table = Table({"method": "<28", **dict.fromkeys(names, ">18")}, title=setting)
     for figures in summaries:
-        cells = (_cell(figures, column) for column in columns)
-        click.echo(f"{figures['method']:<28}" + "".join(f"{cell:>18}" for cell in cells))
+        table.row(figures["method"], *(_cell(figures, column) for column in columns))
 
 
 def _cell(figures: Mapping[str, Any], column: str) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 import click
 import numpy as np
 
+from benchmarks.report import json_option, print_figures, write_json
+
 BARE = "import numpy, onnxruntime, paho.mqtt.client, PIL.Image"
 PROGRAM = "import edge_client.cli, edge_client.service.device, onnxruntime"
 """All that a running device has loaded: the command line alone leaves most of it to later."""
@@ -44,7 +46,7 @@ print('{{"seconds": %f, "memory_bytes": %d}}' % (seconds, int(memory) * 1024))
 @click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=min(4, os.cpu_count() or 1), show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here as well.")
+@json_option
 def device(
     *,
     backbone: Path,
@@ -63,10 +65,8 @@ def device(
         run = {"backbone": str(backbone.resolve()), "batch_size": batch_size, "workers": workers}
         figures |= measure_memory(few, many, run, repetitions)
         figures |= measure_speed(few, run, repetitions)
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
-    for name, value in figures.items():
-        print(f"{name:28} {value:,.3f}")
+    write_json(json_file, "device", figures=figures)
+    print_figures(figures)
 
 
 def measure_imports(repetitions: int) -> dict[str, float]:

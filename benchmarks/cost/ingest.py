@@ -8,10 +8,8 @@ devices are mixed, one of each in turn. The processor time that each takes depen
 
 import contextlib
 import io
-import json
 import queue
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,12 +24,13 @@ import click
 import psutil
 
 from benchmarks.cost.ingest_load import Load, write_load
+from benchmarks.cost.processes import mosquitto, running
+from benchmarks.report import json_option, print_figures, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.session import BrokerAddress, Connected, Event, Received, Session
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, Receipt
 from protocol.wire.topics import device_topic, fleet_topic
-from tests.system.soak.programs import free_port
 
 ROOT = Path(__file__).parents[2]
 FLEET = "ingest"
@@ -65,7 +64,7 @@ class Cost:
     "--megabytes", type=click.FloatRange(min=0.001), default=2.0, show_default=True, help="Of each."
 )
 @click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here as well.")
+@json_option
 def ingest(
     *, devices: int, submissions: int, megabytes: float, repetitions: int, json_file: Path | None
 ) -> None:
@@ -78,10 +77,8 @@ def ingest(
             size_bytes=int(megabytes * 1e6),
             repetitions=repetitions,
         )
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
-    for name, value in figures.items():
-        print(f"{name:28} {value:,.3f}")
+    write_json(json_file, "ingest", figures=figures)
+    print_figures(figures)
 
 
 def measure(
@@ -116,31 +113,6 @@ def measure(
     }
 
 
-@contextlib.contextmanager
-def mosquitto(folder: Path) -> Iterator[BrokerAddress]:
-    """Run mosquitto as `deploy/mosquitto.conf` has it.
-
-    Raises:
-        ProtofleetError: it is not installed, or does not start.
-    """
-    program = shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-    if program is None:
-        raise ProtofleetError("mosquitto is not installed: apt-get install mosquitto")
-    address = BrokerAddress("127.0.0.1", free_port())
-    text = (ROOT / "deploy" / "mosquitto.conf").read_text()
-    text = text.replace("listener 1883", f"listener {address.port} 127.0.0.1")
-    config = folder / "mosquitto.conf"
-    config.write_text(text.replace("/var/lib/mosquitto/", f"{folder}/"))
-    folder.chmod(0o777)  # mosquitto may give up root's rights
-    process = subprocess.Popen([program, "-c", str(config)], stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(address)
-        yield address
-    finally:
-        process.terminate()
-        process.wait()
-
-
 def time_discarding(broker: BrokerAddress, load: Load) -> Cost:
     """What it costs until a process with nothing but our own session has had every message."""
     call = f"from benchmarks.cost.ingest import discard\ndiscard({broker.port}, {load.messages})"
@@ -171,19 +143,12 @@ def time_aggregator(broker: BrokerAddress, load: Load, task: Path, state: Path) 
     log = state.with_suffix(".log")
     arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker)]
     topics = [fleet_topic(FLEET, "state"), *(device_topic(FLEET, name, "ack") for name in load.devices)]
-    with listening(broker, *topics) as (_, events), log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "aggregator.cli", *arguments], stdout=output, stderr=output
-        )
-        try:
-            _wait_online(events)
-            with publisher(broker, load):
-                started, before_s = time.perf_counter(), _cpu_s(process.pid)
-                _count_receipts(events, load.submissions)
-                return Cost(time.perf_counter() - started, _cpu_s(process.pid) - before_s)
-        finally:
-            process.terminate()
-            process.wait()
+    with listening(broker, *topics) as (_, events), running("aggregator.cli", *arguments, log=log) as process:
+        _wait_online(events)
+        with publisher(broker, load):
+            started, before_s = time.perf_counter(), _cpu_s(process.pid)
+            _count_receipts(events, load.submissions)
+            return Cost(time.perf_counter() - started, _cpu_s(process.pid) - before_s)
 
 
 @contextlib.contextmanager
@@ -257,12 +222,3 @@ def _count_receipts(received: "queue.SimpleQueue[Received]", number: int) -> Non
         if receipt.status == "refused":
             raise ProtofleetError(f"the aggregator has refused a submission: {receipt.detail}")
         number -= receipt.status == "received"
-
-
-def _wait_for(address: BrokerAddress) -> None:
-    deadline_s = time.monotonic() + 20
-    while time.monotonic() < deadline_s:
-        with contextlib.suppress(OSError), socket.create_connection((address.host, address.port)):
-            return
-        time.sleep(0.05)
-    raise ProtofleetError(f"mosquitto did not start on {address}")

@@ -1,13 +1,11 @@
-"""What a device that trains in rounds holds in memory, beside one that makes prototypes for FedTC.
+"""Memory of a device that trains in rounds, beside one that makes prototypes for FedTC.
 
 `python -m benchmarks memory` runs the real programs: an aggregator with its own broker, and one device, for each
-algorithm in turn, on the same images. Compared is the most that the device's process ever held.
+algorithm in turn, on the same images, and compares the peak of the device's process.
 """
 
 import json
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -16,7 +14,9 @@ from pathlib import Path
 import click
 
 from benchmarks.cost.device import CLASSES, write_photographs
+from benchmarks.cost.processes import free_address, running
 from benchmarks.data.features import backbone_file
+from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 
 SOURCES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
@@ -27,11 +27,12 @@ PATIENCE_S = 600.0
 @click.command("memory")
 @click.option("--images", type=click.IntRange(min=10), default=200, show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here as well.")
+@json_option
 def memory(*, images: int, image_size: int, json_file: Path | None) -> None:
-    """Weigh a device that trains against one that does not."""
+    """Compare the peak memory of a device that trains with one that does not."""
     files = [backbone_file(name, image_size=image_size) for name in SOURCES]
     figures: dict[str, int] = {}
+    table = Table({"algorithm": "<26", "peak MB": ">9.1f", "of FedTC": ">10.2f"})
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "images"
         write_photographs(data, count=images)
@@ -43,10 +44,8 @@ def memory(*, images: int, image_size: int, json_file: Path | None) -> None:
         ):
             task = write_task(Path(folder) / f"{len(figures)}", algorithm, backbones)
             figures[name] = peak_bytes(task, data)
-            ratio = figures[name] / figures["fedtc"]
-            click.echo(f"{name:<26}{figures[name] / 1e6:>8.1f} MB{ratio:>8.2f} x")
-    if json_file:
-        json_file.write_text(json.dumps({"images": images, "peak_bytes": figures}, indent=2) + "\n")
+            table.row(name, figures[name] / 1e6, figures[name] / figures["fedtc"])
+    write_json(json_file, "memory", images=images, peak_bytes=figures)
 
 
 def write_task(folder: Path, algorithm: str, backbones: Sequence[Path]) -> Path:
@@ -67,28 +66,14 @@ def peak_bytes(task: Path, data: Path) -> int:
     Raises:
         ProtofleetError: the device did not come to an end.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        broker = f"127.0.0.1:{probe.getsockname()[1]}"
-    aggregator = _start(
-        task, "aggregator", "run", "--embedded-broker", "--broker", broker,
-        "--task", str(task), "--state", str(task.parent / "aggregator"),
-    )  # fmt: skip
-    device = _start(
-        task, "edge_client", "--broker", broker, "--once", "--data", str(data),
-        "--state", str(task.parent / "device"),
-    )  # fmt: skip
-    try:
-        return _watch(device)
-    finally:
-        for process in (device, aggregator):
-            process.terminate()
-            process.wait(timeout=30)
-
-
-def _start(task: Path, package: str, *arguments: str) -> subprocess.Popen[bytes]:
-    with (task.parent / f"{package}.log").open("wb") as log:
-        return subprocess.Popen([sys.executable, "-m", f"{package}.cli", *arguments], stderr=log, stdout=log)
+    broker, folder = str(free_address()), task.parent
+    serve = ("run", "--embedded-broker", "--broker", broker, "--task", str(task), "--state")
+    device = ("--broker", broker, "--once", "--data", str(data), "--state", str(folder / "device"))
+    with (
+        running("aggregator.cli", *serve, str(folder / "aggregator"), log=folder / "aggregator.log"),
+        running("edge_client.cli", *device, log=folder / "device.log") as process,
+    ):
+        return _watch(process)
 
 
 def _watch(process: subprocess.Popen[bytes]) -> int:

@@ -4,7 +4,6 @@
 ratios, not the milliseconds. Features are random, for time does not depend on them.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.program import Contribution
 from aggregator.graphs.program_export import Graphs, build, untrained
+from benchmarks.report import Table, json_option, write_json
 from edge_client.runtime.graph import open_graph
 from edge_client.training.trainer import Checkpoint, Schedule, TrainingHooks, train
 
@@ -38,6 +38,8 @@ SETTINGS: dict[str, FedPCL | FPL] = {
 }
 """For which the losses below are written."""
 
+COLUMNS = ("torch_ms", "graph_ms", "ratio", "ratio_best")
+
 Arrays = Mapping[str, NDArray[Any]]
 
 
@@ -48,7 +50,7 @@ Arrays = Mapping[str, NDArray[Any]]
     "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each of the two."
 )
 @click.option("--repetitions", type=click.IntRange(min=1), default=30, show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here as well.")
+@json_option
 def step(
     *,
     algorithm: Literal["fedpcl", "fpl"],
@@ -60,6 +62,8 @@ def step(
     """Time a device's training step against eager torch's, with one backbone and with three."""
     torch.set_num_threads(threads)
     figures = {}
+    columns = {"torch ms": ">10.2f", "graph ms": ">10.2f", "ratio": ">8.2f", "best": ">8.2f"}
+    table = Table({"features": "<12", **columns}, title=f"{algorithm} to 256 values, batch {batch_size}")
     for backbones in (1, 3):
         times = measure(
             algorithm,
@@ -69,13 +73,8 @@ def step(
             repetitions=repetitions,
         )
         figures[f"{algorithm}_{backbones}_backbones"] = times
-        print(
-            f"{algorithm}, {backbones} x {FEATURES} -> 256, batch {batch_size}: "
-            f"torch {times['torch_ms']:.2f} ms, graph {times['graph_ms']:.2f} ms, "
-            f"ratio {times['ratio']:.2f} (of the best epochs {times['ratio_best']:.2f})"
-        )
-    if json_file:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n")
+        table.row(f"{backbones} x {FEATURES}", *(times[name] for name in COLUMNS))
+    write_json(json_file, "step", figures=figures)
 
 
 def measure(

@@ -1,10 +1,9 @@
 """`python -m benchmarks research poisoning`: heads of a fleet in which some devices send false prototypes."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import numpy as np
@@ -19,6 +18,7 @@ from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, take_fleet, t
 from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition
+from benchmarks.report import Table, json_option, write_json
 
 ATTACKS = ("flip", "noise")
 PARTITIONS = ("dirichlet:0.5",)
@@ -80,9 +80,7 @@ class Result:
 @click.option("--train/--no-train", default=True, show_default=True, help="Or only find who lies.")
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
 @click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
-)
+@json_option
 def command(
     *,
     data: str,
@@ -109,10 +107,10 @@ def command(
     )
     features = load_features(data, backbone=backbone, image_size=image_size, at_most=images)
     methods = METHODS if train else ()
-    click.echo(f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, threshold {threshold:g}")
-    click.echo(
-        f"{'partition':<15}{'attack':<7}{'share':>6}{'found':>9}{'wronged':>9}"
-        + "".join(f"{method:>14}" for method in methods)
+    columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "wronged": ">9"}
+    table = Table(
+        {**columns, **dict.fromkeys(methods, ">14")},
+        title=f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, threshold {threshold:g}",
     )
     results: list[Result] = []
     for partition in partitions:
@@ -129,11 +127,10 @@ def command(
                     )
                     for seed in seeds
                 ]
-                click.echo(row(runs))
+                table.row(*row(runs))
                 results += runs
-    if json_file:
-        report = {"data": data, "threshold": threshold, "runs": [dataclasses.asdict(one) for one in results]}
-        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    every = [dataclasses.asdict(one) for one in results]
+    write_json(json_file, "poisoning", data=data, threshold=threshold, runs=every)
 
 
 def run(
@@ -188,16 +185,11 @@ def lie(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prototypes
     return Prototypes((scale * noise).astype(np.float32), part.labels, part.counts)
 
 
-def row(runs: Sequence[Result]) -> str:
-    """Return a line of the table: what was found over all seeds, and accuracies with deviations over them."""
+def row(runs: Sequence[Result]) -> tuple[Any, ...]:
+    """Return a row of the table: devices found over all seeds, and accuracies with their deviations over seeds."""
     first = runs[0]
     found = f"{sum(one.found for one in runs)}/{sum(one.liars for one in runs)}"
     wronged = f"{sum(one.wronged for one in runs)}/{sum(one.honest for one in runs)}"
-    cells = []
-    for method in first.accuracies:
-        values = [100 * one.accuracies[method] for one in runs]
-        cells.append(f"{np.mean(values):.1f} ± {np.std(values):.1f}")
-    return (
-        f"{first.partition:<15}{first.attack or '-':<7}{first.share:>6.0%}{found:>9}{wronged:>9}"
-        + "".join(f"{cell:>14}" for cell in cells)
-    )
+    values = ([100 * one.accuracies[method] for one in runs] for method in first.accuracies)
+    cells = (f"{np.mean(each):.1f} ± {np.std(each):.1f}" for each in values)
+    return (first.partition, first.attack or "-", first.share, found, wronged, *cells)

@@ -1,6 +1,5 @@
 """`python -m benchmarks research privacy`: attacks on features and prototypes, and the accuracy protection costs."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from aggregator.training.train_head import torch_device
 from benchmarks.accuracy.comparison import repeated
 from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES, load_data
+from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.differencing import Resubmitted, resubmit
 from benchmarks.research.privacy_plots import Rows, draw_accuracies, draw_images, rows_of
 from benchmarks.research.private_fleet import PAPER, Accuracy, Fleet, noise_multiplier, run_private
@@ -21,6 +21,26 @@ from benchmarks.research.reconstruction import PRIVATE_BATCH, Leak, attack, form
 from edge_client.privacy.gaussian_mechanism import Mechanism
 
 BATCHES = (2, 5, 25, 100)
+LEAKS = {
+    "": "<22",
+    "SSIM own": ">9.3f",
+    "others": ">8.3f",
+    "class": ">8.3f",
+    "own first": ">11.1%",
+    "AUC cos": ">9.3f",
+    "AUC lik": ">9.3f",
+    "1/100 cos": ">11.1%",
+    "1/100 lik": ">11.1%",
+}
+RESUBMITTED = {
+    "an image more": "<22",
+    "error": ">9.2%",
+    "SSIM": ">8.3f",
+    "1/100": ">8.1%",
+    "times": ">8",
+    "all, error": ">12.2%",
+}
+ACCURACIES = {"": "<22", "of a class": ">11", "B": ">5", "epsilon": ">9g", "top-1": ">9.2%"}
 AGAIN = (5, 25)
 """B of the device that uploads again."""
 TINTED = (1.0, 8.0, 32.0)
@@ -42,9 +62,7 @@ PARTS = ("attack", "accuracy")
 @repeated("--epsilon", "epsilons", type=click.FloatRange(0, min_open=True), default=EPSILONS)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
-)
+@json_option
 @click.option("--plots", type=click.Path(file_okay=False, path_type=Path), help="Draw into this folder.")
 def command(
     *,
@@ -94,8 +112,7 @@ def command(
             )
             figures["accuracies"] = list(map(asdict, accuracies[name]))
         report[name] = figures
-    if json_file:
-        json_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(json_file, "privacy", **report)
     if plots and painted:
         draw_images(painted, plots / "reconstruction.png")
     if plots and accuracies:
@@ -114,16 +131,21 @@ def _attack(
         clip_norm=_usual_norm(features),
         seed=seed,
     )
-    click.echo(f"\n{name}: {public:,} public images, a device with {images} of each class\n{LEAKS}")
+    table = Table(LEAKS, title=f"{name}: {public:,} public images, a device with {images} of each class")
     leaks = []
     for form in forms:
-        leaks.append(attack(scene, form, decoder, seed=seed))
-        click.echo(_leak_row(leaks[-1]))
-    click.echo(f"\n{RESUBMITTED}")
+        leak = attack(scene, form, decoder, seed=seed)
+        leaks.append(leak)
+        table.row(
+            *(leak.form, leak.own, leak.others, leak.class_look, leak.own_first, leak.cosine.auc),
+            *(leak.likelihood.auc, leak.cosine.top_1, leak.likelihood.top_1),
+        )
+    table = Table(RESUBMITTED, title="the same device uploads again")
     again = []
     for batch in AGAIN:
-        again.append(resubmit(scene, decoder, batch=batch, images=min(60, images // 2), seed=seed))
-        click.echo(_again_row(again[-1]))
+        found = resubmit(scene, decoder, batch=batch, images=min(60, images // 2), seed=seed)
+        again.append(found)
+        table.row(f"B {batch}", found.error, found.ssim, found.top_1, found.submissions, found.all_error)
     return leaks, again, rows_of(name, scene, forms, decoder)
 
 
@@ -138,7 +160,7 @@ def _accuracies(
     device: str,
 ) -> list[Accuracy]:
     measured = []
-    click.echo(f"\n{name}: accuracy, {devices} devices\n{ACCURACIES}")
+    table = Table(ACCURACIES, title=f"{name}: accuracy, {devices} devices")
     plain = RECIPES["default"]
     # Restoring the variance would blow the noise up as well.
     calm = replace(plain, restore=False, mix=False)
@@ -172,7 +194,7 @@ def _accuracies(
                     accuracy=accuracy,
                 )
             )
-            click.echo(_accuracy_row(measured[-1]))
+            table.row(protection, images, fleet.batch, cost, accuracy)
     return measured
 
 
@@ -187,31 +209,3 @@ def _mechanism(clip_norm: float, batch: int) -> Callable[[float], Mechanism]:
 
 def _usual_norm(features: Features) -> float:
     return float(np.median(np.linalg.norm(features.test, axis=1)))
-
-
-LEAKS = (
-    f"{'':<22}{'SSIM own':>9}{'others':>8}{'class':>8}{'own first':>11}"
-    f"{'AUC cos':>9}{'AUC lik':>9}{'1/100 cos':>11}{'1/100 lik':>11}"
-)
-RESUBMITTED = f"{'an image more':<22}{'error':>9}{'SSIM':>8}{'1/100':>8}{'times':>8}{'all, error':>12}"
-ACCURACIES = f"{'':<22}{'of a class':>11}{'B':>5}{'epsilon':>9}{'top-1':>9}"
-
-
-def _leak_row(leak: Leak) -> str:
-    return (
-        f"{leak.form:<22}{leak.own:>9.3f}{leak.others:>8.3f}{leak.class_look:>8.3f}{leak.own_first:>11.1%}"
-        f"{leak.cosine.auc:>9.3f}{leak.likelihood.auc:>9.3f}"
-        f"{leak.cosine.top_1:>11.1%}{leak.likelihood.top_1:>11.1%}"
-    )
-
-
-def _again_row(again: Resubmitted) -> str:
-    return (
-        f"{'B ' + str(again.batch):<22}{again.error:>9.2%}{again.ssim:>8.3f}{again.top_1:>8.1%}"
-        f"{again.submissions:>8}" + ("" if again.all_error is None else f"{again.all_error:>12.2%}")
-    )
-
-
-def _accuracy_row(row: Accuracy) -> str:
-    epsilon = "" if row.epsilon is None else f"{row.epsilon:g}"
-    return f"{row.protection:<22}{row.images:>11}{row.batch:>5}{epsilon:>9}{row.accuracy:>9.2%}"

@@ -19,7 +19,7 @@ from rich.live import Live
 from aggregator.status import report
 from aggregator.storage.store import Store
 from examples.quickstart import digits as data
-from examples.quickstart.fleet import Fleet, predict, share_right
+from examples.quickstart.fleet import Fleet, accuracy_of, predict
 from examples.quickstart.folder import Folder, device_names, prepare
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError, StateError
@@ -51,7 +51,7 @@ from protocol.errors import ConfigError, ProtofleetError, StateError
     type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
-    help="Of who gets which image.",
+    help="Which device gets which image.",
 )
 @click.option(
     "--timeout-s",
@@ -61,7 +61,7 @@ from protocol.errors import ConfigError, ProtofleetError, StateError
     help="Give up on the fleet after so many seconds.",
 )
 def cli(*, out: Path, json_file: Path | None, devices: int, seed: int, timeout_s: float) -> None:
-    """Watch devices with two classes of handwritten digits each learn to tell all ten apart."""
+    """Train one classifier of ten digits on devices that have images of two each."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"no folder {json_file.parent} to write {json_file.name} in: make it first")
@@ -73,30 +73,30 @@ def cli(*, out: Path, json_file: Path | None, devices: int, seed: int, timeout_s
 
 
 def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console: Console) -> Result:
-    """Run a whole fleet's life in a folder.
+    """Run a fleet in a folder from its start to its evaluation.
 
     Raises:
         ProtofleetError: the folder cannot be used, or a process failed or took too long.
     """
     started_s = time.monotonic()
     if _status(folder).get("running"):
-        raise ConfigError(f"a quickstart is at work in {folder.root}: end it, or choose another --out")
+        raise ConfigError(f"a quickstart is running in {folder.root}: end it, or choose another --out")
     names = device_names(devices)
     digits = data.load()
     deal = data.deal(digits.labels, devices=devices, seed=seed)
     prepare(folder, digits, deal, names=names, seed=seed)
-    _tell(
+    _print(
         console,
         f"{len(digits.labels):,} handwritten digits: {len(digits.labels) - len(deal.held_out):,} on {devices} "
-        f"devices, {len(deal.held_out)} kept away from all of them",
+        f"devices, {len(deal.held_out)} held out",
     )
     summary = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
     head = summary["heads"][-1]
-    _tell(console, f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s")
+    _print(console, f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s")
     images = folder.held_out_images()
-    with console.status("trying the head on images that no device trained on"):
-        accuracy = share_right(predict(folder, names[0], images))
-    with console.status("training a head for every device alone") as status:
+    with console.status("evaluating the head on held-out images"):
+        accuracy = accuracy_of(predict(folder, names[0], images))
+    with console.status("training a head for each device alone") as status:
         alone = _alone(
             folder, lambda name: status.update(f"training a head on the prototypes of {name} alone")
         )
@@ -119,11 +119,11 @@ def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console:
 def _run_fleet(
     folder: Folder, names: tuple[str, ...], *, timeout_s: float, console: Console
 ) -> dict[str, Any]:
-    """Run the processes until every device has tried the head; returns the aggregator's status then."""
+    """Run the processes until every device has evaluated the head; returns the aggregator's status then."""
     with Fleet(folder, timeout_s=timeout_s) as fleet:
         with console.status("starting the aggregator and its broker"):
             fleet.start_aggregator()
-        _tell(console, f"aggregator and MQTT broker on {fleet.broker}")
+        _print(console, f"aggregator and MQTT broker on {fleet.broker}")
         fleet.start_devices(names)
         with Live(console=console, transient=True) as live:
             fleet.wait_for_devices(lambda: live.update(progress(_status(folder), names)))
@@ -136,7 +136,7 @@ def _run_fleet(
 
 
 def _status(folder: Folder) -> dict[str, Any]:
-    """What `aggregator status --json` prints; empty as long as there is nothing."""
+    """Return what `aggregator status --json` prints; empty before there is a state."""
     try:
         with contextlib.closing(Store(folder.aggregator, read_only=True)) as store:
             return report(store)
@@ -170,5 +170,5 @@ def _write(file: Path, result: Result) -> None:
         raise StateError(f"cannot write {file}: {error.strerror}") from error
 
 
-def _tell(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(f"[green]\N{CHECK MARK}[/] {text}", highlight=False, soft_wrap=True)

@@ -96,7 +96,7 @@ class Fleet:
         on_look()
 
     def stop(self) -> None:
-        """End whatever still runs."""
+        """End every process that still runs."""
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():
@@ -118,7 +118,7 @@ class Fleet:
             )
 
     def _look(self) -> int:
-        """How many devices are at work."""
+        """Return how many devices are running."""
         codes = {name: process.poll() for name, process in self._processes.items()}
         for name, code in codes.items():
             if code or (name == "aggregator" and code is not None):
@@ -126,18 +126,18 @@ class Fleet:
         if time.monotonic() > self._give_up_s:
             late = ", ".join(name for name, code in codes.items() if code is None)
             raise ProtofleetError(
-                f"not done after {self._timeout_s:.0f} s, still at work: {late}; logs in {self._folder.logs}"
+                f"not done after {self._timeout_s:.0f} s, still running: {late}; logs in {self._folder.logs}"
             )
         return sum(code is None for name, code in codes.items() if name != "aggregator")
 
     def _last_words(self, name: str) -> str:
         log = self._folder.logs / f"{name}.log"
         said = log.read_text(encoding="utf-8", errors="replace").strip()
-        return f"{said.splitlines()[-1]} (all of it in {log})" if said else f"it said nothing in {log}"
+        return f"{said.splitlines()[-1]} (see {log})" if said else f"it logged nothing in {log}"
 
 
 def predict(folder: Folder, device: str, images: Iterable[Path]) -> list[dict[str, Any]]:
-    """What a device's own command line says of images, offline: one JSON object each.
+    """Return what a device's own command line predicts for images, offline: one JSON object each.
 
     Raises:
         ProtofleetError: it failed.
@@ -151,14 +151,14 @@ def predict(folder: Folder, device: str, images: Iterable[Path]) -> list[dict[st
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def share_right(predictions: list[dict[str, Any]]) -> float:
-    """The share of predictions that name the folder of their image."""
-    right = [bool(line["label"] == Path(line["image"]).parent.name) for line in predictions]
-    return sum(right) / len(right)
+def accuracy_of(predictions: list[dict[str, Any]]) -> float:
+    """Return the share of predictions that name the folder of their image."""
+    correct = [bool(line["label"] == Path(line["image"]).parent.name) for line in predictions]
+    return sum(correct) / len(correct)
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a port of this machine on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -167,7 +167,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Put Ctrl-C and SIGTERM off for a moment, so that no process is started that nobody knows of."""
+    """Delay Ctrl-C and SIGTERM for a moment, so that every started process is recorded."""
     came: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _frame: came.append(number))

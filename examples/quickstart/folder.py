@@ -27,7 +27,7 @@ class Folder:
 
     @property
     def aggregator(self) -> Path:
-        """The aggregator's state, where the heads come to lie."""
+        """The aggregator's state, with the heads."""
         return self.root / "aggregator"
 
     @property
@@ -41,7 +41,7 @@ class Folder:
 
     @property
     def logs(self) -> Path:
-        """What each process says, one file a process."""
+        """Output of each process, one file a process."""
         return self.root / "logs"
 
     def images(self, device: str) -> Path:
@@ -60,7 +60,7 @@ def device_names(number: int) -> tuple[str, ...]:
 
 
 def prepare(folder: Folder, digits: Digits, deal: Deal, *, names: Sequence[str], seed: int) -> None:
-    """Fill the folder: everybody's images and the task. What an earlier run left there is removed.
+    """Write every device's images and the task. What an earlier run left there is removed.
 
     Raises:
         ConfigError: the folder holds something that is not the demo's.

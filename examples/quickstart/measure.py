@@ -1,4 +1,4 @@
-"""What each device would have come to without the others."""
+"""Accuracy that each device would reach without the others."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from protocol.wire.messages import Submission
 
 @dataclass(frozen=True)
 class Sent:
-    """What a device sent: prototypes float32 (m, L), their labels (m,) and counts of images (m,)."""
+    """What a device uploaded: prototypes float32 (m, L), their labels (m,) and counts of images (m,)."""
 
     prototypes: NDArray[np.float32]
     labels: NDArray[np.integer[Any]]
@@ -33,16 +33,16 @@ class Sent:
 
 
 def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str, float]:
-    """How many of the held-out images each device would get right without the others.
+    """Return the accuracy on the held-out images that each device would reach without the others.
 
     The aggregator's own training, on what one device sent instead of on everything.
 
     Args:
         folder: of a fleet that has its head.
-        on_device: told the name of each device before its training.
+        on_device: called with the name of each device before its training.
 
     Returns:
-        Share of right answers, by device.
+        Accuracy by device.
     """
     torch.set_num_threads(1)  # these heads are too small to share out
     task, (backbone,) = load_task(folder.task)

@@ -1,4 +1,4 @@
-"""How the demo talks: what everybody is doing while it runs, and what came of it."""
+"""What the demo prints: the progress of each device, and the result."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from rich.table import Table
 from examples.quickstart.folder import Folder
 
 STEPS = 4
-"""Steps of a device: it is connected, has sent, has the head, has tried it."""
+"""Steps of a device: connected, uploaded, head received, head evaluated."""
 
 
 class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,24 +29,24 @@ class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
     prototypes: int
     bytes_up: int
     correct: int
-    """Of the own images that it kept out of its prototypes, those that the fleet's head got right."""
+    """Of its held-out images, those that the fleet's head classifies correctly."""
     incorrect: int
     alone_accuracy: float
-    """Share of the images no device has that a head of this device's prototypes alone gets right."""
+    """Accuracy on the images of no device of a head trained on this device's prototypes alone."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it all, as `--json` writes it."""
+    """The result, as `--json` writes it."""
 
     accuracy: float
-    """Share of the images no device has that the fleet's head gets right."""
+    """Accuracy of the fleet's head on the images of no device."""
     alone_accuracy: float
-    """The same of heads that know one device's prototypes only; mean over the devices."""
+    """The same of heads trained on one device's prototypes; mean over the devices."""
     devices: int
     submissions: int
     prototypes: int
     bytes_up: int
-    """Payload of all submissions together."""
+    """Bytes of all submissions."""
     onnx_max_abs_diff: float
     """Largest difference between head.onnx and the head in torch."""
     seconds: float
@@ -57,7 +57,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def progress(summary: dict[str, Any], names: Sequence[str]) -> RenderableType:
-    """What everybody is doing, for a terminal.
+    """Return the progress of every device, for a terminal.
 
     Args:
         summary: what `aggregator status --json` prints; empty before there is anything.
@@ -73,14 +73,14 @@ def progress(summary: dict[str, Any], names: Sequence[str]) -> RenderableType:
 
 
 def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
-    """How far a device has come, and in words."""
+    """Return how many steps a device has done, and what it does now."""
     if row is None or (row["state"] != "online" and not row["prototypes"]):
         return 0, "starting"
     if not row["prototypes"]:
         return 1, "fetching the backbone, extracting features"
     if row["accuracy"] is None:
-        sent = f"sent {row['prototypes']} prototypes, {_kilobytes(row['bytes'])}"
-        return (3, f"{sent}; trying the head") if has_head else (2, sent)
+        sent = f"uploaded {row['prototypes']} prototypes, {_kilobytes(row['bytes'])}"
+        return (3, f"{sent}; evaluating the head") if has_head else (2, sent)
     return (
         STEPS,
         f"accuracy {row['accuracy']:.1%} on its held-out images ({row['correct']}/{row['correct'] + row['incorrect']})",
@@ -89,30 +89,32 @@ def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
 
 def _fleet_line(summary: dict[str, Any], steps: list[int]) -> str:
     if summary.get("heads"):
-        return f"{steps.count(STEPS)} of {len(steps)} devices have tried the head"
+        return f"{steps.count(STEPS)} of {len(steps)} devices have evaluated the head"
     if training := summary.get("training"):
         epochs = f"{training.get('epoch', 0)} of {training.get('epochs', '?')}"
-        return f"training a head on everybody's prototypes: epoch {epochs}"
-    return f"{sum(step >= 2 for step in steps)} of {len(steps)} devices have sent their prototypes"
+        return f"training a head on the prototypes of all devices: epoch {epochs}"
+    return f"{sum(step >= 2 for step in steps)} of {len(steps)} devices have uploaded their prototypes"
 
 
 def show(result: Result, folder: Folder, console: Console) -> None:
-    """Print what came of it, and what to do next."""
+    """Print the result, and what to do next."""
     head, model = (_short(Path(path)) for path in (result.head, result.model))
     first = result.per_device[0]
-    strange = [path for path in folder.held_out_images() if path.parent.name not in first.classes]
-    predict = f"{_program('edge-client')} predict --state {_short(folder.state(first.device))} {_short(strange[-1])}"
+    unseen = [path for path in folder.held_out_images() if path.parent.name not in first.classes]
+    predict = (
+        f"{_program('edge-client')} predict --state {_short(folder.state(first.device))} {_short(unseen[-1])}"
+    )
     status = f"{_program('aggregator')} status --state {_short(folder.aggregator)}"
     console.print("", _devices(result), "", _verdict(result), "", sep="\n")
     for line in (
-        f"No image left its device, {_kilobytes(result.bytes_up)} of averaged features did.",
-        f"head.onnx and the head in torch agree to {result.onnx_max_abs_diff:.0e}.",
+        f"Uploaded in all: {_kilobytes(result.bytes_up)} of averaged features, and no image.",
+        f"Maximum difference of head.onnx from PyTorch: {result.onnx_max_abs_diff:.0e}.",
         f"[bold]{head}[/]   features to probabilities",
         f"[bold]{model}[/]  images to probabilities",
         "",
-        f"[dim]{first.device} names a digit it never had an image of:[/]",
+        f"[dim]{first.device} classifies a digit of which it has no image:[/]",
         f"  {predict}",
-        "[dim]what the aggregator knows:[/]",
+        "[dim]the aggregator's status:[/]",
         f"  {status}",
     ):
         console.print(f" {line}", highlight=False, soft_wrap=True)
@@ -148,13 +150,13 @@ def _devices(result: Result) -> Table:
 
 def _verdict(result: Result) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    for who, share, style in (
-        ("the fleet's head", result.accuracy, "green"),
-        ("a device alone", result.alone_accuracy, "red"),
+    for name, share, style in (
+        ("head of the fleet", result.accuracy, "green"),
+        ("head of one device", result.alone_accuracy, "red"),
     ):
         bar = ProgressBar(total=1, completed=share, width=40, complete_style=style, finished_style=style)
-        table.add_row(who, bar, f"[bold {style}]{share:.1%}[/]")
-    title = f" Right on {result.held_out_images} images that no device trained on"
+        table.add_row(name, bar, f"[bold {style}]{share:.1%}[/]")
+    title = f" Accuracy on {result.held_out_images} held-out images, which no device has"
     return Group(title, Padding(table, (0, 0, 0, 3)))
 
 
@@ -163,12 +165,12 @@ def _kilobytes(size_bytes: int) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as a person here would type it."""
+    """Return a path as one types it in this folder."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def _program(name: str) -> str:
-    """How a person here would start one of our programs."""
+    """Return how one starts a program of the project in this folder."""
     beside = Path(sys.executable).with_name(name)
     return _short(beside) if beside.is_file() else name

@@ -34,7 +34,7 @@ def test_the_benchmark_weighs_and_writes_its_figures(tmp_path: Path) -> None:
     ]
     result = CliRunner().invoke(device, [*arguments, "--json", str(tmp_path / "figures.json")])
     assert result.exit_code == 0, result.output
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert all(value > 0 for value in figures.values())
     assert {"import_time_ratio", "import_memory_ratio", "memory_ratio", "speed_ratio"} <= set(figures)
     assert all(name in result.output for name in figures)

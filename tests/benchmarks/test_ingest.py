@@ -17,7 +17,7 @@ def test_the_benchmark_compares_and_writes_its_figures(tmp_path: Path) -> None:
     arguments = ["--devices", "2", "--submissions", "2", "--megabytes", "0.2", "--repetitions", "1"]
     result = CliRunner().invoke(ingest, [*arguments, "--json", str(file)])
     assert result.exit_code == 0, result.output
-    figures = json.loads(file.read_text())
+    figures = json.loads(file.read_text())["figures"]
     assert all(value > 0 for name, value in figures.items() if name != "aggregator_cpu_ms")  # in 10 ms
     assert figures["ratio_lowest"] <= figures["ratio"] <= figures["ratio_highest"]
     assert figures["megabytes"] == pytest.approx(0.8, rel=0.05)

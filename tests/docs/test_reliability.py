@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.system.faults.suite import FAULTS
-from tests.system.faults.table import HEADINGS, Row, total_of
+from tests.system.tables import HEADINGS, FaultRow, with_total
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
@@ -16,16 +16,17 @@ def _rows() -> list[list[str]]:
 def test_every_fault_has_a_row() -> None:
     """Each fault of the suite once, in its order, then their sum."""
     heading, _, *rows = _rows()
-    assert tuple(heading) == HEADINGS
+    assert tuple(heading) == HEADINGS["faults"]
     assert [row[0] for row in rows] == [*FAULTS, "all"]
 
 
 def test_every_row_is_of_a_run_that_passed() -> None:
     """Each fault was provoked as often as its test wants, and nothing was lost or counted twice."""
     *rows, total = (
-        Row(cells[0], *(int(cell.replace(",", "")) for cell in cells[1:])) for cells in _rows()[2:]
+        FaultRow(cells[0], *(int(cell.replace(",", "")) for cell in cells[1:])) for cells in _rows()[2:]
     )
-    for row in rows:
+    faults = list(rows)
+    for row in faults:
         assert row.provoked >= FAULTS[row.fault].least, row
         assert (row.once, row.lost, row.twice) == (row.sent, 0, 0), row
-    assert total == total_of(rows)
+    assert total == with_total(faults)[-1]

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.system.attacks.suite import ATTACKS
-from tests.system.attacks.table import HEADINGS
+from tests.system.tables import HEADINGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 
@@ -19,7 +19,7 @@ def _rows() -> list[list[str]]:
 def test_every_attack_has_a_row() -> None:
     """Each attack of the suite once, in its order, with what stops it and where it shows."""
     heading, _, *rows = _rows()
-    assert tuple(heading) == HEADINGS
+    assert tuple(heading) == HEADINGS["attacks"]
     found = [(name, stopped_by, seen) for name, _, _, stopped_by, seen in rows]
     assert found == [(each.name, each.stopped_by, each.shown) for each in ATTACKS.values()]
 

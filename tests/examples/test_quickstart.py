@@ -27,6 +27,7 @@ from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
+from tests.support.fleet import aggregator_status, wait_until
 
 DIGITS = data.load()
 
@@ -40,7 +41,7 @@ def filled(root: Path, *, devices: int = 5) -> Folder:
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start the demo as a person would."""
+    """Start the demo by its command line."""
     return subprocess.Popen(
         [sys.executable, "-m", "examples.quickstart", *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -52,7 +53,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
 
 @settings(deadline=None, max_examples=30)
 @given(devices=st.integers(data.FEWEST_DEVICES, 50), seed=st.integers(0, 2**32))
-def test_every_image_goes_to_one_place(devices: int, seed: int) -> None:
+def test_every_image_is_dealt_once(devices: int, seed: int) -> None:
     """However many devices: each has two classes, every class is somewhere, and no image is in two places."""
     deal = data.deal(DIGITS.labels, devices=devices, seed=seed)
     everything = np.concatenate([*deal.shares, deal.held_out])
@@ -63,7 +64,7 @@ def test_every_image_goes_to_one_place(devices: int, seed: int) -> None:
     assert len(deal.held_out) == pytest.approx(0.2 * len(DIGITS.labels), abs=5)
 
 
-def test_dealing_repeats_itself() -> None:
+def test_dealing_is_reproducible() -> None:
     """The same seed deals the same, another one otherwise."""
     first, again, other = (data.deal(DIGITS.labels, devices=10, seed=seed) for seed in (1, 1, 2))
     assert all((a == b).all() for a, b in zip(first.shares, again.shares, strict=True))
@@ -88,7 +89,7 @@ def test_images_on_disk_are_the_digits(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(decode(image.path)), DIGITS.images[number])
 
 
-def test_the_task_is_one_that_the_aggregator_takes(tmp_path: Path) -> None:
+def test_task_file_is_valid(tmp_path: Path) -> None:
     """The task file waits for every device, and names the backbone beside it."""
     task, (backbone,) = load_task(filled(tmp_path, devices=7).task)
     assert (task.quorum, task.classes) == (7, data.CLASSES)
@@ -96,7 +97,7 @@ def test_the_task_is_one_that_the_aggregator_takes(tmp_path: Path) -> None:
     assert read_backbone(backbone).feature_size == 256
 
 
-def test_an_earlier_run_is_replaced(tmp_path: Path) -> None:
+def test_earlier_run_is_replaced(tmp_path: Path) -> None:
     """Nothing of an earlier, larger fleet is left in the folder."""
     filled(tmp_path, devices=10)
     (tmp_path / "aggregator").mkdir()
@@ -105,7 +106,7 @@ def test_an_earlier_run_is_replaced(tmp_path: Path) -> None:
     assert not folder.aggregator.exists()
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_foreign_folder_is_refused(tmp_path: Path) -> None:
     """A folder that no demo made is refused, and nothing in it is touched."""
     (tmp_path / "devices").mkdir()
     with pytest.raises(ConfigError, match="choose another --out"):
@@ -113,7 +114,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["devices"]
 
 
-def test_the_shipped_backbone_is_what_its_note_says() -> None:
+def test_shipped_backbone_matches_its_note() -> None:
     """Small, described by its own digest, and loaded as a device loads it."""
     note = BACKBONE.with_name("BACKBONE.md").read_text(encoding="utf-8")
     assert BACKBONE.stat().st_size <= 3_000_000
@@ -125,7 +126,7 @@ def test_the_shipped_backbone_is_what_its_note_says() -> None:
     assert (backbone.metadata.preprocessing.height, backbone.metadata.feature_size) == (32, 256)
 
 
-def test_the_shipped_backbone_tells_digits_apart(tmp_path: Path) -> None:
+def test_shipped_backbone_distinguishes_digits(tmp_path: Path) -> None:
     """The nearest class mean, of 100 digits, names most of another 100: features of noise would name ten."""
     backbone = open_backbone(BACKBONE, provider="cpu")
     data.write_images(tmp_path, DIGITS, np.arange(200))
@@ -137,7 +138,7 @@ def test_the_shipped_backbone_tells_digits_apart(tmp_path: Path) -> None:
     assert (distances.argmin(axis=1) == labels[100:]).mean() > 0.85
 
 
-def test_a_device_that_fails_ends_the_demo(tmp_path: Path) -> None:
+def test_failing_device_ends_the_demo(tmp_path: Path) -> None:
     """The message names the device, its last words and its log, and no process is left."""
     folder = filled(tmp_path)
     (folder.images("device-02") / "apples").mkdir()
@@ -152,17 +153,17 @@ def test_a_device_that_fails_ends_the_demo(tmp_path: Path) -> None:
     assert not psutil.Process().children(recursive=True)
 
 
-def test_a_fleet_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+def test_timeout_ends_the_demo(tmp_path: Path) -> None:
     """The message says what was still at work and where the logs are; exit status 1, no stack trace."""
     process = start("--out", tmp_path / "out", "--devices", "5", "--timeout-s", "0.1")
     _, said = process.communicate(timeout=600)
     assert process.returncode == 1
     last = said.splitlines()[-1]
-    assert last.startswith("error: not done after 0 s, still at work: aggregator")
+    assert last.startswith("error: not done after 0 s, still running: aggregator")
     assert str(tmp_path / "out" / "logs") in last
 
 
-def test_interrupting_takes_everything_down(tmp_path: Path) -> None:
+def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     """After Ctrl-C in the middle, neither aggregator nor devices run on."""
     process = start("--out", tmp_path / "out", "--devices", "5")
     family = psutil.Process(process.pid)
@@ -177,15 +178,16 @@ def test_interrupting_takes_everything_down(tmp_path: Path) -> None:
     assert not [child for child in children if child.is_running()]
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_folder_in_use_is_refused(tmp_path: Path) -> None:
     """A second demo in the folder of a running one ends before it touches anything."""
     folder = filled(tmp_path)
     with Fleet(folder, timeout_s=60) as fleet:
         fleet.start_aggregator()
-        deadline = time.monotonic() + 30
-        while not (folder.aggregator / "aggregator.sqlite").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.5)
+        wait_until(
+            "the aggregator",
+            lambda: aggregator_status(folder.aggregator).get("running"),
+            diagnostics=(folder.logs / "aggregator.log").read_text,
+        )
         second = start("--out", tmp_path)
         _, said = second.communicate(timeout=60)
     assert second.returncode == 1
@@ -193,8 +195,8 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
     assert folder.aggregator.exists()
 
 
-def test_a_json_file_without_a_folder_is_refused_at_once(tmp_path: Path) -> None:
-    """Nobody waits for a demo whose result cannot be written."""
+def test_json_file_without_a_folder_is_refused_at_once(tmp_path: Path) -> None:
+    """The demo does not start if its result cannot be written."""
     process = start("--out", tmp_path / "out", "--json", tmp_path / "nowhere" / "result.json")
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -212,8 +214,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str,
     return root / "out", printed, json.loads((root / "result.json").read_text())
 
 
-def test_devices_learn_what_none_of_them_could_alone(demo: tuple[Path, str, dict[str, Any]]) -> None:
-    """Every submission arrives, and the head knows the digits of all devices; a device alone knows two."""
+def test_fleet_is_more_accurate_than_a_device_alone(demo: tuple[Path, str, dict[str, Any]]) -> None:
+    """The head knows the digits of all devices; a device alone knows two."""
     _, _, result = demo
     assert (result["devices"], result["submissions"]) == (5, 5)
     assert result["accuracy"] >= 0.95
@@ -224,7 +226,7 @@ def test_devices_learn_what_none_of_them_could_alone(demo: tuple[Path, str, dict
     assert result["seconds"] > 0
 
 
-def test_the_output_says_what_the_json_says(demo: tuple[Path, str, dict[str, Any]]) -> None:
+def test_output_agrees_with_json(demo: tuple[Path, str, dict[str, Any]]) -> None:
     """The table has every device, and the files that it names are there."""
     out, printed, result = demo
     for row in result["per_device"]:
@@ -236,8 +238,8 @@ def test_the_output_says_what_the_json_says(demo: tuple[Path, str, dict[str, Any
     assert Path(result["model"]).is_file()
 
 
-def test_the_commands_that_it_names_work(demo: tuple[Path, str, dict[str, Any]]) -> None:
-    """What to do next, typed as printed: a device names a digit it never had an image of."""
+def test_printed_commands_work(demo: tuple[Path, str, dict[str, Any]]) -> None:
+    """What to do next, typed as printed: a device classifies a digit of which it has no image."""
     out, printed, result = demo
     command = next(line.split() for line in printed.splitlines() if "edge-client predict" in line)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -250,7 +252,7 @@ def test_the_commands_that_it_names_work(demo: tuple[Path, str, dict[str, Any]])
     assert out.is_dir()
 
 
-def test_the_table_fits_a_small_terminal(tmp_path: Path) -> None:
+def test_table_fits_80_columns(tmp_path: Path) -> None:
     """In 80 columns nothing of the table is cut off."""
     row = DeviceResult(
         device="device-01", classes=("3", "7"), images=146, prototypes=23, bytes_up=11969,
@@ -272,7 +274,7 @@ def test_the_table_fits_a_small_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("summary", "expected"),
     [
-        ({}, ["0 of 2 devices have sent", "starting"]),
+        ({}, ["0 of 2 devices have uploaded", "starting"]),
         (
             {"devices": [{"device": "device-01", "state": "online", "prototypes": 0}], "heads": []},
             ["extracting features", "starting"],
@@ -291,7 +293,7 @@ def test_the_table_fits_a_small_terminal(tmp_path: Path) -> None:
                 "heads": [],
                 "training": {"version": 1, "epoch": 7, "epochs": 300},
             },
-            ["epoch 7 of 300", "sent 23 prototypes, 12.0 kB"],
+            ["epoch 7 of 300", "uploaded 23 prototypes, 12.0 kB"],
         ),
         (
             {
@@ -308,20 +310,20 @@ def test_the_table_fits_a_small_terminal(tmp_path: Path) -> None:
                 ],
                 "heads": [{"version": 1}],
             },
-            ["1 of 2 devices have tried the head", "(29/29)"],
+            ["1 of 2 devices have evaluated the head", "(29/29)"],
         ),
     ],
     ids=["nothing", "connected", "training", "tried"],
 )
-def test_progress_says_what_everybody_does(summary: dict[str, Any], expected: list[str]) -> None:
-    """Each stage of a fleet reads as what it is."""
+def test_progress_of_each_step(summary: dict[str, Any], expected: list[str]) -> None:
+    """Each step of a device is shown."""
     console = Console(width=80, record=True)
     console.print(progress(summary, ("device-01", "device-02")))
     printed = console.export_text()
     assert all(words in printed for words in expected), printed
 
 
-def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
+def test_missing_packages_are_named(tmp_path: Path) -> None:
     """With only the device's packages, one line says what is missing and how to get it."""
     absent = tmp_path / "sitecustomize.py"
     absent.write_text(

@@ -1,4 +1,4 @@
-"""A real aggregator process, and a device made by hand that can say anything to it."""
+"""A real aggregator process, and a client that can send it anything under a device's name."""
 
 import contextlib
 import queue
@@ -14,9 +14,6 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from aggregator.status import report
-from aggregator.storage.store import Store
-from protocol.errors import StateError
 from protocol.mqtt.session import BrokerAddress, Connected, Drained, Event, Outgoing, Received, Session
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
@@ -35,13 +32,14 @@ from protocol.wire.messages import (
 from protocol.wire.signing import open_manifest, sign_frame
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import Assembly, frames_of
+from tests.support.fleet import aggregator_status, wait_until
 from tests.support.graphs import tiny_backbone
 
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 MAX_BYTES = 2**20
 FLEET = "barn"
 PATIENT = "quorum = 100\ndeadline_s = 1000"
-"""Settings of a task under which nothing is trained."""
+"""Task settings with which nothing is trained."""
 IN_ROUNDS = """
 algorithm = "fpl"
 quorum = 2
@@ -53,13 +51,13 @@ staleness = 1
 rounds = 3
 adapter_size = 4
 """
-"""Settings of a task of three rounds, which two devices close."""
+"""Task settings of three rounds, each closed by two devices."""
 E = TypeVar("E", bound=Event)
 M = TypeVar("M", HeadManifest, RoundManifest, Presence, Receipt, Frame)
 
 
 def write_task(folder: Path, added: str = "") -> Path:
-    """A task of three classes on the tiny backbone, with more settings."""
+    """Write a task of three classes on the tiny backbone, with further settings."""
     (folder / "tiny.onnx").write_bytes(tiny_backbone())
     path = folder / "task.toml"
     path.write_text(
@@ -71,37 +69,37 @@ def write_task(folder: Path, added: str = "") -> Path:
 
 @dataclass(frozen=True)
 class Daemon:
-    """`aggregator run` at work."""
+    """A running `aggregator run`."""
 
     process: subprocess.Popen[bytes]
     state: Path
     log_file: Path
 
     def log(self) -> str:
-        """What it has said so far."""
+        """Its log so far."""
         return self.log_file.read_text(encoding="utf-8")
 
     def status(self) -> dict[str, Any]:
-        """What `aggregator status` reads; empty before there is anything."""
-        try:
-            return report(Store(self.state, read_only=True))
-        except StateError:
-            return {}
+        """What `aggregator status --json` prints; empty before there is a state."""
+        return aggregator_status(self.state)
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait until the status satisfies something; fails with what the daemon said."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
+        """Wait until the status meets a condition; returns that status."""
+        summary: dict[str, Any] = {}
+
+        def met() -> bool:
             assert self.process.poll() is None, self.log()
-            if (summary := self.status()) and holds(summary):
-                return summary
-            time.sleep(0.05)
-        raise AssertionError(f"never came; {self.status()}\n{self.log()}")
+            summary.clear()
+            summary.update(self.status())
+            return bool(summary and holds(summary))
+
+        wait_until("a status", met, diagnostics=lambda: f"{self.status()}\n{self.log()}")
+        return summary
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it by a signal; returns its exit status."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=PATIENCE_S)
+        return self.process.wait(timeout=TIMEOUT_S)
 
 
 @contextmanager
@@ -122,12 +120,12 @@ def aggregator(task: Path, broker: BrokerAddress, *options: str) -> Iterator[Dae
 
 
 def key_of(device: str) -> bytes:
-    """A device's private key, the same in each of its lives."""
+    """Return a device's private key, always the same."""
     return digest_of(f"the key of {device}".encode())
 
 
 def signed(frame: Frame, device: str = "dev") -> bytes:
-    """A frame of a device's own, as it travels."""
+    """Return an encoded frame with a device's signature."""
     return encode(sign_frame(frame, key=key_of(device), fleet=FLEET, device=device))
 
 
@@ -135,7 +133,7 @@ class Device:
     """A device's side of the wire, one call at a time.
 
     Args:
-        broker: where the fleet meets.
+        broker: the fleet's.
         name: its id.
     """
 
@@ -162,7 +160,7 @@ class Device:
         self._session.stop()
 
     def _event(self, kind: type[E]) -> E:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
             if isinstance(event, kind):
@@ -171,20 +169,20 @@ class Device:
                 self._unread.append(event)
 
     def wait(self, topic: str, message_type: type[M], *, when: Callable[[M], bool] = lambda _: True) -> M:
-        """The next message on a topic that satisfies something; what else comes there is passed over."""
+        """Wait for a message on a topic that meets a condition; others on that topic are dropped."""
         while True:
             unread = [event for event in self._unread if event.topic == topic]
             for event in unread:
                 self._unread.remove(event)
                 if not event.payload:
                     continue  # a retained message that was cleared
-                message = decode(_said(event), message_type, max_bytes=MAX_BYTES)
+                message = decode(_body(event), message_type, max_bytes=MAX_BYTES)
                 if when(message):
                     return message
             self._unread.append(self._event(Received))
 
     def signed(self, channel: FleetChannel) -> Signed:
-        """The next thing that is said on a topic of the fleet."""
+        """Wait for the next signed manifest of a channel."""
         topic = fleet_topic(FLEET, channel)
         while not (found := [event for event in self._unread if event.topic == topic and event.payload]):
             self._unread.append(self._event(Received))
@@ -192,14 +190,14 @@ class Device:
         return open_manifest(found[0].payload, fleet=FLEET, channel=channel)
 
     def task(self) -> bytes:
-        """The retained task's bytes."""
+        """Wait for the task manifest; returns its bytes."""
         topic = fleet_topic(FLEET, "task")
         while not (found := [event for event in self._unread if event.topic == topic]):
             self._unread.append(self._event(Received))
-        return _said(found[-1])
+        return _body(found[-1])
 
     def aggregator_is(self, state: str) -> Presence:
-        """Wait until the aggregator's presence is this."""
+        """Wait for a state of the aggregator's presence."""
         return self.wait(fleet_topic(FLEET, "state"), Presence, when=lambda presence: presence.state == state)
 
     def head(self, version: int = 1) -> HeadRef:
@@ -213,7 +211,7 @@ class Device:
         return self.wait(topic, RoundManifest, when=lambda manifest: manifest.number >= number)
 
     def catch(self, blob: BlobRef) -> bytes:
-        """Take a blob that is sent to everybody."""
+        """Receive a blob that is sent to all devices."""
         assembly = Assembly(blob.digest, blob.size_bytes)
         while assembly.missing():
             topic = fleet_topic(FLEET, "cast")
@@ -221,22 +219,22 @@ class Device:
         return assembly.payload()
 
     def casts(self) -> list[Frame]:
-        """What was sent to everybody and nobody has asked for yet."""
+        """Return frames that were sent to all devices and not read yet."""
         topic = fleet_topic(FLEET, "cast")
         payloads = [event.payload for event in self._unread if event.topic == topic]
         return [decode(payload, Frame, max_bytes=MAX_BYTES) for payload in payloads]
 
     def topics(self) -> set[str]:
-        """Where something has come that nobody has asked for yet."""
+        """Return the topics of messages that were not read yet."""
         return {event.topic for event in self._unread}
 
     def say(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
-        """Publish anything anywhere, and wait until the broker has it."""
+        """Publish anything anywhere, and wait for the broker's acknowledgement."""
         self._session.send(Outgoing(topic, payload, retain))
         self._event(Drained)
 
     def send(self, channel: DeviceChannel, payload: bytes) -> None:
-        """Publish on a channel of its own."""
+        """Publish on a channel of this device."""
         self.say(device_topic(FLEET, self.name, channel), payload)
 
     def send_payload(self, payload: bytes, *, ranges: tuple[tuple[int, int], ...] | None = None) -> bytes:
@@ -247,12 +245,12 @@ class Device:
         return digest
 
     def receipt(self, digest: bytes) -> Receipt:
-        """The next receipt for a transfer."""
+        """Wait for the next receipt of a transfer."""
         topic = device_topic(FLEET, self.name, "ack")
         return self.wait(topic, Receipt, when=lambda receipt: receipt.digest == digest)
 
     def upload(self, message: Submission | Evaluation) -> Receipt:
-        """Send a whole message and wait for what the aggregator says."""
+        """Send a whole message; returns its receipt."""
         return self.receipt(self.send_payload(encode(message)))
 
     def fetch(self, blob: BlobRef) -> bytes:
@@ -267,8 +265,8 @@ class Device:
         return assembly.payload()
 
 
-def _said(event: Received) -> bytes:
-    """What has come, without the envelope of what is signed."""
+def _body(event: Received) -> bytes:
+    """Return the payload, without the envelope if it is signed."""
     channels: tuple[FleetChannel, ...] = ("task", "round", "head")
     for channel in channels:
         if event.topic == fleet_topic(FLEET, channel):
@@ -277,7 +275,7 @@ def _said(event: Received) -> bytes:
 
 
 def spoil(message: msgspec.Struct, **fields: Any) -> bytes:
-    """A message's bytes with fields replaced by whatever, valid or not."""
+    """Return a message's bytes with fields replaced, valid or not."""
     envelope = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     with contextlib.suppress(TypeError):
         envelope = {**envelope, **fields}

@@ -1,12 +1,15 @@
 """Real brokers for tests: amqtt in this process, and a mosquitto process."""
 
 import contextlib
+import getpass
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from aggregator.messaging.embedded_broker import EmbeddedBroker
 from protocol.mqtt.session import BrokerAddress
@@ -37,35 +40,99 @@ def amqtt(address: BrokerAddress) -> Iterator[None]:
         broker.stop()
 
 
-@contextlib.contextmanager
-def mosquitto(
-    address: BrokerAddress, folder: Path, *, options: str = "allow_anonymous true"
-) -> Iterator[None]:
-    """Serve with a mosquitto process.
+class Mosquitto:
+    """A mosquitto process that can be killed and started again with the same files.
 
     Args:
         address: where it listens.
-        folder: gets its configuration and its log.
+        folder: gets its configuration, its log and what it stores; `{folder}` in the options is replaced by it.
         options: lines of its configuration.
+        access_list: what is in `{folder}/acl` at first, where the options name that file.
     """
-    process = start_mosquitto(address, folder, options=options)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
 
+    def __init__(
+        self,
+        address: BrokerAddress,
+        folder: Path,
+        *,
+        options: str = "allow_anonymous true",
+        access_list: str = "",
+    ) -> None:
+        self.address = address
+        self.folder = folder
+        self._options = options.replace("{folder}", str(folder))
+        if not any(line.startswith("user ") for line in options.splitlines()):
+            self._options += (
+                f"\nuser {getpass.getuser()}"  # else it gives up root's rights, and reads no file
+            )
+        self._process: subprocess.Popen[bytes] | None = None
+        if access_list:
+            (folder / "acl").write_text(access_list, encoding="utf-8")
 
-def start_mosquitto(address: BrokerAddress, folder: Path, *, options: str) -> subprocess.Popen[bytes]:
-    """Start a mosquitto process and wait until it listens; the arguments are those of `mosquitto`."""
-    config = folder / f"mosquitto-{address.port}.conf"
-    config.write_text(f"listener {address.port} {address.host}\n{options}\n", encoding="utf-8")
-    with (folder / f"mosquitto-{address.port}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [mosquitto_program() or "mosquitto", "-c", str(config)], stdout=log, stderr=log
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def log_file(self) -> Path:
+        """The file of its log."""
+        return self.folder / f"mosquitto-{self.address.port}.log"
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self._process is not None
+        return self._process.pid
+
+    def log(self) -> str:
+        """Its log so far."""
+        return self.log_file.read_text(errors="replace")
+
+    def start(self) -> None:
+        """Start it, and wait until it listens."""
+        config = self.folder / f"mosquitto-{self.address.port}.conf"
+        config.write_text(
+            f"listener {self.address.port} {self.address.host}\n{self._options}\n", encoding="utf-8"
         )
-    _wait_for(address, process)
-    return process
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [mosquitto_program() or "mosquitto", "-c", str(config)], stdout=log, stderr=log
+            )
+        _wait_for(self.address, self._process)
+
+    def stop(self) -> None:
+        """End it by SIGTERM."""
+        self._end(signal.SIGTERM)
+
+    def kill(self, *, forgetting: bool = False) -> None:
+        """End it as a power cut does; with `forgetting`, what it has stored is lost as well."""
+        self._end(signal.SIGKILL)
+        if forgetting:
+            (self.folder / "mosquitto.db").unlink(missing_ok=True)
+
+    def allow(self, access_list: str) -> None:
+        """Give it another access list, which it reads at once."""
+        (self.folder / "acl").write_text(access_list, encoding="utf-8")
+        self.send_signal(signal.SIGHUP)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal: SIGHUP reads files again, SIGUSR1 stores what it has to."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(timeout=60)
+            self._process = None
+
+
+def mosquitto(address: BrokerAddress, folder: Path, *, options: str = "allow_anonymous true") -> Mosquitto:
+    """Serve with a mosquitto process as long as the context lasts."""
+    return Mosquitto(address, folder, options=options)
 
 
 def _wait_for(address: BrokerAddress, process: subprocess.Popen[bytes]) -> None:

@@ -1,11 +1,7 @@
 """A closed fleet on this machine: its broker with the configuration that `aggregator enroll-broker` writes."""
 
-import getpass
-import os
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,51 +12,67 @@ from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
 from protocol.mqtt.session import BrokerAddress
 from protocol.mqtt.tls import BrokerAccess
-from tests.support.brokers import mosquitto
+from tests.support.brokers import Mosquitto
 
 FLEET = "orchard"
 
 
-class Closed:
-    """A fleet's state, and the folders that were made of it."""
+class ClosedFleet:
+    """A fleet's state, its enrollment folders and its broker.
 
-    def __init__(self, root: Path, address: BrokerAddress) -> None:
+    Args:
+        root: gets them.
+        address: where the broker listens.
+        open_address: where it listens as well, without certificates or an access list, if it does.
+    """
+
+    def __init__(
+        self, root: Path, address: BrokerAddress, *, open_address: BrokerAddress | None = None
+    ) -> None:
         self.root = root
         self.broker = replace(address, host="localhost")
         self.state = root / "aggregator"
         self.store = Store(self.state)
+        self._open_address = open_address
         enrol_broker(self.store, ["broker.example"], fleet=FLEET, out=root / "broker", days=30)
 
-    def enrol(self, device: str, *, renew: bool = False, folder: str = "") -> Path:
-        """Let a device in; returns its folder."""
+    def enroll(self, device: str, *, renew: bool = False, folder: str = "") -> Path:
+        """Enroll a device; returns its folder."""
         out = self.root / (folder or device)
         enrol(self.store, Wanted(device, str(self.broker), renew=renew), fleet=FLEET, out=out)
         return out
 
     def access(self, device: str) -> BrokerAccess:
-        """How a device connects."""
+        """A device's certificate and key."""
         return read_enrollment(self.root / device).access
 
-    def aggregators_access(self) -> BrokerAccess:
-        """How the aggregator does."""
+    def aggregator_access(self) -> BrokerAccess:
+        """The aggregator's certificate and key."""
         return own_access(self.state, BrokerAccess(tls=True), fleet=FLEET)
 
-    @contextmanager
-    def serving(self, configuration: str = "") -> Iterator[None]:
-        """Run the broker as it is told to; what has a place on a real machine has another one here."""
-        text = configuration or (self.root / "broker" / "mosquitto.conf").read_text(encoding="utf-8")
-        text = re.sub(r"(?m)^listener .*$", "", text).replace(FOLDER, str(self.root / "broker"))
-        text = text.replace("/var/lib/mosquitto/", f"{self.root}/").replace(f"file {LOG}", "stderr")
-        options = f"{text}\nuser {getpass.getuser()}\npid_file {self.root}/mosquitto.pid"
-        with mosquitto(BrokerAddress("127.0.0.1", self.broker.port), self.root, options=options):
-            yield
+    def configuration(self) -> str:
+        """What `aggregator enroll-broker` has written for mosquitto."""
+        return (self.root / "broker" / "mosquitto.conf").read_text(encoding="utf-8")
 
-    def hand_over(self) -> None:
-        """Give the broker the list of the revoked that the aggregator has written."""
-        (self.root / "broker" / "revoked.crl").write_bytes(
-            (self.state / "identity" / "revoked.crl").read_bytes()
-        )
+    def mosquitto(self, configuration: str = "") -> Mosquitto:
+        """The broker, with that configuration; its paths lead to this folder."""
+        text = configuration or self.configuration()
+        for there, here in (
+            (FOLDER, f"{self.root}/broker"),
+            ("/var/lib/mosquitto/", f"{self.root}/"),
+            (f"file {LOG}", "stderr"),
+        ):
+            text = text.replace(there, here)
+        if self._open_address is None:
+            text = re.sub(r"(?m)^listener .*$", "", text)
+            return Mosquitto(BrokerAddress("127.0.0.1", self.broker.port), self.root, options=text)
+        text = re.sub(r"(?m)^listener .*$", f"listener {self.broker.port} 127.0.0.1", text)
+        options = f"per_listener_settings true\nallow_anonymous true\n{text}"
+        return Mosquitto(self._open_address, self.root, options=options)
 
-    def reload(self) -> None:
-        """Have the broker read it while it runs."""
-        os.kill(int((self.root / "mosquitto.pid").read_text()), signal.SIGHUP)
+    def publish_revocations(self, broker: Mosquitto | None = None) -> None:
+        """Copy the aggregator's list of revoked certificates to the broker, which reads it if it runs."""
+        revoked = (self.state / "identity" / "revoked.crl").read_bytes()
+        (self.root / "broker" / "revoked.crl").write_bytes(revoked)
+        if broker is not None:
+            broker.send_signal(signal.SIGHUP)

@@ -44,7 +44,7 @@ _HOLD_S = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What happens to what crosses in one direction.
+    """Faults of one direction.
 
     Attributes:
         cut: chance of each publication that the connection ends somewhere within it.
@@ -83,7 +83,7 @@ class _Cut(Exception):
 
 
 class Proxy:
-    """Listens like a broker, and passes what comes on to the real one, or not.
+    """A server that forwards packets between clients and a broker, or not.
 
     Args:
         listen: where clients connect.
@@ -152,7 +152,7 @@ class Proxy:
             self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
-        # What a link holds on its own is little: a client that is killed takes the rest with it.
+        # A small buffer: what a killed client had on its way is lost with it.
         listener = socket.create_server((self.address.host, self.address.port))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         server = await asyncio.start_server(self._accept, sock=listener)
@@ -191,11 +191,11 @@ class Proxy:
         return _Side(*await asyncio.open_connection(sock=plug))
 
     def faults(self, direction: Direction) -> Faults:
-        """What happens at the moment to what crosses in one direction."""
+        """Return the current faults of a direction."""
         return self.up if direction == "up" else self.down
 
     def saw(self, seen: Seen) -> None:
-        """Tell of a publication that has crossed."""
+        """Report a publication that has crossed."""
         self._on_seen(seen)
 
 
@@ -235,7 +235,7 @@ class _Link:
         tasks = [asyncio.ensure_future(way.run()) for way in ways]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # A side that has ended well may have said something before: the other one still gets it.
+            # A side that has ended in order may have sent something before: the other one still gets it.
             await asyncio.wait(tasks, timeout=0.05)
         finally:
             self.abort()
@@ -294,7 +294,7 @@ class _Way:
         raise _Cut
 
     async def _behind_the_next(self, packet: bytes, message: Publish) -> None:
-        """Let the next packet pass first, if one comes soon and is a publication."""
+        """Forward the next packet first, if one comes soon and is a publication."""
         task = asyncio.ensure_future(read_packet(self.source.reader))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait({task}, timeout=_HOLD_S)

@@ -1,4 +1,4 @@
-"""Sessions for tests that listen to themselves, and things that answer them."""
+"""Running MQTT sessions for tests, and servers that are no broker."""
 
 import queue
 import socket
@@ -15,16 +15,16 @@ PATIENCE_S = 120.0
 
 
 class Ear:
-    """Everything a session said, in order."""
+    """A session's events, in order."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.put = self._events.put
         self.heard: list[Event] = []
-        """What was waited for, and passed over for it."""
+        """Events that were waited for or skipped."""
 
     def wait(self, kind: type[E]) -> E:
-        """The next event of a kind; what comes before it is passed over."""
+        """Wait for the next event of a kind; events before it are skipped."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
@@ -33,7 +33,7 @@ class Ear:
                 return event
 
     def rest(self) -> list[Event]:
-        """What has come since."""
+        """Return the events since."""
         events = []
         while not self._events.empty():
             events.append(self._events.get())
@@ -44,7 +44,7 @@ class Ear:
 def running(
     broker: BrokerAddress, client_id: str, *topics: str, **options: Any
 ) -> Iterator[tuple[Session, Ear]]:
-    """A session that was started; it is ended with the test."""
+    """Run a session as long as the context lasts."""
     ear = Ear()
     made = Session(broker, client_id=client_id, subscriptions=topics, on_event=ear.put, **options)
     made.start()
@@ -56,7 +56,7 @@ def running(
 
 @contextmanager
 def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[BrokerAddress, list[float]]]:
-    """Something that accepts connections, but is no broker; with the times at which they came."""
+    """Accept connections without being a broker; with the times of the connections."""
     times: list[float] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

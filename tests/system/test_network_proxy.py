@@ -1,4 +1,4 @@
-"""The bad network of the fault tests: each fault does what it says, is counted, and does no other harm."""
+"""The network proxy: each fault does what it states, is counted, and nothing else changes."""
 
 import itertools
 import queue
@@ -20,7 +20,7 @@ TOPIC = "pf/1/fleet/d/device/{channel}"
 
 
 class Client:
-    """A session, and what it has been told."""
+    """A session and its events."""
 
     def __init__(self, broker: BrokerAddress, name: str, *subscriptions: str) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -80,7 +80,7 @@ def pass_through(
 @pytest.mark.parametrize(
     "faults", [Faults(), Faults(delay_s=0.002), Faults(bytes_per_s=1e6)], ids=["calm", "late", "slow"]
 )
-def test_what_is_only_slow_arrives_as_it_was(target: BrokerAddress, faults: Faults) -> None:
+def test_slow_network_changes_nothing(target: BrokerAddress, faults: Faults) -> None:
     """Without faults, delayed or throttled: everything, once, in order, and seen."""
     got, _, seen = pass_through(target, faults)
     assert got == list(range(COUNT))
@@ -97,7 +97,7 @@ def test_duplicates_arrive_twice(target: BrokerAddress) -> None:
     assert set(got) == set(range(COUNT))
 
 
-def test_neighbors_change_places(target: BrokerAddress) -> None:
+def test_reordering_swaps_neighbors(target: BrokerAddress) -> None:
     """Nothing is lost, and as many pairs are out of order as were counted."""
     got, proxy, _ = pass_through(target, Faults(reorder=0.5))
     assert sorted(got) == list(range(COUNT))
@@ -105,7 +105,7 @@ def test_neighbors_change_places(target: BrokerAddress) -> None:
     assert swapped == proxy.counts["reordered"] > 5
 
 
-def test_what_is_dropped_was_acknowledged(target: BrokerAddress) -> None:
+def test_dropped_publications_were_acknowledged(target: BrokerAddress) -> None:
     """The sender is done with everything, and what was counted is gone; but nothing that brokers retain."""
     got, proxy, _ = pass_through(target, Faults(drop=0.5))
     assert len(got) == COUNT - proxy.counts["dropped"]
@@ -114,7 +114,7 @@ def test_what_is_dropped_was_acknowledged(target: BrokerAddress) -> None:
     assert kept == list(range(COUNT))
 
 
-def test_only_blobs_are_damaged(target: BrokerAddress) -> None:
+def test_only_blob_frames_are_damaged(target: BrokerAddress) -> None:
     """A frame of a blob arrives with another last byte; nothing else does."""
     for channel, damaged in (("blk", COUNT), ("up/1", 0)):
         _, proxy, seen = pass_through(target, Faults(damage=1.0), channel=channel)
@@ -122,7 +122,7 @@ def test_only_blobs_are_damaged(target: BrokerAddress) -> None:
         assert len(seen) == COUNT
 
 
-def test_a_damaged_frame_is_still_a_frame(target: BrokerAddress) -> None:
+def test_damaged_frame_is_still_decoded(target: BrokerAddress) -> None:
     """It is of the same transfer, and has other bytes: only the digest of the whole shows it."""
     frame = Frame(v=1, digest=bytes(32), size_bytes=9, offset=6, data=b"abc")
     topic = TOPIC.format(channel="blk")
@@ -138,8 +138,8 @@ def test_a_damaged_frame_is_still_a_frame(target: BrokerAddress) -> None:
     assert arrived == msgspec.structs.replace(frame, data=b"ab" + bytes((ord("c") ^ 0xFF,)))
 
 
-def test_a_cut_ends_the_connection(target: BrokerAddress) -> None:
-    """The client hears of it and comes back; by hand it meets those who are named."""
+def test_cut_ends_the_connection(target: BrokerAddress) -> None:
+    """The client notices and reconnects; `cut` with a name ends that client's connection alone."""
     with Proxy(free_address(), target, seed=1) as proxy:
         one, other = Client(proxy.address, "one"), Client(proxy.address, "other")
         proxy.up = Faults(cut=1.0)

@@ -1,8 +1,5 @@
-"""An aggregator in an attacker's hands, with the key that its device believes: all that it says is signed rightly."""
+"""An aggregator in an attacker's hands, with the key that its device trusts: all its manifests are signed correctly."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Self
@@ -31,7 +28,7 @@ from protocol.wire.messages import (
 from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic, parse_device_topic
 from protocol.wire.transfer import Assembly, frames_of
-from tests.system.attacks.ground import Ground
+from tests.system.attacks.fleet import AttackedFleet
 from tests.system.attacks.hostile import Client, Heard
 
 FLEET = "captured"
@@ -44,28 +41,27 @@ MEMORY_KB = 8 * 1024**2
 
 
 class Captured:
-    """The attacker's aggregator and its device, at the broker's open door.
+    """The attacker's aggregator and its device, at the broker's open listener.
 
     Args:
-        ground: has the broker.
+        fleet: has the broker.
         data: the device's images.
         life: names the device's state, which begins anew with each.
     """
 
-    def __init__(self, ground: Ground, data: Path, life: str) -> None:
-        self.ground = ground
-        self.state = ground.root / "devices" / f"{DEVICE}-{life}"
+    def __init__(self, fleet: AttackedFleet, data: Path, life: str) -> None:
+        self.fleet = fleet
+        self.state = fleet.root / "devices" / f"{DEVICE}-{life}"
         self.reports: dict[int, str] = {}
-        """What the device says of each version of a head: why it does not use it, empty if it does."""
+        """The problem that the device reports for each version of a head; empty if it uses it."""
         self.problem = ""
-        """What the device says that keeps it from taking part."""
+        """The problem that the device reports in its info."""
         self.uploaded = 0
         self._data = data
         self._blobs: dict[bytes, bytes] = {}
         self._coming: dict[bytes, Assembly] = {}
         self._release = int(time.time())
-        self._client = Client(ground.open, on_heard=self._hear)
-        self.process: subprocess.Popen[bytes] | None = None
+        self._client = Client(fleet.open, on_heard=self._hear)
 
     def __enter__(self) -> Self:
         self._client.__enter__()
@@ -76,46 +72,36 @@ class Captured:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        if DEVICE in self.fleet.processes:
+            self.fleet.kill(DEVICE)
         self._client.__exit__()
 
     def start(self) -> None:
-        """Run the device program, which believes the stolen key."""
-        command = [
-            *(sys.executable, "-m", "tests.system.attacks.hasty_device", "--broker", self.ground.open),
-            *("--fleet", FLEET, "--device-id", DEVICE, "--data", self._data, "--state", self.state),
-            *("--aggregator-key", public_key(KEY).hex(), "--username", DEVICE, "--threads", "1"),
-            *("--workers", "1", "--rescan-s", "0.5", "--verbose"),
-        ]
-        limited = ["sh", "-c", f'ulimit -v {MEMORY_KB}; exec "$@"', "sh", *map(str, command)]
-        with (self.ground.root / f"{DEVICE}.log").open("ab") as log:
-            environment = {**os.environ, "PROTOFLEET_PASSWORD": PASSWORD}
-            self.process = subprocess.Popen(
-                limited, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
-            )
+        """Run the device program, which trusts the stolen key."""
+        self.fleet.start(
+            *(DEVICE, "tests.support.impatient_device", "--broker", str(self.fleet.open), "--fleet", FLEET),
+            *("--device-id", DEVICE, "--data", self._data, "--state", self.state, "--username", DEVICE),
+            *("--aggregator-key", public_key(KEY).hex(), "--threads", "1", "--workers", "1"),
+            *("--rescan-s", "0.5", "--verbose"),
+            limits=("-v", str(MEMORY_KB)),
+            environment={"PROTOFLEET_PASSWORD": PASSWORD},
+        )
 
-    def stop(self) -> None:
-        """End it."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(timeout=30)
-            self.process = None
-
-    def say(self, channel: FleetChannel, message: Message) -> bytes:
-        """Tell the fleet; returns the digest of what was said."""
+    def publish(self, channel: FleetChannel, message: Message) -> bytes:
+        """Publish a manifest; returns the digest of its body."""
         body = encode(message)
         self._release += 1
-        said = sign_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=self._release)
-        assert self._client.publish(fleet_topic(FLEET, channel), said, retain=True)
+        signed = sign_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=self._release)
+        assert self._client.publish(fleet_topic(FLEET, channel), signed, retain=True)
         return digest_of(body)
 
     def blob(self, data: bytes) -> BlobRef:
-        """Have something served."""
+        """Serve a blob."""
         self._blobs[digest_of(data)] = data
         return BlobRef(digest=digest_of(data), size_bytes=len(data), name="blob")
 
     def task(self, backbone: bytes, program: bytes | None = None) -> bytes:
-        """Tell of a task on a backbone, with a program all of whose graphs are the given one; returns its identity."""
+        """Publish a task on a backbone, with a program all of whose graphs are the given one; returns its identity."""
         graph = None if program is None else self.blob(program)
         manifest = TaskManifest(
             fleet=FLEET,
@@ -132,25 +118,25 @@ class Captured:
                 init=graph, step=graph, project=graph, head=graph, persistent=(), uploaded=(), batch_size=4
             ),
         )
-        task = self.say("task", manifest)
+        task = self.publish("task", manifest)
         if program is not None:
             tensors = self.blob(encode(Tensors(values={})))
-            self.say("round", RoundManifest(task=task, number=0, rounds=2, epochs=1, tensors=tensors))
+            self.publish("round", RoundManifest(task=task, number=0, rounds=2, epochs=1, tensors=tensors))
         return task
 
     def head(self, task: bytes, version: int, file: bytes) -> None:
-        """Tell of a head."""
+        """Publish a head."""
         reference = HeadRef(version=version, head=self.blob(file), devices=1, prototypes=1)
-        self.say("head", HeadManifest(task=task, current=reference))
+        self.publish("head", HeadManifest(task=task, current=reference))
 
     def report_of(self, version: int) -> str:
-        """What the device says of a head, once it has."""
-        self.ground.until(f"a word on head {version}", lambda: version in self.reports)
+        """Wait for the device's report on a head; returns its problem."""
+        self.fleet.wait_until(f"a report on head {version}", lambda: version in self.reports)
         return self.reports[version]
 
     def until_problem(self, words: str) -> None:
-        """Wait until the device says that this keeps it from taking part, or with no words, that nothing does."""
-        self.ground.until(
+        """Wait until the device reports a problem with these words, or without words, that it has none."""
+        self.fleet.wait_until(
             f"the problem {words!r}", lambda: words in self.problem if words else not self.problem
         )
 

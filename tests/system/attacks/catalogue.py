@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.system.attacks.ground import Ground
+from tests.system.attacks.fleet import AttackedFleet
 
-Try = Callable[[Ground], Iterator[bool]]
+Try = Callable[[AttackedFleet], Iterator[bool]]
 """Does its worst to a fleet, and says of each attempt whether it has succeeded."""
 
 Seen = tuple[str, str]

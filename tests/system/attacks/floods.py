@@ -1,7 +1,6 @@
-"""Attacks by size and number: values that are declared and not there, and very many tiny transfers."""
+"""Attacks by size and number: values that are declared and absent, and very many tiny transfers."""
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +15,9 @@ from protocol.wire.topics import device_topic
 from protocol.wire.transfer import frames_of
 from tests.support.aggregator_process import spoil
 from tests.support.closed_fleet import FLEET
-from tests.support.fleet_processes import write_digits
+from tests.support.fleet import write_digits
 from tests.system.attacks.catalogue import attack
-from tests.system.attacks.ground import FRESH, HOSTILE, LATE, Ground, own
+from tests.system.attacks.fleet import FRESH, HOSTILE, LATE, AttackedFleet, own
 from tests.system.attacks.hostile import Client, Heard, Witness
 from tests.system.attacks.images import BOMB
 
@@ -36,9 +35,9 @@ NESTED = 1_000_000
     stopped_by="aggregator",
     seen=(("malformed", HOSTILE), ("oversized", HOSTILE)),
 )
-def declared(ground: Ground) -> Iterator[bool]:
+def declared(fleet: AttackedFleet) -> Iterator[bool]:
     """Tensors of 2^124 values, lists a million deep, maps of 2^32 entries, a transfer of 2 GiB: all signed rightly."""
-    submission = ground.submission()
+    submission = fleet.submission()
     edge = 2**31 - 1
     vast = msgspec.structs.replace(submission.prototypes, shape=(edge, edge, edge, edge))
     bombs = [
@@ -51,23 +50,23 @@ def declared(ground: Ground) -> Iterator[bool]:
         b"\xdd\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
     ]
-    stood = ground.submitted(HOSTILE)
-    with Witness(ground.open) as witness, ground.mallory() as mallory:
+    stood = fleet.submitted(HOSTILE)
+    with Witness(fleet.open) as witness, fleet.mallory() as mallory:
         for bomb in bombs:
             witness.heard.clear()
             for frame in frames_of(bomb, digest=digest_of(bomb)):
-                assert mallory.publish(own(HOSTILE, "up"), _signed(ground, frame))
-            ground.until("the answer", lambda: witness.said(own(HOSTILE, "ack")))
+                assert mallory.publish(own(HOSTILE, "up"), _signed(fleet, frame))
+            fleet.wait_until("the answer", lambda: witness.said(own(HOSTILE, "ack")))
             assert b"refused" in witness.said(own(HOSTILE, "ack"))[-1]
-            yield ground.submitted(HOSTILE) != stood
+            yield fleet.submitted(HOSTILE) != stood
         frame = Frame(v=1, digest=bytes(32), size_bytes=2**31, offset=0, data=b"x" * MAX_CHUNK_BYTES)
-        assert mallory.publish(own(HOSTILE, "up"), _signed(ground, frame))
-        ground.until("the refusal", lambda: ground.refusals()["oversized", HOSTILE])
-        yield ground.submitted(HOSTILE) != stood
+        assert mallory.publish(own(HOSTILE, "up"), _signed(fleet, frame))
+        fleet.wait_until("the refusal", lambda: fleet.refusals()["oversized", HOSTILE])
+        yield fleet.submitted(HOSTILE) != stood
 
 
-def _signed(ground: Ground, frame: Frame) -> bytes:
-    return encode(sign_frame(frame, key=ground.key(HOSTILE), fleet=FLEET, device=HOSTILE))
+def _signed(fleet: AttackedFleet, frame: Frame) -> bytes:
+    return encode(sign_frame(frame, key=fleet.key(HOSTILE), fleet=FLEET, device=HOSTILE))
 
 
 @attack(
@@ -75,44 +74,39 @@ def _signed(ground: Ground, frame: Frame) -> bytes:
     stopped_by="aggregator",
     seen=(("malformed", HOSTILE), ("unknown_device", "?")),
 )
-def tiny_transfers(ground: Ground) -> Iterator[bool]:
+def tiny_transfers(fleet: AttackedFleet) -> Iterator[bool]:
     """Memory, disk and tables stay bounded, and an honest device that uploads meanwhile gets through."""
-    memory, disk = ground.memory_bytes(), ground.state_bytes()
-    data = write_digits(ground.root / f"images-{LATE}", classes=[3, 4], start=40)
-    with ground.mallory() as mallory, ground.inside() as ghosts:
+    memory = fleet.memory_bytes()
+    data = write_digits(fleet.root / f"images-{LATE}", classes=[3, 4], start=40)
+    with fleet.mallory() as mallory, fleet.inside() as ghosts:
         threads = [
-            threading.Thread(target=mallory.flood, args=(_own_tiny(ground),)),
+            threading.Thread(target=mallory.flood, args=(_own_tiny(fleet),)),
             threading.Thread(target=ghosts.flood, args=(_ghosts(),)),
         ]
         for thread in threads:
             thread.start()
-        device = ground.start_device(LATE, data=data)
+        fleet.run_device(LATE, data=data)
         most = memory
         while any(thread.is_alive() for thread in threads):
-            most = max(most, ground.memory_bytes())
+            most = max(most, fleet.memory_bytes())
             time.sleep(0.1)
-        ground.until("the honest device's submission", lambda: ground.submitted(LATE))
-        # What was said last is refused once all that came before it was looked at.
-        marked = ground.refusals()["version", HOSTILE]
+        fleet.wait_until("the honest device's submission", lambda: fleet.submitted(LATE))
+        # The last frame is refused once all before it were processed.
+        marked = fleet.refusals()["version", HOSTILE]
         last = Frame(v=99, digest=bytes(32), size_bytes=1, offset=0, data=b"x")
         assert mallory.publish(own(HOSTILE, "up"), encode(last))
-        ground.until("the end of the flood", lambda: ground.refusals()["version", HOSTILE] > marked)
-    most = max(most, ground.memory_bytes())
-    ground.say(
-        f"{TRANSFERS:,} tiny transfers: memory {memory / 1e6:.0f} to at most {most / 1e6:.0f} MB, "
-        f"disk {disk / 1e6:.1f} to {ground.state_bytes() / 1e6:.1f} MB, {len(ground.refusals())} refusals in status"
-    )
-    device.send_signal(signal.SIGTERM)
-    ground.fleet.wait_exit(device)
+        fleet.wait_until("the end of the flood", lambda: fleet.refusals()["version", HOSTILE] > marked)
+    most = max(most, fleet.memory_bytes())
+    fleet.stop(LATE)
     assert most - memory < MAX_GROWTH_BYTES
-    assert len(ground.status()["refusals"]) < 1100
+    assert len(fleet.status()["refusals"]) < 1100
     for _ in range(TRANSFERS):
         yield False
 
 
-def _own_tiny(ground: Ground) -> Iterator[tuple[str, bytes]]:
-    """Transfers that never end, each in the place of another one, and some that end at once and are nothing."""
-    key = ground.key(HOSTILE)
+def _own_tiny(fleet: AttackedFleet) -> Iterator[tuple[str, bytes]]:
+    """Yield transfers that never end, and some that end at once and are malformed."""
+    key = fleet.key(HOSTILE)
     for number in range(TRANSFERS // 2):
         digest = digest_of(b"%d" % number)
         whole = b"%d" % (number % 10)
@@ -123,7 +117,7 @@ def _own_tiny(ground: Ground) -> Iterator[tuple[str, bytes]]:
 
 
 def _ghosts() -> Iterator[tuple[str, bytes]]:
-    """Transfers of names that nobody has enrolled, each with another one and no valid signature."""
+    """Yield transfers of unenrolled names, each with another one and no valid signature."""
     public = public_key(digest_of(b"a ghost"))
     for number in range(TRANSFERS // 2):
         frame = Frame(
@@ -143,11 +137,11 @@ def _ghosts() -> Iterator[tuple[str, bytes]]:
     stopped_by="device",
     but="not: the device's log, `left out`",
 )
-def image_bomb(ground: Ground) -> Iterator[bool]:
-    """Gigabytes once it is decoded: it is left out, and the device has uploaded all the others."""
-    ground.until("that it is left out", lambda: f"{BOMB}: " in ground.log("shed-1"))
-    line = next(line for line in ground.log("shed-1").splitlines() if "left out" in line and BOMB in line)
-    yield "pixels" not in line or ground.submission().images != 100
+def image_bomb(fleet: AttackedFleet) -> Iterator[bool]:
+    """The device omits it, and has uploaded all the others."""
+    fleet.wait_until("that it is omitted", lambda: f"{BOMB}: " in fleet.log("shed-1"))
+    line = next(line for line in fleet.log("shed-1").splitlines() if "left out" in line and BOMB in line)
+    yield "pixels" not in line or fleet.submission().images != 100
 
 
 @attack(
@@ -155,32 +149,31 @@ def image_bomb(ground: Ground) -> Iterator[bool]:
     stopped_by="broker, device",
     seen=(("denied", HOSTILE),),
 )
-def swapped_blobs(ground: Ground) -> Iterator[bool]:
+def swapped_blobs(fleet: AttackedFleet) -> Iterator[bool]:
     """A new device fetches its backbone while the aggregator stands still and the attacker answers in its place."""
-    with ground.mallory() as mallory:
+    with fleet.mallory() as mallory:
         yield mallory.publish(own(FRESH, "blk"), b"other bytes")
         yield mallory.publish(f"pf/1/{FLEET}/cast", b"other bytes")
-    data = write_digits(ground.root / f"images-{FRESH}", classes=[1, 2], start=40)
-    ground.freeze()
-    with _Liar(ground) as liar:
-        device = ground.start_device(FRESH, data=data)
-        ground.until("lies that were told", lambda: liar.told == len(liar.lies))
-        ground.until("that they were noticed", lambda: "arrived damaged" in ground.log(FRESH))
-    ground.thaw()
-    ground.until("the head on the new device", lambda: ground.uses(FRESH))
-    device.send_signal(signal.SIGTERM)
-    ground.fleet.wait_exit(device)
+    data = write_digits(fleet.root / f"images-{FRESH}", classes=[1, 2], start=40)
+    fleet.pause("aggregator")
+    with _Liar(fleet) as liar:
+        fleet.run_device(FRESH, data=data)
+        fleet.wait_until("three false answers", lambda: liar.told == len(liar.lies))
+        fleet.wait_until("that they were noticed", lambda: "arrived damaged" in fleet.log(FRESH))
+    fleet.resume("aggregator")
+    fleet.wait_until("the head on the new device", lambda: fleet.uses(FRESH))
+    fleet.stop(FRESH)
     for _ in liar.lies:
-        yield ground.uses(FRESH) != ground.standing.head
+        yield fleet.uses(FRESH) != fleet.before.head
 
 
 class _Liar:
-    """Answers what a device asks for with other bytes: whole, in part, and as of another size."""
+    """Answers a device's requests with other bytes: whole, in part, and of another size."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, fleet: AttackedFleet) -> None:
         self.told = 0
         self.lies = ("whole", "in part", "of another size")
-        self._client = Client(ground.open, on_heard=self._hear)
+        self._client = Client(fleet.open, on_heard=self._hear)
 
     def __enter__(self) -> Self:
         self._client.__enter__()

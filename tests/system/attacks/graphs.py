@@ -1,4 +1,4 @@
-"""ONNX graphs that no device may run, or not to their end: each a good one with something done to it."""
+"""ONNX graphs that no device may run, or not to their end: each a good one with a change."""
 
 import functools
 from collections.abc import Callable
@@ -19,19 +19,19 @@ def external_data(model: onnx.ModelProto) -> None:
 
 
 def own_domain(model: onnx.ModelProto) -> None:
-    """Use an operator that is not ONNX's."""
+    """Use an operator of another domain than ONNX's."""
     model.graph.node.append(helper.make_node("Run", ["feature"], ["unused"], domain="evil"))
     model.opset_import.append(helper.make_opsetid("evil", 1))
 
 
 def hidden_domain(model: onnx.ModelProto) -> None:
-    """Use it within a function's body alone."""
+    """Use one within a function's body alone."""
     body = [helper.make_node("Run", ["x"], ["y"], domain="evil")]
     model.functions.append(helper.make_function("", "Innocent", ["x"], ["y"], body, []))
 
 
 def endless(model: onnx.ModelProto, *, held_bytes: int = 0) -> None:
-    """Count up before an answer is given, and never come to an end; with much memory in hand."""
+    """Loop for ever before the result, with much memory held."""
     scalar = functools.partial(helper.make_tensor_value_info, shape=[])
     body = helper.make_graph(
         [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Add", ["x", "one_i"], ["x_next"])],
@@ -67,7 +67,7 @@ def endless(model: onnx.ModelProto, *, held_bytes: int = 0) -> None:
 
 
 def huge(model: onnx.ModelProto) -> None:
-    """Make room for terabytes before an answer is given."""
+    """Allocate terabytes before the result."""
     model.graph.initializer.append(numpy_helper.from_array(np.array([2**40], dtype=np.int64), "size"))
     kept = list(model.graph.node)
     del model.graph.node[:]
@@ -83,7 +83,7 @@ def huge(model: onnx.ModelProto) -> None:
 
 
 def tiled(model: onnx.ModelProto) -> None:
-    """Repeat what it is given until it fills twenty gigabytes."""
+    """Repeat the input until it fills twenty gigabytes."""
     repeats = np.array([1, 2**28], dtype=np.int64)
     model.graph.initializer.append(numpy_helper.from_array(repeats, "repeats"))
     kept = list(model.graph.node)
@@ -112,7 +112,7 @@ EXHAUSTING: dict[Spoil, str] = {
 
 
 def spoilt(file: bytes, spoil: Spoil) -> bytes:
-    """An ONNX file with something done to it."""
+    """Return an ONNX file with a change."""
     model = onnx.load_model_from_string(file)
     spoil(model)
     return bytes(model.SerializeToString())

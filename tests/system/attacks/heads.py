@@ -1,8 +1,6 @@
-"""Attacks by what devices run: an aggregator in an attacker's hands, whose word is signed as it should be."""
+"""Attacks by what devices run: an aggregator in an attacker's hands, whose manifests are signed correctly."""
 
 import functools
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +12,12 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.facts import Heads
 from protocol.wire.codec import digest_of
 from tests.support.device_factory import linear_head
-from tests.support.fleet_processes import write_digits
+from tests.support.fleet import write_digits
 from tests.support.graphs import tiny_backbone
 from tests.system.attacks.captured import CLASSES, DEVICE, Captured
 from tests.system.attacks.catalogue import attack
+from tests.system.attacks.fleet import AttackedFleet
 from tests.system.attacks.graphs import EXHAUSTING, REFUSED, endless, spoilt
-from tests.system.attacks.ground import Ground
 
 BY_REPORT = "the device's `problem`, the head's `why`"
 HELD_BYTES = 400 * 1024**2
@@ -43,23 +41,23 @@ class Bench:
         assert captured.report_of(1) == ""
 
     def try_head(self, file: bytes) -> str:
-        """Tell of a head; returns why the device does not use it."""
+        """Publish a head; returns why the device does not use it."""
         self.version += 1
         self.captured.head(self.task, self.version, file)
         return self.captured.report_of(self.version)
 
     def uses_the_good_one(self) -> bool:
-        """Whether the good head is still the one in use."""
+        """Return whether the good head is still the one in use."""
         installed = DeviceState(self.captured.state, read_only=True).get(Heads).installed
         return installed is not None and installed.head == digest_of(self.good)
 
 
-def benched(ground: Ground, life: str) -> Captured:
-    """The captured aggregator; its device has images of two classes."""
-    data = ground.root / "images-guinea"
+def benched(fleet: AttackedFleet, life: str) -> Captured:
+    """Return the captured aggregator; its device has images of two classes."""
+    data = fleet.root / "images-guinea"
     if not data.exists():
         write_digits(data, classes=[0, 1])
-    return Captured(ground, data, life)
+    return Captured(fleet, data, life)
 
 
 @attack(
@@ -67,10 +65,10 @@ def benched(ground: Ground, life: str) -> Captured:
     stopped_by="device",
     but=BY_REPORT,
 )
-def foreign_graphs(ground: Ground) -> Iterator[bool]:
+def foreign_graphs(fleet: AttackedFleet) -> Iterator[bool]:
     """As a head, as a backbone, and as a graph of a program: external data, a domain of its own, and a hidden one."""
-    with benched(ground, "foreign") as captured:
-        bench = Bench(captured, ground.root)
+    with benched(fleet, "foreign") as captured:
+        bench = Bench(captured, fleet.root)
         for spoil, words in REFUSED.items():
             problem = bench.try_head(spoilt(bench.good, spoil))
             yield words not in problem or not bench.uses_the_good_one()
@@ -85,17 +83,16 @@ def foreign_graphs(ground: Ground) -> Iterator[bool]:
             yield not bench.uses_the_good_one()
             captured.task(bench.backbone)
             captured.until_problem("")
-        assert captured.process is not None
-        assert captured.process.poll() is None
+        assert fleet.processes[DEVICE].poll() is None
 
 
 @attack(
     "a head that takes all memory or all time, signed by the aggregator", stopped_by="device", but=BY_REPORT
 )
-def exhausting_heads(ground: Ground) -> Iterator[bool]:
+def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
     """Terabytes at once, gigabytes by repetition, and a loop without end; then one for which the program is killed."""
-    with benched(ground, "exhausting") as captured:
-        bench = Bench(captured, ground.root)
+    with benched(fleet, "exhausting") as captured:
+        bench = Bench(captured, fleet.root)
         for spoil, words in EXHAUSTING.items():
             problem = bench.try_head(spoilt(bench.good, spoil))
             yield words not in problem or not bench.uses_the_good_one()
@@ -104,21 +101,18 @@ def exhausting_heads(ground: Ground) -> Iterator[bool]:
             bench.task, bench.version, spoilt(bench.good, functools.partial(endless, held_bytes=HELD_BYTES))
         )
         for _ in range(3):
-            _kill_when_large(ground, captured)
+            _kill_when_large(fleet)
             captured.start()
         problem = captured.report_of(bench.version)
         yield "has ended 3 times while it tried it out" not in problem or not bench.uses_the_good_one()
 
 
-def _kill_when_large(ground: Ground, captured: Captured) -> None:
-    """What a machine without memory does to the program."""
-    process = captured.process
-    assert process is not None
-    ground.until(
+def _kill_when_large(fleet: AttackedFleet) -> None:
+    """Kill the device as a machine without memory does."""
+    process = fleet.processes[DEVICE]
+    fleet.wait_until(
         f"{DEVICE} that has taken much memory",
         lambda: psutil.Process(process.pid).memory_info().rss > HELD_BYTES,
         pause_s=0.02,
     )
-    process.send_signal(signal.SIGKILL)
-    process.wait(timeout=30)
-    time.sleep(0.2)
+    fleet.kill(DEVICE)

@@ -1,4 +1,4 @@
-"""Clients that keep to no rule: they say anything to any topic, and tell what the broker made of it."""
+"""Clients without rules: they publish anything to any topic, and return the broker's answer."""
 
 import contextlib
 import queue
@@ -35,10 +35,10 @@ class Client:
 
     Args:
         address: of a broker.
-        access: how it lets somebody in.
-        client_id: what to be called.
+        access: certificate or password.
+        client_id: as in MQTT.
         will: topic and payload of a retained Last Will.
-        on_heard: called from a thread of its own with what comes.
+        on_heard: called from a thread of its own with each message.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Client:
         self._client.on_message = self._hear
 
     def connect(self) -> bool:
-        """Try to get in; returns whether the broker has let us."""
+        """Connect; returns whether the broker has accepted."""
         try:
             self._client.connect(self._address.host, self._address.port, keepalive=600)
         except OSError:
@@ -86,7 +86,7 @@ class Client:
         return kind == "connect" and isinstance(code, ReasonCode) and not code.is_failure
 
     def __enter__(self) -> Self:
-        assert self.connect(), f"{self._address} does not let this client in"
+        assert self.connect(), f"{self._address} has refused this client"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,7 +94,7 @@ class Client:
         self._client.loop_stop()
 
     def vanish(self) -> None:
-        """End without a farewell, so that the broker says the last will."""
+        """End without DISCONNECT, so that the broker publishes the last will."""
         sock = self._client.socket()
         if isinstance(sock, socket.socket):
             with contextlib.suppress(OSError):
@@ -102,21 +102,21 @@ class Client:
         self._client.loop_stop()
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False) -> bool:
-        """Say something; returns whether the broker has taken it."""
+        """Publish; returns whether the broker has accepted."""
         mid = self._client.publish(topic, payload, qos=1, retain=retain).mid
         return self._answer("publish", mid)
 
     def say(self, topic: str, payload: bytes) -> None:
-        """Say something and do not wait; from any thread."""
+        """Publish and do not wait; from any thread."""
         self._client.publish(topic, payload, qos=1)
 
     def subscribe(self, topic: str) -> bool:
-        """Listen; returns whether the broker says that one may, which does not mean that anything comes."""
+        """Subscribe; returns whether the broker grants it, which does not mean that anything arrives."""
         _, mid = self._client.subscribe(topic, qos=1)
         return self._answer("subscribe", mid or 0)
 
     def flood(self, messages: Iterable[tuple[str, bytes]]) -> int:
-        """Say very much, as fast as the broker takes it; returns how many."""
+        """Publish messages as fast as the broker accepts them; returns how many."""
         count = 0
         for topic, payload in messages:
             mid = self._client.publish(topic, payload, qos=1).mid
@@ -142,7 +142,7 @@ class Client:
 
 
 class Witness(Client):
-    """Somebody who hears everything that the broker hands out, and disturbs nothing."""
+    """A client that receives everything the broker distributes."""
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -154,23 +154,23 @@ class Witness(Client):
         return self
 
     def settle(self) -> None:
-        """Wait until all that the broker has taken so far is heard."""
+        """Wait until all that the broker has accepted so far has arrived."""
         with self._lock:
             self._marks += 1
             topic = f"witness/{id(self)}/{self._marks}"
         assert self.publish(topic, b"mark")
         deadline = time.monotonic() + PATIENCE_S
         while not any(heard.topic == topic for heard in self.heard):
-            assert time.monotonic() < deadline, "the broker hands nothing out any more"
+            assert time.monotonic() < deadline, "the broker distributes nothing any more"
             time.sleep(0.005)
 
     def said(self, topic: str) -> list[bytes]:
-        """What was said on a topic since we listen."""
+        """Return the payloads that were published on a topic, without retained ones."""
         return [heard.payload for heard in self.heard if heard.topic == topic and not heard.retained]
 
 
 def raw_publish(address: BrokerAddress, access: BrokerAccess, topic: bytes, payload: bytes) -> bool:
-    """Publish by hand, to what no client's library would let be a topic; returns whether it was acknowledged."""
+    """Publish to a topic that no client library accepts; returns whether it was acknowledged."""
     tls = open_tls(access)
     with contextlib.ExitStack() as stack:
         sock: socket.socket = stack.enter_context(

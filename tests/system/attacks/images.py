@@ -1,4 +1,4 @@
-"""Images that can be told apart from everything else, wherever they should not be, and one that is a bomb."""
+"""Images that are recognized wherever they should not be, and a decompression bomb."""
 
 import struct
 import zlib
@@ -7,13 +7,13 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tests.support.fleet_processes import write_digits
-from tests.system.attacks.ground import HONEST
+from tests.support.fleet import write_digits
+from tests.system.attacks.fleet import HONEST
 
 IN_NAMES = "xyzzyname"
-"""Stands in the name of every image of the honest devices."""
+"""In the name of every image of the honest devices."""
 IN_BYTES = "xyzzybytes"
-"""Stands in the bytes of every one."""
+"""In the bytes of every one."""
 BOMB = "bomb.png"
 BOMB_EDGE = 50_000
 
@@ -31,7 +31,7 @@ def write_images(root: Path) -> dict[str, Path]:
 
 
 def mark(file: Path) -> None:
-    """Give an image a name and bytes that are found again."""
+    """Give an image a name and bytes that can be searched for."""
     note = PngInfo()
     note.add_text("Comment", IN_BYTES)
     with Image.open(file) as image:
@@ -40,7 +40,7 @@ def mark(file: Path) -> None:
 
 
 def bomb(edge: int = BOMB_EDGE) -> bytes:
-    """A PNG file of some kilobytes that is gigabytes once it is decoded."""
+    """Return a PNG file of some kilobytes that decodes to gigabytes."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

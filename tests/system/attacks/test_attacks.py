@@ -1,10 +1,9 @@
-"""Whatever is tried on a fleet: nothing of it succeeds, nothing of the fleet changes, and an operator sees it.
+"""No attack on a fleet succeeds or changes it, and an operator sees each.
 
 At the end, what the whole run has written: no secret, nothing of an image, and nowhere but where it should be. It is
-here and not in a file of its own because it is the same fleet, and other processes of pytest take other files.
+in this file because it is the same fleet, and other processes of pytest take other files.
 """
 
-import os
 import re
 import signal
 from collections.abc import Callable
@@ -17,81 +16,82 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from protocol.wire.codec import to_array
 from tests.system.attacks.captured import PASSWORD
-from tests.system.attacks.conftest import ROW
-from tests.system.attacks.ground import HONEST, Ground
+from tests.system.attacks.fleet import HONEST, AttackedFleet
 from tests.system.attacks.heads import Bench, benched
 from tests.system.attacks.images import BOMB, IN_BYTES, IN_NAMES
 from tests.system.attacks.suite import ATTACKS
-from tests.system.attacks.table import Row
-from tests.system.attacks.topics import at_the_door
+from tests.system.attacks.topics import through_broker
+from tests.system.tables import AttackRow
 
 LEAST_DIGITS = 6
-"""Of a number that stands nowhere by chance."""
+"""Of a number that appears nowhere by chance."""
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_nothing_of_it_succeeds(
-    ground: Ground, name: str, record_property: Callable[[str, object], None]
+def test_attack_fails_and_is_counted(
+    fleet: AttackedFleet, name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Each attack is made; then the honest devices' submissions and head are what they were, and it is counted."""
+    """No attempt succeeds, the honest devices' submissions and head are unchanged, and status counts the attack."""
     attack = ATTACKS[name]
-    before = ground.refusals()
-    outcomes = list(attack.attempt(ground))
+    before = fleet.refusals()
+    outcomes = list(attack.attempt(fleet))
     assert outcomes
-    row = Row(name, len(outcomes), sum(outcomes), attack.stopped_by, attack.shown)
-    record_property(ROW, asdict(row))
-    assert row.succeeded == 0, ground.last_words()
-    ground.until(
+    row = AttackRow(name, len(outcomes), sum(outcomes), attack.stopped_by, attack.shown)
+    record_property("attacks", asdict(row))
+    assert row.succeeded == 0, fleet.diagnostics()
+    fleet.wait_until(
         f"{attack.seen} in status",
-        lambda: all(ground.refusals()[each] > before[each] for each in attack.seen),
+        lambda: all(fleet.refusals()[each] > before[each] for each in attack.seen),
     )
-    ground.check()
+    fleet.check_unharmed()
 
 
 @pytest.fixture(scope="module")
-def run(ground: Ground) -> Ground:
-    """A fleet that has worked, was attacked, has used a password, and whose broker has saved what it keeps."""
-    assert not any(at_the_door(ground, [(f"pf/1/x/{number}", b"x") for number in range(3)]))
-    with benched(ground, "leaks") as captured:
-        Bench(captured, ground.root)
-    saved = ground.root / "mosquitto.db"
+def run(fleet: AttackedFleet) -> AttackedFleet:
+    """A fleet that has worked, was attacked, has used a password, and whose broker has stored what it retains."""
+    assert not any(through_broker(fleet, [(f"pf/1/x/{number}", b"x") for number in range(3)]))
+    with benched(fleet, "leaks") as captured:
+        Bench(captured, fleet.root)
+    saved = fleet.root / "mosquitto.db"
     before = saved.stat().st_mtime_ns if saved.exists() else 0
-    os.kill(int((ground.root / "mosquitto.pid").read_text()), signal.SIGUSR1)
-    ground.until(
-        "the broker's memory on the disk", lambda: saved.exists() and saved.stat().st_mtime_ns > before
-    )
-    return ground
+    fleet.mosquitto.send_signal(signal.SIGUSR1)
+    fleet.wait_until("what the broker stores", lambda: saved.exists() and saved.stat().st_mtime_ns > before)
+    return fleet
 
 
-def _written(ground: Ground) -> dict[Path, bytes]:
-    """All files of the run but the images."""
-    files = (file for file in ground.root.rglob("*") if file.is_file())
+def _written(fleet: AttackedFleet) -> dict[Path, bytes]:
+    """Return all files of the run but the images."""
+    files = (file for file in fleet.root.rglob("*") if file.is_file())
     return {
         file: file.read_bytes()
         for file in files
-        if not file.relative_to(ground.root).parts[0].startswith("images-")
+        if not file.relative_to(fleet.root).parts[0].startswith("images-")
     }
 
 
-def _logs(ground: Ground) -> dict[str, str]:
-    logs = {file.name: file.read_text(errors="replace") for file in ground.root.glob("*.log")}
-    assert {"aggregator.log", *(f"{name}.log" for name in HONEST), ground.broker_log.name} <= logs.keys()
+def _logs(fleet: AttackedFleet) -> dict[str, str]:
+    logs = {file.name: file.read_text(errors="replace") for file in fleet.root.glob("*.log")}
+    assert {
+        "aggregator.log",
+        *(f"{name}.log" for name in HONEST),
+        fleet.mosquitto.log_file.name,
+    } <= logs.keys()
     return logs
 
 
-def _elsewhere(ground: Ground) -> dict[Path, bytes]:
-    """What is not a device's own: the aggregator's folder and log, and the broker's log and memory."""
-    folders = (ground.closed.state, ground.root / "broker")
-    of_broker = (ground.root / "mosquitto.db", ground.broker_log, ground.root / "aggregator.log")
+def _elsewhere(fleet: AttackedFleet) -> dict[Path, bytes]:
+    """Return what is not a device's own: the aggregator's folder and log, and the broker's log and store."""
+    folders = (fleet.aggregator_state, fleet.root / "broker")
+    of_broker = (fleet.root / "mosquitto.db", fleet.mosquitto.log_file, fleet.root / "aggregator.log")
     return {
         file: data
-        for file, data in _written(ground).items()
+        for file, data in _written(fleet).items()
         if file in of_broker or any(folder in file.parents for folder in folders)
     }
 
 
-def test_private_keys_stand_in_their_files_alone(run: Ground) -> None:
-    """Neither as PEM nor raw nor in hex does a private key stand anywhere but in its own file, which is its owner's."""
+def test_private_keys_are_in_their_files_alone(run: AttackedFleet) -> None:
+    """A private key is in its own file alone, as PEM, raw or hex, and only the owner can read that."""
     written = _written(run)
     keys = {file: data for file, data in written.items() if b"PRIVATE KEY" in data}
     assert {file.name for file in keys} == {
@@ -103,21 +103,21 @@ def test_private_keys_stand_in_their_files_alone(run: Ground) -> None:
         assert file.stat().st_mode & 0o077 == 0, file
         body = b"".join(data.splitlines()[1:-1])
         raw = _raw(data)
-        for other, said in written.items():
+        for other, contents in written.items():
             if other != file:
-                assert raw not in said, (file, other)
-                assert raw.hex().encode() not in said, (file, other)
-                assert body not in said.replace(b"\n", b""), (file, other)
+                assert raw not in contents, (file, other)
+                assert raw.hex().encode() not in contents, (file, other)
+                assert body not in contents.replace(b"\n", b""), (file, other)
 
 
-def _of_attacks(run: Ground) -> set[str]:
-    """Keys that attacks have made, as an attacker would."""
+def _of_attacks(run: AttackedFleet) -> set[str]:
+    """Return the names of keys that attacks have made."""
     made = [file for folder in ("strange", "strangers") for file in (run.root / folder).glob("*.key")]
     return {file.name for file in made}
 
 
 def _raw(pem: bytes) -> bytes:
-    """The secret part of a private key: 32 bytes."""
+    """Return the secret part of a private key: 32 bytes."""
     key = load_pem_private_key(pem, password=None)
     numbers = getattr(key, "private_numbers", None)
     if numbers is not None:
@@ -126,13 +126,13 @@ def _raw(pem: bytes) -> bytes:
     return raw
 
 
-def test_a_password_is_in_no_file(run: Ground) -> None:
-    """Not in a log, not in a state, and not in the broker's: also with --verbose."""
+def test_password_is_in_no_file(run: AttackedFleet) -> None:
+    """Not in a log, a state or the broker's store, even with --verbose."""
     assert "connected to" in run.log("guinea")
     assert [file for file, data in _written(run).items() if PASSWORD.encode() in data] == []
 
 
-def test_no_image_leaves_its_device(run: Ground) -> None:
+def test_no_image_leaves_its_device(run: AttackedFleet) -> None:
     """Neither bytes nor names of images are on the aggregator's or the broker's side."""
     some = next((run.data[HONEST[0]] / "1").iterdir())
     assert IN_NAMES in some.name
@@ -144,15 +144,15 @@ def test_no_image_leaves_its_device(run: Ground) -> None:
         assert IN_BYTES not in text, name
 
 
-def test_a_devices_log_names_images_of_its_data_folder_alone(run: Ground) -> None:
-    """A path of an image in a device's log is below the folder that it was given."""
+def test_device_log_names_images_of_its_data_folder_alone(run: AttackedFleet) -> None:
+    """Every path of an image in a device's log is below its --data folder."""
     for name in HONEST:
         named = re.findall(r"\S+\.png", run.log(name))
         assert any(BOMB in path for path in named) == (name == HONEST[0])
         assert [path for path in named if not path.startswith(f"{run.data[name]}/")] == []
 
 
-def test_no_value_that_leaves_a_device_stands_in_a_log(run: Ground) -> None:
+def test_no_prototype_value_is_in_a_log(run: AttackedFleet) -> None:
     """Prototypes are in no log, in whatever way their values could be written."""
     logs = _logs(run)
     numbers = {number for text in logs.values() for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", text)}

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.system.faults.fleet import Fleet
+from tests.system.faults.fleet import FaultyFleet
 
-Provoke = Callable[[Fleet], int]
+Provoke = Callable[[FaultyFleet], int]
 """Starts a fleet of which only the broker runs, does things to it, and returns how often."""
 
 

@@ -1,4 +1,4 @@
-"""Processes that are killed, or stand still for a while, at random moments."""
+"""Processes killed or paused at random moments."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,7 @@ import psutil
 
 from tests.support.network_proxy import Faults
 from tests.system.faults.catalogue import fault
-from tests.system.faults.fleet import DEVICES, Fleet
+from tests.system.faults.fleet import DEVICES, FaultyFleet
 
 SLOW = Faults(bytes_per_s=250_000)
 """A submission takes three seconds: there are moments within it."""
@@ -16,45 +16,45 @@ SLOWER = Faults(bytes_per_s=100_000)
 """It takes seven: what gets through between two faults is little."""
 
 
-@fault("SIGKILL of a device within its transfer", least=20)
-def device_killed(fleet: Fleet) -> int:
-    """Each device loses its power again and again, and every time a little more has got through."""
+@fault("SIGKILL of a device within its transfer", least=7)
+def device_killed(fleet: FaultyFleet) -> int:
+    """Each device is killed three times; every time a little more has been transferred."""
     fleet.net.up = SLOW
-    fleet.start()
+    fleet.run()
     with ThreadPoolExecutor() as pool:
-        return sum(pool.map(lambda name: _torment(fleet, name), DEVICES))
+        return sum(pool.map(lambda name: _kill_repeatedly(fleet, name), DEVICES))
 
 
-def _torment(fleet: Fleet, name: str) -> int:
+def _kill_repeatedly(fleet: FaultyFleet, name: str) -> int:
     chance, killed = random.Random(f"{fleet.seed}/{name}"), 0
-    for _ in range(8):
-        fleet.until_frames(fleet.watch, name)
-        fleet.moment(0.25, chance)
+    for _ in range(3):
+        fleet.wait_for_frames(fleet.watch, name)
+        fleet.sleep_up_to(0.25, chance)
         fleet.kill(name)
         killed += fleet.uploads(name)
-        fleet.start(name)
-    fleet.say(f"killed {name} {killed} times within its transfer")
+        fleet.run(name)
+    fleet.log_progress(f"killed {name} {killed} times within its transfer")
     return killed
 
 
-@fault("SIGKILL of the aggregator while it takes submissions", least=8)
-def aggregator_killed_while_it_takes(fleet: Fleet) -> int:
-    """What it has said to have is there when it is back; the rest is uploaded again."""
+@fault("SIGKILL of the aggregator while it receives submissions", least=3)
+def aggregator_killed_while_it_receives(fleet: FaultyFleet) -> int:
+    """What it has acknowledged is there after its restart; the rest is uploaded again."""
     fleet.net.up = SLOWER
-    fleet.start()
+    fleet.run()
     killed = 0
-    for _ in range(10):
-        fleet.until_frames(fleet.delivered, "aggregator")
-        fleet.moment(0.8)
+    for _ in range(4):
+        fleet.wait_for_frames(fleet.delivered, "aggregator")
+        fleet.sleep_up_to(0.8)
         fleet.kill("aggregator")
         killed += fleet.uploads()
-        fleet.say(f"killed the aggregator within transfers, {killed}")
-        fleet.start("aggregator")
+        fleet.log_progress(f"killed the aggregator within transfers, {killed}")
+        fleet.run("aggregator")
     return killed
 
 
-def _trains(fleet: Fleet) -> bool:
-    """Whether the aggregator's training runs."""
+def _trains(fleet: FaultyFleet) -> bool:
+    """Return whether the aggregator's training runs."""
     try:
         children = psutil.Process(fleet.processes["aggregator"].pid).children()
         return any("aggregator.training.train_head" in child.cmdline() for child in children)
@@ -62,75 +62,75 @@ def _trains(fleet: Fleet) -> bool:
         return False  # a child that ends this very moment
 
 
-@fault("SIGKILL of the aggregator during a training", least=3)
-def aggregator_killed_while_it_trains(fleet: Fleet) -> int:
-    """With the training, as by a power cut, and without it."""
-    fleet.start()
+@fault("SIGKILL of the aggregator during a training", least=2)
+def aggregator_killed_while_it_trains(fleet: FaultyFleet) -> int:
+    """With the training process, as by a power cut, and without it."""
+    fleet.run()
     killed = 0
-    for with_training in (True, False, True, False, True):
-        fleet.until("a training", lambda: _trains(fleet))
-        fleet.moment(1.0)
+    for with_training in (True, False, True):
+        fleet.wait_until("a training", lambda: _trains(fleet))
+        fleet.sleep_up_to(1.0)
         fleet.kill("aggregator", with_children=with_training)
         killed += fleet.head() is None
-        fleet.say(f"killed the aggregator within a training, {killed}")
-        fleet.start("aggregator")
+        fleet.log_progress(f"killed the aggregator within a training, {killed}")
+        fleet.run("aggregator")
     return killed
 
 
-@fault("SIGKILL of the aggregator while the head is fetched", least=3)
-def aggregator_killed_while_it_publishes(fleet: Fleet) -> int:
-    """Devices fetch the rest of the head when it is back."""
+@fault("SIGKILL of the aggregator while the head is fetched", least=2)
+def aggregator_killed_while_it_publishes(fleet: FaultyFleet) -> int:
+    """Devices fetch the rest of the head after its restart."""
     fleet.net.down = Faults(bytes_per_s=1_000_000)
-    fleet.start()
+    fleet.run()
     killed = 0
-    for _ in range(5):
-        fleet.until_frames(fleet.delivered, "aggregator", head=fleet.reference.head)
-        fleet.moment(0.3)
+    for _ in range(3):
+        fleet.wait_for_frames(fleet.delivered, "aggregator", head=fleet.reference.head)
+        fleet.sleep_up_to(0.3)
         fleet.kill("aggregator")
         killed += not fleet.is_settled()
-        fleet.say(f"killed the aggregator while the head was fetched, {killed}")
-        fleet.start("aggregator")
+        fleet.log_progress(f"killed the aggregator while the head was fetched, {killed}")
+        fleet.run("aggregator")
     return killed
 
 
-@fault("SIGKILL of the broker, its memory kept", least=3)
-def broker_killed(fleet: Fleet) -> int:
-    """Everybody comes back to it."""
+@fault("SIGKILL of the broker, its memory kept", least=2)
+def broker_killed(fleet: FaultyFleet) -> int:
+    """All clients reconnect."""
     return _kill_broker(fleet, forgetting=False)
 
 
-@fault("SIGKILL of the broker, its memory lost", least=3)
-def broker_killed_and_wiped(fleet: Fleet) -> int:
-    """Everybody comes back to it, and says again what it has forgotten."""
+@fault("SIGKILL of the broker, its memory lost", least=2)
+def broker_killed_and_wiped(fleet: FaultyFleet) -> int:
+    """All clients reconnect, and publish again what it has forgotten."""
     return _kill_broker(fleet, forgetting=True)
 
 
-def _kill_broker(fleet: Fleet, *, forgetting: bool) -> int:
+def _kill_broker(fleet: FaultyFleet, *, forgetting: bool) -> int:
     fleet.net.up = SLOWER
-    fleet.start()
+    fleet.run()
     killed = 0
-    for _ in range(5):
-        fleet.until_frames(fleet.delivered)
-        fleet.moment(0.8)
-        fleet.broker.kill(forgetting=forgetting)
+    for _ in range(3):
+        fleet.wait_for_frames(fleet.delivered)
+        fleet.sleep_up_to(0.8)
+        fleet.mosquitto.kill(forgetting=forgetting)
         killed += fleet.uploads()
-        fleet.say(f"killed the broker within transfers, {killed}")
-        fleet.broker.start()
+        fleet.log_progress(f"killed the broker within transfers, {killed}")
+        fleet.mosquitto.start()
     return killed
 
 
-@fault("a subscriber that stands still for seconds", least=4)
-def slow_subscribers(fleet: Fleet) -> int:
+@fault("a subscriber that is paused for seconds", least=4)
+def slow_subscribers(fleet: FaultyFleet) -> int:
     """The aggregator while devices send, then each device while it fetches the head."""
     fleet.net.up = fleet.net.down = Faults(bytes_per_s=1_000_000)
-    fleet.start()
+    fleet.run()
     stopped = 0
     for _ in range(3):
-        fleet.until_frames(fleet.delivered)
+        fleet.wait_for_frames(fleet.delivered)
         stopped += fleet.uploads()
-        fleet.freeze("aggregator", fleet.chance.uniform(0.5, 2.0))
+        fleet.freeze("aggregator", fleet.random.uniform(0.5, 2.0))
     for name in DEVICES:
-        fleet.until_frames(fleet.watch, head=fleet.reference.head)
+        fleet.wait_for_frames(fleet.watch, head=fleet.reference.head)
         stopped += not fleet.is_settled()
-        fleet.freeze(name, fleet.chance.uniform(0.5, 2.0))
+        fleet.freeze(name, fleet.random.uniform(0.5, 2.0))
     return stopped

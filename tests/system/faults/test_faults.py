@@ -1,19 +1,21 @@
-"""Whatever is done to a fleet: every submission counts exactly once, and the head is the one of a fleet at peace."""
+"""Whatever fails: every submission counts exactly once, and the head equals that of a fleet without faults."""
 
 from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
 
-from tests.system.faults.conftest import ROW, Runs
+from tests.system.faults.conftest import Runs
 from tests.system.faults.suite import FAULTS
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_nothing_is_lost(runs: Runs, fault: str, record_property: Callable[[str, object], None]) -> None:
-    """Each fault is provoked as often as it says; then nothing is missing, nothing is there twice, no head differs."""
+def test_no_submission_is_lost(
+    runs: Runs, fault: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Each fault is provoked as often as stated; then nothing is lost, nothing counts twice, no head differs."""
     try:
         runs.wait(fault)
     finally:
         if fault in runs.rows:
-            record_property(ROW, asdict(runs.rows[fault]))
+            record_property("faults", asdict(runs.rows[fault]))

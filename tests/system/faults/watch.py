@@ -34,11 +34,11 @@ class Watch:
         self.up: dict[tuple[str, bytes], Transfer] = {}
         self.down: dict[tuple[str, bytes], Transfer] = {}
         self.answers: Counter[str] = Counter()
-        """Receipts by what they say: the status, or the reason of a refusal."""
+        """Receipts by status, or by the reason of a refusal."""
         self._lock = threading.Lock()
 
     def see(self, seen: Seen) -> None:
-        """Take note of a publication."""
+        """Record a publication."""
         try:
             where = parse_device_topic(seen.topic)
             if where.channel in {"up", "blk"}:

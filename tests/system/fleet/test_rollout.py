@@ -1,4 +1,4 @@
-"""A fleet of real programs that gets bad heads: some devices try them, nobody keeps them, and an operator goes back."""
+"""Bad heads in a real fleet: canaries try them, no device keeps them, and an operator rolls back."""
 
 import itertools
 import subprocess
@@ -17,8 +17,7 @@ from aggregator.storage.store import Store
 from protocol.mqtt.session import BrokerAddress
 from protocol.wire.canary import canary_rank
 from tests.support.brokers import mosquitto, mosquitto_program
-from tests.support.fleet_processes import Fleet, write_digits
-from tests.system.fleet.test_fleet import write_task
+from tests.support.fleet import Fleet, write_digits, write_task
 
 CLASSES = [0, 1, 2, 3]
 GOOD = ("good-1", "good-2")
@@ -26,21 +25,22 @@ GOOD = ("good-1", "good-2")
 
 @pytest.fixture
 def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
-    """A fleet that is taken down at the end."""
+    """A fleet over mosquitto."""
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")
-    with mosquitto(address, tmp_path):
-        fleet = Fleet(tmp_path, address)
+    with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
         yield fleet
-        fleet.stop()
 
 
 def _task(folder: Path) -> Path:
-    """One of three devices tries a new head."""
-    task = write_task(folder, classes=list(map(str, CLASSES)), quorum=2, feature_size=64)
-    with task.open("a") as file:
-        file.write("[training]\nepochs = 30\n[rollout]\ncanary_fraction = 0.3\n")
-    return task
+    """Write a task in which one of three devices tries a new head."""
+    return write_task(
+        folder,
+        feature_sizes=(64,),
+        tables="[training]\nepochs = 30\n[rollout]\ncanary_fraction = 0.3\n",
+        classes=list(map(str, CLASSES)),
+        quorum=2,
+    )
 
 
 def _canary(version: int, devices: tuple[str, ...]) -> str:
@@ -48,7 +48,7 @@ def _canary(version: int, devices: tuple[str, ...]) -> str:
 
 
 def _mislabel(folder: Path) -> Path:
-    """Many images of every class, each in the folder of the next one."""
+    """Write many images of every class, each in the folder of the next one."""
     right = write_digits(folder / "right", classes=CLASSES, start=60, each=110)
     wrong = folder / "wrong"
     wrong.mkdir()
@@ -83,41 +83,40 @@ def _order(fleet: Fleet, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_bad_heads_do_not_reach_the_fleet(fleet: Fleet, tmp_path: Path) -> None:
-    """One canary tries a head that a mislabeling device has spoilt, and goes back; another refuses one of NaN."""
+def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) -> None:
+    """A canary tries a head trained on wrong labels and returns to the old one; another refuses one that gives NaN."""
     mislabeling = next(name for n in itertools.count() if _canary(2, (*GOOD, name := f"wrong-{n}")) in GOOD)
     names = (*GOOD, mislabeling)
     task = _task(tmp_path)
-    aggregator = fleet.aggregator(task)
+    fleet.start_aggregator(task)
     for number, name in enumerate(GOOD):
         data = write_digits(tmp_path / name, classes=CLASSES, start=30 * number, each=30)
-        fleet.device(name, data, "--holdout", "0.4")
+        fleet.start_device(name, data, "--holdout", "0.4")
     fleet.wait_for("the first head", _all_use(1, 2))
-    fleet.device(mislabeling, _mislabel(tmp_path), "--holdout", "0.1")
+    fleet.start_device(mislabeling, _mislabel(tmp_path), "--holdout", "0.1")
     summary = fleet.wait_for(
         "the rejection", lambda s: len(s["heads"]) == 2 and s["heads"][1]["state"] == "rejected"
     )
     assert "on 1 canary" in summary["heads"][1]["why"]
-    fleet.wait_for("everybody on the first head", _all_use(1, 3))
+    fleet.wait_for("the first head everywhere", _all_use(1, 3))
     for name in names:
-        said = (tmp_path / f"{name}.log").read_text()
+        said = fleet.log(name)
         assert ("head 2 in use" in said) == (name == _canary(2, names))
         assert ("this device tries it first" in said) == (name == _canary(2, names))
-    aggregator.terminate()
-    fleet.wait_exit(aggregator)
+    fleet.stop("aggregator")
     _give_nan(tmp_path / "aggregator")
-    fleet.aggregator(task)
+    fleet.start_aggregator(task)
     summary = fleet.wait_for(
         "the refusal", lambda s: len(s["heads"]) == 3 and s["heads"][2]["state"] == "rejected"
     )
     tried = _canary(3, names)
     assert summary["heads"][2]["why"].startswith(f"{tried} cannot use it: the head does not give")
-    said = (tmp_path / f"{tried}.log").read_text()
+    said = fleet.log(tried)
     assert "head 3 refused, the old one stays" in said
-    assert "Traceback" not in fleet.logs()
+    assert not [name for name in fleet.processes if "Traceback" in fleet.log(name)]
     assert _all_use(1, 3)(summary)
     assert _order(fleet, "rollback", "2") == "head 2 is current\n"
-    fleet.wait_for("everybody on the second head", _all_use(2, 3))
+    fleet.wait_for("the second head everywhere", _all_use(2, 3))
     assert _order(fleet, "rollback") == "head 1 is current\n"
-    fleet.wait_for("everybody back", _all_use(1, 3))
-    assert (tmp_path / f"{GOOD[0]}.log").read_text().count("fetching head-1.onnx") == 1
+    fleet.wait_for("the first head again", _all_use(1, 3))
+    assert fleet.log(GOOD[0]).count("fetching head-1.onnx") == 1

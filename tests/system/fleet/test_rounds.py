@@ -1,10 +1,5 @@
 """Rounds with real processes over a real broker: FedPCL and FPL on devices that know neither."""
 
-import json
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,23 +15,22 @@ from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, BlobRef, Frame, RoundManifest
 from protocol.wire.signing import open_manifest
 from protocol.wire.topics import fleet_topic
+from tests.support import fleet as processes
 from tests.support.brokers import mosquitto, mosquitto_program
-from tests.support.fleet_processes import PATIENCE_S, Fleet, write_digits
-from tests.support.graphs import tiny_backbone
+from tests.support.fleet import Fleet, write_digits
 
 CLASSES = [str(digit) for digit in range(4)]
 SHARES = ([0, 1, 2], [1, 2, 3], [0, 2, 3], [0, 1, 3])
 ROUNDS = 3
 FEATURES = (16, 8)
-"""Of the two backbones."""
+"""Features of the two backbones."""
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, broker: BrokerAddress) -> Iterator[Fleet]:
-    """A fleet that is taken down at the end."""
-    fleet = Fleet(tmp_path, broker)
-    yield fleet
-    fleet.stop()
+    """A fleet over a broker that runs."""
+    with Fleet(tmp_path, broker) as fleet:
+        yield fleet
 
 
 def write_task(
@@ -49,90 +43,66 @@ def write_task(
     **more: Any,
 ) -> Path:
     """Write a task file with rounds, and its backbones."""
-    names = [f"backbone-{seed}.onnx" for seed in range(len(FEATURES))]
-    for seed, (name, size) in enumerate(zip(names, FEATURES, strict=True)):
-        (folder / name).write_bytes(tiny_backbone(feature_size=size, seed=seed))
-    values = {"classes": CLASSES, "backbones": names, "algorithm": algorithm, "quorum": quorum}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in {**values, "deadline_s": deadline_s}.items()]
-    lines += ["[rounds]", "grace_s = 1.0", f"[{algorithm}]", f"rounds = {rounds}"]
-    lines += [f"{key} = {json.dumps(value)}" for key, value in more.items()]
-    task = folder / f"{algorithm}.toml"
-    task.write_text("\n".join(lines) + "\n")
-    return task
+    lines = ["[rounds]", "grace_s = 1.0", f"[{algorithm}]", f"rounds = {rounds}"]
+    lines += [f"{key} = {value!r}" for key, value in more.items()]
+    return processes.write_task(
+        folder,
+        feature_sizes=FEATURES,
+        tables="\n".join(lines) + "\n",
+        classes=CLASSES,
+        algorithm=algorithm,
+        quorum=quorum,
+        deadline_s=deadline_s,
+    )
 
 
-def start_device(fleet: Fleet, number: int, *more: str) -> subprocess.Popen[bytes]:
-    """Start one of the four devices on its share of the classes; one that is there already keeps its images."""
+def start_device(fleet: Fleet, number: int) -> None:
+    """Start one of the four devices on its share of the classes; a restarted one keeps its images."""
     data = fleet.root / f"data-{number}"
     if not data.exists():
         write_digits(data, classes=SHARES[number], start=20 * number)
-    return fleet.device(f"device-{number}", data, *more)
+    fleet.start_device(f"device-{number}", data)
 
 
 def predict(fleet: Fleet, number: int) -> dict[str, Any]:
-    """What a device says of an image, offline."""
-    image = next((fleet.root / "data-1" / "3").glob("*.png"))
-    state = fleet.root / "devices" / f"device-{number}"
-    command = [
-        sys.executable,
-        "-m",
-        "edge_client.cli",
-        "predict",
-        "--json",
-        "--state",
-        str(state),
-        str(image),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    """Return what a device predicts for an image, offline."""
+    return fleet.predict(f"device-{number}", next((fleet.root / "data-1" / "3").glob("*.png")))
 
 
-def device_status(fleet: Fleet, number: int) -> dict[str, Any]:
-    """What `edge-client status --json` says."""
-    state = fleet.root / "devices" / f"device-{number}"
-    command = [sys.executable, "-m", "edge_client.cli", "status", "--json", "--state", str(state)]
-    said: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return said
-
-
-def test_a_fleet_learns_by_fedpcl_and_then_by_fpl(fleet: Fleet) -> None:
+def test_rounds_of_fedpcl_and_then_of_fpl(fleet: Fleet) -> None:
     """Four devices and two backbones: one is killed and comes back, one joins late, and all of them predict.
 
-    Then the operator sets another algorithm, and the same programs take part in that.
+    Then the operator sets another algorithm, in which the same programs take part.
     """
-    aggregator = fleet.aggregator(write_task(fleet.root, "fedpcl", rounds=ROUNDS))
-    devices = [start_device(fleet, number) for number in range(3)]
+    fleet.start_aggregator(write_task(fleet.root, "fedpcl"))
+    for number in range(3):
+        start_device(fleet, number)
     fleet.wait_for("the first round's head", lambda s: len(s["heads"]) >= 1)
-    devices[0].kill()
-    devices[0].wait()
-    late = start_device(fleet, 3)
-    devices[0] = start_device(fleet, 0)
-    summary = fleet.wait_for("the end of the rounds", lambda s: len(s["heads"]) == ROUNDS)
-    summary = fleet.wait_for(
-        "evaluations of the last head", lambda s: s["heads"][-1]["held_out"]["devices"] == len(SHARES)
-    )
+    fleet.kill("device-0")
+    start_device(fleet, 3)
+    start_device(fleet, 0)
+    summary = fleet.wait_for("evaluations of the last head", lambda s: _is_over(s, "fedpcl"))
     assert all(3 <= head["devices"] <= 4 for head in summary["heads"])
-    assert summary["refusals"] == [] or {r["reason"] for r in summary["refusals"]} <= {"late"}
+    assert {refusal["reason"] for refusal in summary["refusals"]} <= {"late"}
     for number in range(len(SHARES)):
-        said = predict(fleet, number)
-        assert (said["head_version"], said["round"]) == (ROUNDS, ROUNDS - 1)
-        assert said["label"] in CLASSES
-    aggregator.send_signal(signal.SIGTERM)
-    fleet.wait_exit(aggregator)
-    fleet.aggregator(write_task(fleet.root, "fpl", rounds=ROUNDS, epochs=2))
-    fleet.wait_for(
-        "FPL's last head, evaluated",
-        lambda s: (
-            s["algorithm"] == "fpl"
-            and len(s["heads"]) == ROUNDS
-            and s["heads"][-1]["held_out"]["devices"] == len(SHARES)
-        ),
-    )
-    assert [device.poll() for device in (*devices, late)] == [None] * 4
-    labels = {predict(fleet, number)["label"] for number in range(len(SHARES))}
-    assert labels <= set(CLASSES)
+        predicted = predict(fleet, number)
+        assert (predicted["head_version"], predicted["round"]) == (ROUNDS, ROUNDS - 1)
+        assert predicted["label"] in CLASSES
+    fleet.stop("aggregator")
+    fleet.start_aggregator(write_task(fleet.root, "fpl", epochs=2))
+    fleet.wait_for("evaluations of FPL's last head", lambda s: _is_over(s, "fpl"))
+    assert [fleet.processes[f"device-{number}"].poll() for number in range(4)] == [None] * 4
+    assert {predict(fleet, number)["label"] for number in range(len(SHARES))} <= set(CLASSES)
     _check_shared_head(fleet)
+
+
+def _is_over(summary: dict[str, Any], algorithm: str) -> bool:
+    heads = summary["heads"]
+    return bool(
+        summary["algorithm"] == algorithm
+        and len(heads) == ROUNDS
+        and heads[-1]["held_out"]["devices"] == len(SHARES)
+    )
 
 
 def _check_shared_head(fleet: Fleet) -> None:
@@ -146,7 +116,7 @@ def _check_shared_head(fleet: Fleet) -> None:
 
 
 class Listener:
-    """Hears what brings blobs to devices, and counts their bytes.
+    """A subscriber to what brings blobs to devices, which counts their bytes.
 
     Attributes:
         cast: bytes of each blob that were sent to the whole fleet, by digest.
@@ -177,47 +147,41 @@ class Listener:
 
 
 def problem_of(summary: dict[str, Any], name: str) -> str:
-    """What keeps a device from taking part, as the operator sees it."""
+    """Return what keeps a device from taking part, as status shows it."""
     return "".join(device["problem"] for device in summary["devices"] if device["device"] == name)
 
 
 @pytest.mark.skipif(
     mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
 )
-def test_what_happens_to_one_device_is_no_harm_to_the_fleet(tmp_path: Path, address: BrokerAddress) -> None:
-    """A training that diverges, and one that is killed; in the end there is nobody but the device, which predicts."""
-    fleet = Fleet(tmp_path, address)
-    try:
+def test_failures_of_one_device_do_not_harm_the_fleet(tmp_path: Path, address: BrokerAddress) -> None:
+    """One device's training diverges, later one is killed; every device predicts when the fleet is gone."""
+    with Fleet(tmp_path, address) as fleet:
         with mosquitto(address, tmp_path):
             listener = Listener(address)
             listener.session.start()
-            aggregator = _diverge(fleet)
+            _diverge(fleet)
             _check_traffic(listener)
             listener.session.stop()
-            aggregator.send_signal(signal.SIGTERM)
-            fleet.wait_exit(aggregator)
-            aggregator = _kill_while_it_trains(fleet)
-            aggregator.send_signal(signal.SIGTERM)
-            fleet.wait_exit(aggregator)
+            fleet.stop("aggregator")
+            _kill_while_it_trains(fleet)
+            fleet.stop("aggregator")
         for number in range(3):
-            said = predict(fleet, number)
-            assert (said["head_version"], said["round"]) == (2, 1)
-            assert said["label"] in CLASSES
-    finally:
-        fleet.stop()
+            predicted = predict(fleet, number)
+            assert (predicted["head_version"], predicted["round"]) == (2, 1)
+            assert predicted["label"] in CLASSES
 
 
-def _diverge(fleet: Fleet) -> subprocess.Popen[bytes]:
-    """The more steps a device takes, the greater its weights: one with many images grows past float16."""
+def _diverge(fleet: Fleet) -> None:
+    """The more steps a device takes, the larger its weights: one with many images exceeds float16."""
     settings: dict[str, Any] = {"learning_rate": 3.5, "weight_decay": 1.0, "momentum": 0.0}
-    task = write_task(fleet.root, "fpl", deadline_s=8, epochs=1, batch_size=32, **settings)
-    aggregator = fleet.aggregator(task)
+    fleet.start_aggregator(write_task(fleet.root, "fpl", deadline_s=8, epochs=1, batch_size=32, **settings))
     for number, each in enumerate((10, 10, 200)):
         data = write_digits(
             fleet.root / f"data-{number}", classes=SHARES[number], start=20 * number, each=each
         )
-        fleet.device(f"device-{number}", data, program="tests.system.fleet.hasty_device")
-    summary = fleet.wait_for("the diverged device's word", lambda s: problem_of(s, "device-2") != "")
+        fleet.start_device(f"device-{number}", data, program="tests.support.impatient_device")
+    summary = fleet.wait_for("the diverged device's problem", lambda s: problem_of(s, "device-2"))
     assert "float16" in problem_of(summary, "device-2")
     for folder in (fleet.root / "data-2").iterdir():
         for image in sorted(folder.glob("*.png"))[10:]:
@@ -225,30 +189,26 @@ def _diverge(fleet: Fleet) -> subprocess.Popen[bytes]:
     summary = fleet.wait_for("the end of the rounds", lambda s: len(s["heads"]) == ROUNDS)
     assert [head["devices"] for head in summary["heads"]][:: ROUNDS - 1] == [2, 3]
     fleet.wait_for("the end of the problem", lambda s: problem_of(s, "device-2") == "")
-    return aggregator
 
 
 def _check_traffic(listener: Listener) -> None:
-    """What a round brings crosses the aggregator's link once, however many devices there are."""
+    """A round's tensors cross the aggregator's link once, however many devices there are."""
     for number in range(1, ROUNDS + 1):
         tensors = listener.rounds[number]
         assert listener.cast[tensors.digest] == tensors.size_bytes
         assert listener.alone[tensors.digest] == 0
 
 
-def _kill_while_it_trains(fleet: Fleet) -> subprocess.Popen[bytes]:
-    """A device that loses its power in the middle of a long training goes on with it, and the round waits."""
-    aggregator = fleet.aggregator(write_task(fleet.root, "fedpcl", rounds=2, epochs=2000, batch_size=4))
-    checkpoint = fleet.root / "devices" / "device-0" / "training.checkpoint"
-    device = next(process for process in fleet.processes if "device-0" in process.args)  # type: ignore[operator]
-    deadline = time.monotonic() + PATIENCE_S
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    device.kill()
-    device.wait()
+def _kill_while_it_trains(fleet: Fleet) -> None:
+    """A device killed in the middle of a long training continues it, and the round waits for it."""
+    fleet.start_aggregator(write_task(fleet.root, "fedpcl", rounds=2, epochs=2000, batch_size=4))
+    checkpoint = fleet.device_state("device-0") / "training.checkpoint"
+    fleet.wait_until("a checkpoint", checkpoint.exists, pause_s=0.02)
+    fleet.kill("device-0")
     start_device(fleet, 0)
-    summary = fleet.wait_for("the second round's head", lambda s: len(s["heads"]) == 2)
+    summary = fleet.wait_for(
+        "evaluations of the second head",
+        lambda s: len(s["heads"]) == 2 and s["heads"][-1]["held_out"]["devices"] == 3,
+    )
     assert [head["devices"] for head in summary["heads"]] == [3, 3]
-    assert "going on with the training from step" in (fleet.root / "device-0.log").read_text()
-    fleet.wait_for("its evaluations", lambda s: s["heads"][-1]["held_out"]["devices"] == 3)
-    return aggregator
+    assert "going on with the training from step" in fleet.log("device-0")

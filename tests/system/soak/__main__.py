@@ -1,20 +1,19 @@
-"""A fleet of real programs under random faults for as long as you like: is anything lost, does anything grow?
+"""A fleet of real programs under random faults for some minutes: what is lost, and what grows?
 
 `python -m tests.system.soak` runs mosquitto, an aggregator and devices that come and go, each time with an image
-more, over a network that cuts, delays, doubles and reorders. Aggregator and broker are killed in the first half. At
-the end the faults stop, everybody comes, and each device's newest submission must be the one that counts.
+more, over a network that cuts, delays, duplicates and reorders. Aggregator and broker are killed in the first half.
+At the end the faults stop, every device runs, and each one's newest submission must be the one that counts.
 """
 
 import json
 import random
 import re
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,14 @@ import psutil
 
 from aggregator.storage.store import Store
 from protocol.errors import ProtofleetError
-from protocol.mqtt.session import BrokerAddress
+from tests.support.brokers import mosquitto_program
 from tests.support.network_proxy import Faults, Proxy
-from tests.system.soak.programs import Fate, Programs
+from tests.system.soak.restless import RestlessFleet, Schedule
 
 LOOK_EVERY_S = 2.0
 SETTLE_S = 420.0
 STAYERS = 5
-RESTLESS = Faults(cut=0.01, delay_s=0.02, duplicate=0.02, reorder=0.02, drop=0.02)
+FAULTS = Faults(cut=0.01, delay_s=0.02, duplicate=0.02, reorder=0.02, drop=0.02)
 """What the network does to publications, in both directions."""
 
 
@@ -73,7 +72,7 @@ def soak(
     plot: Path | None,
     keep: Path | None,
 ) -> None:
-    """Run a restless fleet, and look for what is lost and what grows."""
+    """Run a restless fleet; report lost and duplicate submissions, and growth of memory, files and disk."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,92 +85,90 @@ def soak(
         draw(samples, plot)
     _show(figures)
     if figures["submissions"]["lost"] or figures["submissions"]["twice"] or figures["fallen"]:
-        raise ProtofleetError("something was lost, counted twice, or ended by itself: see above")
+        raise ProtofleetError(
+            "a submission was lost or counted twice, or a program ended by itself: see above"
+        )
 
 
 def run_soak(
     folder: Path, *, seconds: float, devices: int, stay_s: float, away_s: float, seed: int
 ) -> tuple[dict[str, Any], list[Sample]]:
-    """Run a fleet under faults for that long, then let it settle; returns the figures and what was sampled."""
-    mosquitto = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
-    if mosquitto is None:
+    """Run a fleet under faults, then let it settle; returns the figures and the samples."""
+    if mosquitto_program() is None:
         raise ProtofleetError("mosquitto is not installed: apt-get install mosquitto")
     rng = random.Random(seed)
-    programs = Programs(folder, devices, mosquitto, rng)
     start_s = time.monotonic()
-    fate = Fate(
-        programs,
-        rng,
-        stay_s=stay_s,
-        away_s=away_s,
-        stayers=frozenset(programs.names[: min(STAYERS, devices)]),
-        killing_until_s=start_s + seconds / 2,
-        kill_every_s=max(15.0, seconds / 12),
-    )
     samples: list[Sample] = []
     fallen: list[str] = []
-    listen, broker = (
-        BrokerAddress("127.0.0.1", port) for port in (programs.device_port, programs.broker_port)
-    )
-    with Proxy(listen, broker, seed=seed, up=RESTLESS, down=RESTLESS) as proxy:
-        try:
-            programs.start_broker()
-            programs.start_aggregator()
-            fate.begin()
-            with click.progressbar(length=int(seconds), label="soaking", file=sys.stderr) as bar:
-                while (passed_s := time.monotonic() - start_s) < seconds:
-                    fate.advance()
-                    fallen += _replace_fallen(programs)
-                    samples += sample(programs, at_s=passed_s)
-                    bar.update(int(passed_s) - bar.pos)
-                    time.sleep(LOOK_EVERY_S)
-            proxy.calm()
-            waited_s = settle(programs)
-        finally:
-            programs.stop()
+    with (
+        RestlessFleet(folder, devices, rng) as fleet,
+        Proxy(fleet.device_address, fleet.broker, seed=seed, up=FAULTS, down=FAULTS) as proxy,
+    ):
+        schedule = Schedule(
+            fleet,
+            rng,
+            stay_s=stay_s,
+            away_s=away_s,
+            stayers=frozenset(fleet.names[:STAYERS]),
+            killing_until_s=start_s + seconds / 2,
+            kill_every_s=max(15.0, seconds / 12),
+        )
+        fleet.run("broker")
+        fleet.run("aggregator")
+        schedule.begin()
+        with click.progressbar(length=int(seconds), label="soaking", file=sys.stderr) as bar:
+            while (passed_s := time.monotonic() - start_s) < seconds:
+                schedule.advance()
+                fallen += _restart_fallen(fleet)
+                samples += sample(fleet, at_s=passed_s)
+                bar.update(int(passed_s) - bar.pos)
+                time.sleep(LOOK_EVERY_S)
+        proxy.calm()
+        settled_s = settle(fleet)
+        submissions = count_submissions(fleet)
     figures = {
         "seconds": seconds,
         "devices": devices,
         "seed": seed,
-        "faults": {**fate.done, **proxy.counts},
-        "submissions": count_submissions(programs),
-        "settled_s": waited_s,
+        "faults": {**schedule.done, **proxy.counts},
+        "submissions": submissions,
+        "settled_s": settled_s,
         "fallen": fallen,
         "growth": growth(samples, since_s=seconds / 2),
     }
     return figures, samples
 
 
-def _replace_fallen(programs: Programs) -> list[str]:
-    """Devices that have ended by themselves, which nobody should; they are started again, as systemd would."""
-    fallen = programs.fallen()
+def _restart_fallen(fleet: RestlessFleet) -> list[str]:
+    """Start devices again that have ended by themselves, which none should, as systemd would."""
+    fallen = fleet.fallen()
     for name in fallen:
-        status = programs.running.pop(name).returncode
-        tail = programs.log(name).splitlines()[-1:]
+        status = fleet.processes[name].returncode
+        tail = fleet.log(name).splitlines()[-1:]
         click.echo(f"\n{name} ended by itself with status {status}: {tail}", err=True)
-        if name.startswith("device"):
-            programs.start_device(name)
+        fleet.running.discard(name)
+        if name in fleet.names:
+            fleet.run(name)
     return fallen
 
 
-def sample(programs: Programs, *, at_s: float) -> list[Sample]:
-    """What every process holds now."""
+def sample(fleet: RestlessFleet, *, at_s: float) -> list[Sample]:
+    """Sample every process."""
     taken = []
-    for name, process in programs.running.items():
-        state = programs.folder / ("devices" if name.startswith("device") else "") / name
+    for name in fleet.running:
+        state = fleet.device_state(name) if name in fleet.names else fleet.root / name
         try:
-            running = psutil.Process(process.pid)
+            running = psutil.Process(fleet.pid(name))
             with running.oneshot():
                 memory, handles = running.memory_info().rss, running.num_fds()
         except psutil.Error:
             continue
-        life = programs.starts[name]
-        taken.append(Sample(name, at_s, life, memory, handles, folder_bytes(state)))
+        taken.append(Sample(name, at_s, fleet.starts[name], memory, handles, folder_bytes(state)))
     return taken
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder, which may change meanwhile."""
+    """Return the bytes of all files in a folder, which may change meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -181,43 +178,36 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def settle(programs: Programs) -> float:
-    """Bring everybody back, and wait until each device's newest submission is received; seconds it took."""
+def settle(fleet: RestlessFleet) -> float:
+    """Start every device, and wait until each one's newest submission is received; returns the seconds it took."""
     start_s = time.monotonic()
-    for name in programs.names:
-        if name not in programs.running:
-            programs.start_device(name)
-    while time.monotonic() - start_s < SETTLE_S:
-        if all(newest_submissions(programs).values()):
-            break
+    for name in fleet.names:
+        if name not in fleet.running:
+            fleet.run(name)
+    while time.monotonic() - start_s < SETTLE_S and not all(newest_submissions(fleet).values()):
         time.sleep(LOOK_EVERY_S)
     return time.monotonic() - start_s
 
 
-def newest_submissions(programs: Programs) -> dict[str, bool]:
-    """For each device, whether its newest submission is the one that the aggregator has of it."""
-    with_task = Store(programs.folder / "aggregator", read_only=True)
-    taken = with_task.submissions.all(with_task.served_task().digest)
-    with_task.close()
+def newest_submissions(fleet: RestlessFleet) -> dict[str, bool]:
+    """Return for each device whether its newest submission is the one that the aggregator has of it."""
+    with closing(Store(fleet.aggregator_state, read_only=True)) as store:
+        taken = store.submissions.all(store.served_task().digest)
     newest = {}
-    for name in programs.names:
-        state = programs.folder / "devices" / name
-        command = [sys.executable, "-m", "edge_client.cli", "status", "--json", "--state", str(state)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        status = json.loads(done.stdout) if done.returncode == 0 else {}
-        row = taken.get(name)
+    for name in fleet.names:
+        status, row = fleet.device_status(name), taken.get(name)
         newest[name] = bool(
             status.get("received") and row is not None and row.entry.digest.hex() == status["submission"]
         )
     return newest
 
 
-def count_submissions(programs: Programs) -> dict[str, int]:
-    """How many were made, how many devices count with their newest, and how many do not."""
-    newest = newest_submissions(programs)
-    made = sum(programs.log(name).count(" prototypes of ") for name in programs.names)
-    # A device has an image more each time it comes, so that their number tells its submissions apart.
-    taken = re.findall(r"(device-\d+): \d+ prototypes of (\d+) images", programs.log("aggregator"))
+def count_submissions(fleet: RestlessFleet) -> dict[str, int]:
+    """Count what was made, devices whose newest submission counts or does not, and submissions that count twice."""
+    newest = newest_submissions(fleet)
+    made = sum(fleet.log(name).count(" prototypes of ") for name in fleet.names)
+    # A device has an image more each time it starts, so that their number distinguishes its submissions.
+    taken = re.findall(r"(device-\d+): \d+ prototypes of (\d+) images", fleet.log("aggregator"))
     return {
         "made": made,
         "taken": len(taken),
@@ -229,7 +219,7 @@ def count_submissions(programs: Programs) -> dict[str, int]:
 
 
 def growth(samples: Iterable[Sample], *, since_s: float) -> dict[str, dict[str, float]]:
-    """For processes that lived on in peace: what they held at the end beside what they held at `since_s`.
+    """Return what long-lived processes held at the end as multiples of what they held at `since_s`.
 
     Medians over the last and the first quarter of that time, of the last life of each process.
     """

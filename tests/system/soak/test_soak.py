@@ -1,4 +1,4 @@
-"""The soak finds nothing lost in a small restless fleet, and would find what grows."""
+"""The soak loses nothing in a small fleet, and reports growth."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ def _sample(process: str, at_s: float, *, life: int = 1, memory_bytes: int = 100
     return Sample(process, at_s, life, memory_bytes, handles=10, disk_bytes=1000)
 
 
-def test_growth_is_told() -> None:
-    """Memory that has doubled over the second half is 2; what was started again too late is left out."""
+def test_growth_is_a_ratio() -> None:
+    """Memory that has doubled over the second half is 2; a process that was restarted is omitted."""
     samples = [_sample("aggregator", at_s, memory_bytes=100 if at_s < 75 else 200) for at_s in range(100)]
     samples += [_sample("device", at_s, life=1 + (at_s > 80)) for at_s in range(100)]
     assert growth(samples, since_s=50) == {
@@ -22,7 +22,7 @@ def test_growth_is_told() -> None:
 
 
 @pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
-def test_a_small_fleet_loses_nothing(tmp_path: Path) -> None:
+def test_small_fleet_loses_nothing(tmp_path: Path) -> None:
     """Two devices that come and go, a network that fails, a broker and an aggregator that are killed."""
     folder = tmp_path / "soak"
     folder.mkdir()

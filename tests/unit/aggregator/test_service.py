@@ -66,13 +66,14 @@ def test_a_head_that_it_does_not_have_is_forgotten(broker: BrokerAddress, tmp_pa
                 assert fleet_topic(FLEET, "head") not in late.topics()
 
 
-def test_a_presence_that_nobody_can_have_left_ends_nothing(broker: BrokerAddress, tmp_path: Path) -> None:
-    """The broker keeps it for ever; the aggregator starts all the same, and says its own in its place."""
+def test_retained_presence_of_an_impossible_epoch_is_replaced(broker: BrokerAddress, tmp_path: Path) -> None:
+    """The aggregator starts all the same, counts it as refused, and publishes its own in its place."""
     with Device(broker, "early") as early:
         left = encode(Presence(state="online", epoch=2**63 - 1))
         early.say(fleet_topic(FLEET, "state"), left, retain=True)
         with aggregator(write_task(tmp_path), broker) as daemon:
             daemon.until(lambda summary: any(row["reason"] == "implausible" for row in summary["refusals"]))
+            early.wait(fleet_topic(FLEET, "state"), Presence, when=lambda own: own.epoch < 2**63 - 1)
             with Device(broker, "late") as late:
                 assert late.aggregator_is("online").epoch < 2**63 - 1
 

@@ -1,0 +1,274 @@
+"""A fleet of real programs on this machine, each started by its own command line, with its output in a log file."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+import psutil
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from aggregator.status import report
+from aggregator.storage.store import Store
+from protocol.errors import StateError
+from protocol.mqtt.session import BrokerAddress
+from tests.support.graphs import tiny_backbone
+
+TIMEOUT_S = 400.0
+CLASSES = tuple(map(str, range(10)))
+QUICK = '[training]\nepochs = 2\ndevice = "cpu"\n'
+"""A training of seconds, for tests in which a head need not be good."""
+
+
+def write_digits(folder: Path, *, classes: list[int], start: int = 0, each: int = 20) -> Path:
+    """Write real handwritten digits as PNG files, one sub-folder a class; returns the folder."""
+    digits = load_digits()
+    for label in classes:
+        (folder / str(label)).mkdir(parents=True, exist_ok=True)
+        for number in np.flatnonzero(digits.target == label)[start : start + each]:
+            image = Image.fromarray((digits.images[number] * 15.9).astype(np.uint8))
+            image.save(folder / str(label) / f"{number}.png")
+    return folder
+
+
+def write_task(
+    folder: Path, *, feature_sizes: tuple[int, ...] = (16,), tables: str = QUICK, **settings: object
+) -> Path:
+    """Write a task file and its backbones.
+
+    Args:
+        folder: gets them.
+        feature_sizes: of each backbone.
+        tables: TOML tables, which follow the settings; QUICK or more.
+        settings: keys at the top of the file.
+    """
+    backbones = [f"backbone-{number}.onnx" for number in range(len(feature_sizes))]
+    for number, (name, size) in enumerate(zip(backbones, feature_sizes, strict=True)):
+        (folder / name).write_bytes(tiny_backbone(feature_size=size, seed=number))
+    values = {"classes": CLASSES, "backbones": backbones, "quorum": 3, "deadline_s": 600, **settings}
+    task = folder / "task.toml"
+    task.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()) + tables)
+    return task
+
+
+def aggregator_status(state: Path) -> dict[str, Any]:
+    """What `aggregator status --json` prints; empty before there is a state."""
+    with contextlib.suppress(StateError), closing(Store(state, read_only=True)) as store:
+        return report(store)
+    return {}
+
+
+def wait_until(
+    what: str,
+    holds: Callable[[], Any],
+    *,
+    diagnostics: Callable[[], str],
+    check: Callable[[], None] = lambda: None,
+    pause_s: float = 0.05,
+) -> None:
+    """Wait for a condition.
+
+    Args:
+        what: names the condition.
+        holds: returns whether it holds.
+        diagnostics: what the failure prints when it does not hold within TIMEOUT_S.
+        check: raises as soon as the condition can hold no more.
+        pause_s: between two calls.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while not holds():
+        check()
+        assert time.monotonic() < deadline, f"not within {TIMEOUT_S:.0f} s: {what}\n{diagnostics()}"
+        time.sleep(pause_s)
+
+
+class Fleet:
+    """The processes of one test; as a context, it ends all of them.
+
+    Args:
+        root: folder of all states and logs.
+        broker: where the programs connect.
+        device_broker: where devices connect, if they reach the broker by another address, such as a proxy's.
+        enrolled: the broker takes certificates: each device is started with its enrollment folder `root/NAME`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        broker: BrokerAddress,
+        *,
+        device_broker: BrokerAddress | None = None,
+        enrolled: bool = False,
+    ) -> None:
+        self.root = root
+        self.broker = broker
+        self.aggregator_state = root / "aggregator"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.starts: Counter[str] = Counter()
+        self._device_broker = device_broker or broker
+        self._enrolled = enrolled
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
+        for process in self.processes.values():
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def start(
+        self,
+        name: str,
+        module: str,
+        *arguments: str | Path,
+        limits: tuple[str, ...] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> subprocess.Popen[bytes]:
+        """Start a module's command line; its output goes to NAME.log.
+
+        Args:
+            name: of the process; an earlier one of that name has to have ended.
+            module: to run.
+            arguments: of its command line.
+            limits: arguments of `ulimit`, set before it starts.
+            environment: variables that it gets beside those of the test.
+        """
+        assert name not in self.processes or self.processes[name].poll() is not None, f"{name} still runs"
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        if limits:
+            command = ["sh", "-c", f'ulimit {" ".join(limits)}; exec "$@"', "sh", *command]
+        with (self.root / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **environment}
+            )
+        self.processes[name] = process
+        self.starts[name] += 1
+        return process
+
+    def start_aggregator(
+        self, task: Path, *options: str | Path, name: str = "aggregator", state: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start an aggregator on a task file."""
+        tls = ["--tls"] if self._enrolled else []
+        return self.start(
+            *(name, "aggregator.cli", "run", "--task", task, "--state", state or self.aggregator_state),
+            *("--broker", str(self.broker), *tls, *options),
+        )
+
+    def start_device(
+        self,
+        name: str,
+        data: Path,
+        *options: str | Path,
+        state: Path | None = None,
+        program: str = "edge_client.cli",
+        limits: tuple[str, ...] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start a device on a folder of images."""
+        identity: tuple[str | Path, ...] = ("--broker", str(self._device_broker), "--device-id", name)
+        if self._enrolled:
+            identity = ("--enrollment", self.root / name)
+        arguments = (*identity, "--data", data, "--state", state or self.device_state(name), "--threads", "1")
+        return self.start(name, program, *arguments, "--workers", "1", *options, limits=limits)
+
+    def stop(self, name: str) -> None:
+        """End a process by SIGTERM, and check that it ends with status 0."""
+        self.processes[name].terminate()
+        self.wait_exit(name)
+
+    def kill(self, name: str, *, with_children: bool = True) -> None:
+        """End a process by SIGKILL, as a power cut does."""
+        process = self.processes[name]
+        children = psutil.Process(process.pid).children() if with_children and process.poll() is None else []
+        process.kill()
+        process.wait()
+        for child in children:
+            child.kill()
+
+    def pause(self, name: str) -> None:
+        """Stop a process without ending it."""
+        self.processes[name].send_signal(signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Let a paused process continue."""
+        self.processes[name].send_signal(signal.SIGCONT)
+
+    def device_state(self, name: str) -> Path:
+        """A device's state folder."""
+        return self.root / "devices" / name
+
+    def log(self, name: str) -> str:
+        """The output of a process so far."""
+        file = self.root / f"{name}.log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def status(self) -> dict[str, Any]:
+        """What `aggregator status --json` prints; empty before there is a state."""
+        return aggregator_status(self.aggregator_state)
+
+    def device_status(self, name: str) -> dict[str, Any]:
+        """What `edge-client status --json` prints; empty before there is a state."""
+        return self._run("edge_client.cli", "status", "--json", "--state", self.device_state(name))
+
+    def predict(self, name: str, image: Path) -> dict[str, Any]:
+        """What `edge-client predict --json` prints for an image."""
+        return self._run("edge_client.cli", "predict", "--json", "--state", self.device_state(name), image)
+
+    def _run(self, module: str, *arguments: str | Path) -> dict[str, Any]:
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+
+    def wait_until(self, what: str, holds: Callable[[], Any], *, pause_s: float = 0.05) -> None:
+        """Wait for a condition; the failure shows every process's last output."""
+        wait_until(what, holds, diagnostics=self.diagnostics, check=self.check, pause_s=pause_s)
+
+    def wait_for(self, what: str, holds: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        """Wait until the aggregator's status meets a condition; returns that status."""
+        summary: dict[str, Any] = {}
+
+        def met() -> bool:
+            summary.clear()
+            summary.update(self.status())
+            return bool(summary and holds(summary))
+
+        self.wait_until(what, met, pause_s=0.2)
+        return summary
+
+    def wait_for_log(self, name: str, text: str, *, times: int = 1) -> None:
+        """Wait until a process has logged a text so often."""
+        self.wait_until(f"{text!r} in {name}.log", lambda: self.log(name).count(text) >= times)
+
+    def wait_exit(self, name: str, code: int = 0) -> None:
+        """Wait until a process ends, and check its exit status."""
+        process = self.processes[name]
+        self.wait_until(f"the end of {name}", lambda: process.poll() is not None)
+        assert process.returncode == code, f"{name}: exit status {process.returncode}\n{self.diagnostics()}"
+
+    def diagnostics(self) -> str:
+        """The end of every log, and the aggregator's status."""
+        ends = [
+            f"== {file.name}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-25:])
+            for file in sorted(self.root.glob("*.log"))
+        ]
+        return "\n".join([*ends, json.dumps(self.status(), indent=1)])
+
+    def check(self) -> None:
+        """Raise as soon as waiting is pointless; a subclass may know when."""

@@ -1,0 +1,91 @@
+"""The tables of a run: a row for each fault and for each attack, printed at the end and written to files."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+
+OUT = {"faults": "PROTOFLEET_FAULTS_OUT", "attacks": "PROTOFLEET_ATTACKS_OUT"}
+"""Environment variables that name a file: the table is written to it as JSON, and as Markdown beside it."""
+
+HEADINGS = {
+    "faults": ("fault", "provoked", "submissions sent", "counted once", "lost", "counted twice"),
+    "attacks": ("attack", "tried", "succeeded", "stopped by", "where an operator sees it"),
+}
+
+
+@dataclass(frozen=True)
+class FaultRow:
+    """One fault: how often it was provoked, and what became of the submissions."""
+
+    fault: str
+    provoked: int
+    sent: int
+    once: int
+    lost: int
+    twice: int
+
+
+@dataclass(frozen=True)
+class AttackRow:
+    """One attack: how often it was tried, how often it succeeded, what stops it and where it shows."""
+
+    attack: str
+    tried: int
+    succeeded: int
+    stopped_by: str
+    seen: str
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a run without faults comes to."""
+
+    heads: tuple[str, ...]
+    """Hex digests, the oldest first."""
+    prototypes: Mapping[str, int]
+    """Of each device's submission."""
+
+    @property
+    def head(self) -> str:
+        """The first head."""
+        return self.heads[0]
+
+
+def with_total(rows: Iterable[FaultRow]) -> list[FaultRow]:
+    """Return the rows, and below them the sum of each column."""
+    rows = list(rows)
+    sums = (sum(column) for column in zip(*(astuple(row)[1:] for row in rows), strict=True))
+    return [*rows, FaultRow("all", *sums)]
+
+
+def markdown(kind: str, rows: Iterable[FaultRow | AttackRow]) -> str:
+    """Return the rows as a Markdown table; columns of numbers are aligned to the right."""
+    values = [astuple(row) for row in rows]
+    numbers = [isinstance(cell, int) for cell in values[0]]
+    cells = [HEADINGS[kind]]
+    cells += [tuple(f"{cell:,}" if isinstance(cell, int) else cell for cell in line) for line in values]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        " | ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numbers, strict=True)
+        )
+        for line in cells
+    ]
+    rule = "|".join(
+        "-" * (width + 1) + (":" if right else "-") for width, right in zip(widths, numbers, strict=True)
+    )
+    return (
+        "\n".join(f"| {line} |" for line in lines[:1])
+        + f"\n|{rule}|\n"
+        + "\n".join(f"| {line} |" for line in lines[1:])
+    )
+
+
+def write(kind: str, rows: list[FaultRow] | list[AttackRow], text: str) -> None:
+    """Write a table where the environment asks for it."""
+    if out := os.environ.get(OUT[kind]):
+        Path(out).with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        Path(out).with_suffix(".md").write_text(text + "\n")
