@@ -179,7 +179,7 @@ def test_a_head_that_fails_on_the_devices_own_images_is_refused(bench: Bench) ->
     far[:, 0], far[:, 1] = 9, -9
     cache.chunks = lambda *_: [huge]  # type: ignore[method-assign, assignment]
     installed, evaluation = bench.install(bench.head(2, linear_head([bench.backbone], far)))
-    assert "NaN or infinity for images that are held out" in evaluation.problem
+    assert "NaN or infinity for held-out images" in evaluation.problem
     assert "head 2 refused" in installed.reason
 
 
