@@ -29,7 +29,7 @@ def keep_asides(store: Store, head: HeadRecord, result: Result) -> None:
             store.quarantine.add(head.task, device, reason=result.aside[device], now_s=head.trained_s)
             if before is None:
                 log.warning(
-                    "%s is quarantined: %s; `aggregator readmit %s` takes it in all the same",
+                    "%s is quarantined: %s; `aggregator release %s` releases it",
                     *(device, result.aside[device], device),
                 )
         elif before is not None:
@@ -39,8 +39,8 @@ def keep_asides(store: Store, head: HeadRecord, result: Result) -> None:
         log.warning("%s", result.doubt)
 
 
-def readmit(store: Store, device: str) -> str:
-    """Have a device's prototypes trained on all the same; returns what comes of it.
+def release(store: Store, device: str) -> str:
+    """Release a device from quarantine; returns the outcome for the operator.
 
     Raises:
         ConfigError: it is not quarantined, or was revoked.
@@ -49,11 +49,11 @@ def readmit(store: Store, device: str) -> str:
     task = store.served_task().digest
     aside = store.quarantine.all(task).get(device)
     if aside is None:
-        raise ConfigError(f"{device} is not quarantined: `aggregator status` shows who is")
+        raise ConfigError(f"{device} is not quarantined: `aggregator status` lists quarantined devices")
     if aside.released_s is not None:
-        return f"{device} was readmitted before"
+        return f"{device} is already released"
     if aside.reason == REVOKED:
-        raise ConfigError(f"{device} is quarantined because {aside.reason}: enroll it again")
+        raise ConfigError(f"{device} is revoked: enroll it again with `aggregator enroll --renew`")
     store.quarantine.release(task, device, now_s=time.time())
-    when = "it is in the next head" if store.is_locked() else "it is in the next head after the start"
-    return f"{device} is readmitted: {when}"
+    when = "" if store.is_locked() else " after the start of the aggregator"
+    return f"released {device}: the next head{when} includes it"

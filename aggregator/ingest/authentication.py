@@ -73,7 +73,7 @@ def _way_out(known: Key | None, device: str) -> str:
     """What an operator does about a device that comes with another key."""
     if known is not None and known.enrolled:
         return "start it with the folder of its last enrollment"
-    return f"if it has lost its own, `aggregator forget {device}` takes the next"
+    return f"if the device has lost its key: `aggregator reset-key {device}`"
 
 
 def _is_own(fleet: str, device: str, digest: bytes, size_bytes: int, key: bytes, signature: bytes) -> bool:

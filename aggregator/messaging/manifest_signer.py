@@ -4,7 +4,7 @@ import logging
 import time
 from pathlib import Path
 
-from aggregator.security.identity import alone, folder_of
+from aggregator.security.identity import identity_folder, locked_identity
 from aggregator.storage.facts import ManifestNumbers, SigningKey
 from aggregator.storage.store import Store
 from protocol.errors import BadSignature, MalformedMessage
@@ -23,8 +23,8 @@ def identity_of(state: Path) -> bytes:
         ConfigError: the file holds no such key.
         StateError: it cannot be written.
     """
-    with alone(state):
-        return read_or_make_key(folder_of(state) / "signing.key")
+    with locked_identity(state):
+        return read_or_make_key(identity_folder(state) / "signing.key")
 
 
 def next_release(last: int, *, now_s: float) -> int:

@@ -1,12 +1,10 @@
-"""Who is let into a fleet, and who no longer: what `aggregator enroll`, `enroll-broker` and `revoke` do."""
+"""Enrolling devices and brokers, and revoking devices."""
 
 import contextlib
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,208 +13,187 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from aggregator.security import mosquitto_config
 from aggregator.security.identity import (
-    alone,
-    fleet_of_authority,
-    folder_of,
-    has_authority,
-    keep_closed,
-    open_authority,
-    write_revoked,
+    ca_fleet,
+    has_ca,
+    identity_folder,
+    locked_identity,
+    mark_closed,
+    open_ca,
+    write_revocation_list,
 )
-from aggregator.security.pki import issue_client, issue_server
+from aggregator.security.pki import issue_client, issue_server, utc_now
 from aggregator.storage.facts import ServedTask
 from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text
 from protocol.errors import ConfigError
-from protocol.storage.blobstore import state_errors, write_atomically
+from protocol.storage.blobstore import state_errors, sync, write_atomically
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.signing import public_key
 from protocol.wire.topics import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-"""Under these an aggregator on the broker's machine reaches it; no authority but the fleet's own vouches for them."""
+"""Hosts in every broker certificate, for an aggregator on the same machine."""
 
-PRIVATE = frozenset({"device.key", "signing.key", "broker.key"})
+_PRIVATE = frozenset({"device.key", "signing.key", "broker.key"})
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A device to be let in.
+def enroll(
+    store: Store,
+    device: str,
+    *,
+    fleet: str,
+    out: Path,
+    broker: str = "",
+    days: int = 1825,
+    renew: bool = False,
+) -> None:
+    """Enroll a device and close the fleet; the folder `out` then contains all that the device needs.
 
     Args:
+        store: the aggregator's state.
         device: its name.
-        broker: `HOST[:PORT]` as the device reaches it; empty if it will be told otherwise.
-        days: for which its certificate counts.
-        renew: also if it is known already: what it had counts no more then.
-    """
-
-    device: str
-    broker: str = ""
-    days: int = 1825
-    renew: bool = False
-
-
-def enrol(store: Store, wanted: Wanted, *, fleet: str, out: Path) -> None:
-    """Let a device in, and nobody any more who was not enrolled; all that it needs is in the folder `out` then.
+        fleet: the fleet's name.
+        out: the folder to create.
+        broker: `HOST[:PORT]` as seen from the device; empty if it is configured there.
+        days: validity of its certificate.
+        renew: replace the keys of a device that is enrolled or revoked.
 
     Raises:
-        ConfigError: it cannot be, and why.
-        StateError: the state or the folder cannot be written; then nobody was enrolled, unless the folder is there.
+        ConfigError: the name is invalid or taken, or `out` exists.
+        StateError: the state or the folder cannot be written; unless `out` exists, nothing was changed.
     """
-    if not is_name(wanted.device):
-        raise ConfigError(
-            f"{wanted.device!r} cannot name a device: expected 1 to 64 letters, digits, '-' or '_'"
-        )
-    with alone(store.folder):
-        known = store.keys.get(wanted.device)
-        if known is not None and (known.enrolled or known.revoked_s is not None) and not wanted.renew:
+    if not is_name(device):
+        raise ConfigError(f"invalid device name {device!r}: expected 1 to 64 letters, digits, '-' or '_'")
+    with locked_identity(store.folder):
+        known = store.keys.get(device)
+        if known is not None and (known.enrolled or known.revoked_s is not None) and not renew:
             state = "enrolled" if known.revoked_s is None else "revoked"
             raise ConfigError(
-                f"{wanted.device} is {state} already: --renew gives it new keys, and what it had counts no more"
+                f"{device} is already {state}: --renew replaces its keys and revokes the old ones"
             )
-        authority = open_authority(store.folder, fleet)
-        now_s = int(time.time())
-        issued = issue_client(
-            authority, wanted.device, now=datetime.fromtimestamp(now_s, UTC), days=wanted.days
-        )
+        ca = open_ca(store.folder, fleet)
+        now = utc_now()
+        issued = issue_client(ca, device, now=now, days=days)
         key = Ed25519PrivateKey.generate()
         public = key.public_key().public_bytes_raw()
-        signing_key = read_or_make_key(folder_of(store.folder) / "signing.key")
+        signing_key = read_or_make_key(identity_folder(store.folder) / "signing.key")
         card = EnrollmentCard(
             format=FORMAT,
-            device=wanted.device,
+            device=device,
             fleet=fleet,
-            broker=wanted.broker,
+            broker=broker,
             key=public.hex(),
             aggregator_key=public_key(signing_key).hex(),
         )
         files = {
             "enrollment.toml": card_text(card).encode(),
-            "ca.crt": authority.certificate,
+            "ca.crt": ca.certificate,
             "device.crt": issued.certificate,
             "device.key": issued.key,
             "signing.key": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         }
-        serial = f"{issued.serial:x}"
-        with _new_folder(out, files) as appear:
-            # A kill before it is known whose it is leaves a certificate that does not count.
+        serial, now_s = f"{issued.serial:x}", int(now.timestamp())
+        with _new_folder(out, files) as publish:
+            # If the process is killed before the device is stored, the certificate stays revoked.
             store.keys.revoke_certificate(serial, now_s=now_s)
             with store.transaction():
                 if known is not None and known.serial:
                     store.keys.revoke_certificate(known.serial, now_s=now_s)
-                store.keys.enroll(wanted.device, public, serial=serial, now_s=now_s)
+                store.keys.enroll(device, public, serial=serial, now_s=now_s)
                 store.keys.close_fleet()
-                # Who revokes a key takes what came with it for somebody else's.
+                # Submissions signed with a revoked key may be an attacker's.
                 store.reset_device(
-                    wanted.device, delete_submissions=known is not None and known.revoked_s is not None
+                    device, delete_submissions=known is not None and known.revoked_s is not None
                 )
                 store.keys.reinstate_certificate(serial)
-                appear()
-        keep_closed(store.folder)
-        write_revoked(store, authority)
+                publish()
+        mark_closed(store.folder)
+        write_revocation_list(store, ca)
 
 
-def enrol_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, days: int) -> None:
-    """Make what mosquitto needs to let the fleet's devices in, and nobody else.
+def enroll_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, days: int) -> None:
+    """Create certificate, access list, revocation list and configuration for a mosquitto of a closed fleet.
 
     Args:
         store: the aggregator's state.
-        hosts: names and IP addresses under which the broker is reached.
-        fleet: its name.
-        out: the folder that is made.
-        days: for which the broker's certificate counts.
+        hosts: names and IP addresses of the broker.
+        fleet: the fleet's name.
+        out: the folder to create.
+        days: validity of the broker's certificate.
 
     Raises:
-        ConfigError: a host is none, or the folder is there already.
+        ConfigError: a host is invalid, or the folder exists.
         StateError: the state or the folder cannot be written.
     """
-    with alone(store.folder):
-        authority = open_authority(store.folder, fleet)
-        issued = issue_server(authority, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
+    with locked_identity(store.folder):
+        ca = open_ca(store.folder, fleet)
+        issued = issue_server(ca, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
         files = {
-            "ca.crt": authority.certificate,
+            "ca.crt": ca.certificate,
             "broker.crt": issued.certificate,
             "broker.key": issued.key,
-            "revoked.crl": write_revoked(store, authority),
+            "revoked.crl": write_revocation_list(store, ca),
             "acl": mosquitto_config.access_list(fleet).encode(),
             "mosquitto.conf": mosquitto_config.CONFIGURATION.encode(),
         }
-        with _new_folder(out, files) as appear:
-            appear()
+        with _new_folder(out, files) as publish:
+            publish()
 
 
-def revoke(store: Store, device: str) -> Path | None:
-    """Believe a device no more, from this moment on, also where an aggregator runs.
+def revoke(store: Store, device: str) -> bool:
+    """Revoke a device's key and certificate, and quarantine it; a running aggregator refuses it at once.
 
     Returns:
-        The list of revoked certificates, for the broker; None if there is none, for nobody was enrolled yet.
+        True if the broker needs the new revocation list; False if the fleet has no CA.
 
     Raises:
         ConfigError: there is no such device.
         StateError: the state cannot be written.
     """
-    with alone(store.folder):
+    with locked_identity(store.folder):
         now_s = int(time.time())
         known = store.keys.get(device)
         if known is None:
-            raise ConfigError(
-                f"no key of a device {device!r} is known: `aggregator status` shows those that are"
-            )
+            raise ConfigError(f"unknown device {device!r}: `aggregator status` lists the known ones")
         with store.transaction():
             store.keys.revoke(device, now_s=now_s)
             if known.serial:
                 store.keys.revoke_certificate(known.serial, now_s=now_s)
             if (served := store.facts.get(ServedTask)) is not None:
                 store.quarantine.add(served.digest, device, reason=REVOKED, now_s=now_s)
-        if not has_authority(store.folder):
-            return None
-        write_revoked(store, open_authority(store.folder, fleet_of_authority(store.folder)))
-    return folder_of(store.folder) / "revoked.crl"
+        if not has_ca(store.folder):
+            return False
+        write_revocation_list(store, open_ca(store.folder, ca_fleet(store.folder)))
+    return True
 
 
 @contextlib.contextmanager
-def _new_folder(out: Path, files: Mapping[str, bytes]) -> Iterator["_Appear"]:
-    """Write a folder under another name; it gets its own, whole, when what is yielded is called.
+def _new_folder(out: Path, files: Mapping[str, bytes]) -> Iterator[Callable[[], None]]:
+    """Write files into a temporary folder; calling what is yielded renames it to `out`.
 
-    If what is within fails, there is no such folder.
+    The folder is deleted if the body fails.
 
     Raises:
-        ConfigError: there is something there already.
+        ConfigError: `out` exists and is not an empty folder.
         StateError: it cannot be written.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already: give --out a folder that is not, or an empty one")
+        raise ConfigError(f"{out} exists: give --out a new folder, or an empty one")
     with state_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:16]}-"))
-    appear = _Appear(unfinished, out)
+        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:16]}-"))
+
+    def publish() -> None:
+        nonlocal folder
+        with state_errors(out):
+            folder = folder.rename(out)
+            sync(out.parent)
+
     try:
         for name, data in files.items():
-            write_atomically(unfinished / name, data, mode=0o600 if name in PRIVATE else 0o644)
-        yield appear
+            write_atomically(folder / name, data, mode=0o600 if name in _PRIVATE else 0o644)
+        yield publish
     except BaseException:
-        shutil.rmtree(out if appear.done else unfinished, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-class _Appear:
-    """Gives a folder its name."""
-
-    def __init__(self, unfinished: Path, out: Path) -> None:
-        self.done = False
-        self._unfinished = unfinished
-        self._out = out
-
-    def __call__(self) -> None:
-        with state_errors(self._out):
-            self._rename(self._out)
-            self.done = True
-            handle = os.open(self._out.parent, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-
-    def _rename(self, out: Path) -> None:
-        self._unfinished.rename(out)

@@ -1,4 +1,4 @@
-"""What the aggregator is known by, in `STATE/identity`: the fleet's authority, and its own certificate."""
+"""The folder `STATE/identity`: the fleet's CA, its revocation list, and the aggregator's keys."""
 
 import contextlib
 import time
@@ -12,12 +12,12 @@ from cryptography.x509.oid import NameOID
 
 from aggregator.security.mosquitto_config import aggregator_name
 from aggregator.security.pki import (
-    AUTHORITY_DAYS,
-    LONGEST_CN,
+    CA_DAYS,
+    MAX_COMMON_NAME,
     Issued,
+    create_ca,
     issue_client,
-    make_authority,
-    revoked_list,
+    revocation_list,
     utc_now,
 )
 from aggregator.storage.store import Store
@@ -27,33 +27,32 @@ from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.keyfile import write_private
 
-CLOSED = "closed"
-"""The file that says that somebody was enrolled."""
+LOCK_TIMEOUT_S = 10.0
 
-PATIENCE_S = 10.0
-"""Seconds that another enrollment is waited for."""
+_CLOSED = "closed"
+"""File that exists once a device was enrolled."""
 
 
-def folder_of(state: Path) -> Path:
-    """Where all of it is."""
+def identity_folder(state: Path) -> Path:
+    """Return the folder in a state directory."""
     return state / "identity"
 
 
 @contextlib.contextmanager
-def alone(state: Path) -> Iterator[None]:
-    """Keep other programs out of the folder meanwhile: each reads what it then changes.
+def locked_identity(state: Path) -> Iterator[None]:
+    """Lock the folder, created if missing, against other processes.
 
     Raises:
-        StateError: another one does not come to an end with it, or the folder cannot be written.
+        StateError: another process keeps it locked, or it cannot be written.
     """
-    folder = folder_of(state)
+    folder = identity_folder(state)
     with state_errors(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
     lock = FolderLock(folder)
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + LOCK_TIMEOUT_S
     while not lock.take():
         if time.monotonic() > deadline_s:
-            raise StateError(f"another enrollment is at work in {folder}: try again when it is through")
+            raise StateError(f"another enrollment has locked {folder}: try again when it has finished")
         time.sleep(0.05)
     try:
         yield
@@ -61,138 +60,134 @@ def alone(state: Path) -> Iterator[None]:
         lock.release()
 
 
-def keep_closed(state: Path) -> None:
-    """Remember beside the database that the fleet is closed: without it, or with an older one, it must not be open."""
-    write_atomically(folder_of(state) / CLOSED, b"")
+def mark_closed(state: Path) -> None:
+    """Record outside the database that the fleet is closed, in case an older database is restored."""
+    write_atomically(identity_folder(state) / _CLOSED, b"")
 
 
-def close_again(store: Store) -> bool:
-    """Close a fleet whose database has forgotten that it was closed; returns whether it had."""
-    forgotten = (folder_of(store.folder) / CLOSED).is_file() and not store.keys.is_closed()
-    if forgotten:
+def restore_closed(store: Store) -> bool:
+    """Close a fleet that was closed before its database was restored or lost; return True if it was."""
+    is_lost = (identity_folder(store.folder) / _CLOSED).is_file() and not store.keys.is_closed()
+    if is_lost:
         store.keys.close_fleet()
-    return forgotten
+    return is_lost
 
 
-def has_authority(state: Path) -> bool:
-    """Whether anybody was enrolled yet."""
-    return (folder_of(state) / "ca.crt").is_file()
+def has_ca(state: Path) -> bool:
+    """Return True if the fleet's CA was created."""
+    return (identity_folder(state) / "ca.crt").is_file()
 
 
-def fleet_of_authority(state: Path) -> str:
-    """The fleet whose authority it is.
+def ca_fleet(state: Path) -> str:
+    """Return the fleet that the CA was created for.
 
     Raises:
         ConfigError: the certificate cannot be read.
     """
-    file = folder_of(state) / "ca.crt"
+    file = identity_folder(state) / "ca.crt"
     try:
         certificate = x509.load_pem_x509_certificate(file.read_bytes())
         (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is no authority's certificate: restore it from a backup") from error
+        raise ConfigError(f"{file} is not a CA certificate: restore it from a backup") from error
     return str(name.value)
 
 
-def open_authority(state: Path, fleet: str) -> Issued:
-    """The fleet's authority, which is made where there is none, with a certificate for the aggregator.
+def open_ca(state: Path, fleet: str) -> Issued:
+    """Return the fleet's CA, created with a certificate for the aggregator if there is none.
 
     Raises:
-        ConfigError: it is another fleet's, or not whole, or the fleet's name is too long.
+        ConfigError: it is another fleet's or incomplete, or the fleet's name is too long.
         StateError: it cannot be written.
     """
-    folder = folder_of(state)
-    longest = LONGEST_CN - len(aggregator_name(""))
-    if len(fleet) > longest:
-        raise ConfigError(
-            f"the fleet's name has {len(fleet)} characters, and a certificate takes {longest}: choose a shorter one"
-        )
-    if not has_authority(state):
-        # The certificate last: as long as there is none, nothing was signed with the key.
-        _keep(folder, "ca", make_authority(fleet, now=utc_now()))
-    known = fleet_of_authority(state)
+    folder = identity_folder(state)
+    limit = MAX_COMMON_NAME - len(aggregator_name(""))
+    if len(fleet) > limit:
+        raise ConfigError(f"fleet name of {len(fleet)} characters: certificates allow at most {limit}")
+    if not has_ca(state):
+        # The certificate is written last: without it the key has signed nothing.
+        _write(folder, "ca", create_ca(fleet, now=utc_now()))
+    known = ca_fleet(state)
     if known != fleet:
         raise ConfigError(
-            f"{folder} is the authority of the fleet {known!r}, not of {fleet!r}: give {fleet!r} its own --state"
+            f"{folder} is the CA of fleet {known!r}, not {fleet!r}: give {fleet!r} its own --state"
         )
-    authority = _kept(folder, "ca")
+    ca = _read(folder, "ca")
     if not (folder / "aggregator.crt").is_file():
-        name = aggregator_name(fleet)
-        _keep(folder, "aggregator", issue_client(authority, name, now=utc_now(), days=AUTHORITY_DAYS))
-    return authority
+        _write(folder, "aggregator", issue_client(ca, aggregator_name(fleet), now=utc_now(), days=CA_DAYS))
+    return ca
 
 
-def write_revoked(store: Store, authority: Issued) -> bytes:
-    """Write the list of certificates that count no more, of all that the store knows or that stood there; returns it.
+def write_revocation_list(store: Store, ca: Issued) -> bytes:
+    """Write and return the list of all certificates that are revoked in the database or in the previous list.
 
     Raises:
-        ConfigError: what stands there is no such list.
+        ConfigError: the previous list is damaged.
         StateError: it cannot be written.
     """
-    # What was revoked stays so where the database is an older one.
-    revoked = _revoked_before(folder_of(store.folder) / "revoked.crl") | {
+    file = identity_folder(store.folder) / "revoked.crl"
+    # An older database that was restored must not reinstate certificates.
+    revoked = _read_revoked(file) | {
         int(serial, 16): datetime.fromtimestamp(int(since_s), UTC)
         for serial, since_s in store.keys.revoked_certificates().items()
     }
-    listed = revoked_list(authority, revoked, now=utc_now())
-    write_atomically(folder_of(store.folder) / "revoked.crl", listed)
-    return listed
+    data = revocation_list(ca, revoked, now=utc_now())
+    write_atomically(file, data)
+    return data
 
 
-def _revoked_before(file: Path) -> dict[int, datetime]:
-    if not file.is_file():
-        return {}
-    try:
-        listed = x509.load_pem_x509_crl(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is no list of certificates: restore it from a backup, or delete it"
-        ) from error
-    return {one.serial_number: one.revocation_date_utc for one in listed}
-
-
-def own_access(state: Path, access: BrokerAccess, *, fleet: str, is_closed: bool = False) -> BrokerAccess:
-    """How the aggregator is let in by its broker: with its own certificate and authority, unless told otherwise.
+def aggregator_access(
+    state: Path, access: BrokerAccess, *, fleet: str, is_closed: bool = False
+) -> BrokerAccess:
+    """Return how the aggregator connects with TLS: with its own CA and certificate, unless others are given.
 
     Args:
-        state: the aggregator's folder.
-        access: what the person says.
-        fleet: the task's.
-        is_closed: devices were enrolled, so that there was an authority.
+        state: the state directory.
+        access: the given options.
+        fleet: the task's fleet.
+        is_closed: devices were enrolled, so that a CA must exist.
 
     Raises:
-        ConfigError: they are another fleet's, or were lost.
+        ConfigError: the CA is another fleet's, or lost.
     """
-    folder = folder_of(state)
-    if not has_authority(state):
-        if is_closed and access.tls and access.ca is None:
-            raise ConfigError(
-                f"{folder} has lost ca.crt, by which devices were enrolled: restore the folder from a backup"
-            )
-        return access
+    folder = identity_folder(state)
     if not access.tls:
+        return access
+    if not has_ca(state):
+        if is_closed and access.ca is None:
+            raise ConfigError(f"{folder} has lost ca.crt, which devices were enrolled with: restore a backup")
         return access
     if access.ca is None:
         access = replace(access, ca=folder / "ca.crt")
     if access.certificate is None and access.username is None:
-        if (known := fleet_of_authority(state)) != fleet:
+        if (known := ca_fleet(state)) != fleet:
             raise ConfigError(
-                f"{folder} is of the fleet {known!r}, not of the task's, {fleet!r}: give each fleet its own --state"
+                f"{folder} is the CA of fleet {known!r}, not of the task's fleet {fleet!r}: give each its own --state"
             )
         access = replace(access, certificate=folder / "aggregator.crt", key=folder / "aggregator.key")
     return access
 
 
-def _keep(folder: Path, name: str, issued: Issued) -> None:
+def _read_revoked(file: Path) -> dict[int, datetime]:
+    if not file.is_file():
+        return {}
+    try:
+        entries = x509.load_pem_x509_crl(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged: restore it from a backup, or delete it") from error
+    return {entry.serial_number: entry.revocation_date_utc for entry in entries}
+
+
+def _write(folder: Path, name: str, issued: Issued) -> None:
     write_private(folder / f"{name}.key", issued.key)
     write_atomically(folder / f"{name}.crt", issued.certificate)
 
 
-def _kept(folder: Path, name: str) -> Issued:
+def _read(folder: Path, name: str) -> Issued:
     try:
         certificate, key = ((folder / f"{name}.{kind}").read_bytes() for kind in ("crt", "key"))
         serial = x509.load_pem_x509_certificate(certificate).serial_number

@@ -1,4 +1,4 @@
-"""What a mosquitto broker of a closed fleet is told: its configuration, and who may read and write what. Pure."""
+"""Configuration and access list of the mosquitto broker of a closed fleet."""
 
 from typing import get_args
 
@@ -13,45 +13,44 @@ from protocol.wire.topics import (
 )
 
 FOLDER = "/etc/mosquitto/protofleet"
-"""Where the configuration expects what `aggregator enroll-broker` writes."""
+"""Folder of the files that `aggregator enroll-broker` writes, on the broker's machine."""
 
 LOG = "/var/log/mosquitto/protofleet.log"
-"""Where it has the broker say what it does."""
+"""The broker's log file."""
 
 CONFIGURATION = f"""\
-# mosquitto for a closed fleet: encrypted, and open to nobody without a certificate of the fleet's own authority.
-# `aggregator enroll-broker` writes this file and all that it names; docs/security.md says how to install them.
+# mosquitto for a closed fleet: TLS, and client certificates issued by the fleet's CA.
+# `aggregator enroll-broker` writes this file and the files that it names; docs/security.md explains their installation.
 #
-# It is a whole configuration: use it in the place of /etc/mosquitto/mosquitto.conf, not beside it in conf.d
-# (mosquitto refuses a setting that is given twice).
+# This is a complete configuration: use it as /etc/mosquitto/mosquitto.conf, not beside it in conf.d (mosquitto
+# refuses a setting that is given twice).
 
 listener 8883
 cafile {FOLDER}/ca.crt
 certfile {FOLDER}/broker.crt
 keyfile {FOLDER}/broker.key
 
-# Who may no longer connect. After a change: systemctl restart mosquitto, which ends their connections as well.
+# Certificate revocation list. After a change: systemctl restart mosquitto, which also closes open connections.
 crlfile {FOLDER}/revoked.crl
 
-# The name in the certificate is who somebody is, whatever they say. It is their client id too, or else one device
-# could end another one's connection by taking its id.
+# The certificate's common name is the user name. It is also the client id: otherwise a device could disconnect
+# another device by connecting with its id.
 allow_anonymous false
 require_certificate true
 use_identity_as_username true
 use_username_as_clientid true
 acl_file {FOLDER}/acl
 
-# Encrypted, a connection begins with small packets, and each would wait 40 ms for the one before.
+# TLS begins with small packets, each of which would wait 40 ms for the previous one.
 set_tcp_nodelay true
 
-# The task, the head and everybody's presence are retained messages. They outlive a crash of the broker only if
-# they were saved: here at most 10 seconds ago.
+# Task, head and presence are retained messages. They survive a crash of the broker only if they were saved,
+# here every 10 seconds.
 persistence true
 persistence_location /var/lib/mosquitto/
 autosave_interval 10
 
-# What waits for one subscriber, and what the aggregator gets before it has acknowledged anything; mosquitto.conf
-# says why.
+# Limits of the queues and packets; mosquitto.conf explains the values.
 max_queued_messages 20000
 max_queued_bytes 536870912
 max_inflight_messages 256
@@ -69,26 +68,25 @@ connection_messages false
 
 
 def aggregator_name(fleet: str) -> str:
-    """Who the aggregator is to the broker; no device can be called so."""
+    """Return the aggregator's user name at the broker, which is not a valid device name."""
     return f"aggregator@{fleet}"
 
 
 def access_list(fleet: str) -> str:
-    """Mosquitto's list of who may read and write what, by the name in their certificate or their user name."""
+    """Return mosquitto's access control list (acl_file) for a fleet."""
     shared, device = fleet_topic(fleet, "state").removesuffix("/state"), f"pf/{PROTOCOL_VERSION}/{fleet}/d"
     to_devices = [channel for channel in get_args(DeviceChannel) if channel not in FROM_DEVICES]
-    # One by one: with a wildcard, a device could leave any number of retained messages with the broker.
+    # Without wildcards, because a device could otherwise store any number of retained messages on the broker.
     tails = {"up": [f"up/{shard}" for shard in range(SHARDS)]}
     writes = [f"write {device}/%u/{tail}" for each in FROM_DEVICES for tail in tails.get(each, [each])]
     reads = [f"read {device}/%u/{channel}" for channel in ("state", *to_devices)]
     own = [channel for channel in get_args(FleetChannel) if channel != "state"]
     lines = [
-        "# Every device: what concerns the whole fleet, and its own topics. (mosquitto warns of the first line, for",
-        "# it is the same for all of them.)",
+        "# Devices: the fleet's topics and their own. (mosquitto warns that the first line has no %u.)",
         f"pattern read {shared}/+",
         *(f"pattern {line}" for line in [*writes, *reads]),
         "",
-        "# The aggregator: what devices say, its answers, and what it says to the whole fleet.",
+        "# Aggregator: read from devices, write to devices and to the fleet's topics.",
         f"user {aggregator_name(fleet)}",
         *(f"topic read {topic}" for topic in device_filters(fleet)),
         *(f"topic write {device}/+/{channel}" for channel in to_devices),

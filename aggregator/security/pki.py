@@ -1,9 +1,11 @@
-"""X.509 for one fleet: its authority, the certificates of those it lets in, and the list of those it no longer does.
+"""X.509 of one fleet: its CA, certificates for the broker and its clients, and the certificate revocation list.
 
-Pure: what goes in and comes out are PEM bytes, names and times. Every key is P-256, which any TLS library takes.
+The project has its own CA so that every device gets a certificate without an external PKI. The functions are pure:
+PEM bytes, names and times in, PEM bytes out. Every key is P-256, which every TLS library supports.
 """
 
 import ipaddress
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -22,33 +24,35 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from protocol.errors import ConfigError
 
-AUTHORITY_DAYS = 7300
-"""Twenty years: with its authority's end, everybody is locked out."""
+CA_DAYS = 7300
+"""Twenty years: when the CA certificate expires, no client can connect."""
 
-LONGEST_CN = 64
+MAX_COMMON_NAME = 64
 """Characters of a common name (RFC 5280, appendix A, ub-common-name)."""
 
 BACKDATED = timedelta(days=1)
-"""For clocks that are slow."""
+"""Start of validity before the time of issue, for clocks that are slow."""
 
-_NO_USE = dict.fromkeys(
+_UNUSED_KEY_USAGES = dict.fromkeys(
     ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only",
      "decipher_only"),
     False,
 )  # fmt: skip
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)\Z")
+"""One part of a host name (RFC 1123, 2.1)."""
 
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate and its private key, both PEM; `serial` names it in a list of revoked ones."""
+    """A certificate and its private key, both PEM, and its serial number."""
 
     certificate: bytes
     key: bytes = field(repr=False)
     serial: int
 
 
-def make_authority(fleet: str, *, now: datetime) -> Issued:
-    """The certificate that signs all others of a fleet, and no other authority's (RFC 5280, 4.2.1.9)."""
+def create_ca(fleet: str, *, now: datetime) -> Issued:
+    """Create a fleet's CA, which can sign certificates but no other CA (RFC 5280, 4.2.1.9)."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name(
         [
@@ -56,43 +60,36 @@ def make_authority(fleet: str, *, now: datetime) -> Issued:
             x509.NameAttribute(NameOID.COMMON_NAME, fleet),
         ]
     )
-    builder = (
-        _builder(name, key.public_key(), now=now, until=now + timedelta(days=AUTHORITY_DAYS))
-        .issuer_name(name)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(
-            x509.KeyUsage(digital_signature=False, key_cert_sign=True, crl_sign=True, **_NO_USE),
-            critical=True,
-        )
-    )
+    until = now + timedelta(days=CA_DAYS)
+    builder = _builder(name, key.public_key(), is_ca=True, now=now, until=until).issuer_name(name)
     return _issued(builder.sign(key, hashes.SHA256()), key)
 
 
-def issue_client(authority: Issued, name: str, *, now: datetime, days: int) -> Issued:
-    """A certificate with which `name` connects to a broker, and which no broker can show.
+def issue_client(ca: Issued, name: str, *, now: datetime, days: int) -> Issued:
+    """Issue a certificate for a client of the broker, with `name` as its common name.
 
     Raises:
         ConfigError: the name is too long for a certificate.
     """
-    return _issue(authority, name, now=now, days=days, use=ExtendedKeyUsageOID.CLIENT_AUTH)
+    return _issue(ca, name, now=now, days=days, use=ExtendedKeyUsageOID.CLIENT_AUTH)
 
 
-def issue_server(authority: Issued, hosts: Sequence[str], *, now: datetime, days: int) -> Issued:
-    """A certificate for a broker that is reached under these names and IP addresses; nobody connects with it.
+def issue_server(ca: Issued, hosts: Sequence[str], *, now: datetime, days: int) -> Issued:
+    """Issue a certificate for a broker with these host names and IP addresses.
 
     Raises:
         ConfigError: one of them is neither.
     """
-    names = x509.SubjectAlternativeName([_host(host) for host in dict.fromkeys(hosts)])
-    return _issue(authority, "broker", now=now, days=days, use=ExtendedKeyUsageOID.SERVER_AUTH, names=names)
+    names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys(hosts)])
+    return _issue(ca, "broker", now=now, days=days, use=ExtendedKeyUsageOID.SERVER_AUTH, names=names)
 
 
-def revoked_list(authority: Issued, revoked: Mapping[int, datetime], *, now: datetime) -> bytes:
-    """The authority's list of serial numbers that count no longer, as PEM.
+def revocation_list(ca: Issued, revoked: Mapping[int, datetime], *, now: datetime) -> bytes:
+    """Return the CA's certificate revocation list (PEM) of serial numbers and times.
 
-    It is good for as long as the authority is: a list that has ended has OpenSSL refuse everybody.
+    It is valid as long as the CA: with an expired list, OpenSSL refuses every client.
     """
-    certificate, key = _opened(authority)
+    certificate, key = _load(ca)
     builder = (
         x509.CertificateRevocationListBuilder()
         .issuer_name(certificate.subject)
@@ -107,8 +104,13 @@ def revoked_list(authority: Issued, revoked: Mapping[int, datetime], *, now: dat
     return builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
+def utc_now() -> datetime:
+    """Return the time to the second, the resolution of certificates."""
+    return datetime.now(UTC).replace(microsecond=0)
+
+
 def _issue(
-    authority: Issued,
+    ca: Issued,
     name: str,
     *,
     now: datetime,
@@ -116,35 +118,34 @@ def _issue(
     use: x509.ObjectIdentifier,
     names: x509.SubjectAlternativeName | None = None,
 ) -> Issued:
-    if len(name) > LONGEST_CN:
+    if len(name) > MAX_COMMON_NAME:
         raise ConfigError(
-            f"{name!r} is too long for a certificate: it takes {LONGEST_CN} characters; choose a shorter name"
+            f"{name!r} is too long for a certificate: choose a name of at most {MAX_COMMON_NAME} characters"
         )
-    signer, signing = _opened(authority)
+    ca_certificate, ca_key = _load(ca)
     key = ec.generate_private_key(ec.SECP256R1())
-    until = min(now + timedelta(days=days), signer.not_valid_after_utc)
+    until = min(now + timedelta(days=days), ca_certificate.not_valid_after_utc)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     builder = (
-        _builder(subject, key.public_key(), now=now, until=until)
-        .issuer_name(signer.subject)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(
-            x509.KeyUsage(digital_signature=True, key_cert_sign=False, crl_sign=False, **_NO_USE),
-            critical=True,
-        )
+        _builder(subject, key.public_key(), is_ca=False, now=now, until=until)
+        .issuer_name(ca_certificate.subject)
         .add_extension(x509.ExtendedKeyUsage([use]), critical=False)
         .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), critical=False
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
         )
     )
     if names is not None:
         builder = builder.add_extension(names, critical=False)
-    return _issued(builder.sign(signing, hashes.SHA256()), key)
+    return _issued(builder.sign(ca_key, hashes.SHA256()), key)
 
 
 def _builder(
-    subject: x509.Name, public: ec.EllipticCurvePublicKey, *, now: datetime, until: datetime
+    subject: x509.Name, public: ec.EllipticCurvePublicKey, *, is_ca: bool, now: datetime, until: datetime
 ) -> x509.CertificateBuilder:
+    usage = x509.KeyUsage(
+        digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, **_UNUSED_KEY_USAGES
+    )
+    constraints = x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -153,45 +154,38 @@ def _builder(
         .not_valid_before(now - BACKDATED)
         .not_valid_after(until)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(constraints, critical=True)
+        .add_extension(usage, critical=True)
     )
 
 
-def _host(host: str) -> x509.GeneralName:
-    """A broker's address as it stands in a certificate."""
+def _general_name(host: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(host.removeprefix("[").removesuffix("]")))
     except ValueError:
         pass
     labels = host.split(".")
-    if len(host) > 253 or not all(_is_label(label) for label in labels) or labels[-1].isdecimal():
+    if len(host) > 253 or not all(map(_LABEL.match, labels)) or labels[-1].isdecimal():
         raise ConfigError(f"expected a host name or an IP address, without a port, got {host!r}")
     return x509.DNSName(host)
 
 
-def _is_label(label: str) -> bool:
-    """Whether this is one part of a host name (RFC 1123, 2.1)."""
-    plain = label.isascii() and label.replace("-", "").isalnum()
-    return plain and len(label) <= 63 and not label.startswith("-") and not label.endswith("-")
-
-
-def _opened(authority: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """The authority, ready to sign.
+def _load(ca: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """Return the CA's certificate and its private key.
 
     Raises:
-        ConfigError: its certificate or its key is none, or they are not of each other.
+        ConfigError: one of them is damaged, or they do not match.
     """
     try:
-        certificate = x509.load_pem_x509_certificate(authority.certificate)
-        key = load_pem_private_key(authority.key, password=None)
+        certificate = x509.load_pem_x509_certificate(ca.certificate)
+        key = load_pem_private_key(ca.key, password=None)
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"the fleet's authority cannot be read: {error}; restore it from a backup"
-        ) from error
+        raise ConfigError(f"cannot read the fleet's CA: {error}; restore it from a backup") from error
     encoded = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    is_its_own = key.public_key().public_bytes(*encoded) == certificate.public_key().public_bytes(*encoded)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not is_its_own:
+    matches = key.public_key().public_bytes(*encoded) == certificate.public_key().public_bytes(*encoded)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not matches:
         raise ConfigError(
-            "the fleet's authority has another key than its certificate: restore both from a backup"
+            "key and certificate of the fleet's CA do not match: restore both from the same backup"
         )
     return certificate, key
 
@@ -202,8 +196,3 @@ def _issued(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> I
         key=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         serial=certificate.serial_number,
     )
-
-
-def utc_now() -> datetime:
-    """The time, to the second, as certificates have it."""
-    return datetime.now(UTC).replace(microsecond=0)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 
-from aggregator.security.enrollment import Wanted, enrol
+from aggregator.security.enrollment import enroll
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
@@ -24,7 +24,7 @@ def _enrolled() -> tuple[Path, dict[str, bytes]]:
     place = Path(folder().name) / "enrolled"
     store = Store(place / "state")
     made = place / "shed-1"
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=made)
+    enroll(store, "shed-1", fleet="orchard", out=made)
     store.close()
     return made, {name: (made / name).read_bytes() for name in FILES}
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from aggregator.security.pki import (
     Issued,
+    create_ca,
     issue_client,
     issue_server,
-    make_authority,
-    revoked_list,
+    revocation_list,
     utc_now,
 )
 from protocol.mqtt.tls import BrokerAccess
@@ -22,7 +22,7 @@ class Certificates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.authority = make_authority("orchard", now=utc_now())
+        self.authority = create_ca("orchard", now=utc_now())
         self.ca = folder / "ca.crt"
         self.ca.write_bytes(self.authority.certificate)
         self.revoked = folder / "revoked.crl"
@@ -44,7 +44,7 @@ class Certificates:
     def revoke(self, *serials: int) -> None:
         """Make the list of those that count no longer."""
         now = utc_now()
-        self.revoked.write_bytes(revoked_list(self.authority, dict.fromkeys(serials, now), now=now))
+        self.revoked.write_bytes(revocation_list(self.authority, dict.fromkeys(serials, now), now=now))
 
     def access(self, name: str = "") -> BrokerAccess:
         """How somebody connects, with the certificate of that name if there is one."""

@@ -5,8 +5,8 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from aggregator.security.enrollment import Wanted, enrol, enrol_broker
-from aggregator.security.identity import own_access
+from aggregator.security.enrollment import enroll, enroll_broker
+from aggregator.security.identity import aggregator_access
 from aggregator.security.mosquitto_config import FOLDER, LOG
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
@@ -34,12 +34,12 @@ class ClosedFleet:
         self.state = root / "aggregator"
         self.store = Store(self.state)
         self._open_address = open_address
-        enrol_broker(self.store, ["broker.example"], fleet=FLEET, out=root / "broker", days=30)
+        enroll_broker(self.store, ["broker.example"], fleet=FLEET, out=root / "broker", days=30)
 
     def enroll(self, device: str, *, renew: bool = False, folder: str = "") -> Path:
         """Enroll a device; returns its folder."""
         out = self.root / (folder or device)
-        enrol(self.store, Wanted(device, str(self.broker), renew=renew), fleet=FLEET, out=out)
+        enroll(self.store, device, broker=str(self.broker), renew=renew, fleet=FLEET, out=out)
         return out
 
     def access(self, device: str) -> BrokerAccess:
@@ -48,7 +48,7 @@ class ClosedFleet:
 
     def aggregator_access(self) -> BrokerAccess:
         """The aggregator's certificate and key."""
-        return own_access(self.state, BrokerAccess(tls=True), fleet=FLEET)
+        return aggregator_access(self.state, BrokerAccess(tls=True), fleet=FLEET)
 
     def configuration(self) -> str:
         """What `aggregator enroll-broker` has written for mosquitto."""

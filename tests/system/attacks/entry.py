@@ -6,8 +6,8 @@ from dataclasses import replace
 from click.testing import CliRunner
 
 from aggregator.cli import cli as aggregator
-from aggregator.security.identity import open_authority
-from aggregator.security.pki import issue_client, issue_server, make_authority, utc_now
+from aggregator.security.identity import open_ca
+from aggregator.security.pki import create_ca, issue_client, issue_server, utc_now
 from edge_client.cli import cli as edge_client
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
@@ -40,12 +40,12 @@ def strangers(fleet: AttackedFleet) -> Iterator[bool]:
     folder = fleet.root / "strangers"
     folder.mkdir(exist_ok=True)
     real = fleet.closed.access(HOSTILE)
-    ours, theirs = open_authority(fleet.aggregator_state, FLEET), make_authority("vineyard", now=utc_now())
+    ours, theirs = open_ca(fleet.aggregator_state, FLEET), create_ca("vineyard", now=utc_now())
     long_ago = utc_now().replace(year=utc_now().year - 2)
     issued = {
         "another-fleets": issue_client(theirs, HONEST[0], now=utc_now(), days=30),
         "expired": issue_client(ours, HONEST[0], now=long_ago, days=30),
-        "its-own": make_authority(HONEST[0], now=utc_now()),
+        "its-own": create_ca(HONEST[0], now=utc_now()),
         "a-brokers": issue_server(ours, ["localhost"], now=utc_now(), days=30),
     }
     for name, each in issued.items():
@@ -81,7 +81,7 @@ def strange_topics(fleet: AttackedFleet) -> Iterator[bool]:
 )
 def strange_certificates(fleet: AttackedFleet) -> Iterator[bool]:
     """A certificate of the fleet's authority for an invalid name gives access to no other device's topics."""
-    folder, ours = fleet.root / "strange", open_authority(fleet.aggregator_state, FLEET)
+    folder, ours = fleet.root / "strange", open_ca(fleet.aggregator_state, FLEET)
     folder.mkdir(exist_ok=True)
     known, victim = fleet.names(), own(HONEST[0], "state")
     with Witness(fleet.open) as witness:

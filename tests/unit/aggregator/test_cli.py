@@ -1,115 +1,160 @@
-"""The aggregator's command line: quick to answer, and clear about what it cannot do."""
+"""Tests for the aggregator's command line: outcomes, errors, and what it needs installed."""
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
 from aggregator.storage.store import Store
+from protocol.enrollment import read_enrollment
+from tests.support.aggregator_command import PROGRAM, run_aggregator
 from tests.support.aggregator_process import write_task
 from tests.support.submissions import SERVED
 
-LIGHT = """\
-import sys
-for heavy in ("torch", "onnx", "onnxscript", "amqtt"):
-    sys.modules[heavy] = None
-from aggregator.cli import main
-main()
-"""
-"""The program, on a machine that has none of the heavy packages."""
-
-
-def _run(*arguments: str, program: str = LIGHT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
-    )
-
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["status", "--help"], ["--version"]])
-def test_help_needs_nothing_heavy(arguments: list[str]) -> None:
-    """It answers without torch, onnx or a broker installed, on stdout."""
-    done = _run(*arguments)
+def test_help_imports_no_large_package(arguments: list[str]) -> None:
+    """It is printed to stdout without torch, onnx or a broker installed."""
+    done = run_aggregator(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
 
 
-def test_every_option_of_run_can_come_from_the_environment() -> None:
+def test_run_options_can_come_from_environment() -> None:
     """The help names the variables."""
-    text = _run("run", "--help").stdout
-    for variable in (
-        "PROTOFLEET_TASK",
-        "PROTOFLEET_STATE",
-        "PROTOFLEET_BROKER",
-        "PROTOFLEET_EMBEDDED_BROKER",
-    ):
-        assert variable in text
+    text = run_aggregator("run", "--help").stdout
+    for variable in ("TASK", "STATE", "BROKER", "EMBEDDED_BROKER"):
+        assert f"PROTOFLEET_{variable}" in text
 
 
-def test_status_needs_nothing_heavy(tmp_path: Path) -> None:
-    """It prints JSON or a table of a state directory, and leaves nothing in it."""
+def test_status_imports_no_large_package(tmp_path: Path) -> None:
+    """It prints JSON or text for a state directory."""
     store = Store(tmp_path)
     store.facts.put(SERVED)
     store.close()
-    done = _run("status", "--state", str(tmp_path), "--json")
+    done = run_aggregator("status", "--state", str(tmp_path), "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["fleet"] == "f"
-    done = _run("status", "--state", str(tmp_path))
-    assert "0 submissions" in done.stdout
+    assert json.loads(done.stdout)["fleet"] == SERVED.fleet
+    assert "0 submissions" in run_aggregator("status", "--state", str(tmp_path)).stdout
+
+
+TASK = ["--task", "{folder}/task.toml"]
+STATE = ["--state", "{folder}/state"]
+OUT = ["--out", "{folder}/out"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
+    ("arguments", "code", "message"),
     [
         (["status", "--state", "{folder}/none"], 1, "error: no aggregator state in {folder}/none"),
         (["run"], 2, "Missing option '--task'"),
         (["run", "--task", "{folder}/none.toml"], 1, "error: cannot read the task file {folder}/none.toml"),
-        (["run", "--task", "{folder}/task.toml", "--embedded-broker", "--tls"], 2, "run mosquitto for them"),
-        (
-            ["run", "--task", "{folder}/task.toml", "--broker", "a:b:c"],
-            1,
-            "error: expected the broker as HOST",
-        ),
-        (["run", "--task", "{folder}/wrong.toml"], 1, "error: {folder}/wrong.toml:1: unknown setting `x`"),
-        (["run", "--task", "{folder}/task.toml", "--state", "{folder}/task.toml"], 2, "is a file"),
-        (
-            ["run", "--task", "{folder}/task.toml", "--state", "{folder}/task.toml/x"],
-            1,
-            "error: cannot use {folder}/task.toml/x: Not a directory",
-        ),
+        (["run", *TASK, "--embedded-broker", "--tls"], 2, "encryption nor passwords: use mosquitto"),
+        (["run", *TASK, "--broker", "a:b:c"], 1, "error: expected the broker as HOST"),
+        (["run", "--task", "{folder}/wrong.toml"], 1, "error: {folder}/wrong.toml:1: `x`: unknown setting"),
+        (["run", *TASK, "--state", "{folder}/task.toml"], 2, "is a file"),
+        (["run", *TASK, "--state", "{folder}/task.toml/x"], 1, "cannot use {folder}/task.toml/x: Not a directory"),
+        (["enroll", "shed-1", *OUT, *STATE], 2, "no aggregator state in {folder}/state: give the"),
+        (["enroll", "a b", *OUT, *TASK, *STATE], 1, "error: invalid device name 'a b'"),
+        (["enroll", "shed-1", *TASK, *STATE], 2, "Missing option '--out'"),
+        (["enroll", "shed-1", *OUT, "--broker", "a:b", *TASK, *STATE], 1, "error: expected the broker as HOST"),
+        (["enroll-broker", "a:1", *OUT, *TASK, *STATE], 1, "without a port"),
+        (["enroll-broker", *OUT, *STATE], 2, "Missing argument 'HOST...'"),
+        (["revoke", "shed-1", *STATE], 1, "error: no aggregator state in"),
+        (["reset-key", "shed-1", *STATE], 1, "error: no aggregator state in"),
     ],
-)
-def test_what_cannot_be_done_is_one_line(tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
-    """Exit 1 for what is wrong with the world, 2 for wrong usage; never a stack trace."""
+)  # fmt: skip
+def test_error_is_one_line_and_creates_nothing(
+    tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    """Exit status 1 for an expected failure, 2 for wrong usage; never a stack trace."""
     write_task(tmp_path)
     (tmp_path / "wrong.toml").write_text("x = 1\n")
-    done = _run(
-        *(argument.format(folder=tmp_path) for argument in arguments),
-        program="from aggregator.cli import main; main()",
-    )
-    assert done.returncode == code
-    assert said.format(folder=tmp_path) in done.stderr
+    done = run_aggregator(*(argument.format(folder=tmp_path) for argument in arguments), program=PROGRAM)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message.format(folder=tmp_path) in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout == ""
     if code == 1:
         assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+    assert "--task" in arguments or not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize("arguments", [["run", "--task", "task.toml"], ["status"]])
-def test_without_its_packages_one_line_says_what_to_install(arguments: list[str]) -> None:
-    """Where the extra is not installed, nothing but a line that names it."""
+def test_missing_package_is_one_line_with_install_command(arguments: list[str]) -> None:
+    """The extra to install is named."""
     program = (
-        "import importlib.util, sys\n"
+        "import importlib.util\n"
         "found = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name in {'onnx', 'rich'} else found(name, *rest)\n"
-        "from aggregator import cli\n"
-        "sys.argv[0] = 'aggregator'\n"
-        "cli.main()\n"
+        + PROGRAM
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
-    )
+    done = run_aggregator(*arguments, program=program)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "pip install 'protofleet[aggregator,cpu]'" in line
+
+
+def test_closing_a_fleet_step_by_step(tmp_path: Path) -> None:
+    """Each command prints the next step; the task file is needed once, and closing is printed once."""
+    write_task(tmp_path)
+    state = ("--state", str(tmp_path / "state"))
+    task = ("--task", str(tmp_path / "task.toml"))
+    done = run_aggregator(
+        *("enroll-broker", "broker.example", "10.0.0.1", "--out", str(tmp_path / "broker")), *state, *task
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "/etc/mosquitto/protofleet" in done.stdout
+    assert f"created the CA of fleet barn in {tmp_path}/state/identity" in done.stdout
+    for number, closes in ((1, True), (2, False)):
+        done = run_aggregator("enroll", f"shed-{number}", "--out", str(tmp_path / f"shed-{number}"), *state)
+        assert (done.returncode, done.stderr) == (0, "")
+        given = f"edge-client --enrollment {tmp_path}/shed-{number} --broker HOST[:PORT] --data IMAGES"
+        assert given in done.stdout
+        assert "created the CA" not in done.stdout
+        assert ("the fleet is now closed" in done.stdout) == closes
+        assert read_enrollment(tmp_path / f"shed-{number}").device == f"shed-{number}"
+    done = run_aggregator("revoke", "shed-1", *state)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"copy {tmp_path}/state/identity/revoked.crl" in done.stdout
+    broker = ("--broker", "broker.example")
+    done = run_aggregator("enroll", "shed-2", "--renew", "--out", str(tmp_path / "new"), *broker, *state)
+    assert f"edge-client --enrollment {tmp_path}/new --data IMAGES" in done.stdout
+    assert f"copy {tmp_path}/state/identity/revoked.crl" in done.stdout
+
+
+def test_reset_key_deletes_pinned_key_once(tmp_path: Path) -> None:
+    """Without a pinned key it is an error."""
+    store = Store(tmp_path)
+    store.keys.pin("a", bytes(32), now_s=0.0)
+    done = run_aggregator("reset-key", "a", "--state", str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "the next key used under the name a will be stored\n")
+    assert store.keys.get("a") is None
+    done = run_aggregator("reset-key", "a", "--state", str(tmp_path))
+    assert done.returncode == 1
+    assert "a has no key stored at first use" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root writes files that others cannot read")
+def test_root_is_refused_in_another_users_state(tmp_path: Path) -> None:
+    """Nothing is written, and the error names the user to run it as."""
+    write_task(tmp_path)
+    (tmp_path / "state").mkdir()
+    os.chown(tmp_path / "state", 12345, -1)
+    arguments = ("--out", str(tmp_path / "out"), "--task", str(tmp_path / "task.toml"))
+    done = run_aggregator("enroll", "shed-1", *arguments, "--state", str(tmp_path / "state"))
+    assert (done.returncode, list((tmp_path / "state").iterdir())) == (1, [])
+    assert "belongs to #12345, who could not read files written by root" in done.stderr
+    assert "sudo -u #12345" in done.stderr
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
+def test_unwritable_out_is_one_line(tmp_path: Path) -> None:
+    """The error names the reason."""
+    write_task(tmp_path)
+    (tmp_path / "locked").mkdir(mode=0o500)
+    arguments = ("--out", str(tmp_path / "locked" / "out"), "--task", str(tmp_path / "task.toml"))
+    done = run_aggregator("enroll", "shed-1", *arguments, "--state", str(tmp_path / "state"))
+    assert done.returncode == 1
+    assert "Permission denied" in done.stderr

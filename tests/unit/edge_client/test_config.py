@@ -7,7 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from aggregator.security.enrollment import Wanted, enrol
+from aggregator.security.enrollment import enroll
 from aggregator.storage.store import Store
 from edge_client.cli import cli
 from edge_client.config import Settings
@@ -23,7 +23,7 @@ from protocol.mqtt.session import BrokerAddress
 def folder(tmp_path: Path) -> Path:
     """The enrollment of a device, beside a folder with an image's name in it."""
     store = Store(tmp_path / "aggregator")
-    enrol(store, Wanted("shed-1", "broker.example"), fleet="orchard", out=tmp_path / "shed-1")
+    enroll(store, "shed-1", broker="broker.example", fleet="orchard", out=tmp_path / "shed-1")
     store.close()
     (tmp_path / "data" / "apple").mkdir(parents=True)
     return tmp_path / "shed-1"
@@ -94,7 +94,7 @@ def test_what_contradicts_it_is_refused(folder: Path, started: list[Settings]) -
 def test_without_a_broker_in_it_one_is_asked_for(tmp_path: Path, folder: Path) -> None:
     """The line is that of a device without an enrollment."""
     store = Store(tmp_path / "aggregator")
-    enrol(store, Wanted("shed-2"), fleet="orchard", out=tmp_path / "shed-2")
+    enroll(store, "shed-2", fleet="orchard", out=tmp_path / "shed-2")
     store.close()
     with pytest.raises(click.UsageError, match="say where the fleet's broker is"):
         run(folder, "--enrollment", str(tmp_path / "shed-2"))

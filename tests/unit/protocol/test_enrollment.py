@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.security.enrollment import Wanted, enrol
+from aggregator.security.enrollment import enroll
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card, read_enrollment
 from protocol.errors import ConfigError
@@ -20,7 +20,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for fleet, devices in (("orchard", ("shed-1", "shed-2")), ("vineyard", ("hut-1",))):
         store = Store(root / fleet)
         for device in devices:
-            enrol(store, Wanted(device), fleet=fleet, out=root / device)
+            enroll(store, device, fleet=fleet, out=root / device)
         store.close()
     return root
 

@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from aggregator.cli import cli
 from aggregator.service import shown_info
 from aggregator.storage import devices
 from aggregator.storage.store import Store
-from protocol.errors import ConfigError
 from protocol.wire.messages import DeviceInfo
 
 
@@ -66,15 +63,3 @@ def test_of_a_devices_word_only_what_the_task_knows_is_kept() -> None:
     )  # fmt: skip
     shown = shown_info(info, ("cat", "dog"))
     assert (shown.images, shown.refused_messages) == ({"cat": 3}, {"signature": 2})
-
-
-def test_a_key_is_forgotten_by_a_command(tmp_path: Path) -> None:
-    """Where there is one that was taken at first use; anything else is one line."""
-    store = Store(tmp_path)
-    store.keys.pin("a", bytes(32), now_s=0.0)
-    done = CliRunner().invoke(cli, ["forget", "a", "--state", str(tmp_path)])
-    assert (done.exit_code, done.output) == (0, "the next key that comes under the name a is its own\n")
-    assert store.keys.get("a") is None
-    done = CliRunner().invoke(cli, ["forget", "a", "--state", str(tmp_path)])
-    assert isinstance(done.exception, ConfigError)
-    assert "a has no key that was taken at first use" in str(done.exception)

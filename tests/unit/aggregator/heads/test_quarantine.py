@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from aggregator.coordination.rounds import DeviceDecisions
-from aggregator.heads.quarantine import keep_asides, readmit
+from aggregator.heads.quarantine import keep_asides, release
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.quarantine import REVOKED
@@ -17,11 +17,11 @@ from protocol.errors import ConfigError, StateError
 from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import digest_of, to_tensor, to_unsigned
 from protocol.wire.messages import Submission
+from tests.support.aggregator_command import run_aggregator
 from tests.support.aggregator_process import Device, aggregator, write_task
 from tests.support.brokers import free_address
 from tests.support.prototype_sets import fleet, flipped, honest
 from tests.support.submissions import SERVED, TASK
-from tests.unit.aggregator.test_cli import _run
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def test_every_training_judges_anew(store: Store, caplog: pytest.LogCaptureFixtu
 def test_a_readmission_outlives_trainings(store: Store) -> None:
     """Also one that had begun before."""
     _keep(store, 1, aside={"a": "far off"})
-    assert readmit(store, "a") == "a is readmitted: it is in the next head after the start"
-    assert readmit(store, "a") == "a was readmitted before"
+    assert release(store, "a") == "released a: the next head after the start of the aggregator includes it"
+    assert release(store, "a") == "a is already released"
     _keep(store, 2, aside={"a": "far off"})
     _keep(store, 3, aside={})
     assert store.decisions(TASK) == DeviceDecisions(released=frozenset("a"))
@@ -77,18 +77,18 @@ def test_a_revoked_device_stays_out(store: Store) -> None:
     _keep(store, 1, aside={})
     _keep(store, 2, aside={"a": "far off"})
     assert store.decisions(TASK) == DeviceDecisions(quarantined=frozenset("a"))
-    with pytest.raises(ConfigError, match="because its key was revoked: enroll it again"):
-        readmit(store, "a")
+    with pytest.raises(ConfigError, match="a is revoked: enroll it again"):
+        release(store, "a")
 
 
 def test_who_is_not_set_aside_cannot_be_readmitted(store: Store, tmp_path: Path) -> None:
     """The error says where to look; a folder of no aggregator stays as it was."""
-    with pytest.raises(ConfigError, match="a is not quarantined: `aggregator status` shows who is"):
-        readmit(store, "a")
+    with pytest.raises(ConfigError, match="a is not quarantined: `aggregator status` lists"):
+        release(store, "a")
     with pytest.raises(StateError, match="start `aggregator run`"):
-        readmit(Store(tmp_path / "new"), "a")
+        release(Store(tmp_path / "new"), "a")
     nowhere = tmp_path / "nowhere"
-    done = _run("readmit", "a", "--state", str(nowhere))
+    done = run_aggregator("release", "a", "--state", str(nowhere))
     assert (done.returncode, nowhere.exists()) == (1, False)
     assert "give the --state of `aggregator run`" in done.stderr
 
@@ -122,8 +122,8 @@ def test_from_flipped_labels_to_readmission(tmp_path: Path) -> None:
         assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
         assert [one["device"] for one in summary["quarantined"]] == ["liar"]
         assert "liar is quarantined: class '" in daemon.log()
-        done = _run("readmit", "liar", "--state", str(daemon.state))
-        assert (done.returncode, done.stdout) == (0, "liar is readmitted: it is in the next head\n")
+        done = run_aggregator("release", "liar", "--state", str(daemon.state))
+        assert (done.returncode, done.stdout) == (0, "released liar: the next head includes it\n")
         summary = daemon.until(lambda summary: len(summary["heads"]) == 2)
         assert summary["heads"][1]["devices"] == 6
         assert summary["quarantined"][0]["readmitted_s"] is not None

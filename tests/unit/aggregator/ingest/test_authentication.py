@@ -192,7 +192,7 @@ def test_another_key_comes_with_a_way_out(store: Store) -> None:
     """Who reads the refusal is told the command or the folder that mends it."""
     gate = Gate(store, fleet="barn")
     gate.check("a", signed())
-    with pytest.raises(Refused, match="`aggregator forget a` takes the next"):
+    with pytest.raises(Refused, match="`aggregator reset-key a`"):
         gate.check("a", signed(key=TWO))
     store.keys.enroll("a", public_key(TWO), now_s=1.0)
     with pytest.raises(Refused, match="with the folder of its last enrollment"):

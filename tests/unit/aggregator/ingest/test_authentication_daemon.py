@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from aggregator.security.enrollment import Wanted, enrol, revoke
+from aggregator.security.enrollment import enroll, revoke
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
 from protocol.mqtt.session import BrokerAddress
@@ -187,13 +187,13 @@ def test_who_is_enrolled_begins_anew(alone: BrokerAddress, tmp_path: Path) -> No
         task = digest_of(a.task())
         assert a.upload(submission(task=task, sequence=2**63 - 1)).status == "received"
         store = Store(daemon.state)
-        enrol(store, Wanted("a"), fleet=FLEET, out=tmp_path / "a")
+        enroll(store, "a", fleet=FLEET, out=tmp_path / "a")
         own = captured(submission(task=task, sequence=5, seed=5), "a", key=_signing_key(tmp_path / "a"))
         put(a, "a", own)
         assert a.receipt(own[0]).status == "received"
         assert _standing(daemon, task) == (5, own[0])
         revoke(store, "a")
-        enrol(store, Wanted("a", renew=True), fleet=FLEET, out=tmp_path / "again")
+        enroll(store, "a", renew=True, fleet=FLEET, out=tmp_path / "again")
         assert store.submissions.all(task) == {}
         again = captured(submission(task=task, sequence=4, seed=6), "a", key=_signing_key(tmp_path / "again"))
         put(a, "a", again)

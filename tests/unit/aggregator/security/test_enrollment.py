@@ -1,10 +1,11 @@
-"""Who is let into a fleet: what the folders have, what the store knows, and what a fault leaves behind."""
+"""Tests for enrolling devices and brokers and for revoking devices: folders, database, and faults."""
 
 import os
 import shutil
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 from cryptography import x509
 from msgspec.structs import replace
 
-from aggregator.security import enrollment, identity
-from aggregator.security.enrollment import Wanted, enrol, enrol_broker, revoke
-from aggregator.security.identity import close_again, own_access
+from aggregator.security import enrollment
+from aggregator.security.enrollment import enroll, enroll_broker, revoke
+from aggregator.security.identity import aggregator_access, has_ca, restore_closed
 from aggregator.security.mosquitto_config import access_list
 from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
@@ -29,205 +30,217 @@ from tests.support.submissions import SERVED
 TASK = b"t" * 32
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """An aggregator's state in which a task is known."""
-    made = Store(tmp_path / "state")
-    made.facts.put(replace(SERVED, digest=TASK))
-    yield made
-    made.close()
+@dataclass
+class World:
+    """An aggregator's state with a task, and a folder for what is enrolled."""
+
+    root: Path
+    store: Store
+
+    @property
+    def identity(self) -> Path:
+        """The identity folder."""
+        return self.store.folder / "identity"
+
+    def enroll(self, device: str = "shed-1", *, folder: str = "", renew: bool = False) -> Path:
+        """Enroll a device of fleet orchard; return its folder."""
+        out = self.root / "out" / (folder or device)
+        enroll(self.store, device, fleet="orchard", out=out, renew=renew)
+        return out
+
+    def enroll_broker(self, *hosts: str) -> Path:
+        """Enroll a broker; return its folder."""
+        out = self.root / "broker"
+        enroll_broker(self.store, hosts or ["broker.example"], fleet="orchard", out=out, days=30)
+        return out
+
+    def revoked_serials(self) -> set[int]:
+        """Return the serial numbers in the revocation list."""
+        return {
+            one.serial_number for one in x509.load_pem_x509_crl((self.identity / "revoked.crl").read_bytes())
+        }
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """Where a folder may be made."""
-    return tmp_path / "out" / "shed-1"
-
-
-def revoked_serials(store: Store) -> set[int]:
-    """Those on the list for the broker."""
-    listed = x509.load_pem_x509_crl((store.folder / "identity" / "revoked.crl").read_bytes())
-    return {one.serial_number for one in listed}
+def world(tmp_path: Path) -> Iterator[World]:
+    """A world without devices."""
+    store = Store(tmp_path / "state")
+    store.facts.put(replace(SERVED, digest=TASK))
+    yield World(tmp_path, store)
+    store.close()
 
 
 def serial(folder: Path) -> int:
-    """Of the certificate in a device's folder."""
+    """Return the serial number of a device's certificate."""
     return x509.load_pem_x509_certificate((folder / "device.crt").read_bytes()).serial_number
 
 
-def mode(file: Path) -> int:
-    """Who may do what with it."""
-    return stat.S_IMODE(file.stat().st_mode)
-
-
-def test_a_folder_is_all_that_a_device_needs(store: Store, out: Path) -> None:
-    """Its name, fleet and broker, keys of which the store knows the public halves, and files for TLS."""
-    enrol(store, Wanted("shed-1", "broker.example:8883"), fleet="orchard", out=out)
+def test_enrollment_folder_matches_database(world: World) -> None:
+    """It has the device's name, fleet, broker, keys and TLS files; the database has the public keys."""
+    out = world.root / "shed-1"
+    enroll(world.store, "shed-1", fleet="orchard", out=out, broker="broker.example:8883")
     read = read_enrollment(out)
     assert (read.device, read.fleet, read.broker) == ("shed-1", "orchard", "broker.example:8883")
     assert open_tls(read.access) is not None
-    known = store.keys.get("shed-1")
+    known = world.store.keys.get("shed-1")
     assert known is not None
     assert (known.public, known.enrolled) == (public_key(read.signing_key), True)
     assert int(known.serial, 16) == serial(out)
-    assert read.aggregator_key == public_key(read_key(store.folder / "identity" / "signing.key"))
+    assert read.aggregator_key == public_key(read_key(world.identity / "signing.key"))
 
 
-def test_secrets_are_their_owners(store: Store, out: Path, tmp_path: Path) -> None:
-    """Whatever the umask: private keys are readable for one user, and so are the folders they are in."""
+def test_private_keys_are_readable_by_their_owner_only(world: World) -> None:
+    """Whatever the umask is, for files and folders."""
     before = os.umask(0)
     try:
-        enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-        enrol_broker(store, ["broker.example"], fleet="orchard", out=tmp_path / "broker", days=1)
+        folders = (world.enroll(), world.enroll_broker(), world.identity)
     finally:
         os.umask(before)
-    kept = store.folder / "identity"
-    for folder in (out, kept, tmp_path / "broker"):
-        assert mode(folder) == 0o700
+    for folder in folders:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         private = [file for file in folder.iterdir() if b"PRIVATE" in file.read_bytes()]
         assert private
-        assert all(mode(file) == 0o600 for file in private)
+        assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in private)
 
 
-def test_the_first_enrollment_closes_the_fleet(store: Store, out: Path, tmp_path: Path) -> None:
-    """Making a broker's files does not; enrolling a device does, and the key that had its name before is gone."""
-    store.keys.pin("shed-1", b"1" * 32, now_s=1)
-    enrol_broker(store, ["broker.example"], fleet="orchard", out=tmp_path / "broker", days=1)
-    assert not store.keys.is_closed()
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    assert store.keys.is_closed()
-    known = store.keys.get("shed-1")
+def test_first_enrollment_closes_fleet_and_replaces_pinned_key(world: World) -> None:
+    """Enrolling a broker does not close the fleet."""
+    world.store.keys.pin("shed-1", b"1" * 32, now_s=1)
+    world.enroll_broker()
+    assert not world.store.keys.is_closed()
+    out = world.enroll()
+    assert world.store.keys.is_closed()
+    known = world.store.keys.get("shed-1")
     assert known is not None
     assert known.public == public_key(read_enrollment(out).signing_key)
 
 
-def test_a_name_is_enrolled_once(store: Store, out: Path, tmp_path: Path) -> None:
-    """A second time is refused and changes nothing; with `renew` the old keys count no more."""
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    before = store.keys.get("shed-1")
-    again = tmp_path / "again"
-    with pytest.raises(ConfigError, match="shed-1 is enrolled already: --renew"):
-        enrol(store, Wanted("shed-1"), fleet="orchard", out=again)
-    assert store.keys.get("shed-1") == before
-    assert not again.exists()
-    enrol(store, Wanted("shed-1", renew=True), fleet="orchard", out=again)
-    assert revoked_serials(store) == {serial(out)}
-    known = store.keys.get("shed-1")
+def test_second_enrollment_needs_renew_and_revokes_old_certificate(world: World) -> None:
+    """Without renew, nothing changes."""
+    out = world.enroll()
+    before = world.store.keys.get("shed-1")
+    with pytest.raises(ConfigError, match="shed-1 is already enrolled: --renew"):
+        world.enroll(folder="again")
+    assert world.store.keys.get("shed-1") == before
+    assert not (world.root / "out" / "again").exists()
+    again = world.enroll(folder="again", renew=True)
+    assert world.revoked_serials() == {serial(out)}
+    known = world.store.keys.get("shed-1")
     assert known is not None
     assert known.public == public_key(read_enrollment(again).signing_key)
 
 
-def test_who_is_revoked_is_out_in_every_way(store: Store, out: Path, tmp_path: Path) -> None:
-    """Its key, its certificate and its submissions count no more, until it is enrolled anew."""
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    assert revoke(store, "shed-1") == store.folder / "identity" / "revoked.crl"
-    known = store.keys.get("shed-1")
+def test_revoke_disables_key_certificate_and_submissions_until_renewed(world: World) -> None:
+    """Revoking twice is no error."""
+    out = world.enroll()
+    for _ in range(2):
+        assert revoke(world.store, "shed-1")
+    known = world.store.keys.get("shed-1")
     assert known is not None
     assert known.revoked_s is not None
-    assert revoked_serials(store) == {serial(out)}
-    assert store.quarantine.all(TASK)["shed-1"].reason == REVOKED
-    revoke(store, "shed-1")
-    with pytest.raises(ConfigError, match="shed-1 is revoked already: --renew"):
-        enrol(store, Wanted("shed-1"), fleet="orchard", out=tmp_path / "again")
-    enrol(store, Wanted("shed-1", renew=True), fleet="orchard", out=tmp_path / "again")
-    assert revoked_serials(store) == {serial(out)}
-    assert store.quarantine.all(TASK) == {}
+    assert world.revoked_serials() == {serial(out)}
+    assert world.store.quarantine.all(TASK)["shed-1"].reason == REVOKED
+    with pytest.raises(ConfigError, match="shed-1 is already revoked: --renew"):
+        world.enroll(folder="again")
+    world.enroll(folder="again", renew=True)
+    assert world.revoked_serials() == {serial(out)}
+    assert world.store.quarantine.all(TASK) == {}
 
 
-def test_who_was_set_aside_for_what_it_sent_stays_so(store: Store, out: Path) -> None:
-    """New keys do not make its prototypes better."""
-    store.quarantine.add(TASK, "shed-1", reason="its prototypes are far from all others", now_s=1)
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    assert "shed-1" in store.quarantine.all(TASK)
+def test_outlier_stays_quarantined_when_enrolled(world: World) -> None:
+    """Only a quarantine that came from a revocation ends with new keys."""
+    world.store.quarantine.add(TASK, "shed-1", reason="its prototypes are far from all others", now_s=1)
+    world.enroll()
+    assert "shed-1" in world.store.quarantine.all(TASK)
 
 
-def test_a_device_of_an_open_fleet_can_be_revoked(store: Store) -> None:
-    """Its first key counts no more; there is no list, for there is no authority."""
-    store.keys.pin("shed-1", b"1" * 32, now_s=1)
-    assert revoke(store, "shed-1") is None
-    assert not identity.has_authority(store.folder)
-    known = store.keys.get("shed-1")
+def test_revoke_in_open_fleet_needs_no_ca(world: World) -> None:
+    """There is no revocation list then; an unknown device is an error."""
+    world.store.keys.pin("shed-1", b"1" * 32, now_s=1)
+    assert not revoke(world.store, "shed-1")
+    assert not has_ca(world.store.folder)
+    known = world.store.keys.get("shed-1")
     assert known is not None
     assert known.revoked_s is not None
-    with pytest.raises(ConfigError, match="no key of a device 'shed-2' is known"):
-        revoke(store, "shed-2")
+    with pytest.raises(ConfigError, match="unknown device 'shed-2'"):
+        revoke(world.store, "shed-2")
 
 
-@pytest.mark.parametrize("fault", ["write", "rename", "store"])
-def test_a_fault_leaves_nothing_by_halves(
-    store: Store, out: Path, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk, at whatever point: no folder, no key, no closed fleet; and the next try works."""
+@pytest.mark.parametrize("fault", ["write", "rename", "sync", "database"])
+def test_failed_enrollment_leaves_nothing(world: World, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder, no key and no closed fleet after a fault at any point; the next attempt works."""
+    full = OSError(28, "No space left on device")
+    connection = world.store.database._db
     with monkeypatch.context() as broken:
         if fault == "write":
-            write, writes = write_atomically, 0
+            writes = iter(range(100))
 
-            def full(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-                nonlocal writes
-                writes += 1
-                if writes == 4:
+            def fail(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+                if next(writes) == 3:
                     raise StateError("no space left on device")
-                write(path, data, mode=mode)
+                write_atomically(path, data, mode=mode)
 
-            broken.setattr(enrollment, "write_atomically", full)
-        elif fault == "rename":
-
-            def fail(_appear: object, _out: Path) -> None:
-                raise OSError(28, "No space left on device")
-
-            broken.setattr(enrollment._Appear, "_rename", fail)
-        else:
-            store.database.write(
-                "CREATE TRIGGER full BEFORE INSERT ON revoked_certificates BEGIN SELECT RAISE(ABORT, 'full'); END"
+            broken.setattr(enrollment, "write_atomically", fail)
+        elif fault == "database":
+            connection.execute(
+                "CREATE TRIGGER full BEFORE INSERT ON facts BEGIN SELECT RAISE(ABORT, 'full'); END"
             )
+        else:
+            owner = Path if fault == "rename" else enrollment
+
+            def refuse(*_: object) -> None:
+                raise full
+
+            broken.setattr(owner, fault, refuse)
         with pytest.raises(StateError):
-            enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    assert list(out.parent.iterdir()) == []
-    assert store.keys.all() == {}
-    assert not store.keys.is_closed()
-    store.database.write("DROP TRIGGER IF EXISTS full")
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    assert read_enrollment(out).device == "shed-1"
+            world.enroll()
+    assert list((world.root / "out").iterdir()) == []
+    assert world.store.keys.all() == {}
+    assert not world.store.keys.is_closed()
+    connection.execute("DROP TRIGGER IF EXISTS full")
+    assert read_enrollment(world.enroll()).device == "shed-1"
 
 
-def test_what_is_there_is_not_written_over(store: Store, out: Path) -> None:
-    """A folder with something in it, or a file; an empty folder is taken."""
+def test_out_must_be_new_or_empty(world: World) -> None:
+    """A folder with files and a file are refused and stay as they are."""
+    out = world.root / "out" / "shed-1"
     out.mkdir(parents=True)
     (out / "letter").write_text("dear all")
-    with pytest.raises(ConfigError, match="is there already: give --out"):
-        enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
+    for folder in ("shed-1", "shed-1/letter"):
+        with pytest.raises(ConfigError, match="exists: give --out a new folder"):
+            world.enroll(folder=folder)
     assert [file.name for file in out.iterdir()] == ["letter"]
-    with pytest.raises(ConfigError, match="is there already: give --out"):
-        enrol(store, Wanted("shed-1"), fleet="orchard", out=out / "letter")
-    assert store.keys.all() == {}
+    assert world.store.keys.all() == {}
     (out / "letter").unlink()
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
+    world.enroll()
 
 
 @pytest.mark.parametrize("name", ["", "a b", "aggregator@orchard", "a/b", "+", "a" * 65])
-def test_what_is_no_name_is_refused(store: Store, out: Path, name: str) -> None:
-    """Neither the aggregator's name nor one with which topics could be confused."""
-    with pytest.raises(ConfigError, match="cannot name a device"):
-        enrol(store, Wanted(name), fleet="orchard", out=out)
-    assert not out.exists()
+def test_invalid_device_name_is_refused(world: World, name: str) -> None:
+    """The aggregator's user name, and names that would change the meaning of a topic."""
+    with pytest.raises(ConfigError, match="invalid device name"):
+        world.enroll(name, folder="out")
+    assert not (world.root / "out").exists()
 
 
-def test_a_state_is_one_fleets(store: Store, out: Path) -> None:
-    """The authority of one fleet lets nobody into another; a fleet's name fits into a certificate."""
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    with pytest.raises(ConfigError, match="authority of the fleet 'orchard', not of 'vineyard'"):
-        enrol(store, Wanted("shed-2"), fleet="vineyard", out=out.parent / "other")
-    with pytest.raises(ConfigError, match="54 characters, and a certificate takes 53"):
-        enrol(store, Wanted("shed-2"), fleet="a" * 54, out=out.parent / "other")
+def test_ca_belongs_to_one_fleet(world: World) -> None:
+    """Another fleet's devices are refused; a fleet's name must fit into a certificate."""
+    world.enroll()
+    for fleet, message in (
+        ("vineyard", "is the CA of fleet 'orchard', not 'vineyard'"),
+        ("a" * 54, "fleet name of 54 characters: certificates allow at most 53"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            enroll(world.store, "shed-2", fleet=fleet, out=world.root / "other")
 
 
-def test_enrollments_at_once_know_of_each_other(store: Store, tmp_path: Path) -> None:
-    """Several commands at a time make one authority, and all their devices are known."""
-    folders = [tmp_path / f"out-{number}" for number in range(6)]
+def test_concurrent_enrollments_share_one_ca(world: World) -> None:
+    """Several commands at once create one CA, and every device is stored."""
+    folders = [world.root / f"out-{number}" for number in range(6)]
 
     def run(number: int) -> None:
-        mine = Store(store.folder)
-        enrol(mine, Wanted(f"shed-{number}"), fleet="orchard", out=folders[number])
+        mine = Store(world.store.folder)
+        enroll(mine, f"shed-{number}", fleet="orchard", out=folders[number])
         mine.close()
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
@@ -237,83 +250,82 @@ def test_enrollments_at_once_know_of_each_other(store: Store, tmp_path: Path) ->
         thread.join()
     assert len({read_enrollment(folder).device for folder in folders}) == 6
     assert len({(folder / "ca.crt").read_bytes() for folder in folders}) == 1
-    assert len(store.keys.all()) == 6
+    assert len(world.store.keys.all()) == 6
 
 
-def test_an_authority_without_its_key_is_not_made_anew(store: Store, out: Path) -> None:
-    """A lost key is told: a new authority would lock out everybody who has the old one."""
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    (store.folder / "identity" / "ca.key").unlink()
+def test_lost_ca_key_is_an_error(world: World) -> None:
+    """No new CA is created, which enrolled devices would not trust."""
+    world.enroll()
+    (world.identity / "ca.key").unlink()
     with pytest.raises(ConfigError, match=r"ca.key: No such file or directory; restore it from a backup"):
-        enrol(store, Wanted("shed-2"), fleet="orchard", out=out.parent / "other")
+        world.enroll("shed-2")
 
 
-def test_the_brokers_folder(store: Store, out: Path, tmp_path: Path) -> None:
-    """It has its certificate for all its names and this machine's, the list of the revoked, and who may do what."""
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    revoke(store, "shed-1")
-    folder = tmp_path / "broker"
-    enrol_broker(store, ["broker.example", "10.1.2.3"], fleet="orchard", out=folder, days=30)
+def test_broker_folder_has_certificate_revocation_and_access_list(world: World) -> None:
+    """The certificate is valid for the given hosts, for this machine, and for the given days."""
+    world.enroll()
+    revoke(world.store, "shed-1")
+    folder = world.enroll_broker("broker.example", "10.1.2.3")
     certificate = x509.load_pem_x509_certificate((folder / "broker.crt").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["broker.example", "localhost"]
     assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["10.1.2.3", "127.0.0.1", "::1"]
     assert 29 <= (certificate.not_valid_after_utc - datetime.now(UTC)).days <= 30
-    assert (folder / "revoked.crl").read_bytes() == (store.folder / "identity/revoked.crl").read_bytes()
+    assert (folder / "revoked.crl").read_bytes() == (world.identity / "revoked.crl").read_bytes()
     assert (folder / "acl").read_text() == access_list("orchard")
 
 
-def test_the_aggregator_uses_its_own_certificate(store: Store, out: Path) -> None:
-    """With encryption, where nothing else is given; not for another fleet's task."""
-    assert own_access(store.folder, BrokerAccess(tls=True), fleet="orchard") == BrokerAccess(tls=True)
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    kept = store.folder / "identity"
-    own = BrokerAccess(
-        tls=True, ca=kept / "ca.crt", certificate=kept / "aggregator.crt", key=kept / "aggregator.key"
-    )
-    assert own_access(store.folder, BrokerAccess(tls=True), fleet="orchard") == own
-    assert open_tls(own) is not None
-    assert own_access(store.folder, BrokerAccess(), fleet="orchard") == BrokerAccess()
-    elsewhere = own_access(store.folder, BrokerAccess(tls=True, ca=Path("other.crt")), fleet="orchard")
-    assert (elsewhere.ca, elsewhere.certificate) == (Path("other.crt"), own.certificate)
-    named = own_access(store.folder, BrokerAccess(tls=True, username="aggregator"), fleet="orchard")
-    assert (named.ca, named.certificate) == (own.ca, None)
-    with pytest.raises(ConfigError, match="of the fleet 'orchard', not of the task's, 'vineyard'"):
-        own_access(store.folder, BrokerAccess(tls=True), fleet="vineyard")
-    (kept / "ca.crt").unlink()
-    with pytest.raises(ConfigError, match=r"has lost ca\.crt, by which devices were enrolled: restore"):
-        own_access(store.folder, BrokerAccess(tls=True), fleet="orchard", is_closed=store.keys.is_closed())
+def test_aggregator_connects_with_its_own_certificate(world: World) -> None:
+    """With TLS, unless other files or a user name are given; not for another fleet, nor without its CA."""
+    state, own = world.store.folder, world.identity
+    tls = BrokerAccess(tls=True)
+    assert aggregator_access(state, tls, fleet="orchard") == tls
+    world.enroll()
+    files = {"ca": own / "ca.crt", "certificate": own / "aggregator.crt", "key": own / "aggregator.key"}
+    access = BrokerAccess(tls=True, **files)
+    assert aggregator_access(state, tls, fleet="orchard") == access
+    assert open_tls(access) is not None
+    assert aggregator_access(state, BrokerAccess(), fleet="orchard") == BrokerAccess()
+    other_ca = aggregator_access(state, BrokerAccess(tls=True, ca=Path("other.crt")), fleet="orchard")
+    assert (other_ca.ca, other_ca.certificate) == (Path("other.crt"), access.certificate)
+    named = aggregator_access(state, BrokerAccess(tls=True, username="aggregator"), fleet="orchard")
+    assert (named.ca, named.certificate) == (access.ca, None)
+    with pytest.raises(ConfigError, match="CA of fleet 'orchard', not of the task's fleet 'vineyard'"):
+        aggregator_access(state, tls, fleet="vineyard")
+    (own / "ca.crt").unlink()
+    with pytest.raises(ConfigError, match=r"has lost ca\.crt, which devices were enrolled with: restore"):
+        aggregator_access(state, tls, fleet="orchard", is_closed=world.store.keys.is_closed())
 
 
-def test_an_older_database_opens_nothing(store: Store, out: Path, tmp_path: Path) -> None:
-    """With the folder `identity` alone put back, the fleet is closed as before, and who was revoked stays so."""
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    revoke(store, "shed-1")
-    listed = revoked_serials(store)
-    restored = Store(tmp_path / "restored")
-    (store.folder / "identity").rename(restored.folder / "identity")
-    assert not restored.keys.is_closed()
-    assert close_again(restored)
-    assert restored.keys.is_closed()
-    assert not close_again(restored)
-    enrol(restored, Wanted("shed-2"), fleet="orchard", out=tmp_path / "shed-2")
-    assert revoked_serials(restored) == listed
+def test_older_database_opens_no_fleet_and_reinstates_no_certificate(world: World) -> None:
+    """With the identity folder alone, the fleet is closed again and revoked certificates stay revoked."""
+    world.enroll()
+    revoke(world.store, "shed-1")
+    revoked = world.revoked_serials()
+    restored = World(world.root, Store(world.root / "restored"))
+    world.identity.rename(restored.identity)
+    assert not restored.store.keys.is_closed()
+    assert [restore_closed(restored.store) for _ in range(2)] == [True, False]
+    assert restored.store.keys.is_closed()
+    restored.enroll("shed-2")
+    assert restored.revoked_serials() == revoked
 
 
-def test_a_kill_leaves_no_certificate_that_nobody_can_revoke(
-    store: Store, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_kill_during_enrollment_leaves_revoked_certificate(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is there and the database does not know of it: it does not count."""
+    """The folder exists and the database does not know the device: the certificate is revoked."""
 
-    def die(appear: enrollment._Appear) -> None:
-        appear._rename(appear._out)
+    def kill(_: Path) -> None:
         raise OSError(5, "killed")
 
     with monkeypatch.context() as killed:
-        killed.setattr(shutil, "rmtree", lambda *_, **__: None)  # nor does anybody clear up
-        killed.setattr(enrollment._Appear, "__call__", die)
-        with pytest.raises(OSError, match="killed"):
-            enrol(store, Wanted("shed-1"), fleet="orchard", out=out)
-    assert store.keys.all() == {}
-    enrol(store, Wanted("shed-1"), fleet="orchard", out=tmp_path / "again")
-    assert revoked_serials(store) == {serial(out)}
+        killed.setattr(shutil, "rmtree", lambda *_, **__: None)
+        killed.setattr(enrollment, "sync", kill)  # after the folder was renamed
+        with pytest.raises(StateError, match="killed"):
+            world.enroll()
+    out = world.root / "out" / "shed-1"
+    assert out.is_dir()
+    assert world.store.keys.all() == {}
+    world.enroll(folder="again")
+    assert world.revoked_serials() == {serial(out)}

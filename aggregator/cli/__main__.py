@@ -1,0 +1,5 @@
+"""`python -m aggregator.cli`."""
+
+from aggregator.cli import main
+
+main()

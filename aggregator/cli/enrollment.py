@@ -1,0 +1,163 @@
+"""`aggregator enroll`, `enroll-broker`, `revoke` and `reset-key`."""
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from aggregator.cli.state import existing_state, require_owner, state_option
+from protocol.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aggregator.storage.store import Store
+
+MAX_DAYS = 7300
+"""The lifetime of the fleet's CA certificate."""
+
+_fleet_option = click.option(
+    "--task",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Task file, for the fleet's name; required before the first start and the first enrollment.",
+)
+_out_option = click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Folder to create; it must not exist."
+)
+_days_option = click.option(
+    "--days",
+    type=click.IntRange(1, MAX_DAYS),
+    default=1825,
+    show_default=True,
+    help="Validity of the certificate.",
+)
+
+
+@click.command("enroll")
+@click.argument("device")
+@_out_option
+@click.option("--broker", default="", metavar="HOST[:PORT]", help="Broker address as seen from the device.")
+@_fleet_option
+@state_option
+@_days_option
+@click.option("--renew", is_flag=True, help="Replace the keys of a device that is enrolled or revoked.")
+def enroll_command(
+    *, device: str, out: Path, broker: str, task: Path | None, state: Path, days: int, renew: bool
+) -> None:
+    """Enroll DEVICE and close the fleet to devices that are not enrolled.
+
+    Copy the folder to the device and keep it secret: it contains the device's private keys.
+    """
+    from aggregator.security.enrollment import enroll
+    from protocol.mqtt.session import parse_broker
+
+    if broker:
+        parse_broker(broker)
+    with _fleet_state(state, task) as (store, fleet):
+        was_closed, known = store.keys.is_closed(), store.keys.get(device)
+        enroll(store, device, fleet=fleet, out=out, broker=broker, days=days, renew=renew)
+    where = "" if broker else " --broker HOST[:PORT]"
+    click.echo(f"enrolled {device}; start it with: edge-client --enrollment {out}{where} --data IMAGES")
+    if not was_closed:
+        click.echo("the fleet is now closed: devices that are not enrolled are refused")
+    if known is not None and known.serial:
+        _explain_revocation_list(state)
+
+
+@click.command("enroll-broker")
+@click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
+@_out_option
+@_fleet_option
+@state_option
+@_days_option
+def enroll_broker_command(
+    *, hosts: tuple[str, ...], out: Path, task: Path | None, state: Path, days: int
+) -> None:
+    """Create certificate, access list and configuration for a mosquitto of a closed fleet.
+
+    HOST are the names and IP addresses under which devices reach the broker.
+    """
+    from aggregator.security.enrollment import enroll_broker
+    from aggregator.security.mosquitto_config import FOLDER
+
+    with _fleet_state(state, task) as (store, fleet):
+        enroll_broker(store, hosts, fleet=fleet, out=out, days=days)
+    click.echo(f"copy the files in {out} to {FOLDER}, and mosquitto.conf over /etc/mosquitto/mosquitto.conf")
+
+
+@click.command("revoke")
+@click.argument("device")
+@state_option
+def revoke_command(*, device: str, state: Path) -> None:
+    """Revoke DEVICE: refuse its messages and exclude its submissions from training."""
+    from aggregator.security.enrollment import revoke
+
+    with existing_state(state) as store:
+        has_revocation_list = revoke(store, device)
+    click.echo(f"revoked {device}: the aggregator refuses its messages from now on")
+    if has_revocation_list:
+        _explain_revocation_list(state)
+
+
+@click.command("reset-key")
+@click.argument("device")
+@state_option
+def reset_key_command(*, device: str, state: Path) -> None:
+    """Accept a new key of DEVICE, which has lost its own, in a fleet that is not closed.
+
+    The next key that is used under the name DEVICE is stored.
+    """
+    with existing_state(state) as store, store.transaction():
+        if not store.keys.reset(device):
+            raise ConfigError(
+                f"{device} has no key stored at first use: `aggregator enroll --renew` replaces an enrolled key"
+            )
+        store.reset_device(device, delete_submissions=False)
+    click.echo(f"the next key used under the name {device} will be stored")
+
+
+def _explain_revocation_list(state: Path) -> None:
+    from aggregator.security.identity import identity_folder
+    from aggregator.security.mosquitto_config import FOLDER
+
+    file = identity_folder(state) / "revoked.crl"
+    click.echo(
+        f"copy {file} to {FOLDER} on the broker and restart it: then it refuses the old certificate too"
+    )
+
+
+@contextlib.contextmanager
+def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]":
+    """Open the state directory, created if missing; yield it with the fleet's name.
+
+    Raises:
+        UsageError: the fleet's name is not known.
+    """
+    from aggregator.config.task_file import load_task
+    from aggregator.security.identity import ca_fleet, has_ca, identity_folder
+    from aggregator.storage.store import Store, open_folder
+
+    fleet = load_task(task)[0].fleet if task is not None else None
+    if fleet is None and not (state / "aggregator.sqlite").is_file():
+        raise click.UsageError(
+            f"no aggregator state in {state}: give the --state of `aggregator run`, or, "
+            "before its first start, --task, the fleet's task file"
+        )
+    require_owner(state)
+    had_ca = has_ca(state)
+    with contextlib.closing(Store(open_folder(state))) as store:
+        if fleet is None and had_ca:
+            fleet = ca_fleet(state)
+        if fleet is None:
+            try:
+                fleet = store.served_task().fleet
+            except StateError:
+                raise click.UsageError(
+                    "the fleet's name is not known yet: give --task, its task file"
+                ) from None
+        yield store, fleet
+        if not had_ca:
+            click.echo(
+                f"created the CA of fleet {fleet} in {identity_folder(state)}: keep a backup of this folder"
+            )

@@ -1,0 +1,72 @@
+"""`aggregator status`, `rollback`, `promote` and `release`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from aggregator.cli.state import existing_state, require_packages, state_option
+
+if TYPE_CHECKING:
+    from aggregator.coordination.rollout import CommandKind
+
+
+@click.command("status")
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, as in docs/status.schema.json.")
+def status_command(*, state: Path, as_json: bool) -> None:
+    """Show devices, submissions, covered classes and heads."""
+    if not as_json:
+        require_packages("rich")
+    from aggregator.status import report, show
+    from aggregator.storage.store import Store
+
+    status = report(Store(state, read_only=True))
+    if as_json:
+        click.echo(json.dumps(status, indent=2))
+        return
+    from rich.console import Console
+
+    # Without a terminal there is no width to wrap at.
+    show(status, Console(width=None if sys.stdout.isatty() else 200))
+
+
+@click.command("rollback")
+@click.argument("version", type=click.IntRange(min=1), required=False)
+@state_option
+def rollback_command(*, version: int | None, state: Path) -> None:
+    """Make head VERSION current again; without VERSION, the previous head.
+
+    All devices return to it and a candidate is rejected. Heads trained later are rolled out as usual.
+    """
+    _command(state, "rollback", version)
+
+
+@click.command("promote")
+@state_option
+def promote_command(*, state: Path) -> None:
+    """Roll the candidate out to all devices without waiting for its canaries."""
+    _command(state, "promote")
+
+
+@click.command("release")
+@click.argument("device")
+@state_option
+def release_command(*, device: str, state: Path) -> None:
+    """Release DEVICE from quarantine.
+
+    Its prototypes are used for training from now on, whatever it uploads, until it is revoked.
+    """
+    from aggregator.heads.quarantine import release
+
+    with existing_state(state) as store:
+        click.echo(release(store, device))
+
+
+def _command(state: Path, kind: "CommandKind", version: int | None = None) -> None:
+    from aggregator.heads.operator_commands import order
+
+    with existing_state(state) as store:
+        click.echo(order(store, kind, version))

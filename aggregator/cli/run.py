@@ -1,0 +1,94 @@
+"""`aggregator run`."""
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+from aggregator.cli.state import require_packages, state_option
+from protocol.cli import (
+    access_options,
+    config_option,
+    read_access,
+    start_logging,
+    stop_on_terminate,
+    verbose_option,
+)
+
+log = logging.getLogger(__name__)
+
+
+@click.command("run")
+@config_option
+@click.option(
+    "--task",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    envvar="PROTOFLEET_TASK",
+    show_envvar=True,
+    help="Task file (TOML): classes, backbones, algorithm and its settings.",
+)
+@state_option
+@click.option(
+    "--broker",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="HOST[:PORT]",
+    envvar="PROTOFLEET_BROKER",
+    show_envvar=True,
+    help="MQTT broker to connect to, or the address that the embedded broker listens on.",
+)
+@access_options
+@click.option(
+    "--embedded-broker",
+    is_flag=True,
+    envvar="PROTOFLEET_EMBEDDED_BROKER",
+    show_envvar=True,
+    help="Run a broker in this process; without --broker, reachable from this machine only.",
+)
+@verbose_option
+def run_command(
+    *,
+    task: Path,
+    state: Path,
+    broker: str,
+    embedded_broker: bool,
+    verbose: bool,
+    **access_given: Any,
+) -> None:
+    """Run the aggregator until interrupted."""
+    start_logging(verbose=verbose)
+    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch")
+    from aggregator.config.task_file import load_task
+    from aggregator.messaging.embedded_broker import EmbeddedBroker
+    from aggregator.security.identity import aggregator_access, restore_closed
+    from aggregator.service import Aggregator
+    from aggregator.storage.store import Store, open_folder
+    from aggregator.tasks.task import prepare_task
+    from protocol.mqtt.session import parse_broker
+    from protocol.mqtt.tls import NO_AUTHENTICATION, warnings
+
+    access = read_access(**access_given)
+    if embedded_broker and access != NO_AUTHENTICATION:
+        raise click.UsageError("the embedded broker has neither encryption nor passwords: use mosquitto")
+    address = parse_broker(broker, tls=access.tls)
+    for warning in warnings(access, address):
+        log.warning("%s", warning)
+    task_file, backbones = load_task(task)
+    with contextlib.closing(Store(open_folder(state))) as store, contextlib.ExitStack() as cleanup:
+        access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
+        store.lock()
+        if restore_closed(store):
+            log.warning(
+                "closed the fleet again, because the database is older than the identity folder: "
+                "renew refused devices with `aggregator enroll --renew`"
+            )
+        stop_on_terminate()
+        prepared = prepare_task(task_file, backbones, store=store)
+        if embedded_broker:
+            embedded = EmbeddedBroker(address)
+            embedded.start()
+            cleanup.callback(embedded.stop)
+        Aggregator(prepared, store, broker=address, access=access).run()

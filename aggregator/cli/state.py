@@ -1,0 +1,65 @@
+"""The `--state` option, and opening the state directory to change it."""
+
+import contextlib
+import importlib.util
+import os
+import pwd
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol.errors import ConfigError, RuntimeMissing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from aggregator.storage.store import Store
+
+state_option = click.option(
+    "--state",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("state"),
+    show_default=True,
+    envvar="PROTOFLEET_STATE",
+    show_envvar=True,
+    help="State directory of the aggregator.",
+)
+
+
+@contextlib.contextmanager
+def existing_state(folder: Path) -> "Iterator[Store]":
+    """Open an existing state directory for writing."""
+    from aggregator.storage.store import Store
+
+    Store(folder, read_only=True).close()  # raises where there is none, instead of creating one
+    require_owner(folder)
+    with contextlib.closing(Store(folder)) as store:
+        yield store
+
+
+def require_owner(folder: Path) -> None:
+    """Refuse to run as root in another user's folder, where the aggregator could not read the files.
+
+    Raises:
+        ConfigError: root runs this in another user's folder.
+    """
+    if os.geteuid() == 0 and folder.is_dir() and (owner := folder.stat().st_uid) != 0:
+        try:
+            name = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            name = f"#{owner}"
+        raise ConfigError(
+            f"{folder} belongs to {name}, who could not read files written by root: run it with sudo -u {name}"
+        )
+
+
+def require_packages(*modules: str) -> None:
+    """Check that packages are installed, without importing them.
+
+    Raises:
+        RuntimeMissing: a package is not installed.
+    """
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise RuntimeMissing(f"{name} is not installed: pip install 'protofleet[aggregator,cpu]'")
