@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.messaging.manifest_signer import Herald, identity_of, next_release
-from aggregator.security.identity import alone
+from aggregator.security.identity import locked_identity
 from aggregator.storage.facts import SigningKey
 from aggregator.storage.store import Store
 from edge_client.agent.manifest_trust import ManifestTrust, believe
@@ -98,7 +98,7 @@ def test_a_clock_that_was_ahead_shuts_nobody_out(tmp_path: Path, monkeypatch: py
 def test_two_that_make_the_key_at_once_make_one(tmp_path: Path) -> None:
     """A first start waits for the first enrollment, which gives the device the key that is kept."""
     made: list[bytes] = []
-    with alone(tmp_path):
+    with locked_identity(tmp_path):
         start = threading.Thread(target=lambda: made.append(identity_of(tmp_path)))
         start.start()
         start.join(0.3)

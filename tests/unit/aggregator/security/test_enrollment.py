@@ -281,8 +281,9 @@ def test_aggregator_connects_with_its_own_certificate(world: World) -> None:
     tls = BrokerAccess(tls=True)
     assert aggregator_access(state, tls, fleet="orchard") == tls
     world.enroll()
-    files = {"ca": own / "ca.crt", "certificate": own / "aggregator.crt", "key": own / "aggregator.key"}
-    access = BrokerAccess(tls=True, **files)
+    access = BrokerAccess(
+        tls=True, ca=own / "ca.crt", certificate=own / "aggregator.crt", key=own / "aggregator.key"
+    )
     assert aggregator_access(state, tls, fleet="orchard") == access
     assert open_tls(access) is not None
     assert aggregator_access(state, BrokerAccess(), fleet="orchard") == BrokerAccess()
