@@ -1,4 +1,4 @@
-"""How every benchmark reports: a table on stdout, row by row, and a JSON file with the machine and all runs."""
+"""Results of a benchmark: a table on stdout, row by row, and a JSON file with the machine and all runs."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""What rounds are compared with: the same features and images, learned with and without sharing, in torch."""
+"""Rivals in torch: the same features and images, trained with and without sharing."""
 
 import copy
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ _SHARED: dict[Method, tuple[str, ...]] = {
 
 LAYERS = ("adapter", "classifier")
 _PHASES: dict[Method, tuple[tuple[str, ...], ...]] = {"FedRep": (("classifier",), ("adapter",))}
-"""What is learned, one after the other, in a round; all at once where nothing else stands here."""
+"""Layers that a round trains one after the other; all at once for methods not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a method learns.
+    """Hyperparameters of a method.
 
     Attributes:
         rounds: of sharing.

@@ -24,7 +24,7 @@ def compare(
     classes: int,
     seed: int,
 ) -> Iterator[Run]:
-    """Let every method learn on a fleet.
+    """Run every method on a fleet.
 
     Args:
         setting: its name.

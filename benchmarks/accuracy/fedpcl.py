@@ -54,8 +54,7 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "centralized": _AS_THEY_ARE,
     }
 )
-"""What each rival did best with on validation images, one recipe for all settings; docs/benchmarks.md says of what
-it was chosen."""
+"""Best recipe of each rival on validation images, one for all settings; docs/benchmarks.md lists the candidates."""
 
 COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "up_bytes", "down_bytes")
 

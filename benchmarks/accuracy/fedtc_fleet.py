@@ -24,7 +24,7 @@ from protocol.wire.messages import BlobRef, Submission, TaskManifest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What all runs of a measurement have in common.
+    """Settings that all runs of a measurement share.
 
     Attributes:
         clients: K.

@@ -59,7 +59,7 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "centralized": replace(_RECIPE, learning_rate=0.01),
     }
 )
-"""What each rival did best with on validation images; docs/benchmarks.md says of what it was chosen."""
+"""Best recipe of each rival on validation images; docs/benchmarks.md lists the candidates."""
 
 COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
 

@@ -36,7 +36,7 @@ _built: Any = functools.lru_cache(maxsize=16)(build)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a fleet's rounds came to.
+    """Result of a fleet's rounds.
 
     Attributes:
         accuracies: float64 (K,), of each client with its own head.
@@ -59,7 +59,7 @@ class _Task:
 
 
 def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int, seed: int) -> Outcome:
-    """Let a fleet learn, and judge every client's head.
+    """Run all rounds of a fleet, and evaluate every client's head.
 
     Args:
         algorithm: its settings.

@@ -1,1 +1,1 @@
-"""What the programs cost: memory, time, traffic."""
+"""Cost of the programs: memory, time, traffic."""

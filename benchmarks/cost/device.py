@@ -1,4 +1,4 @@
-"""What the device program weighs: importing it, its memory over many images, and how fast it extracts.
+"""Cost of the device program: import time, memory over many images, and images per second.
 
 `python -m benchmarks.cost.device --backbone FILE` measures in processes of their own and compares within the same run,
 in turns, since the machine may be busy: read the ratios, not the seconds.
@@ -21,7 +21,7 @@ from benchmarks.report import json_option, print_figures, write_json
 
 BARE = "import numpy, onnxruntime, paho.mqtt.client, PIL.Image"
 PROGRAM = "import edge_client.cli, edge_client.service.device, onnxruntime"
-"""All that a running device has loaded: the command line alone leaves most of it to later."""
+"""Everything that a running device imports; the command line alone imports most of it later."""
 
 CLASSES = ("china", "flower")
 REPORT = """

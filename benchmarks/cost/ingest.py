@@ -1,4 +1,4 @@
-"""What durability costs: an aggregator that takes submissions, against a subscriber that throws them away.
+"""Cost of durable ingest: an aggregator that stores submissions, against a subscriber that discards them.
 
 `python -m benchmarks ingest` puts the same packets through the same mosquitto for both, in turns, since the machine
 may be busy: read the ratio, not the speeds. Timed is from the first packet until the subscriber has seen the last
@@ -49,7 +49,7 @@ PATIENCE_S = 300.0
 
 @dataclass(frozen=True)
 class Cost:
-    """What a load has cost a subscriber: seconds, and seconds of a processor."""
+    """Cost of a load for a subscriber: seconds, and seconds of a processor."""
 
     wall_s: float
     cpu_s: float
@@ -114,7 +114,7 @@ def measure(
 
 
 def time_discarding(broker: BrokerAddress, load: Load) -> Cost:
-    """What it costs until a process with nothing but our own session has had every message."""
+    """Measure until a process with a bare session has received every message."""
     call = f"from benchmarks.cost.ingest import discard\ndiscard({broker.port}, {load.messages})"
     with _running("-c", call) as lines:
         lines.readline()
@@ -139,7 +139,7 @@ def discard(port: int, messages: int) -> None:
 
 
 def time_aggregator(broker: BrokerAddress, load: Load, task: Path, state: Path) -> Cost:
-    """What it costs until a new aggregator has sent a receipt for every submission."""
+    """Measure until a new aggregator has sent a receipt for every submission."""
     log = state.with_suffix(".log")
     arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker)]
     topics = [fleet_topic(FLEET, "state"), *(device_topic(FLEET, name, "ack") for name in load.devices)]

@@ -18,7 +18,7 @@ from protocol.wire.transfer import frames_of
 
 @dataclass(frozen=True)
 class Load:
-    """What is published.
+    """Submissions to publish.
 
     Args:
         packets: a file of whole MQTT packets, one after the other.

@@ -1,4 +1,4 @@
-"""How fast a device's local step is, beside the same step in eager torch.
+"""Time of a device's local step, beside the same step in eager torch.
 
 `python -m benchmarks step` takes whole epochs in turns within one process, since the machine may be busy: read the
 ratios, not the milliseconds. Features are random, for time does not depend on them.
@@ -36,7 +36,7 @@ SETTINGS: dict[str, FedPCL | FPL] = {
     "fedpcl": FedPCL(loss="cross_entropy", relu=False, prior=True),
     "fpl": FPL(regularization=1.0),
 }
-"""For which the losses below are written."""
+"""Those that the losses below implement."""
 
 COLUMNS = ("torch_ms", "graph_ms", "ratio", "ratio_best")
 
@@ -144,7 +144,7 @@ def _graph_epoch(
     batch_size: int,
     threads: int,
 ) -> Callable[[], object]:
-    """What the device program does."""
+    """Return an epoch of the device program."""
     graph = open_graph(graphs.step, role="step", threads=threads)
     state = {**untrained(graphs.init, feature_size=feature.shape[1]), **tensors}
     start = Checkpoint({name: value for name, value in state.items() if name in graph.model.inputs})
@@ -166,7 +166,7 @@ def _torch_epoch(
     *,
     batch_size: int,
 ) -> Callable[[], object]:
-    """What a device would do that had torch."""
+    """Return an epoch in eager torch."""
     features, targets = torch.from_numpy(feature), torch.from_numpy(labels)
 
     def epoch() -> float:

@@ -30,7 +30,7 @@ class Labeled:
 
 @dataclass(frozen=True)
 class DataSet:
-    """What the devices share out, and what their head is judged on."""
+    """Images that are divided among devices, and images for the evaluation."""
 
     train: Labeled
     test: Labeled

@@ -1,4 +1,4 @@
-"""Who gets which image: the two ways in which papers make the data of clients differ."""
+"""Partitions of a data set: the two ways in which papers make the data of clients differ."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +11,7 @@ from protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class Partition:
-    """How labeled images are shared out.
+    """Division of labeled images among clients.
 
     Attributes:
         kind: with "sharding", a client has images of so many classes; with "dirichlet", the clients' shares

@@ -1,4 +1,4 @@
-"""What two submissions give away that one does not: a device that has an image more uploads all of them again."""
+"""Differencing: what two submissions disclose together when one image was added in between."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def unmix(
 
 @dataclass(frozen=True, kw_only=True)
 class Resubmitted:
-    """What submissions of nearly the same images give away.
+    """Disclosure by submissions of nearly the same images.
 
     Attributes:
         batch: B.
@@ -98,7 +98,7 @@ class Resubmitted:
 
 
 def resubmit(scene: Scene, decoder: Decoder, *, batch: int, images: int, seed: int) -> Resubmitted:
-    """Let a device upload again with an image more, of each class in turn, and a server compare.
+    """Compare a submission with the next one, which has an image more, for each class in turn.
 
     Args:
         scene: who has what.

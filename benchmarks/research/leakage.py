@@ -1,4 +1,4 @@
-"""What prototypes tell of the single images in them, by an attacker who knows images of the same kind."""
+"""Membership of single images in prototypes, inferred by an attacker with images of the same kind."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What public features say of how features lie around the mean of their class.
+    """Distribution of features around the mean of their class, estimated from public features.
 
     Attributes:
         centers: float32 (C, L).
@@ -62,7 +62,7 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Linkage:
-    """How well images are told to be in a prototype.
+    """Success in inferring which images are in a prototype.
 
     Attributes:
         auc: chance that an image in a prototype scores higher than one of its class that is not: 0.5 is none.
@@ -162,7 +162,7 @@ def by_likelihood(
 def link(
     score: Score, release: Release, strangers: Mapping[int, NDArray[np.intp]], *, rng: np.random.Generator
 ) -> Linkage:
-    """Let an attacker tell the images in each prototype from strangers of the same class.
+    """Measure how well a score distinguishes the images in each prototype from others of the same class.
 
     Args:
         score: the attacker's.

@@ -97,7 +97,7 @@ def command(
     device: str,
     json_file: Path | None,
 ) -> None:
-    """Have a share of a fleet lie, and report what heads come to, and who is quarantined."""
+    """Measure accuracy and quarantine in fleets in which a share of the devices sends false prototypes."""
     settings = Settings(
         clients=clients,
         alpha=0.99,
@@ -144,7 +144,7 @@ def run(
     methods: Sequence[Method],
     seed: int,
 ) -> Result:
-    """Have the last of a fleet's devices lie, judge all of them, and train a head by each method."""
+    """Run a fleet whose last devices send false prototypes; detect outliers, and train a head by each method."""
     parts = take_fleet(features, partition, settings, seed=seed)
     first_liar = round(settings.clients * (1 - share))
     liars = {device for device in parts if int(device) >= first_liar}

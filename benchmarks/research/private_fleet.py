@@ -1,4 +1,4 @@
-"""What a head gets right that was made of perturbed or differentially private prototypes."""
+"""Accuracy of heads trained on perturbed or differentially private prototypes."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ PAPER = Perturbation(on="prototypes", noise="gaussian", scale=0.05, shrink=0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Who has how much.
+    """Size of a fleet.
 
     Attributes:
         devices: K.
@@ -38,7 +38,7 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """What a fleet's head gets right.
+    """Accuracy of a fleet's head.
 
     Attributes:
         protection: "none", "perturbed" or "differential privacy".

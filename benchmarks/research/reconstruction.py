@@ -34,7 +34,7 @@ PRIVATE_BATCH = 25
 
 @dataclass(frozen=True)
 class Scene:
-    """Who has which images of a data set.
+    """Division of a data set between device, attacker and others.
 
     Attributes:
         public: features (p, L) and classes (p,) of the images that the attacker has as well.
@@ -76,7 +76,7 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Leak:
-    """What a form gives away.
+    """Disclosure by one form of upload.
 
     Attributes:
         form: its name.
@@ -129,7 +129,7 @@ def set_scene(data: DataSet, features: Features, *, public: int, per_class: int,
 def forms_of(
     scene: Scene, *, batches: Sequence[int], epsilons: Sequence[float], clip_norm: float, seed: int
 ) -> list[Form]:
-    """Let the device send its images in every form, and the attacker make the most of each."""
+    """Return every form of upload of the device's images, with the attacker's best input from each."""
     whole = scene.features
     knowledge = study(*scene.public)
     forms = []

@@ -32,7 +32,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Deal:
-    """Who gets which image: every one goes to exactly one place.
+    """Division of the images: each goes to exactly one place.
 
     Attributes:
         shares: for each device, the numbers of its images, ascending.

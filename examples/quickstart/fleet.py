@@ -44,7 +44,7 @@ class Fleet:
 
     @property
     def broker(self) -> str:
-        """Where the broker listens, HOST:PORT."""
+        """Address of the broker, HOST:PORT."""
         return self._broker
 
     def start_aggregator(self) -> None:

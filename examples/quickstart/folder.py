@@ -1,4 +1,4 @@
-"""What the demo writes where: each device's images and state, the task, the aggregator's state, the logs."""
+"""Files of the demo: each device's images and state, the task, the aggregator's state, the logs."""
 
 import json
 import shutil

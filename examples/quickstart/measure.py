@@ -25,7 +25,7 @@ from protocol.wire.messages import Submission
 
 @dataclass(frozen=True)
 class Sent:
-    """What a device uploaded: prototypes float32 (m, L), their labels (m,) and counts of images (m,)."""
+    """A device's upload: prototypes float32 (m, L), their labels (m,) and counts of images (m,)."""
 
     prototypes: NDArray[np.float32]
     labels: NDArray[np.integer[Any]]
@@ -75,7 +75,7 @@ def held_out_features(folder: Folder, backbone: Path) -> tuple[NDArray[np.float3
 
 
 def submissions(folder: Folder) -> dict[str, Sent]:
-    """What the newest head was trained on, by device, from the aggregator's state."""
+    """Return the newest head's training data by device, from the aggregator's state."""
     store = Store(folder.aggregator, read_only=True)
     members = store.heads.all(store.served_task().digest)[-1].members
     store.close()

@@ -1,4 +1,4 @@
-"""What the demo prints: the progress of each device, and the result."""
+"""Output of the demo: the progress of each device, and the result."""
 
 import os
 import sys

@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same(method: Method) -> None:
 
 @pytest.mark.parametrize("method", ["FedAvg-v", "FedProx", "FedProto averaged", "centralized"])
 def test_a_shared_model_knows_what_a_client_never_saw(method: Method) -> None:
-    """Where each client lacks a class, those that share a model still name it; alone, nobody does."""
+    """Clients that share a model predict classes that they lack; a client alone does not."""
     fleet = [_client(0, labels=(0, 1)), _client(1, labels=(1, 2)), _client(2, labels=(0, 2))]
     recipe = replace(RECIPE, standardize=False, rounds=20, adapter_size=0)
     shared = run_baseline(method, fleet, recipe, classes=CLASSES, seed=0)

@@ -33,7 +33,7 @@ def test_feature_shift() -> None:
 
 
 def test_label_shift() -> None:
-    """All images of a class are shared out, none twice, and a client is judged by its own mixture."""
+    """Each image of a class goes to one client, and a client is evaluated on its own mixture of classes."""
     clients = label_shift(
         DOMAINS,
         ("first", "first", "second"),

@@ -1,4 +1,4 @@
-"""What ingest costs is measured with the real programs, and written down."""
+"""The ingest benchmark measures the real programs and writes its figures."""
 
 import json
 from pathlib import Path

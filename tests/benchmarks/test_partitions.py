@@ -14,7 +14,7 @@ partitions = st.one_of(
 
 @given(partition=partitions, seed=st.integers(0, 100), labels=st.lists(st.integers(0, 6), max_size=200))
 def test_every_image_goes_to_one_client(partition: Partition, seed: int, labels: list[int]) -> None:
-    """However they are shared out, no image is left over and none is doubled."""
+    """Every partition gives each image to exactly one client."""
     all_labels = np.array([*labels, *range(7)], dtype=np.int64)
     owners = share_out(all_labels, partition, clients=7, rng=np.random.default_rng(seed))
     assert owners.shape == all_labels.shape
@@ -57,7 +57,7 @@ def test_the_seed_decides() -> None:
 
 @pytest.mark.parametrize("text", ["sharding:2", "dirichlet:0.1", "dirichlet:3"])
 def test_partitions_are_written_as_they_are_read(text: str) -> None:
-    """What the command line takes is what the report says."""
+    """The command line and the report spell partitions alike."""
     assert str(parse_partition(text)) == text
 
 

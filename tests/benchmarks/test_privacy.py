@@ -99,7 +99,7 @@ def test_chance_is_shown_as_chance() -> None:
 
 
 def test_members_are_those_that_were_averaged() -> None:
-    """What is noted of a prototype is what is in it."""
+    """The recorded members of a prototype are the images in it."""
     features = RNG.normal(size=(47, 8)).astype(np.float32)
     made = deal(features, np.arange(47) % 2, np.arange(47), batch=5, seed=3)
     assert sorted(np.concatenate(made.members)) == list(range(47))

@@ -80,7 +80,7 @@ class Daemon:
         return self.log_file.read_text(encoding="utf-8")
 
     def status(self) -> dict[str, Any]:
-        """What `aggregator status --json` prints; empty before there is a state."""
+        """Return what `aggregator status --json` prints; empty before there is a state."""
         return aggregator_status(self.state)
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def free_address() -> BrokerAddress:
 
 
 def mosquitto_program() -> str | None:
-    """Where mosquitto is; Debian keeps it out of a user's path."""
+    """Return the path of mosquitto, which Debian keeps out of a user's PATH; None if it is not installed."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
 
 

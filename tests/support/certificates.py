@@ -47,7 +47,7 @@ class Certificates:
         self.revoked.write_bytes(revocation_list(self.authority, dict.fromkeys(serials, now), now=now))
 
     def access(self, name: str = "") -> BrokerAccess:
-        """How somebody connects, with the certificate of that name if there is one."""
+        """Return the settings of a client, with the certificate of that name if one is given."""
         if not name:
             return BrokerAccess(tls=True, ca=self.ca)
         return BrokerAccess(
@@ -55,7 +55,7 @@ class Certificates:
         )
 
     def mosquitto(self, *, mutual: bool = True) -> str:
-        """How a broker is told of all this."""
+        """Return mosquitto's configuration lines."""
         lines = [
             f"certfile {self.folder}/broker.crt",
             f"keyfile {self.folder}/broker.key",

@@ -51,7 +51,7 @@ class ClosedFleet:
         return aggregator_access(self.state, BrokerAccess(tls=True), fleet=FLEET)
 
     def configuration(self) -> str:
-        """What `aggregator enroll-broker` has written for mosquitto."""
+        """Return the configuration that `aggregator enroll-broker` has written."""
         return (self.root / "broker" / "mosquitto.conf").read_text(encoding="utf-8")
 
     def mosquitto(self, configuration: str = "") -> Mosquitto:

@@ -63,7 +63,7 @@ def write_task(
 
 
 def aggregator_status(state: Path) -> dict[str, Any]:
-    """What `aggregator status --json` prints; empty before there is a state."""
+    """Return what `aggregator status --json` prints; empty before there is a state."""
     with contextlib.suppress(StateError), closing(Store(state, read_only=True)) as store:
         return report(store)
     return {}
@@ -207,7 +207,7 @@ class Fleet:
         self.processes[name].send_signal(signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        """Let a paused process continue."""
+        """Continue a paused process."""
         self.processes[name].send_signal(signal.SIGCONT)
 
     def device_state(self, name: str) -> Path:
@@ -220,15 +220,15 @@ class Fleet:
         return file.read_text(errors="replace") if file.exists() else ""
 
     def status(self) -> dict[str, Any]:
-        """What `aggregator status --json` prints; empty before there is a state."""
+        """Return what `aggregator status --json` prints; empty before there is a state."""
         return aggregator_status(self.aggregator_state)
 
     def device_status(self, name: str) -> dict[str, Any]:
-        """What `edge-client status --json` prints; empty before there is a state."""
+        """Return what `edge-client status --json` prints; empty before there is a state."""
         return self._run("edge_client.cli", "status", "--json", "--state", self.device_state(name))
 
     def predict(self, name: str, image: Path) -> dict[str, Any]:
-        """What `edge-client predict --json` prints for an image."""
+        """Return what `edge-client predict --json` prints for an image."""
         return self._run("edge_client.cli", "predict", "--json", "--state", self.device_state(name), image)
 
     def _run(self, module: str, *arguments: str | Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _NOBODY = 65534
 
 @contextlib.contextmanager
 def full_disk(*, after_bytes: int) -> Iterator[None]:
-    """Let every write past `after_bytes` of a file fail, as a full disk or an exceeded quota does."""
+    """Make every write past `after_bytes` of a file fail, as a full disk or an exceeded quota does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (after_bytes, hard))
     try:

@@ -13,7 +13,7 @@ UNACCEPTABLE_VERSION = bytes((0x20, 2, 0, 1))
 
 @dataclass(frozen=True)
 class Connect:
-    """What a client says of itself first."""
+    """A client's CONNECT packet."""
 
     version: int
     """4 is MQTT 3.1.1, 5 is MQTT 5."""
@@ -32,7 +32,7 @@ class Publish:
 
 
 def kind(packet: bytes) -> int:
-    """What a packet is: `CONNECT`, `PUBLISH`, or something else."""
+    """Return a packet's type: `CONNECT`, `PUBLISH` or another."""
     return packet[0] >> 4
 
 

@@ -40,7 +40,7 @@ class AttackRow:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run without faults comes to."""
+    """Result of a run without faults."""
 
     heads: tuple[str, ...]
     """Hex digests, the oldest first."""

@@ -1,4 +1,4 @@
-"""What an attack of the suite is: what is tried on a fleet, what stops it, and where an operator sees it."""
+"""An attack of the suite: a function that tries it, what stops it, and where an operator sees it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Attack:
 
     @property
     def shown(self) -> str:
-        """Where an operator sees it, in words."""
+        """Return where an operator sees it, in words."""
         said = [
             f"broker's log, {BROKER_LOG[reason]}{'' if who == '?' else f' from {who}'}"
             if reason in BROKER_LOG

@@ -44,7 +44,7 @@ MAX_STATE_BYTES = 160 * 1024**2
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What no attack may change."""
+    """State that no attack may change."""
 
     head: str
     submissions: dict[str, str]
@@ -68,7 +68,7 @@ class AttackedFleet(Fleet):
         self.data = data
         self.mosquitto = self.closed.mosquitto()
         self.early: list[tuple[str, bytes]] = []
-        """What was published while the fleet got its head, also by an aggregator that has started again since."""
+        """Messages published until the fleet had its head and the aggregator had restarted once."""
         self._task = task
         for device in (*HONEST, HOSTILE, REVOKED, FRESH, LATE):
             self.closed.enroll(device)
@@ -143,7 +143,7 @@ class AttackedFleet(Fleet):
         return [payload for payload in said if frame_of(payload).digest == digest]
 
     def submission(self, device: str = HONEST[0]) -> Submission:
-        """What a device has uploaded."""
+        """Return a device's submission."""
         frames = [frame_of(payload) for payload in self.frames(device)]
         assembly = Assembly(frames[0].digest, frames[0].size_bytes)
         for frame in frames:
@@ -169,7 +169,7 @@ class AttackedFleet(Fleet):
         return signed, decode(signed.body, HeadManifest, max_bytes=2**17)
 
     def restore(self, channel: FleetChannel) -> None:
-        """Have the broker retain the aggregator's newest manifest again, or nothing if there is none."""
+        """Publish the aggregator's newest manifest again, or clear the topic if there is none."""
         with self.inside() as operator:
             published = self.published(channel)
             operator.publish(shared(channel), published[-1] if published else b"", retain=True)
@@ -202,7 +202,7 @@ class AttackedFleet(Fleet):
         self.wait_until(f"{reason} of {name}", lambda: self.refusals()[reason, name] > before)
 
     def ignored(self, device: str) -> int:
-        """How many messages a device has logged as ignored."""
+        """Count the messages that a device has logged as ignored."""
         return self.log(device).count("ignored a message on")
 
     def memory_bytes(self) -> int:
@@ -214,17 +214,17 @@ class AttackedFleet(Fleet):
         return sum(_size(file) for file in self.aggregator_state.rglob("*") if file.is_file())
 
     def stores(self, part: bytes) -> bool:
-        """Whether a file of the aggregator has some bytes in it."""
+        """Return whether a file of the aggregator contains some bytes."""
         files = [file for file in self.aggregator_state.rglob("*") if file.is_file()]
         return any(part in file.read_bytes() for file in files)
 
     def is_settled(self) -> bool:
-        """Whether all honest devices have evaluated the head."""
+        """Return whether all honest devices have evaluated the head."""
         heads = self.status().get("heads", [])
         return bool(heads) and heads[-1]["held_out"]["devices"] == len(HONEST)
 
     def snapshot(self) -> Snapshot:
-        """What no attack may change, as it is now."""
+        """Return the state that no attack may change."""
         with closing(Store(self.aggregator_state, read_only=True)) as store:
             head = store.heads.all(store.served_task().digest)[-1].digest.hex()
         return Snapshot(

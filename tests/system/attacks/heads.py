@@ -21,7 +21,7 @@ from tests.system.attacks.graphs import EXHAUSTING, REFUSED, endless, spoilt
 
 BY_REPORT = "the device's `problem`, the head's `why`"
 HELD_BYTES = 400 * 1024**2
-"""What a head holds that the machine kills its program for."""
+"""Memory of a head at which the program is killed."""
 
 
 class Bench:

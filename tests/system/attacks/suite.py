@@ -1,4 +1,4 @@
-"""All the attacks, in the order of the table."""
+"""All attacks, in the order of the table."""
 
 from tests.system.attacks import entry, floods, heads, replays, topics
 from tests.system.attacks.catalogue import Attack

@@ -1,4 +1,4 @@
-"""What a fault of the suite is: what is done to a fleet, and how often it has to have happened."""
+"""A fault of the suite: a function that provokes it, and how often it has to happen."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """What a fleet without faults comes to."""
+    """Result of a fleet without faults."""
     root = tmp_path_factory.mktemp("reference")
     unknown = Reference((), dict.fromkeys(DEVICES, 0))
     broker = Mosquitto(free_address(), root, options=BROKER)

@@ -102,9 +102,9 @@ class FaultyFleet(Fleet):
             )
 
         self.watch = Watch()
-        """What has crossed between the devices and the broker."""
+        """Transfers between the devices and the broker."""
         self.delivered = Watch()
-        """What has crossed between the broker and the aggregator."""
+        """Transfers between the broker and the aggregator."""
         self.net, self.aggregator_net = proxy(self.watch), proxy(self.delivered)
         super().__init__(root, self.aggregator_net.address, device_broker=self.net.address)
         self.world = world
@@ -170,7 +170,7 @@ class FaultyFleet(Fleet):
         return self.watch.submissions(least_bytes=LEAST_SUBMISSION_BYTES)
 
     def uploads(self, name: str = "") -> bool:
-        """Whether a device, or any, is within the transfer of a submission."""
+        """Return whether a device, or any, is within the transfer of a submission."""
         return any(
             not transfer.received for (device, _), transfer in self.submissions().items() if name in device
         )
@@ -209,7 +209,7 @@ class FaultyFleet(Fleet):
         self.wait_until("a head that every device has evaluated", self.is_settled, pause_s=0.1)
 
     def is_settled(self) -> bool:
-        """Whether every device has evaluated the newest head."""
+        """Return whether every device has evaluated the newest head."""
         heads = self.status().get("heads", [])
         return bool(heads) and heads[-1]["held_out"]["devices"] == len(self.reference.prototypes)
 
@@ -246,5 +246,5 @@ class FaultyFleet(Fleet):
         )
 
     def times_accepted(self, name: str) -> int:
-        """How often the aggregator has logged that it counts a submission of a device."""
+        """Count how often the aggregator has logged a submission of a device as counted."""
         return len(re.findall(ACCEPTED.format(device=name), self.log("aggregator")))

@@ -39,7 +39,7 @@ def _kill_repeatedly(fleet: FaultyFleet, name: str) -> int:
 
 @fault("SIGKILL of the aggregator while it receives submissions", least=3)
 def aggregator_killed_while_it_receives(fleet: FaultyFleet) -> int:
-    """What it has acknowledged is there after its restart; the rest is uploaded again."""
+    """Acknowledged data is there after the restart; the rest is uploaded again."""
     fleet.net.up = SLOWER
     fleet.run()
     killed = 0

@@ -1,4 +1,4 @@
-"""All the faults, in the order of the table."""
+"""All faults, in the order of the table."""
 
 from tests.system.faults import brokers, heads, networks, processes
 from tests.system.faults.catalogue import Fault

@@ -1,4 +1,4 @@
-"""Whatever fails: every submission counts exactly once, and the head equals that of a fleet without faults."""
+"""Under every fault, each submission counts exactly once, and the head equals that of a fleet without faults."""
 
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""What crosses a proxy, as this protocol's transfers: how far each is, and which one has its receipt."""
+"""Transfers that cross a proxy: frames so far, and whether the receipt has crossed."""
 
 import threading
 from collections import Counter

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto i
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a session retry within half a second, however often it has failed."""
+    """Limit the retry delay of sessions to half a second."""
     monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
 
 
@@ -230,7 +230,9 @@ def test_passwords_work_instead_of_certificates(closed: ClosedFleet, tmp_path: P
         assert denied(closed, aggregator, [own["task"], own["d/ack"]]) == set()
         said = refusal(closed.broker, replace(right, password="all"))
         assert said == "refused by the broker: Not authorized: check --username and the password"
-        assert "it wants --username" in refusal(closed.broker, replace(right, username=None, password=None))
+        assert "give --username and a password" in refusal(
+            closed.broker, replace(right, username=None, password=None)
+        )
 
 
 def test_access_list_names_its_fleet() -> None:

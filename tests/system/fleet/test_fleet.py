@@ -205,7 +205,7 @@ def test_other_backbone_is_refused(idle: Fleet, tmp_path: Path) -> None:
 
 
 def test_unlisted_device_is_refused(idle: Fleet, tmp_path: Path) -> None:
-    """Where the task file lists the devices, another one ends with a line that says why."""
+    """A device that the task file does not list ends with an error that names the reason."""
     line = _refuse(idle, "stranger", write_digits(tmp_path / "data", classes=[0, 1]))
     assert "stranger is not among the task file's devices" in line
     idle.wait_for("the refusal", lambda s: {row["reason"] for row in s["refusals"]} == {"unknown_device"})

@@ -31,12 +31,12 @@ LOOK_EVERY_S = 2.0
 SETTLE_S = 420.0
 STAYERS = 5
 FAULTS = Faults(cut=0.01, delay_s=0.02, duplicate=0.02, reorder=0.02, drop=0.02)
-"""What the network does to publications, in both directions."""
+"""Faults of publications, in both directions."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process held at a moment.
+    """Resources of a process at a moment.
 
     Args:
         at_s: seconds from the start of the soak.

@@ -49,7 +49,7 @@ class RestlessFleet(Fleet):
     def __init__(self, root: Path, devices: int, rng: random.Random) -> None:
         self.mosquitto = Mosquitto(free_address(), root, options=BROKER)
         self.device_address = free_address()
-        """Where devices find the broker: the network's other end."""
+        """Where devices connect: the network proxy."""
         super().__init__(root, self.mosquitto.address, device_broker=self.device_address)
         self.names = [f"device-{number:02d}" for number in range(devices)]
         self.running: set[str] = set()
