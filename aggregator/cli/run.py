@@ -64,7 +64,7 @@ def run_command(
     from aggregator.config.task_file import load_task
     from aggregator.messaging.embedded_broker import EmbeddedBroker
     from aggregator.security.identity import aggregator_access, restore_closed
-    from aggregator.service import Aggregator
+    from aggregator.service.aggregator import Aggregator
     from aggregator.storage.store import Store, open_folder
     from aggregator.tasks.task import prepare_task
     from protocol.mqtt.session import parse_broker

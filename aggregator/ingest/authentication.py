@@ -1,4 +1,4 @@
-"""Who is let in: a frame's signature is looked at before anything of it is kept or read."""
+"""Authentication of devices: a frame's signature is verified before anything in it is read or stored."""
 
 import functools
 import time
@@ -10,67 +10,66 @@ from protocol.wire.messages import Frame, Reason
 from protocol.wire.signing import is_own_transfer
 
 VERIFIED = 4096
-"""Signatures that were found right and are not looked into again: a transfer has one in all of its frames."""
+"""Signatures cached as valid: all frames of a transfer carry the same one."""
 
-_WORDS: dict[Reason, str] = {
-    "revoked": "the key of {device} was revoked; `aggregator enroll {device} --renew` lets it in again",
-    "unknown_device": "{device} is not enrolled, and the fleet is closed: `aggregator enroll {device}` lets it in",
-    "signature": "another key than the one that {device} is known by",
+_DETAILS: dict[Reason, str] = {
+    "revoked": "the key of {device} was revoked; `aggregator enroll {device} --renew` enrolls it again",
+    "unknown_device": "{device} is not enrolled, and the fleet is closed: `aggregator enroll {device}` enrolls it",
+    "signature": "the key is not the one known for {device}",
 }
 
 
-class Gate:
-    """Tells a fleet's devices from others.
+class FrameAuthenticator:
+    """Verifies that frames come from the device that their topic names.
 
     Args:
-        store: has the keys, which another process may change at any time.
-        fleet: its name.
+        store: has the keys, which other processes may change at any time.
+        fleet: the fleet's name.
     """
 
     def __init__(self, store: Store, *, fleet: str) -> None:
         self._keys = store.keys
-        self._verified = functools.lru_cache(maxsize=VERIFIED)(functools.partial(_is_own, fleet))
+        self._verify = functools.lru_cache(maxsize=VERIFIED)(functools.partial(_is_own, fleet))
 
-    def admit(self, device: str) -> None:
-        """See whether a name is heard at all.
+    def check_name(self, device: str) -> None:
+        """Check that a device's messages are accepted.
 
         Raises:
-            Refused: it is not, and why.
+            Refused: its key was revoked, or it is not enrolled in a closed fleet.
         """
-        self._look(device, None)
+        self._known_key(device, None)
 
     def check(self, device: str, frame: Frame, *, may_pin: bool = True) -> None:
-        """See whether a frame is of a device's own transfer; the first key that comes under a name is its own.
+        """Check a frame's signature; an open fleet pins the first key of each device.
 
         Args:
-            device: under whose name it came.
-            frame: what came.
-            may_pin: keep a key that is the first.
+            device: the device that the topic names.
+            frame: its frame.
+            may_pin: store a device's first key.
 
         Raises:
-            Refused: it is not, or nobody knows.
-            StateError: the key cannot be kept.
+            Refused: it is another device's, or the device is not accepted.
+            StateError: the key cannot be stored.
         """
-        known = self._look(device, frame.key)
-        if not self._verified(device, frame.digest, frame.size_bytes, frame.key, frame.signature):
-            raise Refused("signature", f"what came as a transfer of {device} is not signed with its key")
+        known = self._known_key(device, frame.key)
+        if not self._verify(device, frame.digest, frame.size_bytes, frame.key, frame.signature):
+            raise Refused("signature", f"the transfer is not signed with the key of {device}")
         if known is None and may_pin and not self._keys.pin(device, frame.key, now_s=time.time()):
             raise Refused(
                 "unknown_device",
                 f"{device} is not enrolled, like {MAX_PINNED_DEVICES} others: `aggregator enroll` the fleet's devices",
             )
 
-    def _look(self, device: str, public: bytes | None) -> Key | None:
+    def _known_key(self, device: str, public: bytes | None) -> Key | None:
         known = self._keys.get(device)
         reason = refusal_reason(known, is_closed=self._keys.is_closed(), public=public)
         if reason is not None:
-            words = _WORDS[reason].format(device=device)
-            raise Refused(reason, words if reason != "signature" else f"{words}; {_way_out(known, device)}")
+            detail = _DETAILS[reason].format(device=device)
+            raise Refused(reason, detail if reason != "signature" else f"{detail}; {_remedy(known, device)}")
         return known
 
 
-def _way_out(known: Key | None, device: str) -> str:
-    """What an operator does about a device that comes with another key."""
+def _remedy(known: Key | None, device: str) -> str:
     if known is not None and known.enrolled:
         return "start it with the folder of its last enrollment"
     return f"if the device has lost its key: `aggregator reset-key {device}`"

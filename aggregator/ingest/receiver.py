@@ -4,8 +4,10 @@ A disk that cannot be written stops the intake and nothing else: devices are tol
 again, until a trial shows that there is room.
 """
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 from aggregator.ingest import intake_status
 from aggregator.ingest.chunk_store import ChunkStore
@@ -106,6 +108,14 @@ class Receiver:
         event(log, logging.ERROR, "intake stopped: free space or fix permissions", reason=error)
         self._publish_status()
 
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Stop the intake if the body cannot store something."""
+        try:
+            yield
+        except StateError as error:
+            self.stop(error)
+
     def tick(self) -> bool:
         """Let time pass; returns True if a stopped intake was resumed just now."""
         now_s = time.monotonic()
@@ -133,10 +143,8 @@ class Receiver:
     def _expire(self) -> None:
         for device, digest in self._reassembly.expire(time.time() - self._unfinished_s):
             event(log, logging.INFO, "unfinished upload deleted", device=device, digest=digest)
-        try:
+        with self.guard():
             self.commit()
-        except StateError as error:
-            self.stop(error)
 
     def _publish_status(self) -> None:
         try:

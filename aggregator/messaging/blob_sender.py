@@ -1,69 +1,82 @@
-"""Blobs going out to devices, piece by piece from the disk, and no faster than the broker takes them."""
+"""Blobs sent to devices: in pieces read from the disk, and no faster than the broker takes them."""
 
+import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.storage.blobstore import state_errors
+from aggregator.messaging.publisher import Publisher
+from protocol.errors import StateError
+from protocol.log import event
+from protocol.storage.blobstore import BlobStore, state_errors
 from protocol.wire.messages import PROTOCOL_VERSION, BlobRequest, Frame
 
+log = logging.getLogger(__name__)
+
 BURST_BYTES = 4 * 1024**2
-"""What is asked for together and sent at once: so much of blobs is in memory, however many devices ask."""
+"""Bytes sent at once: blobs take no more memory than this, however many devices request them."""
 
-MAX_WAITING = 100_000
-"""Requests that wait; one more is dropped, and its device asks again."""
+MAX_REQUESTS = 100_000
+"""Waiting requests; one more is dropped, and its device repeats it."""
 
-MAX_OF_ONE = 64
-"""Those of one device: it asks for 16 at once, and nobody waits for what one asks for all day."""
+MAX_DEVICE_REQUESTS = 64
+"""Waiting requests of one device, which sends 16 at once: no other device waits for more."""
 
 
-class Downlink:
-    """What devices have asked for and was not sent yet, in the order of their requests. No I/O."""
+class BlobSender:
+    """The queue of blob requests, in the order of their arrival.
 
-    def __init__(self) -> None:
+    Args:
+        blobs: where the blobs are.
+        publisher: the connection to the fleet.
+    """
+
+    def __init__(self, blobs: BlobStore, publisher: Publisher) -> None:
+        self._blobs = blobs
+        self._publisher = publisher
         self._waiting: dict[tuple[str, bytes, int], BlobRequest] = {}
-        self._of_device: Counter[str] = Counter()
+        self._per_device: Counter[str] = Counter()
         self._is_busy = False
 
-    def ask(self, device: str, request: BlobRequest) -> None:
-        """Take a request; one that waits already is not taken twice."""
+    def request(self, device: str, request: BlobRequest) -> None:
+        """Queue a request; one that is waiting already is not queued again."""
         key = (device, request.digest, request.offset)
-        is_room = len(self._waiting) < MAX_WAITING and self._of_device[device] < MAX_OF_ONE
+        is_room = len(self._waiting) < MAX_REQUESTS and self._per_device[device] < MAX_DEVICE_REQUESTS
         if is_room and key not in self._waiting:
             self._waiting[key] = request
-            self._of_device[device] += 1
-
-    def sent(self) -> None:
-        """Something of a burst was given to the broker."""
-        self._is_busy = True
+            self._per_device[device] += 1
 
     def drained(self) -> None:
-        """The broker has taken all that was sent."""
+        """Allow the next burst: the broker has taken everything."""
         self._is_busy = False
 
     def forget(self) -> None:
-        """Drop everything: the connection is gone, and devices ask again."""
+        """Drop all requests: the connection is lost, and devices repeat them."""
         self._waiting.clear()
-        self._of_device.clear()
+        self._per_device.clear()
         self._is_busy = False
 
-    def burst(self) -> list[tuple[str, BlobRequest]]:
-        """What to send now; nothing while the broker has not taken what was sent before."""
-        if self._is_busy:
-            return []
-        size_bytes, taken = 0, []
-        while self._waiting and size_bytes < BURST_BYTES:
+    def send(self) -> None:
+        """Send a burst, unless the broker has not taken the one before."""
+        size_bytes = 0
+        burst = []
+        while self._waiting and size_bytes < BURST_BYTES and not self._is_busy:
             key = next(iter(self._waiting))
-            request = self._waiting.pop(key)
-            size_bytes += request.length
-            taken.append((key[0], request))
-            self._of_device[key[0]] -= 1
-        self._of_device += Counter()  # without those of whom nothing waits
-        return taken
+            burst.append((key[0], self._waiting.pop(key)))
+            size_bytes += burst[-1][1].length
+            self._per_device[key[0]] -= 1
+        self._per_device += Counter()  # drops zeros
+        for device, request in burst:
+            path = self._blobs.path(request.digest)
+            with reading():
+                for frame in read_frames(path, request, chunk_bytes=self._publisher.chunk_bytes):
+                    self._publisher.publish_to_device(device, "blk", frame)
+                    self._is_busy = True
 
 
 def read_frames(path: Path, request: BlobRequest, *, chunk_bytes: int) -> Iterator[Frame]:
-    """The bytes of a blob that a device asked for, as far as there are any, in frames of at most `chunk_bytes`.
+    """Yield the requested bytes of a blob, clipped to its size, in frames of at most `chunk_bytes`.
 
     Raises:
         StateError: the blob cannot be read.
@@ -77,3 +90,12 @@ def read_frames(path: Path, request: BlobRequest, *, chunk_bytes: int) -> Iterat
             if not data:
                 return
             yield Frame(v=PROTOCOL_VERSION, digest=request.digest, size_bytes=size, offset=offset, data=data)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Log a blob that cannot be read, and continue."""
+    try:
+        yield
+    except StateError as error:
+        event(log, logging.ERROR, "blob not readable: restart the aggregator to restore it", reason=error)

@@ -1,4 +1,4 @@
-"""What is said to the whole fleet: signed, and numbered so that nothing older is believed after it."""
+"""Signatures and release numbers of manifests: a device accepts a manifest only after those with smaller numbers."""
 
 import logging
 import time
@@ -8,6 +8,7 @@ from aggregator.security.identity import identity_folder, locked_identity
 from aggregator.storage.facts import ManifestNumbers, SigningKey
 from aggregator.storage.store import Store
 from protocol.errors import BadSignature, MalformedMessage
+from protocol.log import event
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.codec import digest_of
 from protocol.wire.signing import open_manifest, public_key, sign_manifest
@@ -17,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def identity_of(state: Path) -> bytes:
-    """The aggregator's private key, 32 bytes, which is made at the first start.
+    """Return the aggregator's private key, 32 bytes, created at the first start.
 
     Raises:
-        ConfigError: the file holds no such key.
+        ConfigError: the file does not hold such a key.
         StateError: it cannot be written.
     """
     with locked_identity(state):
@@ -28,17 +29,17 @@ def identity_of(state: Path) -> bytes:
 
 
 def next_release(last: int, *, now_s: float) -> int:
-    """A number greater than the last one. It follows the clock: a state of earlier, or a lost one, gives no smaller."""
+    """Return a number greater than `last`. It follows the clock, so that a lost or restored state gives no smaller."""
     return max(last + 1, int(now_s))
 
 
-class Herald:
-    """Signs what stands on the fleet's topics.
+class ManifestSigner:
+    """Signs the manifests of one fleet.
 
     Args:
-        store: keeps the numbers.
+        store: keeps the release numbers.
         key: the aggregator's private key, 32 bytes.
-        fleet: its name.
+        fleet: the fleet's name.
     """
 
     def __init__(self, store: Store, *, key: bytes, fleet: str) -> None:
@@ -47,59 +48,61 @@ class Herald:
         self._fleet = fleet
         stored = store.facts.get(ManifestNumbers)
         self._releases = dict(stored.numbers) if stored is not None else {}
-        self._said: dict[FleetChannel, tuple[bytes, bytes]] = {}
+        self._signed: dict[FleetChannel, tuple[bytes, bytes]] = {}
         self._is_unkept = False
-        self._know(public_key(key).hex())
+        self._keep_key(SigningKey(public_key(key).hex()))
 
-    def _know(self, key: str) -> None:
-        """Keep by which key devices know us, and say so if they know another."""
+    def _keep_key(self, key: SigningKey) -> None:
         before = self._store.facts.get(SigningKey)
-        if before is not None and before.public != key:
-            log.warning(
-                "identity/signing.key is another than the one that devices believe, %s: put that one back from a "
-                "backup, or start every device once with --aggregator-key %s, and enrol those anew that were enrolled",
-                *(before.public, key),
+        if before is not None and before != key:
+            event(
+                log,
+                logging.WARNING,
+                "identity/signing.key is not the key that devices trust: restore it from a backup, or start every "
+                "device once with --aggregator-key, and enroll again those that were enrolled",
+                trusted=before.public,
+                found=key.public,
             )
-        self._store.facts.put(SigningKey(key))
+        self._store.facts.put(key)
 
     def sign(self, channel: FleetChannel, body: bytes) -> bytes:
-        """A manifest as it is retained: with a new number if it is another one than before, or the first of a start.
+        """Return a signed manifest, with a new number if it differs from the last one or is the first of this start.
 
         `keep` makes the number durable.
         """
-        digest, payload = self._said.get(channel, (b"", b""))
+        digest, payload = self._signed.get(channel, (b"", b""))
         if digest == digest_of(body):
             return payload
         release = next_release(self._releases.get(channel, 0), now_s=time.time())
         payload = sign_manifest(body, key=self._key, fleet=self._fleet, channel=channel, release=release)
         self._releases[channel] = release
-        self._said[channel] = digest_of(body), payload
+        self._signed[channel] = digest_of(body), payload
         self._is_unkept = True
         return payload
 
-    def has_said(self, channel: FleetChannel, payload: bytes) -> bool:
-        """Whether a manifest that stands on the broker is of ours.
+    def has_signed(self, channel: FleetChannel, payload: bytes) -> bool:
+        """Return True if this aggregator's key has signed a manifest.
 
-        If we do not know of its number, as our state is an older one and the clock was ahead when it was given, what is
-        said from now on has a greater one: else no device would believe it.
+        If its number is unknown, because the state is older and the clock was ahead, the next number is greater: no
+        device would accept another one.
         """
         try:
-            signed = open_manifest(payload, fleet=self._fleet, channel=channel)
+            found = open_manifest(payload, fleet=self._fleet, channel=channel)
         except (BadSignature, MalformedMessage):
             return False
-        if signed.key != public_key(self._key):
+        if found.key != public_key(self._key):
             return False
-        _, said = self._said.get(channel, (b"", b""))
-        if payload != said and signed.release >= self._releases.get(channel, 0):
-            self._releases[channel] = signed.release
-            self._said.pop(channel, None)
+        _, signed = self._signed.get(channel, (b"", b""))
+        if payload != signed and found.release >= self._releases.get(channel, 0):
+            self._releases[channel] = found.release
+            self._signed.pop(channel, None)
         return True
 
     def keep(self) -> None:
-        """Keep the numbers that were given.
+        """Store the numbers.
 
         Raises:
-            StateError: they cannot be kept now. Then only the clock keeps the next start from giving smaller ones.
+            StateError: they cannot be stored. Then only the clock keeps the next start from using smaller ones.
         """
         if self._is_unkept:
             self._store.facts.put(ManifestNumbers(self._releases))

@@ -1,4 +1,4 @@
-"""What the aggregator says, and to whom: to the whole fleet, or to one device."""
+"""The aggregator's connection to its fleet."""
 
 from collections.abc import Callable
 
@@ -16,19 +16,22 @@ from protocol.wire.topics import (
 )
 from protocol.wire.transfer import frames_of
 
-KEPT: tuple[FleetChannel, ...] = ("state", "task", "round", "head")
-"""What the broker keeps of us. We listen to it, for where there is no access list others can write there as well."""
+OWN_CHANNELS: tuple[FleetChannel, ...] = ("state", "task", "round", "head")
+"""The retained fleet topics. The aggregator subscribes to them: without an access list other clients can write them."""
 
 
-class Wire:
-    """The aggregator's connection to its fleet.
+class Publisher:
+    """An MQTT session that subscribes to the devices' topics and publishes to them.
 
     Args:
-        broker: where the fleet meets.
-        access: how it lets us in.
-        fleet: its name.
+        broker: the broker's address.
+        access: certificates and credentials for it.
+        fleet: the fleet's name.
         epoch: of this start of the aggregator.
-        on_event: called from a thread with what comes in; it must only put it somewhere.
+        on_event: called from a thread with each event; it must only enqueue it.
+
+    Attributes:
+        chunk_bytes: payload bytes of a frame, as the broker's packet size allows.
     """
 
     def __init__(
@@ -41,14 +44,13 @@ class Wire:
         on_event: Callable[[mqtt.Event], None],
     ) -> None:
         self.chunk_bytes = MAX_CHUNK_BYTES
-        """Bytes of payload in a frame, by what the broker takes."""
         self._fleet = fleet
         self._epoch = epoch
-        self._told: dict[str, bytes] = {}
+        self._own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
         self._session = mqtt.Session(
             broker,
             client_id=f"pf-{fleet}-aggregator-{epoch}",
-            subscriptions=[*device_filters(fleet), *(fleet_topic(fleet, channel) for channel in KEPT)],
+            subscriptions=[*device_filters(fleet), *self._own_topics],
             on_event=on_event,
             access=access,
             will=self._presence("offline"),
@@ -56,45 +58,35 @@ class Wire:
         )
 
     def start(self) -> None:
-        """Connect, again and again if need be."""
+        """Connect, and reconnect after each failure."""
         self._session.start()
 
     def stop(self) -> None:
-        """Say that we stop, and disconnect."""
+        """Publish that the aggregator has stopped, and disconnect."""
         self._session.stop([self._presence("stopped")])
 
     def acknowledge(self, received: mqtt.Received) -> None:
-        """Let the broker forget a message, and hand out another one."""
+        """Acknowledge a message, so that the broker sends another one."""
         self._session.acknowledge(received)
 
-    def is_own_state(self, topic: str) -> bool:
-        """Whether a topic is that of the aggregator's presence."""
-        return topic == fleet_topic(self._fleet, "state")
+    def own_channel(self, topic: str) -> FleetChannel | None:
+        """Return the channel of one of the aggregator's own retained topics; None for any other topic."""
+        return self._own_topics.get(topic)
 
-    def say_online(self) -> None:
-        """Tell the fleet that we are there."""
-        self._session.send(self._presence("online"))
+    def publish_presence(self, state: PresenceState) -> None:
+        """Publish the aggregator's presence."""
+        self._session.send(self._presence(state))
 
-    def tell_fleet(self, channel: FleetChannel, payload: bytes) -> None:
-        """Publish to everybody; nothing clears what was said there before."""
-        outgoing = self._outgoing(channel, payload)
-        self._told[outgoing.topic] = payload
-        self._session.send(outgoing)
+    def publish_to_fleet(self, channel: FleetChannel, payload: bytes) -> None:
+        """Publish to all devices; an empty payload clears a retained message."""
+        self._session.send(self._outgoing(channel, payload))
 
-    def is_own_manifest(self, topic: str) -> bool:
-        """Whether a topic is that of the fleet's task, round or head."""
-        return topic in {fleet_topic(self._fleet, channel) for channel in KEPT if channel != "state"}
-
-    def is_other(self, topic: str, payload: bytes) -> bool:
-        """Whether there is something else on a topic than what we have said there last."""
-        return self._told.get(topic) != payload
-
-    def cast(self, payload: bytes) -> None:
-        """Send a blob to everybody at once."""
+    def broadcast(self, payload: bytes) -> None:
+        """Send a blob to all devices at once."""
         for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
             self._session.send(self._outgoing("cast", encode(frame)))
 
-    def tell_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
+    def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
         """Publish to one device."""
         topic = device_topic(self._fleet, device, channel)
         self._session.send(mqtt.Outgoing(topic, encode(message), RETAINED[channel]))

@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 
 from aggregator.config.task_file import load_task
-from aggregator.service import Aggregator
+from aggregator.service.aggregator import Aggregator
 from aggregator.status import report, show
 from aggregator.storage.store import Store
 from aggregator.tasks.task import Task, prepare_task
@@ -69,7 +69,7 @@ def serve(data: bytes) -> None:
         heard += _heard(number % 8, number >> 3 & 3, body)
         looks = looks or bool(number & LOOK)
     try:
-        aggregator._take(list(heard))
+        aggregator.handle(list(heard))
     except ConfigError:
         assert any(received.topic == fleet_topic(FLEET, "state") for received in heard)
     for outgoing in _said(aggregator):
@@ -106,7 +106,7 @@ def _heard(kind: int, who: int, body: bytes) -> list[Received]:
 
 def _said(aggregator: Aggregator) -> list[Outgoing]:
     """What it wants to be sent, which is taken away."""
-    inbox, found = aggregator._wire._session._inbox, []
+    inbox, found = aggregator._publisher._session._inbox, []
     with contextlib.suppress(queue.Empty):
         while True:
             command = inbox.get_nowait()

@@ -14,7 +14,7 @@ import pytest
 from aggregator.config.schema import Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rounds import Entry, State
-from aggregator.service import Aggregator
+from aggregator.service.aggregator import Aggregator
 from aggregator.storage.store import Store
 from aggregator.tasks.task import prepare_task
 from aggregator.training.jobs import HeadJob, Result
@@ -170,7 +170,7 @@ def test_a_full_disk_stops_the_intake_and_nothing_else(alone: BrokerAddress, tmp
         assert device.upload(submission(task=task)).reason == "superseded"
         assert other.upload(submission(task=task)).status == "received"
         assert daemon.status()["submissions"] == 2
-        assert daemon.log().count("intake is stopped") == daemon.log().count("intake goes on") == 1
+        assert daemon.log().count("intake stopped") == daemon.log().count("intake resumed") == 1
         assert "Traceback" not in daemon.log()
 
 
@@ -233,7 +233,7 @@ def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> No
     task = prepare_task(*load_task(write_task(tmp_path, "quorum = 2")), store=store)
     daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
     entries = {"a": Entry(1, b"a", 0.0)}
-    daemon._learning.state = State(submissions=entries, training=entries)
+    daemon._training.state = State(submissions=entries, training=entries)
     metrics = {"seconds": 1.0, "onnx_max_abs_diff": 0.0}
     job = HeadJob(
         version=1,
@@ -244,6 +244,6 @@ def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> No
         training=Training(),
         folder=str(tmp_path / "gone"),
     )
-    daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
-    assert daemon._learning.state == State(submissions=entries, failed=entries)
+    daemon._handle_event(Finished(job, Result(prototypes=1, metrics=metrics)))
+    assert daemon._training.state == State(submissions=entries, failed=entries)
     assert store.heads.all(task.digest) == []

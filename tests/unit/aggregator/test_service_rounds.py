@@ -294,7 +294,7 @@ def test_a_devices_problem_is_shown(alone: BrokerAddress, task_file: Path) -> No
         )
         device.send("info", encode(msgspec.structs.replace(info, problem="")))
         daemon.until(lambda summary: all(not row["problem"] for row in summary["devices"]))
-        assert daemon.log().count("poor cannot take part: no room for graphs") == 1
+        assert daemon.log().count('device cannot take part device=poor reason="no room for graphs"') == 1
 
 
 def test_graphs_that_cannot_be_made_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.service import shown_info
+from aggregator.service.device_messages import bounded_info
 from aggregator.storage import devices
 from aggregator.storage.store import Store
 from protocol.wire.messages import DeviceInfo
@@ -61,5 +61,5 @@ def test_of_a_devices_word_only_what_the_task_knows_is_kept() -> None:
         epoch=1, software="", runtime="", backbones=(), unusable_images=0, images={"cat": 3, "made up": 9},
         refused_messages={"signature": 2, "made up": 9},
     )  # fmt: skip
-    shown = shown_info(info, ("cat", "dog"))
+    shown = bounded_info(info, ("cat", "dog"))
     assert (shown.images, shown.refused_messages) == ({"cat": 3}, {"signature": 2})

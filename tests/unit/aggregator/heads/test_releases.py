@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from aggregator.config.task_file import load_task
 from aggregator.heads.operator_commands import order
 from aggregator.heads.releases import Releases
-from aggregator.messaging.manifest_signer import Herald, identity_of
+from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store, open_folder
 from aggregator.tasks.task import prepare_task
@@ -177,7 +177,7 @@ def test_a_head_that_a_canary_cannot_use(alone: BrokerAddress, tmp_path: Path) -
         task, trial = _two_heads(first, second, daemon)
         first.upload(_says(task, 2, 0, before=None, problem="the head gives NaN"))
         assert _manifest(first, after=trial).candidate is None
-        assert f"{FIRST} does not use head 2: the head gives NaN" in daemon.log()
+        assert f'head not used device={FIRST} head=2 reason="the head gives NaN' in daemon.log()
         assert daemon.status()["heads"][1]["why"] == f"{FIRST} cannot use it: the head gives NaN"
 
 
@@ -288,9 +288,9 @@ def test_a_state_that_was_restored_is_no_older_release(
         releases = Releases(task, store)
         releases.tick(version)
         assert releases.manifest is not None
-        herald = Herald(store, key=identity_of(state), fleet=FLEET)
-        payload = herald.sign("head", encode(releases.manifest))
-        herald.keep()
+        signer = ManifestSigner(store, key=identity_of(state), fleet=FLEET)
+        payload = signer.sign("head", encode(releases.manifest))
+        signer.keep()
         store.close()
         return open_manifest(payload, fleet=FLEET, channel="head").release, releases.manifest
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aggregator.ingest.authentication import Gate
+from aggregator.ingest.authentication import FrameAuthenticator
 from aggregator.ingest.validation import Refused
 from aggregator.storage import device_keys
 from aggregator.storage.device_keys import Key, refusal_reason
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def reason(gate: Gate, frame: Frame, device: str = "a") -> str:
+def reason(gate: FrameAuthenticator, frame: Frame, device: str = "a") -> str:
     """Why a frame is refused."""
     with pytest.raises(Refused) as caught:
         gate.check(device, frame)
@@ -38,11 +38,11 @@ def reason(gate: Gate, frame: Frame, device: str = "a") -> str:
 
 def test_in_an_open_fleet_the_first_key_counts(store: Store) -> None:
     """Under each name, and after a restart; with another key nobody speaks for it."""
-    gate = Gate(store, fleet="barn")
+    gate = FrameAuthenticator(store, fleet="barn")
     gate.check("a", signed())
     gate.check("a", signed())
     gate.check("b", signed("b", key=TWO))
-    for each in (gate, Gate(Store(store.folder), fleet="barn")):
+    for each in (gate, FrameAuthenticator(Store(store.folder), fleet="barn")):
         assert reason(each, signed(key=TWO)) == "signature"
         each.check("a", signed())
     assert {name: key.public for name, key in store.keys.all().items()} == {
@@ -75,7 +75,7 @@ def test_in_an_open_fleet_the_first_key_counts(store: Store) -> None:
 )
 def test_what_a_device_has_not_signed_is_refused_and_leaves_nothing(store: Store, frame: Frame) -> None:
     """Whatever is wrong with it; the name stays free for whose it is."""
-    gate = Gate(store, fleet="barn")
+    gate = FrameAuthenticator(store, fleet="barn")
     assert reason(gate, frame) == "signature"
     assert store.keys.all() == {}
     gate.check("a", signed())
@@ -83,16 +83,16 @@ def test_what_a_device_has_not_signed_is_refused_and_leaves_nothing(store: Store
 
 def test_in_a_closed_fleet_only_enrolled_keys_count(store: Store) -> None:
     """Also what was taken at first use before counts no more; another process may close it and let in."""
-    gate = Gate(store, fleet="barn")
+    gate = FrameAuthenticator(store, fleet="barn")
     gate.check("a", signed())
     other = Store(store.folder)
     other.keys.close_fleet()
     for device in ("a", "b"):
         assert reason(gate, signed(device), device) == "unknown_device"
         with pytest.raises(Refused, match="aggregator enroll"):
-            gate.admit(device)
+            gate.check_name(device)
     other.keys.enroll("a", public_key(TWO), serial="7f", now_s=1.0)
-    gate.admit("a")
+    gate.check_name("a")
     gate.check("a", signed(key=TWO))
     assert reason(gate, signed()) == "signature"
     assert store.keys.get("a") == Key(public_key(TWO), enrolled=True, since_s=1.0, serial="7f")
@@ -100,7 +100,7 @@ def test_in_a_closed_fleet_only_enrolled_keys_count(store: Store) -> None:
 
 def test_a_revoked_key_counts_no_more_from_that_moment(store: Store) -> None:
     """Of a transfer that is under way as well; a new enrollment lets the device in again."""
-    gate, other = Gate(store, fleet="barn"), Store(store.folder)
+    gate, other = FrameAuthenticator(store, fleet="barn"), Store(store.folder)
     gate.check("a", signed())
     other.keys.revoke("a", now_s=5.0)
     assert reason(gate, signed()) == "revoked"
@@ -112,7 +112,7 @@ def test_a_revoked_key_counts_no_more_from_that_moment(store: Store) -> None:
 
 def test_what_another_process_revokes_counts_with_the_next_batch(store: Store) -> None:
     """Within one, nobody else can write, and so the keys are looked at once; after one, each time again."""
-    gate, other = Gate(store, fleet="barn"), Store(store.folder)
+    gate, other = FrameAuthenticator(store, fleet="barn"), Store(store.folder)
     with store.transaction():
         gate.check("a", signed())
         gate.check("a", signed())
@@ -128,7 +128,7 @@ def test_what_another_process_revokes_counts_with_the_next_batch(store: Store) -
 
 def test_a_device_that_has_lost_its_key_comes_with_another_one(store: Store) -> None:
     """Once its old one is forgotten; an enrolled key is not forgotten so."""
-    gate = Gate(store, fleet="barn")
+    gate = FrameAuthenticator(store, fleet="barn")
     gate.check("a", signed())
     assert store.keys.reset("a")
     gate.check("a", signed(key=TWO))
@@ -140,7 +140,7 @@ def test_a_device_that_has_lost_its_key_comes_with_another_one(store: Store) -> 
 def test_strangers_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of names that anybody can make up only so many are taken; enrolled devices come on top of them."""
     monkeypatch.setattr(device_keys, "MAX_PINNED_DEVICES", 3)
-    gate = Gate(store, fleet="barn")
+    gate = FrameAuthenticator(store, fleet="barn")
     store.keys.enroll("z", public_key(TWO), now_s=0.0)
     for device in ("a", "b", "c"):
         gate.check(device, signed(device))
@@ -153,7 +153,7 @@ def test_strangers_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_key_whose_keeping_was_undone_is_kept_again(store: Store) -> None:
     """What a batch has brought is all stored, or never came."""
-    gate = Gate(store, fleet="barn")
+    gate = FrameAuthenticator(store, fleet="barn")
 
     def batch() -> None:
         with store.transaction():
@@ -170,7 +170,7 @@ def test_a_key_whose_keeping_was_undone_is_kept_again(store: Store) -> None:
 
 def test_a_key_is_not_kept_while_nothing_can_be_stored(store: Store) -> None:
     """The frame is looked at all the same."""
-    gate = Gate(store, fleet="barn")
+    gate = FrameAuthenticator(store, fleet="barn")
     gate.check("a", signed(), may_pin=False)
     assert store.keys.all() == {}
     with pytest.raises(Refused):
@@ -190,7 +190,7 @@ def test_a_name_is_heard_if_and_only_if_its_key_would_be(known: Key | None, *, i
 
 def test_another_key_comes_with_a_way_out(store: Store) -> None:
     """Who reads the refusal is told the command or the folder that mends it."""
-    gate = Gate(store, fleet="barn")
+    gate = FrameAuthenticator(store, fleet="barn")
     gate.check("a", signed())
     with pytest.raises(Refused, match="`aggregator reset-key a`"):
         gate.check("a", signed(key=TWO))

@@ -78,7 +78,10 @@ def test_nobody_speaks_for_another(alone: BrokerAddress, tmp_path: Path) -> None
         standing = Store(daemon.state, read_only=True).submissions.all(task)
         assert [row.entry.sequence for row in standing.values()] == [1, 1]
         assert standing["a"].entry.digest == digest_of(encode(good))
-        assert (daemon.log().count("refused from a (signature)"), daemon.log().count("refused from b")) == (
+        assert (
+            daemon.log().count("message refused device=a reason=signature "),
+            daemon.log().count("message refused device=b"),
+        ) == (
             1,
             1,
         )

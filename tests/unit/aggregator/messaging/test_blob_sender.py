@@ -1,101 +1,132 @@
-"""What devices ask for goes out in turn, each request once, and a bounded amount at a time."""
+"""Blobs are sent in order, each request once, and a bounded amount at a time."""
 
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.messaging.blob_sender import BURST_BYTES, MAX_OF_ONE, Downlink, read_frames
-from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest
+from aggregator.messaging.blob_sender import BURST_BYTES, MAX_DEVICE_REQUESTS, BlobSender, read_frames
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame
 
 WINDOW = 16 * MAX_CHUNK_BYTES
+BLOB = bytes(range(100)) * 20_000
 
 
-def _request(offset: int = 0, length: int = WINDOW) -> BlobRequest:
-    return BlobRequest(digest=bytes(32), offset=offset, length=length)
+class Recorder:
+    """A publisher that records what is published."""
+
+    chunk_bytes = WINDOW
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int]] = []
+
+    def publish_to_device(self, device: str, _channel: str, frame: Frame) -> None:
+        """Record device and offset."""
+        self.sent.append((device, frame.offset))
 
 
-def _send(downlink: Downlink) -> list[tuple[str, int]]:
-    """What goes out at once, by the number of its block."""
-    burst = downlink.burst()
-    if burst:
-        downlink.sent()
-    return [(device, request.offset // WINDOW) for device, request in burst]
+class Bench:
+    """A sender of one blob, with what it has sent."""
+
+    def __init__(self, blobs: BlobStore) -> None:
+        self.digest = blobs.put(BLOB)
+        self.recorder = Recorder()
+        self.sender = BlobSender(blobs, cast("Any", self.recorder))
+
+    def request(self, device: str, offset: int = 0, length: int = WINDOW) -> None:
+        """Request a part of the blob."""
+        self.sender.request(device, BlobRequest(digest=self.digest, offset=offset, length=length))
+
+    def send(self) -> list[tuple[str, int]]:
+        """Return what is sent at once."""
+        self.recorder.sent.clear()
+        self.sender.send()
+        return list(self.recorder.sent)
 
 
-def test_nothing_more_goes_out_before_the_broker_has_taken_it() -> None:
-    """However many ask, a burst is little more than its bound, and the next waits for the broker."""
-    downlink = Downlink()
+@pytest.fixture(scope="module")
+def blobs(tmp_path_factory: pytest.TempPathFactory) -> BlobStore:
+    """A blob store."""
+    return BlobStore(tmp_path_factory.mktemp("blobs"))
+
+
+def test_next_burst_waits_for_the_broker(blobs: BlobStore) -> None:
+    """However many devices request, a burst is little more than its bound."""
+    bench = Bench(blobs)
     for number in range(1000):
-        downlink.ask(f"device-{number}", _request())
-    first = downlink.burst()
-    downlink.sent()
-    assert BURST_BYTES <= sum(request.length for _, request in first) < BURST_BYTES + WINDOW
-    assert downlink.burst() == []
-    downlink.drained()
-    assert downlink.burst()[0][0] == f"device-{len(first)}"
+        bench.request(f"device-{number}")
+    first = bench.send()
+    assert BURST_BYTES <= len(first) * WINDOW < BURST_BYTES + WINDOW
+    assert bench.send() == []
+    bench.sender.drained()
+    assert bench.send()[0] == (f"device-{len(first)}", 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=30), st.data())
-def test_every_request_goes_out_once(asked: list[tuple[str, int]], data: st.DataObject) -> None:
-    """In the order in which they came, with those that are asked again while they wait sent once."""
-    downlink, sent = Downlink(), []
-    for device, block in asked:
-        downlink.ask(device, _request(block * WINDOW))
+def test_every_request_is_sent_once(
+    blobs: BlobStore, requests: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    """In order of arrival; one that is repeated while it waits is sent once."""
+    bench, sent = Bench(blobs), []
+    for device, offset in requests:
+        bench.request(device, offset, length=1)
         if data.draw(st.booleans()):
-            sent += _send(downlink)
+            sent += bench.send()
         if data.draw(st.booleans()):
-            downlink.drained()
-    for _ in asked:
-        downlink.drained()
-        sent += _send(downlink)
-    assert set(sent) == set(asked)
-    assert len(sent) <= len(asked)
+            bench.sender.drained()
+    for _ in requests:
+        bench.sender.drained()
+        sent += bench.send()
+    assert set(sent) == set(requests)
+    assert len(sent) <= len(requests)
 
 
-def test_a_lost_connection_forgets_all_of_it() -> None:
-    """Devices ask again over the new one."""
-    downlink = Downlink()
-    downlink.ask("a", _request())
-    _send(downlink)
-    downlink.ask("b", _request())
-    downlink.forget()
-    assert downlink.burst() == []
-    downlink.ask("a", _request())
-    assert [device for device, _ in downlink.burst()] == ["a"]
+def test_lost_connection_drops_all_requests(blobs: BlobStore) -> None:
+    """Devices repeat them over the new connection."""
+    bench = Bench(blobs)
+    bench.request("a")
+    bench.send()
+    bench.request("b")
+    bench.sender.forget()
+    assert bench.send() == []
+    bench.request("a")
+    assert bench.send() == [("a", 0)]
 
 
-def test_a_request_for_nothing_holds_up_nobody() -> None:
-    """Past a blob's end there is nothing to send, and nothing to wait for."""
-    downlink = Downlink()
-    downlink.ask("a", _request())
-    assert len(downlink.burst()) == 1
-    downlink.ask("b", _request())
-    assert len(downlink.burst()) == 1
+def test_request_for_nothing_delays_no_other(blobs: BlobStore) -> None:
+    """Past a blob's end there is nothing to send and nothing to wait for, and so for a blob that is gone."""
+    bench = Bench(blobs)
+    bench.request("a", len(BLOB))
+    bench.sender.request("a", BlobRequest(digest=bytes(32), offset=0, length=1))
+    assert bench.send() == []
+    bench.request("b")
+    assert bench.send() == [("b", 0)]
+
+
+def test_greedy_device_delays_no_other(blobs: BlobStore) -> None:
+    """A bounded number of a device's requests waits; it can request again once they are sent."""
+    bench = Bench(blobs)
+    for offset in range(1000):
+        bench.request("greedy", offset, length=1)
+    bench.request("honest", length=1)
+    assert bench.send() == [*(("greedy", offset) for offset in range(MAX_DEVICE_REQUESTS)), ("honest", 0)]
+    bench.sender.drained()
+    bench.request("greedy", 1000, length=1)
+    assert bench.send() == [("greedy", 1000)]
 
 
 def test_frames_are_clipped_to_the_blob(tmp_path: Path) -> None:
-    """Bytes past the end are not there, and a request past it gets nothing."""
+    """Bytes past the end are not sent."""
     blob = tmp_path / "blob"
     blob.write_bytes(bytes(range(100)))
-    frames = list(read_frames(blob, _request(90, 50), chunk_bytes=7))
-    assert [(frame.offset, len(frame.data), frame.size_bytes) for frame in frames] == [
-        (90, 7, 100),
-        (97, 3, 100),
-    ]
-    assert list(read_frames(blob, _request(100), chunk_bytes=7)) == []
 
+    def frames(offset: int, length: int) -> list[tuple[int, int, int]]:
+        request = BlobRequest(digest=bytes(32), offset=offset, length=length)
+        found = read_frames(blob, request, chunk_bytes=7)
+        return [(frame.offset, len(frame.data), frame.size_bytes) for frame in found]
 
-def test_nobody_waits_for_all_that_one_asks_for() -> None:
-    """Of a device that asks without end only a bounded number waits, and it can ask again once that is sent."""
-    downlink = Downlink()
-    for block in range(10_000):
-        downlink.ask("greedy", _request(block * WINDOW))
-    downlink.ask("honest", _request())
-    sent: list[tuple[str, int]] = []
-    while burst := _send(downlink):
-        sent += burst
-        downlink.drained()
-    assert sent == [*(("greedy", block) for block in range(MAX_OF_ONE)), ("honest", 0)]
-    downlink.ask("greedy", _request(MAX_OF_ONE * WINDOW))
-    assert _send(downlink) == [("greedy", MAX_OF_ONE)]
+    assert frames(90, 50) == [(90, 7, 100), (97, 3, 100)]
+    assert frames(100, 50) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.messaging.manifest_signer import Herald, identity_of, next_release
+from aggregator.messaging.manifest_signer import ManifestSigner, identity_of, next_release
 from aggregator.security.identity import locked_identity
 from aggregator.storage.facts import SigningKey
 from aggregator.storage.store import Store
@@ -20,17 +20,17 @@ from protocol.wire.topics import FleetChannel
 KEY = b"k" * 32
 
 
-def said(by: Herald, body: bytes, *, channel: FleetChannel = "head") -> Signed:
+def said(by: ManifestSigner, body: bytes, *, channel: FleetChannel = "head") -> Signed:
     """What devices hear."""
     payload = by.sign(channel, body)
     by.keep()
     return open_manifest(payload, fleet="barn", channel=channel)
 
 
-def start(folder: Path, monkeypatch: pytest.MonkeyPatch, *, at_s: float) -> Herald:
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, *, at_s: float) -> ManifestSigner:
     """A start of the aggregator at that time."""
     monkeypatch.setattr(time, "time", lambda: at_s)
-    return Herald(Store(folder), key=KEY, fleet="barn")
+    return ManifestSigner(Store(folder), key=KEY, fleet="barn")
 
 
 def test_what_is_new_has_a_greater_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
     assert identity_of(tmp_path) == key
     assert stat.S_IMODE((tmp_path / "identity" / "signing.key").stat().st_mode) == 0o600
     store = Store(tmp_path)
-    Herald(store, key=key, fleet="barn")
+    ManifestSigner(store, key=key, fleet="barn")
     assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex())
 
 
@@ -84,12 +84,12 @@ def test_a_clock_that_was_ahead_shuts_nobody_out(tmp_path: Path, monkeypatch: py
     device = believe(ManifestTrust(), "head", open_manifest(payload, fleet="barn", channel="head"))
     restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
     said(restored, b"one")
-    assert restored.has_said("head", payload)
+    assert restored.has_signed("head", payload)
     again = said(restored, b"one")
     assert believe(device, "head", again).heard["head"][0] == int(1e10) + 1
-    assert restored.has_said("head", restored.sign("head", b"one"))
+    assert restored.has_signed("head", restored.sign("head", b"one"))
     assert said(restored, b"one") == again
-    assert not restored.has_said(
+    assert not restored.has_signed(
         "head", sign_manifest(b"x", key=b"o" * 32, fleet="barn", channel="head", release=2**40)
     )
     assert said(restored, b"two").release == int(1e10) + 2
@@ -109,9 +109,10 @@ def test_two_that_make_the_key_at_once_make_one(tmp_path: Path) -> None:
 
 def test_another_key_than_before_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the first start there is none before; at later ones, who has lost the key is told whom devices believe."""
-    Herald(Store(tmp_path), key=KEY, fleet="barn")
-    Herald(Store(tmp_path), key=KEY, fleet="barn")
+    ManifestSigner(Store(tmp_path), key=KEY, fleet="barn")
+    ManifestSigner(Store(tmp_path), key=KEY, fleet="barn")
     assert not caplog.messages
-    Herald(Store(tmp_path), key=b"l" * 32, fleet="barn")
+    ManifestSigner(Store(tmp_path), key=b"l" * 32, fleet="barn")
     (line,) = caplog.messages
-    assert f"devices believe, {public_key(KEY).hex()}: put that one back from a backup" in line
+    assert "is not the key that devices trust: restore it from a backup" in line
+    assert f"trusted={public_key(KEY).hex()}" in line

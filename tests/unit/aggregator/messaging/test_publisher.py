@@ -1,6 +1,6 @@
 """What the aggregator says to everybody, over a real broker."""
 
-from aggregator.messaging.publisher import Wire
+from aggregator.messaging.publisher import Publisher
 from protocol.mqtt.session import BrokerAddress, Connected, Received
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame
@@ -12,18 +12,18 @@ def test_what_everybody_gets_is_cut_as_the_broker_takes_it(broker: BrokerAddress
     """A blob for all goes out in frames of the size that is set, which the broker's limit decides."""
     payload = bytes(range(250))
     ear = Ear()
-    wire = Wire(broker, fleet="f", epoch=1, on_event=ear.put)
+    publisher = Publisher(broker, fleet="f", epoch=1, on_event=ear.put)
     with running(broker, "device", fleet_topic("f", "cast")) as (_, hears):
         hears.wait(Connected)
-        wire.start()
+        publisher.start()
         try:
             ear.wait(Connected)
-            wire.chunk_bytes = 100
-            wire.cast(payload)
+            publisher.chunk_bytes = 100
+            publisher.broadcast(payload)
             frames = [
                 decode(hears.wait(Received).payload, Frame, max_bytes=MAX_FRAME_BYTES) for _ in range(3)
             ]
         finally:
-            wire.stop()
+            publisher.stop()
     assert [(frame.offset, len(frame.data)) for frame in frames] == [(0, 100), (100, 100), (200, 50)]
     assert b"".join(frame.data for frame in frames) == payload

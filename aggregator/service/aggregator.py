@@ -1,0 +1,197 @@
+"""The daemon's event loop: one event at a time, on one thread."""
+
+import contextlib
+import logging
+import queue
+import time
+from itertools import groupby
+
+from aggregator.heads.orchestrator import Learning
+from aggregator.heads.releases import Releases
+from aggregator.ingest.receiver import Receiver
+from aggregator.messaging.blob_sender import BlobSender
+from aggregator.messaging.publisher import Publisher
+from aggregator.service.announcements import Announcements
+from aggregator.service.device_messages import DeviceMessages
+from aggregator.storage.facts import ServedTask
+from aggregator.storage.store import Store
+from aggregator.tasks.task import Task
+from aggregator.training.runner import Finished, Progress
+from protocol.errors import StateError
+from protocol.log import event as log_event
+from protocol.mqtt import session as mqtt
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+from protocol.wire.transfer import chunk_bytes
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.5
+
+BATCH_EVENTS = 256
+"""Events handled before their messages are made durable together."""
+
+BATCH_BYTES = 16 * 1024**2
+
+Event = mqtt.Event | Progress | Finished
+
+
+class Aggregator:
+    """A fleet's aggregator.
+
+    Args:
+        task: the task to serve.
+        store: the state directory.
+        broker: the broker's address.
+        access: certificates and credentials for the broker.
+
+    Raises:
+        StateError: the state directory cannot be written.
+        ConfigError: a certificate or key cannot be used.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        store: Store,
+        *,
+        broker: mqtt.BrokerAddress,
+        access: BrokerAccess = NO_AUTHENTICATION,
+    ) -> None:
+        self._task = task
+        self._store = store
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        epoch = _next_epoch(task, store)
+        self._receiver = Receiver(
+            store,
+            max_bytes=int(task.file.max_submission_mb * 1024**2),
+            unfinished_s=task.file.unfinished_h * 3600,
+        )
+        self._training = Learning(task, store, on_event=self._events.put)
+        self._releases = Releases(task, store)
+        self._publisher = Publisher(
+            broker, access=access, fleet=task.file.fleet, epoch=epoch, on_event=self._events.put
+        )
+        self._blob_sender = BlobSender(store.blobs, self._publisher)
+        self._announcements = Announcements(
+            task,
+            store,
+            epoch=epoch,
+            publisher=self._publisher,
+            receiver=self._receiver,
+            training=self._training,
+            releases=self._releases,
+        )
+        self._messages = DeviceMessages(
+            task,
+            store,
+            receiver=self._receiver,
+            training=self._training,
+            releases=self._releases,
+            blob_sender=self._blob_sender,
+            announcements=self._announcements,
+        )
+
+    def run(self) -> None:
+        """Serve the fleet until interrupted."""
+        self._publisher.start()
+        try:
+            while True:
+                self.handle(self._next_batch())
+        finally:
+            self._training.stop()
+            self._publisher.stop()
+            self._receiver.close()
+
+    def _next_batch(self) -> list[Event]:
+        """Return the events that have arrived, at most a batch; none if nothing arrives for `TICK_S`."""
+        batch: list[Event] = []
+        size_bytes = 0
+        with contextlib.suppress(queue.Empty):
+            batch.append(self._events.get(timeout=TICK_S))
+            while len(batch) < BATCH_EVENTS and size_bytes < BATCH_BYTES:
+                batch.append(event := self._events.get_nowait())
+                size_bytes += len(event.payload) if isinstance(event, mqtt.Received) else 0
+        return batch
+
+    def handle(self, batch: list[Event]) -> None:
+        """Handle a batch of events, and let time pass."""
+        for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
+            events = list(group)
+            if is_message:
+                self._handle_messages([event for event in events if isinstance(event, mqtt.Received)])
+            else:
+                for event in events:
+                    with self._receiver.guard():
+                        self._handle_event(event)
+        self._blob_sender.send()
+        if self._receiver.tick():
+            self._training.retry()
+        with self._receiver.guard():
+            self._releases.tick(self._training.state.head_version)
+        self._announcements.publish_new_head()
+        with self._receiver.guard():
+            self._training.tick()
+
+    def _handle_messages(self, messages: list[mqtt.Received]) -> None:
+        """Store all messages durably, or none; then answer them, and acknowledge them to the broker."""
+        try:
+            with self._store.transaction():
+                for message in messages:
+                    self._handle_message(message)
+                self._training.settle()
+            self._receiver.commit()
+        except StateError as error:
+            self._receiver.stop(error)
+            self._training.go_back()
+            self._releases.go_back()
+            self._messages.receipts.clear()
+            for message in messages:  # again, now that the intake is stopped
+                with self._receiver.guard():
+                    self._handle_message(message)
+        self._announcements.restore()
+        for device, receipt in self._messages.receipts:
+            self._publisher.publish_to_device(device, "ack", receipt)
+        self._messages.receipts.clear()
+        for message in messages:
+            self._publisher.acknowledge(message)
+
+    def _handle_message(self, message: mqtt.Received) -> None:
+        channel = self._publisher.own_channel(message.topic)
+        if channel is None:
+            self._messages.handle(message.topic, message.payload)
+        else:
+            self._announcements.observe(channel, message.payload)
+
+    def _handle_event(self, event: Event) -> None:
+        match event:
+            case mqtt.Connected(max_packet_bytes=limit):
+                self._publisher.chunk_bytes = chunk_bytes(limit)
+                fleet, task = self._task.file.fleet, self._task.digest
+                log_event(log, logging.INFO, "connected to the broker", fleet=fleet, task=task)
+                self._announcements.connected()
+            case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated):
+                self._announcements.is_connected = False
+                self._blob_sender.forget()
+                level = logging.DEBUG if repeated else logging.WARNING
+                log_event(log, level, reason, retry_s=retry_s)
+            case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
+                level = logging.DEBUG if repeated else logging.ERROR
+                log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
+            case mqtt.Drained():
+                self._blob_sender.drained()
+            case Progress(figures=figures):
+                self._training.show_progress(figures)
+            case Finished() as finished:
+                if self._training.finish(finished):
+                    self._announcements.open_round()
+
+
+def _next_epoch(task: Task, store: Store) -> int:
+    """Store the task as served; returns this start's epoch, greater than that of any earlier start."""
+    before = store.facts.get(ServedTask)
+    epoch = max(before.epoch + 1 if before is not None else 1, int(time.time()))
+    file = task.file
+    store.facts.put(
+        ServedTask(task.digest, epoch, file.fleet, file.algorithm, tuple(file.classes), file.settings)
+    )
+    return epoch
