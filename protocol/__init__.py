@@ -1,1 +1,1 @@
-"""What crosses the wire, for both sides: messages, their bytes, topics, transfers and preprocessing."""
+"""What devices and aggregator share: messages, topics, transfers, MQTT sessions, storage and preprocessing."""

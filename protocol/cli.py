@@ -1,4 +1,4 @@
-"""How all three programs behave on a command line: settings, errors, exit codes, log lines."""
+"""The command line of all three programs: settings, errors, exit codes and logging."""
 
 import logging
 import os
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_OURS = ("aggregator", "edge_client", "export", "protocol")
+_PACKAGES = ("aggregator", "edge_client", "export", "protocol")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _load_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
-    """Make a TOML file's values the defaults of the command's options."""
+    """Use the values in a TOML file as defaults of the command's options."""
     if path is None:
         return
     try:
@@ -39,7 +39,7 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
         known = ", ".join(sorted(name for name in names if name))
         raise click.BadParameter(f"{path}: unknown setting {min(unknown)!r}; known: {known}")
     for name in {option.name for option in options if option.multiple} & values.keys():
-        # One value need not be a list, as on the command line.
+        # A single value may be given without a list.
         values[name] = values[name] if isinstance(values[name], list) else [values[name]]
     context.default_map = {**(context.default_map or {}), **values}
 
@@ -51,23 +51,23 @@ config_option = click.option(
     expose_value=False,
     envvar="PROTOFLEET_CONFIG",
     callback=_load_config,
-    help="TOML file with any of these options, named as here without the dashes in front.",
+    help="TOML file with any of these options, without the leading dashes.",
 )
 
 _file = click.Path(dir_okay=False, path_type=Path)
 
 _ACCESS_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--tls", {"is_flag": True, "help": "Encrypt, and believe a broker that this system's authorities vouch for."}),
-    ("--ca", {"type": _file, "help": "Encrypt, and believe a broker that the authorities in this file vouch for."}),
-    ("--cert", {"type": _file, "help": "Our certificate, for brokers that want one."}),
-    ("--key", {"type": _file, "help": "The private key of --cert."}),
-    ("--username", {"help": "For brokers that want a password."}),
-    ("--password-file", {"type": _file, "help": "The password, in the first line; or set PROTOFLEET_PASSWORD."}),
+    ("--tls", {"is_flag": True, "help": "Use TLS, and verify the broker with the authorities of this system."}),
+    ("--ca", {"type": _file, "help": "Use TLS, and verify the broker with the authorities (PEM) in this file."}),
+    ("--cert", {"type": _file, "help": "Client certificate (PEM), if the broker requires one."}),
+    ("--key", {"type": _file, "help": "Private key of --cert (PEM, without a password)."}),
+    ("--username", {"help": "User name, if the broker requires a password."}),
+    ("--password-file", {"type": _file, "help": "File with the password in line 1; or set PROTOFLEET_PASSWORD."}),
 )  # fmt: skip
 
 
 def access_options(command: F) -> F:
-    """Give a command the options of `read_access`, each from the environment as well."""
+    """Add the options of `read_access` to a command, each with an environment variable."""
     for name, details in reversed(_ACCESS_OPTIONS):
         variable = "PROTOFLEET_" + name.lstrip("-").replace("-", "_").upper()
         command = click.option(name, envvar=variable, show_envvar=True, **details)(command)
@@ -78,23 +78,23 @@ def read_access(
     *, tls: bool, ca: Path | None, cert: Path | None, key: Path | None, username: str | None,
     password_file: Path | None,
 ) -> "BrokerAccess":  # fmt: skip
-    """How a person wants to be let in by the broker.
+    """Return the TLS settings and credentials in the options of `access_options`.
 
     Raises:
-        UsageError: options that do not go together.
-        ConfigError: the file with the password cannot be read.
+        UsageError: an option requires another one.
+        ConfigError: the password file cannot be read.
     """
     from protocol.mqtt.tls import BrokerAccess, readable_by_others
 
     if (cert is None) != (key is None):
-        raise click.UsageError("--cert and --key go together: give both, or neither")
+        raise click.UsageError("--cert and --key require each other: give both, or neither")
     password = os.environ.get("PROTOFLEET_PASSWORD")
     if password_file is not None:
         password = _read_password(password_file)
         if warning := readable_by_others(password_file):
             log.warning("%s", warning)
     if password is not None and username is None:
-        raise click.UsageError("a password goes with a name: give --username")
+        raise click.UsageError("a password requires a user name: give --username")
     return BrokerAccess(
         tls=tls or ca is not None or cert is not None,
         ca=ca,
@@ -116,13 +116,13 @@ def _read_password(file: Path) -> str:
     return lines[0]
 
 
-verbose_option = click.option("-v", "--verbose", is_flag=True, help="Log more.")
+verbose_option = click.option("-v", "--verbose", is_flag=True, help="Log debug messages.")
 
 
 def plain(text: str) -> str:
-    r"""A text on one line, without anything that a terminal would act on: what came from elsewhere may be meant to.
+    r"""Return a text with unprintable characters escaped as in Python (`\x1b`, `\n`, `\u202e`).
 
-    What cannot be seen stands there as Python would write it: `\x1b`, `\n`, `\u202e`.
+    Received texts could otherwise control the terminal or forge log lines.
     """
     if text.isprintable():
         return text
@@ -132,7 +132,7 @@ def plain(text: str) -> str:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line for a person."""
+    """Print one line to stdout or stderr."""
     click.echo(plain(text), err=err)
 
 
@@ -155,12 +155,12 @@ def start_logging(*, verbose: bool) -> None:
         _OneLine("%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     )
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    for package in _OURS:
+    for package in _PACKAGES:
         logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.NOTSET)
 
 
 def stop_on_terminate() -> None:
-    """End on SIGTERM as on Ctrl-C, but with exit status 0: a service manager asked for it."""
+    """Exit with status 0 on SIGTERM, which service managers send to stop a program."""
 
     def stop(_number: int, _frame: types.FrameType | None) -> None:
         sys.exit(0)
@@ -169,7 +169,7 @@ def stop_on_terminate() -> None:
 
 
 def run(command: click.Command, *, program: str) -> NoReturn:
-    """Run a command: exit 0 done, 1 an expected failure as one line, 2 wrong usage, 130 interrupted."""
+    """Run a command: exit status 0 done, 1 expected failure as one line, 2 usage error, 130 interrupted."""
     try:
         code = command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
@@ -182,7 +182,7 @@ def run(command: click.Command, *, program: str) -> NoReturn:
         say(f"error: {error}", err=True)
         sys.exit(1)
     except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain once more when it flushes at exit.
+        # The reader of a pipe has ended; without stdout, Python does not fail again on the flush at exit.
         sys.stdout = None
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

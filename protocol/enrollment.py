@@ -1,7 +1,7 @@
-"""The folder that makes a machine a device of a closed fleet: written by the aggregator, read by the device.
+"""The folder that enrolls a device in a closed fleet: written by the aggregator, read by the device.
 
-It has `enrollment.toml`, `ca.crt` (whom to believe), `device.crt` and `device.key` (who we are to the broker) and
-`signing.key` (who we are to the aggregator).
+It contains `enrollment.toml`, `ca.crt` (to verify the broker), `device.crt` and `device.key` (to authenticate to the
+broker) and `signing.key` (to authenticate to the aggregator).
 """
 
 import json
@@ -21,11 +21,11 @@ from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
 
 FORMAT = 1
-WAY_OUT = "use the folder as `aggregator enroll` has written it"
+WAY_OUT = "use the folder as `aggregator enroll` wrote it"
 
 
 class EnrollmentCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands in `enrollment.toml`. Keys are public ones, in hex; an empty broker is for the device to know."""
+    """The contents of `enrollment.toml`: public keys are in hex, an empty broker is configured on the device."""
 
     format: int
     device: str
@@ -37,7 +37,7 @@ class EnrollmentCard(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Enrollment:
-    """A device's folder, read and found to be of one piece."""
+    """A device's enrollment, whose files belong together."""
 
     device: str
     fleet: str
@@ -50,17 +50,17 @@ class Enrollment:
 
 
 def card_text(card: EnrollmentCard) -> str:
-    """`enrollment.toml`."""
+    """Return the text of `enrollment.toml`."""
     values: dict[str, Any] = msgspec.to_builtins(card)
-    # A string of JSON is one of TOML as well.
+    # A JSON string is a TOML string.
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
 
 
 def read_card(folder: Path) -> EnrollmentCard:
-    """What a folder says of itself.
+    """Read `enrollment.toml` in a folder.
 
     Raises:
-        ConfigError: it is no enrollment, or one of a newer protofleet.
+        ConfigError: the folder is not an enrollment, or a newer protofleet wrote it.
     """
     file = folder / "enrollment.toml"
     try:
@@ -73,28 +73,28 @@ def read_card(folder: Path) -> EnrollmentCard:
     if card.format != FORMAT:
         raise ConfigError(f"{file} has format {card.format}, expected {FORMAT}: upgrade protofleet here")
     if any(len(key) != 32 for key in keys):
-        raise ConfigError(f"{file} is damaged (a key has 32 bytes): {WAY_OUT}")
+        raise ConfigError(f"{file} is damaged (expected keys of 32 bytes): {WAY_OUT}")
     return card
 
 
 def read_enrollment(folder: Path) -> Enrollment:
-    """Read a device's folder.
+    """Read a device's enrollment.
 
     Raises:
-        ConfigError: something of it is missing or damaged, or its files are not of one enrollment.
+        ConfigError: a file is missing or damaged, or belongs to another enrollment.
     """
     card = read_card(folder)
     authorities = _certificates(folder / "ca.crt")
     (certificate, *_) = _certificates(folder / "device.crt")
     if _names(certificate) != [card.device]:
-        raise ConfigError(f"{folder / 'device.crt'} is not that of {card.device}: {WAY_OUT}")
+        raise ConfigError(f"{folder / 'device.crt'} is not the certificate of {card.device}: {WAY_OUT}")
     if not any(_is_issued_by(certificate, authority) for authority in authorities):
         raise ConfigError(
-            f"{folder / 'device.crt'} is not of the authority in {folder / 'ca.crt'}: {WAY_OUT}"
+            f"{folder / 'device.crt'} was not issued by the authority in {folder / 'ca.crt'}: {WAY_OUT}"
         )
     signing_key = read_key(folder / "signing.key")
     if public_key(signing_key).hex() != card.key.lower():
-        raise ConfigError(f"{folder / 'signing.key'} is not that of {card.device}: {WAY_OUT}")
+        raise ConfigError(f"{folder / 'signing.key'} is not the key of {card.device}: {WAY_OUT}")
     return Enrollment(
         device=card.device,
         fleet=card.fleet,
@@ -113,11 +113,10 @@ def _certificates(file: Path) -> list[x509.Certificate]:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}; {WAY_OUT}") from error
     except (ValueError, x509.InvalidVersion) as error:
-        raise ConfigError(f"{file} is no certificate in PEM: {WAY_OUT}") from error
+        raise ConfigError(f"{file} is not a PEM certificate: {WAY_OUT}") from error
 
 
 def _names(certificate: x509.Certificate) -> list[str | bytes]:
-    """Whom a certificate is for; nobody, if that cannot be read."""
     try:
         return [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     except ValueError:

@@ -1,16 +1,16 @@
-"""The one tree of errors: each says what was expected, what came, and what to do."""
+"""The exceptions of this project: each message says what was expected, what came, and what to do."""
 
 
 class ProtofleetError(Exception):
-    """An expected failure, told to a person as one line."""
+    """An expected failure, shown as one line."""
 
 
 class ConfigError(ProtofleetError):
-    """A setting, a task file or a folder of images that cannot be used as it is."""
+    """A setting, task file or image folder that cannot be used."""
 
 
 class MalformedMessage(ProtofleetError):
-    """Bytes from outside that are not a message of this protocol."""
+    """Received bytes that are not a message of this protocol."""
 
 
 class VersionMismatch(MalformedMessage):
@@ -18,19 +18,19 @@ class VersionMismatch(MalformedMessage):
 
 
 class BadSignature(ProtofleetError):
-    """Bytes that are not signed by whom they have to be from."""
+    """Received bytes without a valid signature."""
 
 
 class TransferError(ProtofleetError):
-    """A transfer whose bytes contradict themselves, their bounds or their digest."""
+    """A transfer whose bytes contradict each other, its size or its digest."""
 
 
 class BackboneMismatch(ProtofleetError):
-    """A backbone or head that is not the one the task names."""
+    """A backbone or head other than the one that the task names."""
 
 
 class GraphRefused(ProtofleetError):
-    """A graph from outside that is not run, or tensors that do not fit it."""
+    """A received ONNX graph that is not executed, or tensors that do not fit it."""
 
 
 class UnreadableImage(ProtofleetError):
@@ -38,11 +38,11 @@ class UnreadableImage(ProtofleetError):
 
 
 class PrivacyRefused(ProtofleetError):
-    """Something that would have left a device with less protection than its task or its owner wants."""
+    """An upload that would violate the privacy settings of the task or the device."""
 
 
 class RuntimeMissing(ProtofleetError):
-    """A program was started without the packages it runs on."""
+    """A required package is not installed."""
 
 
 class StateError(ProtofleetError):

@@ -1,6 +1,6 @@
-"""What an ONNX file says of itself: one metadata key, ``protofleet``, that holds JSON.
+"""Metadata inside ONNX files: the property ``protofleet``, which holds JSON.
 
-A device needs nothing beside the file. It reads ``session.get_modelmeta().custom_metadata_map``.
+ONNX Runtime returns it in ``session.get_modelmeta().custom_metadata_map``.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ PROPERTY = "protofleet"
 
 _Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 _Version = Annotated[str, Meta(pattern=r"^\d+(\.\d+){1,3}$")]
-_Size = Annotated[int, Meta(gt=0, le=2**20)]  # of arrays that are made by it
-_Metadata = TypeVar("_Metadata", "BackboneMetadata", "HeadMetadata", "GraphMetadata", "ModelMetadata")
+_Size = Annotated[int, Meta(gt=0, le=2**20)]  # arrays are allocated by it
+_Metadata = TypeVar("_Metadata", bound=msgspec.Struct)
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
-    """How far ONNX Runtime behind our preprocessing was from torch behind timm's, in the worst image."""
+    """Difference between the exported backbone and PyTorch with timm's preprocessing, in the worst image."""
 
     cosine: float
     """Smallest cosine similarity of the two features."""
@@ -31,41 +31,41 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone", tag_field="kind"):
-    """A graph ``image`` uint8 (n, H, W, 3) RGB -> ``feature`` float32 (n, L), which normalizes inside."""
+    """A graph from ``image`` uint8 (n, H, W, 3) RGB to ``feature`` float32 (n, L), including normalization."""
 
     model: str
-    """The network's name, timm's where it is one of timm's."""
+    """The model's name, in timm if it is a timm model."""
     feature_size: _Size
     """L."""
     preprocessing: Preprocessing
     mean: tuple[float, float, float]
-    """Per channel, of pixels scaled to 0..1; already inside the graph."""
+    """Per channel, of pixels scaled to 0..1; applied inside the graph."""
     std: tuple[float, float, float]
     weights_sha256: _Sha256
-    """Of the file the weights came from; of the weights written as safetensors where there was none."""
+    """Of the file that the weights were read from, or of the weights as safetensors if there was none."""
     weights: str = ""
-    """Where the weights came from: a file's name or a hub's."""
+    """Source of the weights: a file name or hub name."""
     parity: Parity | None = None
 
 
 class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="kind"):
-    """A graph ``feature`` float32 (n, L) -> ``logits`` and ``probabilities`` float32 (n, C)."""
+    """A graph from ``feature`` float32 (n, L) to ``logits`` and ``probabilities`` float32 (n, C)."""
 
     classes: Annotated[tuple[str, ...], Meta(min_length=1)]
-    """The C class names, in the order of the outputs."""
+    """C class names, in the order of the outputs."""
     version: int
     task: _Sha256
-    """Digest of the task the head was trained for."""
+    """Digest of the task."""
     backbones: Annotated[tuple[_Sha256, ...], Meta(min_length=1)]
-    """Digests of the backbone files whose features it takes, one after the other."""
+    """Digests of the backbones whose features it concatenates."""
     feature_size: _Size
-    """L, of all of them together."""
+    """L, of all backbones together."""
     training: dict[str, float]
-    """Figures of the training, by name."""
+    """Training metrics by name."""
 
 
 class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_field="kind"):
-    """One of the graphs of a task that is learned in rounds; `protocol.wire.messages.Program` says what each is for."""
+    """A graph of a `protocol.wire.messages.Program`, which describes the roles."""
 
     role: Literal["init", "step", "project", "head"]
     algorithm: str
@@ -74,17 +74,17 @@ class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_
     feature_size: _Size
     """L, of all backbones together."""
     projection_size: _Size
-    """D, of what is averaged into prototypes."""
+    """D, of the prototypes."""
     opset: _Size
     """ONNX operator set."""
     runtime_min: _Version
-    """Oldest ONNX Runtime that has this operator set."""
+    """Oldest ONNX Runtime with this operator set."""
     runtime_max: _Version
-    """Newest ONNX Runtime that the graph was checked with; a newer one is expected to run it as well."""
+    """Newest ONNX Runtime that the graph was tested with; newer ones are expected to run it."""
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_field="kind"):
-    """Backbone and head in one graph: ``image`` in, ``logits`` and ``probabilities`` out."""
+    """A graph of backbone and head, from ``image`` to ``logits`` and ``probabilities``."""
 
     backbone: BackboneMetadata
     head: HeadMetadata
@@ -93,56 +93,32 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_
 def to_properties(
     metadata: BackboneMetadata | HeadMetadata | GraphMetadata | ModelMetadata,
 ) -> dict[str, str]:
-    """Give the metadata properties to put into an ONNX file.
-
-    Law: ``backbone_metadata(to_properties(m)) == m``, and so for the other kinds.
-    """
+    """Return the properties to put into an ONNX file: ``read_metadata(to_properties(m), type(m)) == m``."""
     return {PROPERTY: msgspec.json.encode(metadata).decode()}
 
 
-def backbone_metadata(properties: Mapping[str, str]) -> BackboneMetadata:
-    """Read a backbone's metadata.
+_EXPECTED: dict[type[msgspec.Struct], str] = {
+    BackboneMetadata: "backbone: make one with export-backbone",
+    HeadMetadata: "head: use the head.onnx that the aggregator wrote",
+    GraphMetadata: "graph of a program, which the aggregator makes",
+    ModelMetadata: "model: use the model.onnx that the aggregator wrote",
+}
+
+
+def read_metadata(properties: Mapping[str, str], kind: type[_Metadata]) -> _Metadata:
+    """Read metadata of a kind from an ONNX file's properties.
 
     Raises:
-        BackboneMismatch: if the file is not a backbone that ``export-backbone`` wrote.
+        BackboneMismatch: the file has no metadata of this kind.
     """
-    return _read(properties, BackboneMetadata, "backbone; make one with export-backbone")
-
-
-def head_metadata(properties: Mapping[str, str]) -> HeadMetadata:
-    """Read a head's metadata.
-
-    Raises:
-        BackboneMismatch: if the file is not a head that an aggregator wrote.
-    """
-    return _read(properties, HeadMetadata, "head; take the head.onnx that the aggregator wrote")
-
-
-def graph_metadata(properties: Mapping[str, str]) -> GraphMetadata:
-    """Read the metadata of a graph of a program.
-
-    Raises:
-        BackboneMismatch: if the file is not a graph that an aggregator wrote.
-    """
-    return _read(properties, GraphMetadata, "graph of a program")
-
-
-def model_metadata(properties: Mapping[str, str]) -> ModelMetadata:
-    """Read the metadata of a backbone and head in one graph.
-
-    Raises:
-        BackboneMismatch: if the file is not a model that an aggregator wrote.
-    """
-    return _read(properties, ModelMetadata, "model; take the model.onnx that the aggregator wrote")
-
-
-def _read(properties: Mapping[str, str], kind: type[_Metadata], expected: str) -> _Metadata:
     text = properties.get(PROPERTY)
     if text is None:
-        raise BackboneMismatch(f"no '{PROPERTY}' metadata in the ONNX file: expected a protofleet {expected}")
+        raise BackboneMismatch(
+            f"no '{PROPERTY}' metadata in the ONNX file: expected a protofleet {_EXPECTED[kind]}"
+        )
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeEncodeError) as error:
         raise BackboneMismatch(
-            f"the ONNX file's '{PROPERTY}' metadata does not fit ({error}): expected a protofleet {expected}"
+            f"invalid '{PROPERTY}' metadata in the ONNX file ({error}): expected a protofleet {_EXPECTED[kind]}"
         ) from error

@@ -6,7 +6,7 @@ import onnx
 from onnx import compose, version_converter
 
 from protocol.errors import BackboneMismatch
-from protocol.metadata import HeadMetadata, ModelMetadata, backbone_metadata, head_metadata, to_properties
+from protocol.metadata import BackboneMetadata, HeadMetadata, ModelMetadata, read_metadata, to_properties
 
 
 def finished(model: onnx.ModelProto, metadata: HeadMetadata | ModelMetadata) -> bytes:
@@ -28,7 +28,8 @@ def fuse(backbone: bytes, head: bytes) -> bytes:
     """
     first, second = onnx.load_model_from_string(backbone), onnx.load_model_from_string(head)
     facts = ModelMetadata(
-        backbone=backbone_metadata(_properties(first)), head=head_metadata(_properties(second))
+        backbone=read_metadata(_properties(first), BackboneMetadata),
+        head=read_metadata(_properties(second), HeadMetadata),
     )
     digest = hashlib.sha256(backbone).hexdigest()
     if facts.head.backbones != (digest,):

@@ -96,7 +96,7 @@ class Learning:
         """
 
         def keep(answer: rounds.SubmissionVerdict) -> None:
-            self._store.blobs.put_soon(payload, digest=row.entry.digest, together=self._writing)
+            self._store.blobs.put_in_batch(payload, digest=row.entry.digest, batch=self._writing)
             if row.device in self.state.submissions:
                 self._replaced_bytes += row.size_bytes
             self._store.submissions.put(
@@ -125,7 +125,7 @@ class Learning:
 
     def go_back(self) -> None:
         """Go back to what the store has: what was taken since could not be stored."""
-        self._writing.give_up()
+        self._writing.discard()
         # Whether a training runs is not the store's to say: that one has failed could perhaps not be stored.
         running = None if self._due else self.state.training
         self._due.clear()

@@ -12,7 +12,7 @@ from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import graphs_of
 from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError
-from protocol.metadata import BackboneMetadata, backbone_metadata
+from protocol.metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import state_errors
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -105,7 +105,7 @@ def read_backbone(path: Path) -> BackboneMetadata:
         model = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise ConfigError(f"cannot read the backbone {path}: {error}") from error
-    return backbone_metadata({entry.key: entry.value for entry in model.metadata_props})
+    return read_metadata({entry.key: entry.value for entry in model.metadata_props}, BackboneMetadata)
 
 
 def _stored(path: Path, store: Store) -> BlobRef:

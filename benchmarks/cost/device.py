@@ -150,11 +150,11 @@ def loop_once(*, data: str, backbone: str, batch_size: int, workers: int) -> dic
     import onnxruntime
 
     from edge_client.data.images import decode, find_images
-    from protocol.metadata import backbone_metadata
+    from protocol.metadata import BackboneMetadata, read_metadata
     from protocol.preprocessing import preprocess
 
     session = onnxruntime.InferenceSession(backbone, providers=["CPUExecutionProvider"])
-    spec = backbone_metadata(session.get_modelmeta().custom_metadata_map).preprocessing
+    spec = read_metadata(session.get_modelmeta().custom_metadata_map, BackboneMetadata).preprocessing
     started = time.perf_counter()
     images = find_images(Path(data), CLASSES)
     for start in range(0, len(images), batch_size):

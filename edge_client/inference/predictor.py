@@ -13,7 +13,7 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.graph import open_graph
 from edge_client.runtime.model import OnnxModel, Tensors, describe, open_model
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.metadata import HeadMetadata, head_metadata
+from protocol.metadata import HeadMetadata, read_metadata
 
 SUM_TOLERANCE = 1e-3
 
@@ -79,9 +79,9 @@ def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[s
     model = open_model(
         file,
         name="head",
-        accept=lambda properties: _check_origin(head_metadata(properties), backbones, classes),
+        accept=lambda properties: _check_origin(read_metadata(properties, HeadMetadata), backbones, classes),
     )
-    metadata = head_metadata(model.properties)
+    metadata = read_metadata(model.properties, HeadMetadata)
     dtypes = [slot.dtype for slot in (*model.inputs.values(), model.outputs.get("probabilities")) if slot]
     if list(model.inputs) != ["feature"] or dtypes != [np.float32, np.float32]:
         raise GraphRefused(

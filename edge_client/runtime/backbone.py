@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from edge_client.runtime.model import OnnxModel, Slot, describe, open_model
 from edge_client.runtime.session import Provider
 from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError
-from protocol.metadata import BackboneMetadata, backbone_metadata
+from protocol.metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
 from protocol.wire.messages import MAX_BLOB_BYTES
 
@@ -70,7 +70,7 @@ def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | Non
         )
     except GraphRefused as error:
         raise BackboneMismatch(f"cannot load {path.name}: {error}") from error
-    metadata = backbone_metadata(model.properties)
+    metadata = read_metadata(model.properties, BackboneMetadata)
     spec = metadata.preprocessing
     inputs = {"image": Slot(np.dtype(np.uint8), (None, spec.height, spec.width, 3))}
     outputs = {"feature": Slot(np.dtype(np.float32), (None, metadata.feature_size))}

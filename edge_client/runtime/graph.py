@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edge_client.runtime.model import OnnxModel, Slot, Tensors, describe, fit, open_model
 from edge_client.runtime.session import require_runtime
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.metadata import GraphMetadata, graph_metadata
+from protocol.metadata import GraphMetadata, read_metadata
 
 Role: TypeAlias = Literal["init", "step", "project", "head"]
 
@@ -55,21 +55,21 @@ def open_graph(file: bytes, *, role: Role, threads: int = 1) -> Graph:
         file,
         name=f"{role} graph",
         threads=threads,
-        accept=lambda properties: _check_metadata(read_metadata(properties), role),
+        accept=lambda properties: _check_metadata(graph_metadata(properties), role),
     )
-    graph = Graph(read_metadata(model.properties), model)
+    graph = Graph(graph_metadata(model.properties), model)
     _check_ends(model, graph.metadata)
     return graph
 
 
-def read_metadata(properties: Mapping[str, str]) -> GraphMetadata:
+def graph_metadata(properties: Mapping[str, str]) -> GraphMetadata:
     """Return the metadata in a graph's properties.
 
     Raises:
         GraphRefused: there is none, or it is malformed.
     """
     try:
-        return graph_metadata(properties)
+        return read_metadata(properties, GraphMetadata)
     except BackboneMismatch as error:
         raise GraphRefused(str(error)) from error
 

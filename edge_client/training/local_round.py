@@ -13,7 +13,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from edge_client.data.prototypes import class_means
-from edge_client.runtime.graph import Graph, Role, open_graph, read_metadata
+from edge_client.runtime.graph import Graph, Role, graph_metadata, open_graph
 from edge_client.runtime.model import Tensors
 from edge_client.runtime.onnx_validation import check_graph
 from edge_client.training.trainer import (
@@ -258,7 +258,7 @@ def _initial_state(
 
 
 def _metadata(manifest: TaskManifest, blobs: BlobStore) -> GraphMetadata:
-    return read_metadata(check_graph(blobs.read(_program(manifest).init.digest)))
+    return graph_metadata(check_graph(blobs.read(_program(manifest).init.digest)))
 
 
 def _graph(blobs: BlobStore, program: Program, role: Role) -> Graph:

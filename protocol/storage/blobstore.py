@@ -1,7 +1,7 @@
-"""Blobs on disk: files named by their sha256, written whole or not at all, and downloads that can go on.
+"""Content-addressed files: named by their sha256, written atomically, with downloads that can be resumed.
 
-A name is a promise: what stands under it has that digest. A download grows in `partial/` from its first byte
-on, so that its length says all about what is there, and gets its name only once its digest is right.
+A download grows in `partial/` from its first byte on, so that its length tells where to resume, and is renamed once
+its digest is verified.
 """
 
 import contextlib
@@ -17,16 +17,13 @@ from pathlib import Path
 from protocol.errors import StateError, TransferError
 from protocol.wire.codec import digest_of
 
-LONGEST_WRITE_S = 3600.0
+MAX_WRITE_S = 3600.0
+"""Temporary files older than this were left by a process that has ended."""
 
 
 @contextlib.contextmanager
 def state_errors(path: Path) -> Iterator[None]:
-    """Turn a failure of the file system into one clear line.
-
-    Raises:
-        StateError: the body met an OSError.
-    """
+    """Convert an OSError of the body to a StateError that names the file."""
     try:
         yield
     except OSError as error:
@@ -35,9 +32,7 @@ def state_errors(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Put `data` at `path`, durable and whole: a reader sees the old file or the new one, nothing between.
-
-    Nobody can read more of it than `mode` lets them, at any moment.
+    """Replace a file durably: a reader sees the old contents or the new ones, with no more access than `mode`.
 
     Raises:
         StateError: the disk is full, or the folder cannot be written.
@@ -49,10 +44,10 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def _write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: bool = False) -> Path:
-    """Write what shall become `path` under another name, durably; nothing of it stays where that fails.
+    """Write the contents of `path` durably to a temporary file, which is deleted on failure.
 
-    What is for later leaves the kernel's memory at once: the next file takes that, instead of memory that was never
-    used, which on a virtual machine costs more than the write.
+    With `is_for_later` the file leaves the page cache, which the next file can then use: on a virtual machine,
+    allocating new memory takes longer than the write.
     """
     with state_errors(path), contextlib.ExitStack() as unfinished:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}-")
@@ -64,31 +59,28 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: b
             os.fsync(file.fileno())
             if is_for_later and sys.platform == "linux":
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        temporary.chmod(mode)  # what mkstemp makes is for its owner alone
+        temporary.chmod(mode)  # mkstemp makes it readable by its owner only
         unfinished.pop_all()
     return temporary
 
 
 class WriteBatch:
-    """Files that are written as `write_atomically` does, several at a time, while the program goes on.
-
-    A disk takes several files at once in hardly more time than one.
-    """
+    """Files written like `write_atomically`, in the background and several at a time, which takes a disk no longer."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="writing")
         self._written: dict[Path, Future[Path]] = {}
 
     def add(self, path: Path, data: bytes) -> None:
-        """Begin to write a file; its name comes with `finish`."""
+        """Start to write a file, which `finish` renames to its path."""
         if path not in self._written:
             self._written[path] = self._pool.submit(_write_beside, path, data, is_for_later=True)
 
     def finish(self) -> None:
-        """Wait until all files are durable, and give them their names.
+        """Wait until all files are durable, and rename them to their paths.
 
         Raises:
-            StateError: one of them cannot be written; then none gets its name.
+            StateError: a file cannot be written; then none is renamed.
         """
         written, self._written = self._written, {}
         wait(written.values())
@@ -104,8 +96,8 @@ class WriteBatch:
         if failures:
             raise failures[0]
 
-    def give_up(self) -> None:
-        """Leave nothing of the files that were added."""
+    def discard(self) -> None:
+        """Delete the files that were added since `finish`."""
         with contextlib.suppress(StateError):
             self._written = {path: each for path, each in self._written.items() if not each.cancel()}
             wait(self._written.values())
@@ -116,7 +108,7 @@ class WriteBatch:
 
 
 def sync(path: Path) -> None:
-    """Make what is in a file durable, or the names in a folder."""
+    """Make a file's contents, or the names in a folder, durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -125,23 +117,20 @@ def sync(path: Path) -> None:
 
 
 def file_digest(path: Path) -> bytes:
-    """The sha256 of a file, read piece by piece.
+    """Return the sha256 of a file.
 
     Raises:
-        StateError: it cannot be read.
+        StateError: the file cannot be read.
     """
     with state_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
 class BlobStore:
-    """A folder of blobs.
-
-    Args:
-        folder: made if it is not there.
+    """A folder of blobs, which is created if it does not exist.
 
     Raises:
-        StateError: the folder cannot be made or written.
+        StateError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,70 +140,70 @@ class BlobStore:
             self._partial.mkdir(parents=True, exist_ok=True)
 
     def path(self, digest: bytes) -> Path:
-        """Where the blob stands, or would stand."""
+        """Return the path of a blob, whether it exists or not."""
         return self.folder / digest.hex()
 
     def __contains__(self, digest: bytes) -> bool:
         return self.path(digest).is_file()
 
     def digests(self) -> Iterator[bytes]:
-        """The name of every blob that is there."""
+        """Yield the digest of every blob."""
         for file in self.folder.iterdir():
             with contextlib.suppress(ValueError):
                 yield bytes.fromhex(file.name)
 
     def put(self, data: bytes) -> bytes:
-        """Store `data`; returns its digest. Storing it again changes nothing, but mends what the disk has changed."""
+        """Store `data` and return its digest; a blob that was damaged on disk is replaced."""
         digest = digest_of(data)
         if not self._is_whole(digest):
             write_atomically(self.path(digest), data)
         return digest
 
-    def put_soon(self, data: bytes, *, digest: bytes, together: WriteBatch) -> None:
-        """Store `data`, whose digest was checked, with other files; it is there once these are."""
+    def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
+        """Add `data`, whose digest was verified, to a batch."""
         if not self._is_whole(digest):
-            together.add(self.path(digest), data)
+            batch.add(self.path(digest), data)
 
     def _is_whole(self, digest: bytes) -> bool:
         return digest in self and file_digest(self.path(digest)) == digest
 
     def read(self, digest: bytes) -> bytes:
-        """The blob's bytes, checked against their name.
+        """Return a blob after verifying its digest.
 
         Raises:
-            StateError: it is not there, or the disk has changed it; then it is deleted.
+            StateError: the blob does not exist, or was damaged on disk; a damaged one is deleted.
         """
         with state_errors(self.path(digest)):
             data = self.path(digest).read_bytes()
         if digest_of(data) != digest:
-            # It is of no use to anybody, and in the way of fetching it again.
+            # So that it is downloaded again.
             with contextlib.suppress(OSError):
                 self.path(digest).unlink()
-            raise StateError(f"{self.path(digest)} was changed on disk and is deleted: start again")
+            raise StateError(f"{self.path(digest)} was damaged on disk and has been deleted: start again")
         return data
 
     def partial_bytes(self, digest: bytes) -> int:
-        """How many bytes of an unfinished download are there: it goes on from this offset."""
+        """Return the size of an unfinished download, which is the offset to resume at."""
         partial = self._partial / digest.hex()
         return partial.stat().st_size if partial.is_file() else 0
 
     def append(self, digest: bytes, data: bytes) -> None:
-        """Add the next bytes of a download."""
+        """Append bytes to a download."""
         partial = self._partial / digest.hex()
         with state_errors(partial), partial.open("ab") as file:
             file.write(data)
 
     def finish(self, digest: bytes) -> Path:
-        """Give a complete download its name.
+        """Verify a complete download, and rename it to its path.
 
         Raises:
-            TransferError: its bytes are not the digest's; they are thrown away.
+            TransferError: the digest is wrong; the download is deleted.
         """
         partial = self._partial / digest.hex()
         got = file_digest(partial)
         if got != digest:
             partial.unlink(missing_ok=True)
-            raise TransferError(f"expected sha256 {digest.hex()}, got {got.hex()}: will fetch it again")
+            raise TransferError(f"expected sha256 {digest.hex()}, got {got.hex()}: downloading it again")
         with state_errors(partial), partial.open("rb+") as file:
             os.fsync(file.fileno())
             partial.replace(self.path(digest))
@@ -222,7 +211,7 @@ class BlobStore:
         return self.path(digest)
 
     def keep_only(self, digests: Collection[bytes]) -> None:
-        """Delete every blob and unfinished download but these, and not what is being written at the moment."""
+        """Delete all other blobs and unfinished downloads, except for files that are being written."""
         names = {digest.hex() for digest in digests}
         for folder in (self.folder, self._partial):
             for file in folder.iterdir():
@@ -232,5 +221,4 @@ class BlobStore:
 
 
 def _is_being_written(file: Path) -> bool:
-    """Whether it is the unfinished file of a `write_atomically` that may still be at work."""
-    return file.name.startswith(".") and time.time() - file.stat().st_mtime < LONGEST_WRITE_S
+    return file.name.startswith(".") and time.time() - file.stat().st_mtime < MAX_WRITE_S

@@ -1,6 +1,6 @@
-"""A folder that belongs to one program at a time, told by a lock that ends with the process, however it ends.
+"""A lock on a folder, which the kernel releases when the process ends, however it ends.
 
-A process number in a file would not do: numbers are used again, and in every container the first is 1.
+A process id in a file would not do: ids are reused, and the first one in every container is 1.
 """
 
 import fcntl
@@ -10,30 +10,26 @@ from typing import IO
 
 from protocol.storage.blobstore import state_errors
 
-PATIENCE_S = 0.5
-"""Who looks whether a folder is taken holds its lock for a moment."""
+TAKE_TIMEOUT_S = 0.5
+"""`is_taken` of another process holds the lock for a moment."""
 
 
 class FolderLock:
-    """The lock of a folder.
-
-    Args:
-        folder: what is to belong to one program.
-    """
+    """A lock file in a folder that one program may use at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "lock"
         self._held: IO[bytes] | None = None
 
     def take(self) -> bool:
-        """Take the folder for as long as this process lives; returns whether it was free.
+        """Lock the folder until `release` or the end of the process; returns whether it was free.
 
         Raises:
             StateError: the folder cannot be written.
         """
         with state_errors(self._file):
             held = self._file.open("ab")
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TAKE_TIMEOUT_S
         while not _lock(held, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 held.close()
@@ -43,13 +39,13 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Leave the folder to others."""
+        """Unlock the folder."""
         if self._held is not None:
             self._held.close()
             self._held = None
 
     def is_taken(self) -> bool:
-        """Whether a program holds the folder, this one included.
+        """Return whether a program, this one included, holds the lock.
 
         Raises:
             StateError: the folder cannot be read.

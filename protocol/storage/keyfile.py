@@ -1,4 +1,4 @@
-"""Private Ed25519 keys on the disk: PEM files of PKCS #8 that only their owner can read."""
+"""Private Ed25519 keys in files: PEM, PKCS #8, readable by their owner only."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from protocol.storage.blobstore import state_errors, write_atomically
 
 
 def read_key(path: Path) -> bytes:
-    """The 32 bytes of a private Ed25519 key.
+    """Return a private Ed25519 key, 32 bytes.
 
     Raises:
         ConfigError: the file cannot be read, or holds no such key.
@@ -33,7 +33,7 @@ def read_key(path: Path) -> bytes:
 
 
 def read_or_make_key(path: Path) -> bytes:
-    """The key of a file, which is made where there is none.
+    """Return the private key in a file, which is generated first if it does not exist.
 
     Raises:
         ConfigError: the file holds no such key.
@@ -46,7 +46,7 @@ def read_or_make_key(path: Path) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, at no moment otherwise; whole or not at all.
+    """Write a file atomically, never readable by anybody but its owner.
 
     Raises:
         StateError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Messages to bytes and back: msgpack envelopes and raw tensors, every size checked before it is used."""
+"""Encode and decode messages: msgpack envelopes with raw tensors, every size checked before it is used."""
 
 import functools
 import hashlib
@@ -27,9 +27,9 @@ class _FrameHeader(msgspec.Struct, array_like=True):
 
 
 class FrameView(Frame, frozen=True, array_like=True, tag="frame"):
-    """A frame that came in, and keeps what it was read from: its bytes are not copied."""
+    """A received frame whose data is a view of the packet, without a copy."""
 
-    data: Annotated[memoryview, Meta(max_length=MAX_CHUNK_BYTES)]  # type: ignore[assignment]  # it does as bytes do
+    data: Annotated[memoryview, Meta(max_length=MAX_CHUNK_BYTES)]  # type: ignore[assignment]  # it behaves like bytes
 
 
 @functools.cache
@@ -38,21 +38,21 @@ def _decoder(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def digest_of(data: bytes) -> bytes:
-    """The 32 bytes of sha256 that name `data` everywhere."""
+    """Return the sha256 of `data`, 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
 def encode(message: Message | Frame) -> bytes:
-    """A message as bytes; `decode(encode(m), type(m)) == m`."""
+    """Return a message as bytes: `decode(encode(m), type(m)) == m`."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes, message_type: type[M], *, max_bytes: int) -> M:
-    """The message of the expected type in `data`.
+    """Decode a message of the expected type.
 
     Raises:
-        VersionMismatch: the sender speaks another protocol version.
-        MalformedMessage: anything else that is not exactly such a message.
+        VersionMismatch: the message has another protocol version.
+        MalformedMessage: the data is not exactly one such message.
     """
     if len(data) > max_bytes:
         raise MalformedMessage(f"expected at most {max_bytes} bytes, got {len(data)}")
@@ -71,7 +71,7 @@ def decode(data: bytes, message_type: type[M], *, max_bytes: int) -> M:
 
 
 def message_kind(data: bytes) -> str:
-    """The type name written in a message's envelope, unchecked beyond that.
+    """Return the type name in a message's envelope, without checking the rest.
 
     Raises:
         MalformedMessage: there is no envelope.
@@ -84,10 +84,10 @@ def message_kind(data: bytes) -> str:
 
 
 def to_tensor(array: NDArray[Any]) -> Tensor:
-    """An array as a tensor, little-endian and row-major; float16, float32 or unsigned up to 32 bits.
+    """Return an array as a tensor; float16, float32, or unsigned integers of up to 32 bits.
 
     Raises:
-        MalformedMessage: the array's dtype or number of dimensions does not travel.
+        MalformedMessage: the array's dtype or number of dimensions is not supported.
     """
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     try:
@@ -97,10 +97,10 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as a read-only array of its dtype and shape, without a copy.
+    """Return a tensor as a read-only array, without a copy.
 
     Raises:
-        MalformedMessage: shape and bytes contradict each other.
+        MalformedMessage: the number of bytes does not match the shape.
     """
     dtype = np.dtype("<" + tensor.dtype)
     expected = math.prod(tensor.shape) * dtype.itemsize
@@ -110,10 +110,10 @@ def to_array(tensor: Tensor) -> NDArray[Any]:
         )
     try:
         return np.frombuffer(tensor.data, dtype=dtype).reshape(tensor.shape)
-    except ValueError as error:  # without values, but with edges that together are beyond what can be counted
-        raise MalformedMessage(f"there is no array of shape {tensor.shape}: {error}") from error
+    except ValueError as error:  # no values, but the product of the other edges overflows
+        raise MalformedMessage(f"no array can have shape {tensor.shape}: {error}") from error
 
 
 def to_unsigned(values: NDArray[Any]) -> Tensor:
-    """Non-negative integers as a tensor of the smallest unsigned dtype that holds them."""
+    """Return non-negative integers as a tensor of the smallest unsigned dtype that holds them."""
     return to_tensor(values.astype(np.min_scalar_type(int(values.max(initial=0)))))

@@ -1,18 +1,18 @@
-"""Which of two programs of one name is the newer one. No I/O and no clock."""
+"""Compare the start times of two programs with the same name. No I/O and no clock."""
 
-FARTHEST_S = 3600.0
-"""Seconds by which the clock of another machine may be ahead of ours."""
+MAX_CLOCK_SKEW_S = 3600.0
+"""Seconds by which another machine's clock may be ahead."""
 
 
 def is_newer(epoch: int, *, own: int, now_s: float) -> bool:
-    """Whether a presence on our own topic is of a program that was started after this one.
+    """Return whether a presence on this program's own topic belongs to a program that started later.
 
-    Epochs follow the clock. One from the far future is of nobody who has started: if a program gave way to it, whoever
-    could once write there would have shut it out for ever, for a broker keeps what was said.
+    Epochs are start times. One from the far future is ignored: it is retained by the broker, so that an attacker who
+    published it once would shut this program out for good.
 
     Args:
         epoch: of the presence.
-        own: of this start.
+        own: of this program.
         now_s: unix seconds.
     """
-    return own < epoch <= max(own, now_s) + FARTHEST_S
+    return own < epoch <= max(own, now_s) + MAX_CLOCK_SKEW_S

@@ -1,6 +1,6 @@
-"""Ed25519 over exact bytes: what the aggregator tells its fleet, and which transfers are a device's own. No I/O.
+"""Ed25519 signatures of the aggregator's manifests and of the devices' transfers. No I/O.
 
-What is signed begins with what it is for, so that no signature can stand for another purpose, fleet, topic or device.
+The signed bytes begin with their purpose, so that no signature is valid for another purpose, fleet, topic or device.
 """
 
 import functools
@@ -16,54 +16,54 @@ from protocol.wire.topics import FleetChannel
 
 
 def public_key(key: bytes) -> bytes:
-    """The 32 bytes by which others know a private key of 32 bytes."""
+    """Return the public key of a private key, 32 bytes each."""
     return _public(key)
 
 
 def sign_manifest(body: bytes, *, key: bytes, fleet: str, channel: FleetChannel, release: int) -> bytes:
-    """A manifest's bytes as they are retained; `open_manifest` gives them back.
+    """Return a signed message, to be opened by `open_manifest`.
 
     Args:
-        body: the manifest, encoded.
+        body: the encoded manifest.
         key: the aggregator's private key, 32 bytes.
-        fleet: whom it is for.
-        channel: on which topic it stands, and on no other.
-        release: greater than that of whatever else was said there.
+        fleet: the fleet that it is valid for.
+        channel: the only topic that it is valid on.
+        release: greater than that of every earlier message on the topic.
     """
-    said = _manifest(body, fleet=fleet, channel=channel, release=release)
-    signature = _private(key).sign(said)
+    signed = _manifest(body, fleet=fleet, channel=channel, release=release)
+    signature = _private(key).sign(signed)
     return encode(Signed(key=public_key(key), release=release, signature=signature, body=body))
 
 
 def open_manifest(payload: bytes, *, fleet: str, channel: FleetChannel) -> Signed:
-    """What has been said on a topic, once its signature is found right; whose key it is, is the caller's to look at.
+    """Verify a signed message with the key that it names; the caller decides whether to trust that key.
 
     Raises:
-        MalformedMessage: the payload is no signed message.
-        BadSignature: it is not what the key has signed for this fleet and topic.
+        MalformedMessage: the payload is not a signed message.
+        BadSignature: the signature is not valid for this fleet and topic.
     """
     signed = decode(payload, Signed, max_bytes=MAX_SIGNED_BYTES)
-    said = _manifest(signed.body, fleet=fleet, channel=channel, release=signed.release)
-    if not _verify(signed.key, signed.signature, said):
+    content = _manifest(signed.body, fleet=fleet, channel=channel, release=signed.release)
+    if not _verify(signed.key, signed.signature, content):
         raise BadSignature(f"the {channel} is not signed by the key {signed.key.hex()[:16]} that it names")
     return signed
 
 
 def sign_transfer(key: bytes, *, fleet: str, device: str, digest: bytes, size_bytes: int) -> bytes:
-    """The 64 bytes that every frame of a device's transfer carries.
+    """Return the signature of a transfer, 64 bytes, which each of its frames carries.
 
     Args:
         key: the device's private key, 32 bytes.
-        fleet: where it is sent.
-        device: who sends it.
-        digest: sha256 of the whole.
-        size_bytes: of the whole.
+        fleet: the receiving fleet.
+        device: the sender's name.
+        digest: sha256 of the payload.
+        size_bytes: of the payload.
     """
-    return _word_on(key, _transfer(fleet, device, digest, size_bytes))
+    return _sign_once(key, _transfer(fleet, device, digest, size_bytes))
 
 
 def sign_frame(frame: Frame, *, key: bytes, fleet: str, device: str) -> Frame:
-    """A frame of a device's transfer as it travels: with the device's public key and its word on the transfer."""
+    """Return a frame with the device's public key and the signature of its transfer."""
     signature = sign_transfer(
         key, fleet=fleet, device=device, digest=frame.digest, size_bytes=frame.size_bytes
     )
@@ -73,7 +73,7 @@ def sign_frame(frame: Frame, *, key: bytes, fleet: str, device: str) -> Frame:
 def is_own_transfer(
     public: bytes, signature: bytes, *, fleet: str, device: str, digest: bytes, size_bytes: int
 ) -> bool:
-    """Whether a transfer is signed by the device whose public key (32 bytes) this is."""
+    """Return whether a transfer is signed with the key whose public part (32 bytes) is given."""
     return _verify(public, signature, _transfer(fleet, device, digest, size_bytes))
 
 
@@ -96,14 +96,13 @@ def _public(key: bytes) -> bytes:
 
 
 @functools.lru_cache(maxsize=16)
-def _word_on(key: bytes, transfer: bytes) -> bytes:
-    """A signature, made once for all frames of a transfer."""
+def _sign_once(key: bytes, transfer: bytes) -> bytes:
     return _private(key).sign(transfer)
 
 
-def _verify(public: bytes, signature: bytes, said: bytes) -> bool:
+def _verify(public: bytes, signature: bytes, content: bytes) -> bool:
     try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, said)
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, content)
     except (InvalidSignature, ValueError):
         return False
     return True

@@ -1,4 +1,4 @@
-"""The topic tree `pf/1/{fleet}/...`: builders, the parser, and who may retain what."""
+"""The topic tree `pf/1/{fleet}/...`: builders, parser, subscriptions, and which messages are retained."""
 
 import re
 import zlib
@@ -23,13 +23,13 @@ RETAINED: dict[str, bool] = {
     "get": False,
     "blk": False,
 }
-"""Which channels keep their last message on the broker. Everything travels at QoS 1."""
+"""Whether the broker retains the last message of a channel. Everything is published at QoS 1."""
 
 FROM_DEVICES: tuple[DeviceChannel, ...] = ("state", "info", "up", "get")
-"""What the aggregator listens to; the other channels are its own to write."""
+"""The channels that devices publish on; the aggregator publishes on the others."""
 
 SHARDS = 8
-"""Uplinks are spread over this many sub-topics, so that several aggregator workers could share them."""
+"""Number of sub-topics of `up`, so that several aggregator workers could share the devices."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DEVICE_TOPIC = re.compile(
@@ -40,7 +40,7 @@ _DEVICE_TOPIC = re.compile(
 
 @dataclass(frozen=True)
 class DeviceTopic:
-    """A device's topic taken apart."""
+    """The parts of a device's topic."""
 
     fleet: str
     device: str
@@ -48,23 +48,23 @@ class DeviceTopic:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` can name a fleet or a device: 1 to 64 of letters, digits, `_` and `-`."""
+    """Return whether `text` can name a fleet or device: 1 to 64 letters, digits, `_` or `-`."""
     return _NAME.fullmatch(text) is not None
 
 
 def fleet_topic(fleet: str, channel: FleetChannel) -> str:
-    """The topic of what concerns the whole fleet; `state` is the aggregator's own presence."""
+    """Return the topic of a channel of the whole fleet; `state` is the aggregator's presence."""
     return f"pf/{PROTOCOL_VERSION}/{fleet}/{channel}"
 
 
 def device_topic(fleet: str, device: str, channel: DeviceChannel) -> str:
-    """The topic of one device's channel; uplinks carry the device's shard."""
+    """Return the topic of a device's channel; `up` includes the device's shard."""
     tail = f"up/{zlib.crc32(device.encode()) % SHARDS}" if channel == "up" else channel
     return f"pf/{PROTOCOL_VERSION}/{fleet}/d/{device}/{tail}"
 
 
 def device_filters(fleet: str) -> tuple[str, ...]:
-    """What the aggregator subscribes to: everything that devices write."""
+    """Return the aggregator's subscriptions: every topic that devices publish on."""
     return tuple(
         f"pf/{PROTOCOL_VERSION}/{fleet}/d/+/{'up/+' if channel == 'up' else channel}"
         for channel in FROM_DEVICES
@@ -72,10 +72,10 @@ def device_filters(fleet: str) -> tuple[str, ...]:
 
 
 def parse_device_topic(topic: str) -> DeviceTopic:
-    """Take a device's topic apart: `parse_device_topic(device_topic(f, d, c)) == DeviceTopic(f, d, c)`.
+    """Parse a device's topic: `parse_device_topic(device_topic(f, d, c)) == DeviceTopic(f, d, c)`.
 
     Raises:
-        MalformedMessage: it is no device's topic of this protocol.
+        MalformedMessage: the topic is not a device's.
     """
     match = _DEVICE_TOPIC.fullmatch(topic)
     if match is None:

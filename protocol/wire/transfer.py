@@ -1,4 +1,4 @@
-"""A payload to frames and back, and what is missing in between. No I/O and no clock."""
+"""Split payloads into frames, reassemble them, and find missing ranges. No I/O and no clock."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
@@ -8,19 +8,19 @@ from protocol.wire.codec import digest_of
 from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, Frame
 
 MAX_PIECES = 2**17
-"""Pieces in which a transfer may come, beside what the smallest chunks make: what is kept of each stays small."""
+"""Pieces in which a transfer may arrive, in addition to the number of its smallest chunks: bounds memory."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Disjoint byte ranges [start, stop) in ascending order."""
 
 ENVELOPE_BYTES = 384
-"""More than a frame's envelope, its topic and MQTT's own header take together."""
+"""Upper bound for a frame's envelope, topic and MQTT header together."""
 
 SMALLEST_CHUNK_BYTES = 256
 
 
 def chunk_bytes(max_packet_bytes: int | None) -> int:
-    """Bytes of payload in a frame for a broker that takes packets of this size; None: it does not say."""
+    """Return the payload bytes per frame for a broker's packet limit; None if it does not announce one."""
     if max_packet_bytes is None:
         return MAX_CHUNK_BYTES
     return max(SMALLEST_CHUNK_BYTES, min(MAX_CHUNK_BYTES, max_packet_bytes - ENVELOPE_BYTES))
@@ -29,9 +29,9 @@ def chunk_bytes(max_packet_bytes: int | None) -> int:
 def frames_of(
     payload: bytes, *, digest: bytes, ranges: Ranges | None = None, chunk_bytes: int = MAX_CHUNK_BYTES
 ) -> Iterator[Frame]:
-    """Cut a payload, or only some byte ranges of it, into frames of at most `chunk_bytes`.
+    """Split a payload, or some byte ranges of it, into frames of at most `chunk_bytes`.
 
-    Ranges that reach past the payload are clipped to it. An empty payload is one empty frame.
+    Ranges are clipped to the payload. An empty payload is one empty frame.
     """
     size = len(payload)
     view = memoryview(payload)
@@ -42,7 +42,7 @@ def frames_of(
 
 
 class Coverage:
-    """Which bytes of a whole are there: disjoint ranges, joined where they touch."""
+    """The bytes of a payload that have arrived: disjoint ranges, merged where they touch."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -51,7 +51,7 @@ class Coverage:
         self._stops: list[int] = []
 
     def add(self, start: int, stop: int) -> Ranges:
-        """Cover [start, stop); returns the parts of it that were not covered before."""
+        """Cover [start, stop), and return the parts of it that were not covered before."""
         first = bisect_left(self._stops, start)
         last = bisect_right(self._starts, stop)
         starts, stops = self._starts[first:last], self._stops[first:last]
@@ -64,20 +64,20 @@ class Coverage:
 
     @property
     def stretches(self) -> int:
-        """How many ranges are covered that do not touch."""
+        """The number of disjoint ranges."""
         return len(self._starts)
 
     def ranges(self) -> Ranges:
-        """What is covered."""
+        """Return the covered ranges."""
         return tuple(zip(self._starts, self._stops, strict=True))
 
     def missing(self) -> Ranges:
-        """What is not covered; empty when everything is."""
+        """Return the ranges that are not covered."""
         return _between(0, self.size_bytes, zip(self._starts, self._stops, strict=True))
 
 
 def _between(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The parts of [start, stop) that ascending disjoint ranges leave open."""
+    """Return the parts of [start, stop) outside of ascending disjoint ranges."""
     found = []
     for begin, end in ranges:
         if begin > start:
@@ -89,18 +89,18 @@ def _between(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> Ranges
 
 
 class Assembly:
-    """One transfer coming in: takes frames of any size, in any order, any number of times, and gives the payload.
+    """An incoming transfer: accepts frames of any size, in any order, with repetitions.
 
-    It keeps of each frame only the bytes that nobody brought before, so it holds never more than the whole, and an
-    announced size allocates nothing. Bytes that are kept elsewhere meanwhile need not stay in it.
+    Only bytes that have not arrived before are held, so that memory never exceeds the payload, and an announced size
+    allocates nothing. Bytes that were stored elsewhere can be released with `settle`.
 
     Args:
-        digest: of the whole.
-        size_bytes: of the whole.
-        stored: ranges that are kept elsewhere already.
+        digest: of the payload.
+        size_bytes: of the payload.
+        stored: ranges that are stored elsewhere already.
 
     Attributes:
-        fresh: offset and bytes of what is kept nowhere else.
+        fresh: offset and bytes that are stored nowhere else.
     """
 
     def __init__(self, digest: bytes, size_bytes: int, *, stored: Ranges = ()) -> None:
@@ -114,34 +114,34 @@ class Assembly:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that have come, wherever they are kept."""
+        """Bytes that have arrived, wherever they are stored."""
         return self._coverage.held_bytes
 
     @property
     def pieces(self) -> int:
-        """In how many pieces they have come."""
+        """Number of pieces in which they arrived."""
         return self._pieces
 
     @property
     def stretches(self) -> int:
-        """How many stretches without a gap they make."""
+        """Number of gapless stretches that they form."""
         return self._coverage.stretches
 
     def add(self, frame: Frame) -> None:
-        """Take what is new in a frame of this transfer.
+        """Hold the new bytes of a frame.
 
         Raises:
-            TransferError: it is of another transfer, contradicts the size, or is empty, or one too many.
+            TransferError: the frame belongs to another transfer, exceeds the size, is empty, or is one too many.
         """
         if frame.digest != self.digest or frame.size_bytes != self.size_bytes:
-            raise TransferError("the frame's digest or size is not this transfer's")
+            raise TransferError("the frame's digest or size differs from the transfer's")
         stop = frame.offset + len(frame.data)
         if stop > self.size_bytes:
             raise TransferError(
                 f"expected bytes within {self.size_bytes}, got {frame.offset}+{len(frame.data)}"
             )
         if not frame.data and self.size_bytes:
-            raise TransferError("a frame without bytes")
+            raise TransferError("expected bytes in the frame, got none")
         if self._pieces > MAX_PIECES + self.size_bytes // SMALLEST_CHUNK_BYTES:
             raise TransferError(f"more than {self._pieces} pieces: send larger frames")
         for start, end in self._coverage.add(frame.offset, stop):
@@ -155,24 +155,24 @@ class Assembly:
         return self._coverage.ranges()
 
     def settle(self) -> None:
-        """Let go of bytes that are kept elsewhere now."""
+        """Release the bytes in `fresh`, which were stored elsewhere."""
         self.fresh = []
 
     def missing(self) -> Ranges:
-        """The byte ranges that have not come yet; empty when the transfer is complete."""
+        """Return the ranges that have not arrived; empty if the transfer is complete."""
         return self._coverage.missing()
 
     def payload(self, stored: Iterable[tuple[int, bytes]] = ()) -> bytes:
-        """The whole, verified.
+        """Return the payload after verifying its digest.
 
         Args:
-            stored: offset and bytes of what is kept elsewhere.
+            stored: offset and bytes that were stored elsewhere.
 
         Raises:
-            TransferError: something is missing, or the bytes are not the announced digest's.
+            TransferError: bytes are missing, or the digest is wrong.
         """
         if self.missing():
-            raise TransferError("the transfer is not complete")
+            raise TransferError("the transfer is incomplete")
         payload = b"".join(data for _, data in sorted([*stored, *self.fresh]))
         if (digest := digest_of(payload)) != self.digest:
             raise TransferError(f"expected sha256 {self.digest.hex()}, got {digest.hex()}")

@@ -10,7 +10,14 @@ import numpy as np
 from edge_client.training.local_round import LocalModel, pack, pack_checkpoint, unpack, unpack_checkpoint
 from edge_client.training.trainer import Checkpoint
 from protocol.errors import BackboneMismatch, StateError
-from protocol.metadata import PROPERTY, backbone_metadata, graph_metadata, head_metadata, model_metadata
+from protocol.metadata import (
+    PROPERTY,
+    BackboneMetadata,
+    GraphMetadata,
+    HeadMetadata,
+    ModelMetadata,
+    read_metadata,
+)
 from protocol.wire.codec import digest_of
 from tests.fuzz.target import MIB, Target
 
@@ -50,12 +57,12 @@ def _arrays() -> Iterable[bytes]:
     yield alone.getvalue()
 
 
-def read_metadata(data: bytes) -> None:
+def read_any_metadata(data: bytes) -> None:
     """What an ONNX file says of itself is metadata of a kind, or the file is refused."""
     text = data.decode(errors="surrogateescape")
-    for read in (graph_metadata, head_metadata, backbone_metadata, model_metadata):
+    for kind in (GraphMetadata, HeadMetadata, BackboneMetadata, ModelMetadata):
         with contextlib.suppress(BackboneMismatch):
-            read({PROPERTY: text})
+            read_metadata({PROPERTY: text}, kind)
 
 
 def _metadata() -> Iterable[bytes]:
@@ -79,4 +86,4 @@ def _metadata() -> Iterable[bytes]:
 
 
 ARRAYS = Target("arrays", unpack_any, _arrays, at_least_bytes=2 * MIB, bytes_per_byte=64, share=3)
-METADATA = Target("metadata", read_metadata, _metadata, max_bytes=1024, share=8)
+METADATA = Target("metadata", read_any_metadata, _metadata, max_bytes=1024, share=8)

@@ -12,7 +12,7 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from edge_client.runtime.graph import Role
 from edge_client.runtime.onnx_validation import check_graph
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.metadata import backbone_metadata, graph_metadata, head_metadata, model_metadata
+from protocol.metadata import BackboneMetadata, GraphMetadata, HeadMetadata, ModelMetadata, read_metadata
 from tests.fuzz.mutations import of_protobuf
 from tests.fuzz.target import Target
 from tests.support.step_graphs import file, model
@@ -27,9 +27,9 @@ def inspect(data: bytes) -> None:
         properties = check_graph(data)
     except GraphRefused:
         return
-    for read in (graph_metadata, head_metadata, backbone_metadata, model_metadata):
+    for kind in (GraphMetadata, HeadMetadata, BackboneMetadata, ModelMetadata):
         with contextlib.suppress(BackboneMismatch):
-            read(properties)
+            read_metadata(properties, kind)
     try:
         made = onnx.load_model_from_string(data)
     except (DecodeError, ValueError):

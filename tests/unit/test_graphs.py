@@ -3,7 +3,7 @@
 import numpy as np
 import onnxruntime
 
-from protocol.metadata import backbone_metadata
+from protocol.metadata import BackboneMetadata, read_metadata
 from tests.support.graphs import EDGE, tiny_backbone
 
 
@@ -15,7 +15,7 @@ def test_the_tiny_backbone_runs_and_tells_what_it_is() -> None:
     assert feature.shape == (3, 5)
     assert feature.dtype == np.float32
     assert not np.allclose(feature[0], feature[1])
-    assert backbone_metadata(session.get_modelmeta().custom_metadata_map).feature_size == 5
+    assert read_metadata(session.get_modelmeta().custom_metadata_map, BackboneMetadata).feature_size == 5
 
 
 def test_the_seed_makes_the_backbone() -> None:

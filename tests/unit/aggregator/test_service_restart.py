@@ -19,7 +19,7 @@ from aggregator.storage.store import Store
 from aggregator.tasks.task import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
-from protocol.metadata import head_metadata
+from protocol.metadata import HeadMetadata, read_metadata
 from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
@@ -80,7 +80,7 @@ def test_from_submissions_to_a_head_and_over_a_restart(alone: BrokerAddress, tmp
             assert head == (daemon.state / "head.onnx").read_bytes()
             assert (daemon.state / "model.onnx").is_file()
             properties = onnxruntime.InferenceSession(head).get_modelmeta().custom_metadata_map
-            assert head_metadata(properties).classes == ("cat", "dog", "fox")
+            assert read_metadata(properties, HeadMetadata).classes == ("cat", "dog", "fox")
             assert a.upload(evaluation(task=task)).status == "received"
         assert daemon.process.returncode == 0
         with aggregator(task_file, alone) as daemon:
@@ -116,7 +116,7 @@ def test_several_backbones_make_one_feature(alone: BrokerAddress, tmp_path: Path
         assert device.upload(submission(task=task, feature_size=16)).reason == "shape"
         assert device.upload(submission(task=task, feature_size=24)).status == "received"
         session = onnxruntime.InferenceSession(device.fetch(device.head().head))
-        metadata = head_metadata(session.get_modelmeta().custom_metadata_map)
+        metadata = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)
         assert metadata.feature_size == 24
         assert metadata.backbones == tuple(backbone.digest.hex() for backbone in backbones)
         assert not (daemon.state / "model.onnx").exists()

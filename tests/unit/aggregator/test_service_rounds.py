@@ -17,7 +17,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.heads.operator_commands import order
 from aggregator.storage.store import Store
-from protocol.metadata import graph_metadata, head_metadata
+from protocol.metadata import GraphMetadata, HeadMetadata, read_metadata
 from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRequest, DeviceInfo, HeadManifest, Receipt, Submission, TaskManifest
@@ -115,7 +115,7 @@ def _the_head_works_by_itself(daemon: Daemon) -> None:
         (probabilities,) = session.run(["probabilities"], example)
         np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
     session = onnxruntime.InferenceSession(daemon.state / "head.onnx")
-    metadata = head_metadata(session.get_modelmeta().custom_metadata_map)
+    metadata = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)
     assert (metadata.version, metadata.classes) == (3, ("cat", "dog", "fox"))
 
 
@@ -149,7 +149,7 @@ def test_graphs_are_served(alone: BrokerAddress, task_file: Path) -> None:
         assert program is not None
         for role in ("init", "step", "project", "head"):
             session = onnxruntime.InferenceSession(device.fetch(getattr(program, role)))
-            metadata = graph_metadata(session.get_modelmeta().custom_metadata_map)
+            metadata = read_metadata(session.get_modelmeta().custom_metadata_map, GraphMetadata)
             assert (metadata.role, metadata.algorithm, metadata.projection_size) == (role, "fpl", 4)
 
 

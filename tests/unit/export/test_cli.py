@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from export import cli
 from protocol.cli import run
 from protocol.errors import RuntimeMissing
-from protocol.metadata import backbone_metadata
+from protocol.metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
 
 MODEL = "test_efficientnet"
@@ -72,7 +72,7 @@ def test_a_backbone_is_exported_and_summed_up(
     assert summary["parity"]["relative_error"] < 1e-4
     assert summary["parity"]["cosine"] > 0.999999
     session = onnxruntime.InferenceSession(path)
-    metadata = backbone_metadata(session.get_modelmeta().custom_metadata_map)
+    metadata = read_metadata(session.get_modelmeta().custom_metadata_map, BackboneMetadata)
     assert metadata.std == (0.5, 0.4, 0.3)
     assert metadata.feature_size == summary["feature_size"] == session.get_outputs()[0].shape[1]
 

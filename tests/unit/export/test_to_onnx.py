@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from export.to_onnx import OPSET, export_module, to_onnx
 from protocol.errors import ProtofleetError, StateError
-from protocol.metadata import backbone_metadata
+from protocol.metadata import BackboneMetadata, read_metadata
 from tests.support.networks import EDGE, FEATURE_SIZE, described, tiny_network
 
 
@@ -48,7 +48,7 @@ def test_the_file_says_all_that_a_device_needs(tmp_path: Path) -> None:
     (image,), (feature,) = session.get_inputs(), session.get_outputs()
     assert (image.name, image.type, image.shape) == ("image", "tensor(uint8)", ["n", EDGE, EDGE, 3])
     assert (feature.name, feature.type, feature.shape) == ("feature", "tensor(float)", ["n", FEATURE_SIZE])
-    metadata = backbone_metadata(session.get_modelmeta().custom_metadata_map)
+    metadata = read_metadata(session.get_modelmeta().custom_metadata_map, BackboneMetadata)
     assert metadata == exported.metadata
     assert metadata.parity is not None
     assert metadata.parity.images == 2

@@ -69,13 +69,13 @@ def spoil(file: Path, was: bytes, now: bytes) -> None:
     ("name", "was", "now", "said"),
     [
         ("signing.key", ED25519, b"\x06\x03\x2b\x65\x7f", "is not a private key"),
-        ("ca.crt", b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07", "is no certificate"),
-        ("device.crt", b"shed-1", b"shed-\xff", "device.crt is not that of shed-1"),
+        ("ca.crt", b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x07", "is not a PEM certificate"),
+        ("device.crt", b"shed-1", b"shed-\xff", "device.crt is not the certificate of shed-1"),
         (
             "device.crt",
             b"\x2a\x86\x48\xce\x3d\x04\x03\x02",
             b"\x2a\x86\x48\xce\x3d\x04\x03\x7f",
-            "not of the authority",
+            "not issued by the authority",
         ),
     ],
     ids=["kind of key", "version", "name", "algorithm"],
@@ -95,10 +95,10 @@ def test_a_card_nested_without_end_is_damaged(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "of", "said"),
     [
-        ("device.crt", "shed-2", "device.crt is not that of shed-1"),
-        ("signing.key", "shed-2", "signing.key is not that of shed-1"),
-        ("ca.crt", "hut-1", "device.crt is not of the authority in"),
-        ("enrollment.toml", "shed-2", "device.crt is not that of shed-2"),
+        ("device.crt", "shed-2", "device.crt is not the certificate of shed-1"),
+        ("signing.key", "shed-2", "signing.key is not the key of shed-1"),
+        ("ca.crt", "hut-1", "device.crt was not issued by the authority in"),
+        ("enrollment.toml", "shed-2", "device.crt is not the certificate of shed-2"),
     ],
 )
 def test_files_of_two_enrollments_are_told_apart(
@@ -114,7 +114,7 @@ def test_files_of_two_enrollments_are_told_apart(
     ("pattern", "text", "said"),
     [
         ("format = 1", "format = 2", "has format 2, expected 1: upgrade protofleet here"),
-        ('aggregator_key = ".*"', 'aggregator_key = "00"', "a key has 32 bytes"),
+        ('aggregator_key = ".*"', 'aggregator_key = "00"', "expected keys of 32 bytes"),
         ('aggregator_key = ".*"', 'aggregator_key = "xy"', "is damaged"),
         ('device = ".*"\n', "", "missing required field `device`"),
     ],

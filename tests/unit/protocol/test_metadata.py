@@ -1,6 +1,6 @@
 """What an ONNX file says of itself survives the file and is refused where it does not fit."""
 
-from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +15,7 @@ from protocol.metadata import (
     HeadMetadata,
     ModelMetadata,
     Parity,
-    backbone_metadata,
-    graph_metadata,
-    head_metadata,
-    model_metadata,
+    read_metadata,
     to_properties,
 )
 from protocol.preprocessing import Preprocessing
@@ -51,72 +48,57 @@ GRAPH = GraphMetadata(
     runtime_min="1.14",
     runtime_max="1.31.0",
 )
-READERS: list[Callable[[Mapping[str, str]], object]] = [
-    backbone_metadata,
-    head_metadata,
-    graph_metadata,
-    model_metadata,
-]
+MODEL = ModelMetadata(backbone=BACKBONE, head=HEAD)
+KINDS = [BackboneMetadata, HeadMetadata, GraphMetadata, ModelMetadata]
+each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def test_what_is_written_is_read() -> None:
-    """Each kind of metadata comes back equal."""
-    model = ModelMetadata(backbone=BACKBONE, head=HEAD)
-    assert backbone_metadata(to_properties(BACKBONE)) == BACKBONE
-    assert head_metadata(to_properties(HEAD)) == HEAD
-    assert graph_metadata(to_properties(GRAPH)) == GRAPH
-    assert model_metadata(to_properties(model)) == model
+@pytest.mark.parametrize("metadata", [BACKBONE, HEAD, GRAPH, MODEL])
+def test_metadata_is_read_back(metadata: Any) -> None:
+    assert read_metadata(to_properties(metadata), type(metadata)) == metadata
 
 
 @given(classes=st.lists(st.text(), min_size=1), training=st.dictionaries(st.text(), st.floats(-1e9, 1e9)))
-def test_any_name_and_figure_survives(classes: list[str], training: dict[str, float]) -> None:
-    """Class names of any script and figures of any size come back equal."""
-    head = HeadMetadata(
-        classes=tuple(classes),
-        version=1,
-        task="a" * 64,
-        backbones=("b" * 64,),
-        feature_size=8,
-        training=training,
-    )
-    assert head_metadata(to_properties(head)) == head
+def test_any_class_name_and_metric_is_read_back(classes: list[str], training: dict[str, float]) -> None:
+    head = msgspec.structs.replace(HEAD, classes=tuple(classes), training=training)
+    assert read_metadata(to_properties(head), HeadMetadata) == head
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_a_file_of_somebody_else_is_refused(reader: Callable[[Mapping[str, str]], object]) -> None:
-    """An ONNX file without our metadata is refused, and the message says how to get one with it."""
+@each_kind
+def test_file_without_metadata_is_refused(kind: Any) -> None:
     with pytest.raises(BackboneMismatch, match=r"no 'protofleet' metadata .*: expected a protofleet"):
-        reader({"producer": "somebody"})
+        read_metadata({"producer": "another"}, kind)
 
 
-@pytest.mark.parametrize("reader", READERS)
+@each_kind
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"kind": "other"}', "\ud800"])
-def test_broken_metadata_is_refused(reader: Callable[[Mapping[str, str]], object], text: str) -> None:
-    """Metadata that is not ours, cut or of another shape is refused in one message."""
-    with pytest.raises(BackboneMismatch, match="does not fit"):
-        reader({PROPERTY: text})
+def test_invalid_metadata_is_refused(kind: Any, text: str) -> None:
+    with pytest.raises(BackboneMismatch, match="invalid 'protofleet' metadata"):
+        read_metadata({PROPERTY: text}, kind)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**20 + 1, 2**62])
-def test_a_size_that_no_array_has_is_refused(size: int) -> None:
-    """Before room is made for it."""
-    with pytest.raises(BackboneMismatch, match="does not fit"):
-        graph_metadata(to_properties(msgspec.structs.replace(GRAPH, projection_size=size)))
+def test_size_out_of_bounds_is_refused(size: int) -> None:
+    with pytest.raises(BackboneMismatch, match="invalid"):
+        read_metadata(to_properties(msgspec.structs.replace(GRAPH, projection_size=size)), GraphMetadata)
 
 
-def test_a_head_is_no_backbone() -> None:
-    """One kind of file is never taken for another."""
-    with pytest.raises(BackboneMismatch, match="make one with export-backbone"):
-        backbone_metadata(to_properties(HEAD))
-    with pytest.raises(BackboneMismatch, match=r"head\.onnx"):
-        head_metadata(to_properties(BACKBONE))
-    with pytest.raises(BackboneMismatch, match="graph of a program"):
-        graph_metadata(to_properties(HEAD))
+@pytest.mark.parametrize(
+    ("found", "kind", "expected"),
+    [
+        (HEAD, BackboneMetadata, "make one with export-backbone"),
+        (BACKBONE, HeadMetadata, r"head\.onnx"),
+        (HEAD, GraphMetadata, "graph of a program"),
+        (HEAD, ModelMetadata, r"model\.onnx"),
+    ],
+)
+def test_another_kind_of_file_is_refused(found: Any, kind: Any, expected: str) -> None:
+    with pytest.raises(BackboneMismatch, match=expected):
+        read_metadata(to_properties(found), kind)
 
 
-def test_every_cut_of_the_metadata_is_refused() -> None:
-    """No prefix of a backbone's metadata is taken for the whole."""
+def test_every_prefix_is_refused() -> None:
     text = to_properties(BACKBONE)[PROPERTY]
     for size in range(len(text)):
         with pytest.raises(BackboneMismatch):
-            backbone_metadata({PROPERTY: text[:size]})
+            read_metadata({PROPERTY: text[:size]}, BackboneMetadata)

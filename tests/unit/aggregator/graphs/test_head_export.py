@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from aggregator.graphs.fuse import fuse
 from aggregator.graphs.head_export import OPSET, head_to_onnx, max_abs_difference
 from protocol.errors import BackboneMismatch
-from protocol.metadata import HeadMetadata, head_metadata, model_metadata
+from protocol.metadata import HeadMetadata, ModelMetadata, read_metadata
 from tests.support.graphs import EDGE, tiny_backbone
 
 FEATURE_SIZE = 16
@@ -83,7 +83,7 @@ def test_the_head_says_what_it_takes_and_gives(backbone: bytes, head: bytes) -> 
         ("logits", "tensor(float)", ["n", len(CLASSES)]),
         ("probabilities", "tensor(float)", ["n", len(CLASSES)]),
     ]
-    assert head_metadata(session.get_modelmeta().custom_metadata_map) == described(backbone)
+    assert read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata) == described(backbone)
     assert onnx.load_model_from_string(head).opset_import[0].version == OPSET
 
 
@@ -149,7 +149,7 @@ def test_the_fused_file_knows_both(backbone: bytes, head: bytes) -> None:
     """Its metadata holds how to prepare images and what the classes are, and no other kind is claimed."""
     session = onnxruntime.InferenceSession(fuse(backbone, head))
     properties = session.get_modelmeta().custom_metadata_map
-    facts = model_metadata(properties)
+    facts = read_metadata(properties, ModelMetadata)
     assert facts.head == described(backbone)
     assert facts.backbone.preprocessing.height == EDGE
     assert list(properties) == ["protofleet"]

@@ -18,7 +18,7 @@ from aggregator.algorithms.program import Algorithm, Contribution
 from aggregator.graphs.parity import TOLERANCE, check
 from aggregator.graphs.program_export import Graphs, bind, build, untrained
 from protocol.errors import ProtofleetError
-from protocol.metadata import GraphMetadata, HeadMetadata, graph_metadata, head_metadata
+from protocol.metadata import GraphMetadata, HeadMetadata, read_metadata
 
 ROLES = ("init", "step", "project", "head")
 L, C, D = 12, 4, 8
@@ -107,7 +107,7 @@ def trained(graphs: Graphs, data: Arrays, tensors: Arrays, *, steps: int) -> tup
 def test_a_graph_says_what_it_is(graphs: Graphs, name: str, role: str) -> None:
     """Role, sizes, operator set and the ONNX Runtimes that run it are in its metadata."""
     session = onnxruntime.InferenceSession(getattr(graphs, role))
-    metadata = graph_metadata(session.get_modelmeta().custom_metadata_map)
+    metadata = read_metadata(session.get_modelmeta().custom_metadata_map, GraphMetadata)
     assert metadata == GraphMetadata(
         role=metadata.role,
         algorithm=name,
@@ -206,7 +206,7 @@ def test_a_bound_head_computes_what_the_unbound_one_does(graphs: Graphs, name: s
     session = onnxruntime.InferenceSession(head)
     assert [value.name for value in session.get_inputs()] == ["feature"]
     assert [value.name for value in session.get_outputs()] == ["logits", "probabilities"]
-    assert head_metadata(session.get_modelmeta().custom_metadata_map) == METADATA
+    assert read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata) == METADATA
     local = {"local_prototypes": np.zeros((C, D)), "local_counts": np.zeros(C)}
     for rows in (1, 9):
         data = images(rows)

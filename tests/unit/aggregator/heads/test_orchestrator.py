@@ -72,7 +72,7 @@ def test_a_round_that_fails_is_told_and_tried_again(
         assert _take(learning, task, device).verdict == "new"
     assert not learning.finish(_end(events))
     assert "round 0 failed: exit status 1: " in caplog.text
-    assert "was changed on disk" in caplog.text
+    assert "was damaged on disk" in caplog.text
     assert "tried again in 1000 s, when a submission comes" in caplog.text
     assert store.round_state(task.digest).training is None
     assert (learning.round is not None and learning.round.number, store.heads.all()) == (0, [])

@@ -17,7 +17,7 @@ import edge_client
 from edge_client.runtime.backbone import open_backbone
 from edge_client.runtime.session import Provider, _coverage, _profile_once, open_session, release_memory
 from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError
-from protocol.metadata import backbone_metadata, to_properties
+from protocol.metadata import BackboneMetadata, read_metadata, to_properties
 from protocol.storage.blobstore import file_digest
 from tests.support.device_factory import tiny
 from tests.support.graphs import tiny_backbone
@@ -152,7 +152,7 @@ def _with_data_elsewhere() -> bytes:
 
 def _with_feature_size(size: int) -> bytes:
     model = onnx.load_from_string(tiny_backbone())
-    metadata = backbone_metadata({entry.key: entry.value for entry in model.metadata_props})
+    metadata = read_metadata({entry.key: entry.value for entry in model.metadata_props}, BackboneMetadata)
     helper.set_model_props(model, to_properties(msgspec.structs.replace(metadata, feature_size=size)))
     return bytes(model.SerializeToString())
 

@@ -90,8 +90,8 @@ def test_a_password_that_everybody_can_read(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--cert", "a.crt"], "--cert and --key go together"),
-        (["--key", "a.key"], "--cert and --key go together"),
+        (["--cert", "a.crt"], "--cert and --key require each other"),
+        (["--key", "a.key"], "--cert and --key require each other"),
         (["--password-file", "FILE"], "give --username"),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_damaged_download_is_thrown_away(tmp_path: Path) -> None:
     """It never gets the name, both digests are told, and the next try starts at the first byte."""
     store = BlobStore(tmp_path)
     store.append(DIGEST, b"other bytes")
-    with pytest.raises(TransferError, match=f"expected sha256 {DIGEST.hex()}, got .*fetch it again"):
+    with pytest.raises(TransferError, match=f"expected sha256 {DIGEST.hex()}, got .*downloading it again"):
         store.finish(DIGEST)
     assert DIGEST not in store
     assert store.partial_bytes(DIGEST) == 0
@@ -65,7 +65,7 @@ def test_a_blob_that_the_disk_changed_is_not_used(tmp_path: Path) -> None:
     store.put(DATA)
     with store.path(DIGEST).open("rb+") as file:
         file.write(b"?")
-    with pytest.raises(StateError, match=f"{DIGEST.hex()} was changed on disk and is deleted"):
+    with pytest.raises(StateError, match=f"{DIGEST.hex()} was damaged on disk and has been deleted"):
         store.read(DIGEST)
 
 
@@ -197,7 +197,7 @@ def test_blobs_that_are_written_together_get_their_names_together(tmp_path: Path
     payloads = [bytes([number]) * 1000 for number in range(20)]
     store.path(store.put(payloads[0])).write_bytes(b"changed")
     for payload in payloads * 2:
-        store.put_soon(payload, digest=digest_of(payload), together=together)
+        store.put_in_batch(payload, digest=digest_of(payload), batch=together)
     assert set(store.digests()) == {digest_of(payloads[0])}
     together.finish()
     assert [store.read(digest_of(payload)) for payload in payloads] == payloads
@@ -210,11 +210,11 @@ def test_of_files_that_are_written_together_none_is_there_if_one_fails(tmp_path:
     store, together = BlobStore(tmp_path), WriteBatch()
     with full_disk(after_bytes=10_000):
         for payload in (b"small", DATA, b"also small"):
-            store.put_soon(payload, digest=digest_of(payload), together=together)
+            store.put_in_batch(payload, digest=digest_of(payload), batch=together)
         with pytest.raises(StateError, match="cannot use"):
             together.finish()
     assert _files(tmp_path) == []
-    store.put_soon(DATA, digest=DIGEST, together=together)
+    store.put_in_batch(DATA, digest=DIGEST, batch=together)
     together.finish()
     assert store.read(DIGEST) == DATA
 
@@ -224,7 +224,7 @@ def test_files_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
     store, together = BlobStore(tmp_path), WriteBatch()
     for number in range(50):
         payload = bytes([number]) * 10_000
-        store.put_soon(payload, digest=digest_of(payload), together=together)
-    together.give_up()
+        store.put_in_batch(payload, digest=digest_of(payload), batch=together)
+    together.discard()
     together.finish()
     assert _files(tmp_path) == []

@@ -164,7 +164,7 @@ def test_an_empty_payload_is_one_empty_frame() -> None:
         (_frame(0, b"ab", size_bytes=11), "digest or size"),
         (_frame(9, b"ab"), "within 10, got 9"),
         (_frame(11, b""), "within 10, got 11"),
-        (_frame(3, b""), "without bytes"),
+        (_frame(3, b""), "expected bytes in the frame"),
     ],
     ids=["digest", "size", "past the end", "beyond the end", "empty"],
 )
@@ -202,7 +202,7 @@ def test_half_a_transfer_is_no_payload() -> None:
     """There is nothing to read before everything is there."""
     assembly = Assembly(DIGEST, 10)
     assembly.add(_frame(0, PAYLOAD[:5]))
-    with pytest.raises(TransferError, match="not complete"):
+    with pytest.raises(TransferError, match="incomplete"):
         assembly.payload()
 
 
