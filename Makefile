@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all the set-up themselves: a virtual environment in .venv, then the run.
+# `make demo` and `make test` set everything up: a virtual environment in .venv, then the run.
 PYTHON ?= python3.11
 ifeq (, $(shell command -v $(PYTHON) 2>/dev/null))
 PYTHON := python3
@@ -6,27 +6,27 @@ endif
 BIN := .venv/bin
 
 .PHONY: help demo test check fuzz format clean
-help:             ## what can be made
+help:             ## list the targets
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: .venv/installed      ## ten devices, a broker and an aggregator learn one classifier
+demo: .venv/installed      ## train one classifier on ten devices, with a broker and an aggregator
 	$(BIN)/python -m examples.quickstart $(DEMO)
 
-test: .venv/installed      ## every test
+test: .venv/installed      ## run every test
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-check: .venv/installed     ## lint, types and who may import whom
+check: .venv/installed     ## check lint, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 FUZZ_RUNS ?= 10000000
-fuzz: .venv/installed      ## hostile bytes for all that reads any, FUZZ_RUNS=10000000 inputs; more than an hour
+fuzz: .venv/installed      ## fuzz every parser of untrusted bytes with FUZZ_RUNS=10000000 inputs; more than an hour
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --runs $(FUZZ_RUNS) $(FUZZ)
 
-format: .venv/installed    ## rewrite the code in the house format
+format: .venv/installed    ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -36,5 +36,5 @@ format: .venv/installed    ## rewrite the code in the house format
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,aggregator,export,dev]'
 	@touch $@
 
-clean:            ## remove the virtual environment and what the demo wrote
+clean:            ## remove the virtual environment and the demo's files
 	rm -rf .venv build/ quickstart/

@@ -21,7 +21,7 @@ from tests.system.attacks.fleet import FRESH, HOSTILE, LATE, AttackedFleet, own
 from tests.system.attacks.hostile import Client, Heard, Witness
 from tests.system.attacks.images import BOMB
 
-TRANSFERS = int(os.environ.get("PROTOFLEET_ATTACKS_TRANSFERS", "20000"))
+TRANSFERS = int(os.environ.get("PROTOFLEET_ATTACKS_TRANSFERS", "6000"))
 """Tiny transfers in a flood, a half of them by a device with valid signatures. Set to 1000000 for a full run."""
 
 MAX_GROWTH_BYTES = 256 * 1024**2

@@ -224,7 +224,7 @@ def test_a_blob_that_was_deleted_by_hand_is_told(alone: BrokerAddress, tmp_path:
         (daemon.state / "blobs" / backbone.digest.hex()).unlink()
         device.send("get", encode(BlobRequest(digest=backbone.digest, offset=0, length=1)))
         assert device.upload(submission(task=digest_of(device.task()))).status == "received"
-        assert f"{backbone.digest.hex()}: No such file" in daemon.log()
+        daemon.until(lambda _: f"{backbone.digest.hex()}: No such file" in daemon.log())
 
 
 def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:

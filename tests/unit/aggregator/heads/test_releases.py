@@ -240,9 +240,12 @@ def test_orders_wait_for_the_next_start(alone: BrokerAddress, tmp_path: Path) ->
             )
             assert daemon.status()["rollout"]["ordered"] == 1
         with aggregator(task_file, alone) as daemon:
-            daemon.until(lambda summary: _head_file(daemon) == _sha256(summary, 1))
-            rollout = daemon.status()["rollout"]
-            assert (rollout["current"], rollout["ordered"]) == (1, None)
+            summary = daemon.until(
+                lambda summary: (
+                    _head_file(daemon) == _sha256(summary, 1) and summary["rollout"]["ordered"] is None
+                )
+            )
+            assert summary["rollout"]["current"] == 1
             device.aggregator_is("online")
             device.upload(_submission(task, sequence=4))
             assert device.head(4).version == 4

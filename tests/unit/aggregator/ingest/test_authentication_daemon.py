@@ -73,8 +73,7 @@ def test_nobody_speaks_for_another(alone: BrokerAddress, tmp_path: Path) -> None
         stolen = captured(submission(task=task, sequence=9, seed=3), "a")
         put(b, "b", stolen)
         assert refused(b.receipt(stolen[0])) == "signature"
-        summary = daemon.until(lambda summary: len(counts(summary)) == 2)
-        assert counts(summary) == {("a", "signature"): 2, ("b", "signature"): 1}
+        daemon.until(lambda summary: counts(summary) == {("a", "signature"): 2, ("b", "signature"): 1})
         standing = Store(daemon.state, read_only=True).submissions.all(task)
         assert [row.entry.sequence for row in standing.values()] == [1, 1]
         assert standing["a"].entry.digest == digest_of(encode(good))
