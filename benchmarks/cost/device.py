@@ -128,8 +128,9 @@ def extract_once(*, data: str, backbone: str, batch_size: int, workers: int) -> 
             cache = FeatureCache(Path(state) / "features.sqlite")
             extraction = extract(
                 images,
-                opened,
+                [opened.sha256],
                 cache,
+                open_backbone=lambda _: opened,
                 batch_size=batch_size,
                 workers=workers,
                 on_progress=lambda _done, _total: None,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.config import LocalSettings
-from edge_client.data.extraction import Alter, Extraction, extract_all
+from edge_client.data.extraction import Alter, Extraction, extract
 from edge_client.data.images import LabeledImage, find_images, held_out
 from edge_client.data.prototypes import batch_prototypes
 from edge_client.inference.predictor import Head, evaluate
@@ -203,7 +203,7 @@ def find(
     cache.prune((image.identity for image in images), *{*digests(task), *learning_keys(task)})
 
     def extraction_of(part: Sequence[LabeledImage], done: int, alter: tuple[str, Alter] | None) -> Extraction:
-        return extract_all(
+        return extract(
             part,
             digests(task),
             cache,
