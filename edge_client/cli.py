@@ -31,17 +31,17 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
     from edge_client.storage.device_state import DeviceState
-    from edge_client.submission.builder import PreparedSubmission
+    from edge_client.submission.prepared import PreparedSubmission
 
 
 def _setting(*names: str, **details: Any) -> Callable[[Any], Any]:
-    """An option that can come from the environment as well."""
+    """Return an option that can also be set by an environment variable."""
     variable = "PROTOFLEET_" + names[0].lstrip("-").replace("-", "_").upper()
     return click.option(*names, envvar=variable, show_envvar=True, **details)
 
 
 def _inherit(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Let what stands before a command's name count for it as well, the file of `--config` included."""
+    """Return the value given before the command's name, unless one is given after it."""
     name = option.name or ""
     if context.parent is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
         return value
@@ -49,11 +49,11 @@ def _inherit(context: click.Context, option: click.Parameter, value: Any) -> Any
 
 
 def _public_key(_context: click.Context, _option: click.Parameter, value: str | None) -> bytes | None:
-    """The 32 bytes that 64 hex digits stand for."""
+    """Return 32 bytes from 64 hex digits."""
     if value is None:
         return None
     if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
-        raise click.BadParameter(f"expected 64 hex digits, as `aggregator status` shows them, got {value!r}")
+        raise click.BadParameter(f"expected 64 hex digits as shown by `aggregator status`, got {value!r}")
     return bytes.fromhex(value)
 
 
@@ -64,7 +64,7 @@ state_option = _setting(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
     callback=_inherit,
-    help="Folder of everything that survives a restart  [default: ~/.local/state/protofleet/FLEET]",
+    help="State directory  [default: ~/.local/state/protofleet/FLEET]",
 )
 provider_option = _setting(
     "--provider",
@@ -72,13 +72,13 @@ provider_option = _setting(
     default="auto",
     show_default=True,
     callback=_inherit,
-    help="What runs the backbone; auto takes CUDA where it is there.",
+    help="ONNX Runtime execution provider; auto uses CUDA if available.",
 )
 threads_option = _setting(
     "--threads",
     type=click.IntRange(min=1),
     callback=_inherit,
-    help="Threads of the backbone  [default: all cores]",
+    help="Threads for the backbone  [default: all cores]",
 )
 
 
@@ -88,82 +88,86 @@ threads_option = _setting(
     "--enrollment",
     type=click.Path(file_okay=False, path_type=Path),
     is_eager=True,
-    help="Folder that `aggregator enroll` has made for this device: its name, fleet, broker and keys.",
+    help="Enrollment directory made by `aggregator enroll`: device id, fleet, broker and keys.",
 )
-@_setting("--broker", metavar="HOST[:PORT]", help="The fleet's MQTT broker.")
+@_setting("--broker", metavar="HOST[:PORT]", help="MQTT broker of the fleet.")
 @access_options
 @_setting(
     "--data",
     type=click.Path(path_type=Path),
     default=Path("data"),
     show_default=True,
-    help="Folder with one sub-folder of images per class, or a CSV file of path,label.",
+    help="Directory with one subdirectory of images per class, or a CSV file with the columns path,label.",
 )
 @fleet_option
-@_setting("--device-id", help="Name of this device  [default: made from the machine]")
+@_setting("--device-id", help="Device id  [default: derived from the machine]")
 @state_option
-@_setting("--once", is_flag=True, help="Exit when a head has arrived and been evaluated.")
-@click.option("--dry-run", is_flag=True, help="Say what would leave this device, and send nothing of it.")
+@_setting("--once", is_flag=True, help="Exit once a head is installed and evaluated.")
+@click.option("--dry-run", is_flag=True, help="Show what would be uploaded, upload nothing, and exit.")
 @_setting(
     "--holdout",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.2,
     show_default=True,
-    help="Share of the images kept out of the prototypes, to evaluate heads on.",
+    help="Fraction of the images held out to evaluate heads.",
 )
 @_setting(
     "--backbone",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A local copy of a backbone of the task, so that it need not be fetched; may be repeated.",
+    help="Local copy of one of the task's backbones, used instead of a download; may be repeated.",
 )
 @provider_option
 @threads_option
 @_setting(
-    "--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Images in one run."
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=16,
+    show_default=True,
+    help="Images per run of the backbone.",
 )
 @_setting(
     "--workers",
     type=click.IntRange(min=1),
-    help="Threads that decode images  [default: all cores, at most 4]",
+    help="Threads for decoding images  [default: all cores, at most 4]",
 )
 @_setting(
     "--rescan-s",
     type=click.FloatRange(min=0.1),
     default=30.0,
     show_default=True,
-    help="Seconds between looks for new images.",
+    help="Seconds between scans for new images.",
 )
 @_setting(
     "--outbox-mb",
     type=click.IntRange(1, LARGEST_MB),
     default=DEFAULT_MB,
     show_default=True,
-    help="MiB on the disk for what was not received yet; a larger submission is not uploaded.",
+    help="MiB on disk for pending uploads; a larger submission is not uploaded.",
 )
 @_setting(
     "--aggregator-key",
     metavar="HEX",
     callback=_public_key,
-    help="The aggregator's key, as `aggregator status` shows it  [default: the first one that is heard]",
+    help="Public key of the aggregator, from `aggregator status`  [default: the first key received]",
 )
 @_setting(
     "--max-epsilon",
     type=click.FloatRange(0, min_open=True),
-    help="Take part under differential privacy alone, and spend no more than this on all submissions together.",
+    help="Privacy budget (epsilon) for all submissions together; refuses tasks without differential privacy.",
 )
 @verbose_option
 @click.version_option(package_name="protofleet")
 @click.pass_context
 def cli(context: click.Context, /, **options: Any) -> None:
-    """Turn this device's labeled images into class prototypes, hand them to the fleet, and take its head.
+    """Upload class prototypes of this device's labeled images, and install the classifier head of the fleet.
 
-    Images never leave the device. Runs as a service until interrupted, unless told otherwise.
+    Images never leave the device. Runs as a service until interrupted, or until done with --once or --dry-run.
     """
     if options["enrollment"] and context.get_parameter_source("fleet") is ParameterSource.DEFAULT:
         from protocol.enrollment import read_card
 
-        # For a command after it as well, which inherits what stands here.
+        # In the context too, from which a command inherits it.
         context.params["fleet"] = options["fleet"] = read_card(options["enrollment"]).fleet
     if context.invoked_subcommand is None:
         context.exit(_serve(**options))
@@ -180,14 +184,13 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     from edge_client.runtime.session import require_runtime
     from edge_client.service.device import Device
     from edge_client.storage.facts import CurrentTask
-    from edge_client.submission.builder import check_data
     from protocol.enrollment import read_enrollment
     from protocol.mqtt.session import parse_broker
     from protocol.mqtt.tls import readable_by_others, warnings
 
     start_logging(verbose=verbose)
     if once and dry_run:
-        raise click.UsageError("--once and --dry-run exclude each other")
+        raise click.UsageError("--once and --dry-run cannot be used together")
     _check_fleet(fleet)
     access, signing_key = read_access(**access_given), None
     if enrollment is not None:
@@ -199,23 +202,23 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         aggregator_key = aggregator_key or enrolled.aggregator_key
         signing_key = enrolled.signing_key
     require_runtime()
-    check_data(data)
-    kept = _open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
+    _check_data(data)
+    store = _open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
     local = LocalSettings(
-        device_id=kept.device_id(device_id),
+        device_id=store.device_id(device_id),
         data=data,
         holdout=holdout,
         batch_size=batch_size,
         workers=workers or min(4, os.cpu_count() or 1),
         max_epsilon=max_epsilon,
     )
-    if broker is None and not (dry_run and kept.get(CurrentTask).digest):
-        raise click.UsageError("say where the fleet's broker is: --broker HOST[:PORT]")
+    if broker is None and not (dry_run and store.get(CurrentTask).digest):
+        raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
     address = parse_broker(broker, tls=access.tls) if broker else None
-    said = warnings(access, address) if address else []
+    notes = warnings(access, address) if address else []
     if enrollment is not None:
-        said.append(readable_by_others(enrollment / "signing.key"))
-    for warning in filter(None, said):
+        notes.append(readable_by_others(enrollment / "signing.key"))
+    for warning in filter(None, notes):
         log.warning("%s", warning)
     settings = Settings(
         broker=address,
@@ -231,7 +234,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         signing_key=signing_key,
     )
     stop_on_terminate()
-    return Device(settings, kept, show=_show_dry_run if dry_run else None).run()
+    return Device(settings, store, show=_show_dry_run if dry_run else None).run()
 
 
 @cli.command("predict")
@@ -240,13 +243,15 @@ def _serve(  # noqa: PLR0913 - every option of the command line
 @state_option
 @provider_option
 @threads_option
-@click.option("--top", type=click.IntRange(min=1), default=3, show_default=True, help="Classes to name.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object an image.")
+@click.option(
+    "--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of classes to print."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def predict_command(
     *, images: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
     top: int, as_json: bool,
 ) -> None:  # fmt: skip
-    """Say what is in IMAGES with the head this device has, offline."""
+    """Classify IMAGES with the installed head, offline."""
     from edge_client.inference.head_loader import open_installed
     from edge_client.inference.predictor import predict
     from edge_client.runtime.backbone import open_backbone
@@ -254,17 +259,17 @@ def predict_command(
     from edge_client.storage.facts import Heads
 
     require_runtime()
-    kept = _open_state(state, fleet, read_only=True)
-    installed = kept.get(Heads).installed
+    store = _open_state(state, fleet, read_only=True)
+    installed = store.get(Heads).installed
     if installed is None:
         raise ConfigError(
-            f"no head in {kept.folder} yet: run `edge-client --broker HOST` until one has arrived"
+            f"no head in {store.folder}: run `edge-client --broker HOST` until one is installed"
         )
-    files = [kept.blobs.path(digest) for digest in installed.backbones]
+    files = [store.blobs.path(digest) for digest in installed.backbones]
     backbones = [open_backbone(file, provider=provider, threads=threads) for file in files]
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
-    head = open_installed(kept.blobs, installed, backbones)
+    head = open_installed(store.blobs, installed, backbones)
     failed = 0
     for prediction in predict(images, backbones, head, top=top):
         if prediction.error:
@@ -284,23 +289,23 @@ def predict_command(
 @cli.command("status")
 @fleet_option
 @state_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
-    """Show what this device has, has sent, and is running."""
-    kept = _open_state(state, fleet, read_only=True)
-    summary = _status(kept)
+    """Show the device's images, submission, head and problems."""
+    store = _open_state(state, fleet, read_only=True)
+    summary = _status(store)
     if as_json:
         click.echo(json.dumps(summary, indent=2, default=bytes.hex))
         return
     head, report = summary["head"], summary["report"] or {}
     say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
-    say(f"task       {(summary['task'] or 'none yet')[:12]}")
-    say(f"backbone   {summary['runtime'] or 'not run yet'}")
+    say(f"task       {(summary['task'] or 'none')[:12]}")
+    say(f"backbone   {summary['runtime'] or 'none'}")
     for entry in report.get("classes", []):
         say(
             f"class      {entry['name']}: {entry['images']} images, {entry['held_out']} held out, "
             f"{len(entry['counts'])} prototypes"
-            + (f"; {entry['waiting']} have come or gone and wait for more" if entry.get("waiting") else "")
+            + (f"; {entry['waiting']} added or removed, pending" if entry["waiting"] else "")
         )
     if (spent := summary["privacy"]) is not None:
         say(
@@ -310,32 +315,36 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     if summary["problem"]:
         say(f"problem    {summary['problem']}")
     sent = "received by the aggregator" if summary["received"] else "not received yet"
-    say(f"submission {report['size_bytes']} bytes, {sent}" if report else "submission none yet")
+    say(f"submission {report['size_bytes']} bytes, {sent}" if report else "submission none")
     say(
         f"head       version {head['version']}"
         + (f" of round {head['round']}" if head["round"] is not None else "")
-        + (f", {head['right']} of {head['total']} held-out images right" if head["total"] else "")
+        + (
+            f", accuracy {head['correct'] / head['total']:.1%} ({head['correct']}/{head['total']})"
+            if head["total"]
+            else ""
+        )
         if head
-        else "head       none yet"
+        else "head       none"
     )
 
 
-def _status(kept: "DeviceState") -> dict[str, Any]:
+def _status(store: "DeviceState") -> dict[str, Any]:
     from edge_client.storage import facts
 
-    submission = kept.outbox.newest_submission()
-    report, spent = kept.get(facts.SubmissionReport), kept.get(facts.PrivacySpent)
+    submission = store.outbox.newest_submission()
+    report, spent = store.get(facts.SubmissionReport), store.get(facts.PrivacySpent)
     return {
-        "device_id": kept.get(facts.DeviceName).value or None,
-        "running": kept.is_locked(),
-        "task": kept.get(facts.CurrentTask).digest.hex() or None,
-        "runtime": kept.get(facts.BackboneProvider).name or None,
+        "device_id": store.get(facts.DeviceName).value or None,
+        "running": store.is_locked(),
+        "task": store.get(facts.CurrentTask).digest.hex() or None,
+        "runtime": store.get(facts.BackboneProvider).name or None,
         "report": msgspec.to_builtins(report) if report.size_bytes else None,
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
-        "problem": kept.get(facts.BuildProblem).text or kept.get(facts.UploadProblem).text,
+        "problem": store.get(facts.BuildProblem).text or store.get(facts.UploadProblem).text,
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
-        "head": msgspec.to_builtins(kept.get(facts.Heads).installed, builtin_types=(bytes,)),
+        "head": msgspec.to_builtins(store.get(facts.Heads).installed, builtin_types=(bytes,)),
     }
 
 
@@ -348,22 +357,30 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
     rows, size = prepared.prototypes.shape
     for name, change in prepared.changes.items():
         shape = " x ".join(map(str, change.shape))
-        say(f"the change of {name} in training: {shape} float16 values, in every round")
-    for path, reason in prepared.refused:
-        say(f"left out: {path}: {reason}")
+        say(f"change of {name} in training: {shape} float16 values, in every round")
+    for path, reason in prepared.unusable:
+        say(f"image omitted: {path}: {reason}")
     if (spent := prepared.privacy) is not None:
         say(
-            f"epsilon {spent.epsilon:.3f} of this submission, {spent.total_epsilon:.3f} of all {spent.releases} "
-            f"together, at delta {spent.delta:g}; the noise that is sent will be another"
+            f"epsilon {spent.epsilon:.3f} for this submission, {spent.total_epsilon:.3f} for all {spent.releases} "
+            f"together, at delta {spent.delta:g}; an upload will have other noise"
         )
     say(
-        f"{rows} prototypes of {size} float16 values each, {size_bytes} bytes would be sent; nothing was sent"
+        f"{rows} prototypes of {size} float16 values each: {size_bytes} bytes would be uploaded; nothing was uploaded"
     )
 
 
 def _spans(counts: tuple[int, ...]) -> str:
     low, high = min(counts), max(counts)
     return str(low) if low == high else f"{low} to {high}"
+
+
+def _check_data(data: Path) -> None:
+    if not data.exists():
+        raise ConfigError(
+            f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
+            "columns path,label; pass it with --data"
+        )
 
 
 def _check_fleet(fleet: str) -> None:

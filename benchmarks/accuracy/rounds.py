@@ -18,7 +18,7 @@ from aggregator.tasks.manifests import program_of, round_manifest
 from benchmarks.data.domains import Client
 from edge_client.inference.predictor import open_round_head
 from edge_client.storage.facts import ClassReport
-from edge_client.submission.builder import PreparedSubmission, submission_of
+from edge_client.submission.prepared import PreparedSubmission, encode_submission
 from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet, train_round
 from edge_client.training.trainer import TrainingHooks
 from protocol.storage.blobstore import BlobStore
@@ -145,12 +145,12 @@ def _take_part(
             for name, count in zip(task.manifest.classes, images, strict=True)
             if count
         ),
-        refused=(),
+        unusable=(),
         changes=made.changes,
         loss=made.loss,
     )
-    payload = submission_of(
-        prepared, task=task.expectation.task, manifest=task.manifest, sequence=number + 1, number=number
+    payload = encode_submission(
+        prepared, task=task.expectation.task, manifest=task.manifest, sequence=number + 1, round_number=number
     )
     return made, payload
 

@@ -1,15 +1,15 @@
-"""How long a device waits for an answer."""
+"""Delays before a request is repeated."""
 
-FIRST_PATIENCE_S = 10.0
-LAST_PATIENCE_S = 300.0
+FIRST_DELAY_S = 10.0
+MAX_DELAY_S = 300.0
 
-CAST_PATIENCE_S = 3.0
-"""Seconds to wait for what is sent to the whole fleet before asking for it alone."""
+BROADCAST_WAIT_S = 3.0
+"""Seconds to wait for a broadcast blob before requesting it."""
 
-MAX_BROKEN = 3
-"""Times a transfer may arrive with another digest than announced before a person should look at it."""
+MAX_DAMAGED = 3
+"""Transfers with a wrong digest after which the device stops trying."""
 
 
-def patience_s(attempts: int) -> float:
-    """Seconds to wait for an answer before asking again."""
-    return float(min(LAST_PATIENCE_S, FIRST_PATIENCE_S * 2.0 ** min(attempts, 10)))
+def retry_delay_s(attempts: int) -> float:
+    """Return the seconds to wait for an answer, doubled with each attempt up to `MAX_DELAY_S`."""
+    return float(min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(attempts, 10)))

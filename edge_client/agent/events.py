@@ -1,4 +1,4 @@
-"""What can happen to a device, and what it can do about it: the alphabet of `agent.step`."""
+"""Events and actions: what `machine.step` takes and returns."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,24 @@ from protocol.wire.transfer import Ranges
 
 @dataclass(frozen=True)
 class Connected:
-    """There is a connection, to a broker that takes packets of so many bytes, if it says."""
+    """A connection, with the broker's limit for packets if it sends one."""
 
     max_packet_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The connection is gone."""
+    """The connection is lost."""
 
 
 @dataclass(frozen=True)
 class Drained:
-    """All that was sent has reached the broker."""
+    """The broker has acknowledged everything that was sent."""
 
 
 @dataclass(frozen=True)
 class Unsendable:
-    """The broker does not take what is sent up, and why."""
+    """The broker does not accept uploads, and why."""
 
     reason: str
 
@@ -37,18 +37,18 @@ class Ticked:
 
 
 @dataclass(frozen=True)
-class AggregatorBack:
-    """The aggregator has connected again: what it was asked before may have met nobody."""
+class AggregatorReconnected:
+    """The aggregator has connected again; earlier requests may be lost."""
 
 
 @dataclass(frozen=True)
 class AggregatorStarted:
-    """The aggregator has come back and may have forgotten what was on its way."""
+    """The aggregator has restarted and may have lost unfinished transfers."""
 
 
 @dataclass(frozen=True)
 class TaskSeen:
-    """The retained task, by the digest of its bytes; or the one that was known before there is a connection."""
+    """The retained task, or the stored one before the first connection (`recalled`)."""
 
     digest: bytes
     manifest: TaskManifest
@@ -57,14 +57,14 @@ class TaskSeen:
 
 @dataclass(frozen=True)
 class OutboxSeen:
-    """All that is in the outbox."""
+    """All items in the outbox."""
 
     items: tuple[UploadItem, ...]
 
 
 @dataclass(frozen=True)
 class RoundSeen:
-    """The retained round; or the one that was known before there is a connection."""
+    """The retained round, or the stored one before the first connection."""
 
     manifest: RoundManifest
 
@@ -77,38 +77,38 @@ class HeadSeen:
 
 
 @dataclass(frozen=True)
-class BlockSeen:
-    """A piece of a blob."""
+class FrameSeen:
+    """A frame of a blob."""
 
     frame: Frame
 
 
 @dataclass(frozen=True)
 class ReceiptSeen:
-    """The aggregator's word on a transfer."""
+    """The aggregator's answer on a transfer."""
 
     receipt: Receipt
 
 
 @dataclass(frozen=True)
-class DownloadStarts:
-    """How many bytes of a wanted blob are on the disk already."""
+class DownloadOpened:
+    """The number of bytes of a blob that are on disk."""
 
     digest: bytes
     offset: int
 
 
 @dataclass(frozen=True)
-class DownloadEnded:
-    """A blob is complete; `good` if its digest is right."""
+class DownloadFinished:
+    """A blob is complete; `valid` if its digest matches."""
 
     digest: bytes
-    good: bool
+    valid: bool
 
 
 @dataclass(frozen=True)
 class SubmissionBuilt:
-    """A submission was made, or could not be, and why; `may_pass` if the next round or task may go better."""
+    """A submission, or why there is none; `may_pass` if the next round or task may succeed."""
 
     task: bytes
     item: UploadItem | None
@@ -119,10 +119,7 @@ class SubmissionBuilt:
 
 @dataclass(frozen=True)
 class HeadInstalled:
-    """A head is in use and was evaluated, or was refused, and why; `report` is the word on it in the outbox.
-
-    `head` is what `head_key` says of it.
-    """
+    """A head is in use, or was refused for a reason; `report` is its evaluation, `head` its `head_key`."""
 
     head: bytes
     report: UploadItem
@@ -131,12 +128,12 @@ class HeadInstalled:
 
 @dataclass(frozen=True)
 class ImagesChanged:
-    """There are other images than before."""
+    """The images differ from those of the last build."""
 
 
 Event = (
-    Connected | Disconnected | Drained | Unsendable | Ticked | AggregatorBack | AggregatorStarted | TaskSeen
-    | OutboxSeen | RoundSeen | HeadSeen | BlockSeen | ReceiptSeen | DownloadStarts | DownloadEnded | SubmissionBuilt
+    Connected | Disconnected | Drained | Unsendable | Ticked | AggregatorReconnected | AggregatorStarted | TaskSeen
+    | OutboxSeen | RoundSeen | HeadSeen | FrameSeen | ReceiptSeen | DownloadOpened | DownloadFinished | SubmissionBuilt
     | HeadInstalled | ImagesChanged
 )  # fmt: skip
 
@@ -148,9 +145,9 @@ class Announce:
 
 @dataclass(frozen=True)
 class BuildSubmission:
-    """Make a submission for the task, in the place of one being made; its sequence is above `above`.
+    """Build a submission for the task, or for the round if it has rounds, with a sequence above `above`.
 
-    With a program it is for the round.
+    It replaces a build in progress.
     """
 
     task: bytes
@@ -161,14 +158,14 @@ class BuildSubmission:
 
 @dataclass(frozen=True)
 class OpenDownload:
-    """Find out how much of a blob is there."""
+    """Find out how much of a blob is on disk; the result is DownloadOpened or DownloadFinished."""
 
     blob: BlobRef
 
 
 @dataclass(frozen=True)
-class Request:
-    """Ask for bytes of a blob."""
+class RequestBlob:
+    """Request bytes of a blob."""
 
     digest: bytes
     offset: int
@@ -176,7 +173,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Append:
+class AppendBlob:
     """Write the next bytes of a blob."""
 
     digest: bytes
@@ -184,15 +181,15 @@ class Append:
 
 
 @dataclass(frozen=True)
-class Finish:
-    """Check a complete blob."""
+class FinishBlob:
+    """Verify a complete blob."""
 
     digest: bytes
 
 
 @dataclass(frozen=True)
 class InstallHead:
-    """Take a head into use and evaluate it; as a canary, if others do not get it yet."""
+    """Install and evaluate a head; `as_canary` if other devices do not get it yet."""
 
     task: bytes
     manifest: TaskManifest
@@ -202,7 +199,7 @@ class InstallHead:
 
 @dataclass(frozen=True)
 class RefuseHead:
-    """Report that a head cannot be taken into use, and why."""
+    """Report that a head cannot be used, and why."""
 
     task: bytes
     manifest: TaskManifest
@@ -211,30 +208,30 @@ class RefuseHead:
 
 
 @dataclass(frozen=True)
-class Send:
-    """Send these bytes of something in the outbox, a frame for each range."""
+class SendFrames:
+    """Send these bytes of an item in the outbox, one frame per range."""
 
     item: UploadItem
     ranges: Ranges
 
 
 @dataclass(frozen=True)
-class KeepReceipt:
-    """Remember that something was received for good."""
+class StoreReceipt:
+    """Record that the aggregator has received an item."""
 
     item: UploadItem
 
 
 @dataclass(frozen=True)
 class ReportBlocked:
-    """Remember, and say to the operator, what keeps the device from uploading; nothing any more if empty."""
+    """Store and publish what prevents uploads; empty if nothing does."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Log:
-    """Say something to the person."""
+    """Log a line for the operator."""
 
     text: str
     error: bool = False
@@ -249,6 +246,6 @@ class Exit:
 
 
 Action = (
-    Announce | BuildSubmission | OpenDownload | Request | Append | Finish | InstallHead | RefuseHead | Send
-    | KeepReceipt | ReportBlocked | Log | Exit
+    Announce | BuildSubmission | OpenDownload | RequestBlob | AppendBlob | FinishBlob | InstallHead | RefuseHead
+    | SendFrames | StoreReceipt | ReportBlocked | Log | Exit
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Which manifests a device believes: those that its one aggregator has signed, and none older than it has seen. Pure.
+"""Verifies that manifests are from the device's aggregator, and not older than those seen before.
 
-What the broker hands out may be of anybody, and of any time. A release that was seen is kept with the digest of what
-was said then, so that a repetition is told from something else under the same number.
+A broker can deliver manifests from any sender and of any age. The last release of each channel is stored with the
+digest of its content, so that a repetition is distinguished from other content with the same release number.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from protocol.wire.topics import FleetChannel
 
 
 class UntrustedManifest(ProtofleetError):
-    """A manifest that is not of this device's aggregator, or not its last word.
+    """A manifest that is from another aggregator, or out of date.
 
     Args:
-        reason: for the program.
-        detail: for a person.
+        reason: for programs.
+        detail: for the operator.
     """
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -31,36 +31,36 @@ class ManifestTrust(msgspec.Struct, frozen=True):
     """What a device knows of its aggregator.
 
     Args:
-        key: its public key, 32 bytes; None before anything was heard of it.
-        heard: the greatest release seen on each channel, and the sha256 of what was said with it.
+        key: the aggregator's public key, 32 bytes; None before the first manifest.
+        seen: by channel, the greatest release and the sha256 of its content.
     """
 
     key: bytes | None = None
-    heard: Mapping[str, tuple[int, bytes]] = {}
+    seen: Mapping[str, tuple[int, bytes]] = {}
 
 
-def given(trust: ManifestTrust, key: bytes | None) -> ManifestTrust:
-    """Believe the key that a person has given; what another one has said counts no more."""
+def with_operator_key(trust: ManifestTrust, key: bytes | None) -> ManifestTrust:
+    """Return the trust with the key that the operator gave; another key resets the releases seen."""
     return trust if key is None or key == trust.key else ManifestTrust(key)
 
 
-def believe(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> ManifestTrust:
-    """What is known after a manifest whose signature is right: the first key that is heard is believed.
+def verify(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> ManifestTrust:
+    """Return the trust after a manifest with a valid signature; the first key received is trusted.
 
     Raises:
-        Disbelieved: it is signed with another key, older than what was seen, or not what was said with its number.
+        UntrustedManifest: it has another key, an older release, or other content for the same release.
     """
     if trust.key not in (None, signed.key):
         raise UntrustedManifest(
             "signature",
-            f"the {channel} is signed by another aggregator, whose key begins with {signed.key.hex()[:16]}; expected "
-            f"{(trust.key or b'').hex()[:16]}. If the aggregator has lost its state, start with --aggregator-key and "
-            "what `aggregator status` shows",
+            f"the {channel} is signed by another aggregator: expected the key {(trust.key or b'').hex()[:16]}..., got "
+            f"{signed.key.hex()[:16]}...; if the aggregator has lost its state, start with --aggregator-key and the "
+            "key from `aggregator status`",
         )
-    release, digest = trust.heard.get(channel, (0, b""))
-    said = signed.release, digest_of(signed.body)
-    if signed.release < release or (signed.release == release and said[1] != digest):
+    release, digest = trust.seen.get(channel, (0, b""))
+    new = signed.release, digest_of(signed.body)
+    if signed.release < release or (signed.release == release and new[1] != digest):
         raise UntrustedManifest(
             "replayed", f"the {channel} has release {signed.release}, but release {release} was seen before"
         )
-    return msgspec.structs.replace(trust, key=signed.key, heard={**trust.heard, channel: said})
+    return msgspec.structs.replace(trust, key=signed.key, seen={**trust.seen, channel: new})

@@ -1,4 +1,4 @@
-"""What a device's state calls for: which head, round and blobs its next decisions are about. Pure."""
+"""Selectors: the head, round and blobs that a device's state calls for."""
 
 from edge_client.agent.state import Mode, State, head_key
 from protocol.wire.canary import canary_rank
@@ -6,7 +6,7 @@ from protocol.wire.messages import BlobRef, HeadRef, RoundManifest
 
 
 def current_head(state: State) -> HeadRef | None:
-    """The head that this device is to use: a canary's is the candidate, where there is one."""
+    """Return the head that this device is to use: the candidate if it is a canary."""
     seen = state.head
     if seen is None or seen.task != state.task:
         return None
@@ -19,33 +19,39 @@ def current_head(state: State) -> HeadRef | None:
 
 
 def is_canary(state: State) -> bool:
-    """Whether the head that this device is to use is a candidate."""
+    """Return whether the head that this device is to use is a candidate."""
     head = current_head(state)
     return head is not None and state.head is not None and head == state.head.candidate
 
 
 def is_refused(state: State, head: HeadRef) -> bool:
-    """Whether this device has refused a head."""
+    """Return whether this device has refused a head."""
     return state.refused is not None and state.refused[0] == head_key(head)
 
 
 def current_round(state: State) -> RoundManifest | None:
-    """The current task's round, also once all of them are over."""
+    """Return the current task's round, also after the last one."""
     if state.round is None or state.manifest is None or state.manifest.program is None:
         return None
     return state.round if state.round.task == state.task else None
 
 
 def open_round(state: State) -> RoundManifest | None:
-    """The current task's round, if it has rounds that are not over."""
+    """Return the current task's round if its rounds are not over."""
     seen = current_round(state)
     return seen if seen is not None and seen.number < seen.rounds else None
 
 
-def needed_to_work(state: State) -> tuple[BlobRef, ...]:
-    """What a submission is made with; first what is on its way to the whole fleet.
+def are_rounds_over(state: State) -> bool:
+    """Return whether the current task has rounds and all of them are over."""
+    seen = current_round(state)
+    return seen is not None and seen.number >= seen.rounds
 
-    The program's head is among it, so that a head can be taken into use as soon as its round is over.
+
+def submission_blobs(state: State) -> tuple[BlobRef, ...]:
+    """Return the blobs for building a submission, broadcast ones first.
+
+    They include the program's head, so that a head can be installed as soon as its round is over.
     """
     if state.manifest is None:
         return ()
@@ -54,8 +60,8 @@ def needed_to_work(state: State) -> tuple[BlobRef, ...]:
     return (*((seen.tensors,) if seen else ()), *state.manifest.backbones, *graphs)
 
 
-def needed_to_predict(state: State) -> tuple[BlobRef, ...]:
-    """What the head that is to be used is run with; nothing if it was refused."""
+def prediction_blobs(state: State) -> tuple[BlobRef, ...]:
+    """Return the blobs for running the head that is to be used; none if it was refused."""
     head = current_head(state)
     if head is None or state.manifest is None or state.mode is Mode.DRY_RUN or is_refused(state, head):
         return ()
@@ -64,26 +70,20 @@ def needed_to_predict(state: State) -> tuple[BlobRef, ...]:
     return (*state.manifest.backbones, *graphs, head.head, *((head.tensors,) if head.tensors else ()))
 
 
-def needed(state: State) -> tuple[BlobRef, ...]:
-    """Every blob that the current task, its round and its newest head are worked with; in order of urgency."""
-    return (*needed_to_work(state), *needed_to_predict(state))
+def required_blobs(state: State) -> tuple[BlobRef, ...]:
+    """Return every blob that the current task, its round and its newest head need, most urgent first."""
+    return (*submission_blobs(state), *prediction_blobs(state))
 
 
-def can_work(state: State) -> bool:
-    """Whether all is there that the next submission is made with, or there is none to make any more."""
+def can_build(state: State) -> bool:
+    """Return whether every blob for the next submission is stored."""
     if state.manifest is None or (state.manifest.program is not None and current_round(state) is None):
         return False
-    return all(blob.digest in state.stored for blob in needed_to_work(state))
+    return all(blob.digest in state.stored for blob in submission_blobs(state))
 
 
-def is_cast(state: State, digest: bytes) -> bool:
-    """Whether a blob is sent to the whole fleet."""
+def is_broadcast(state: State, digest: bytes) -> bool:
+    """Return whether a blob is sent to the whole fleet."""
     seen, head = current_round(state), current_head(state)
     tensors = (seen.tensors if seen else None, head.tensors if head else None)
     return any(blob is not None and blob.digest == digest for blob in tensors)
-
-
-def is_over(state: State) -> bool:
-    """Whether the current task has rounds, and all of them are over."""
-    seen = current_round(state)
-    return seen is not None and seen.number >= seen.rounds

@@ -1,4 +1,4 @@
-"""What a device knows of itself: the state that `agent.step` takes from one event to the next."""
+"""The state of a device that `machine.step` takes from one event to the next."""
 
 import enum
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from protocol.wire.transfer import Ranges
 
 
 class Mode(enum.Enum):
-    """When the program ends."""
+    """When the program exits."""
 
     SERVICE = "service"
     ONCE = "once"
@@ -25,16 +25,16 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class Upload:
-    """Something on its way to the aggregator.
+    """A transfer to the aggregator.
 
     Args:
-        item: what it is.
-        missing: what the aggregator has said last that it misses.
-        ranges: those of its bytes that are still to be sent, before it is asked what is missing now.
-        sent: all that was missing was sent, and the question after it.
-        attempts: questions since the last answer that was new.
-        broken: times that it has arrived as something else.
-        due_s: when to ask; None while frames are with the session.
+        item: what is uploaded.
+        missing: the ranges that the aggregator reported missing last.
+        ranges: the ranges still to be sent before the next query.
+        sent: everything missing and the query after it were sent.
+        attempts: queries since the last new answer.
+        damaged: times that the aggregator received another digest.
+        due_s: time of the next query; None while frames are with the MQTT session.
     """
 
     item: UploadItem
@@ -42,27 +42,27 @@ class Upload:
     ranges: Ranges = ()
     sent: bool = False
     attempts: int = 0
-    broken: int = 0
+    damaged: int = 0
     due_s: float | None = 0.0
 
     @property
     def digest(self) -> bytes:
-        """Names the transfer."""
+        """Identifies the transfer."""
         return self.item.digest
 
 
 @dataclass(frozen=True)
 class Download:
-    """A blob on its way here.
+    """A transfer of a blob to this device.
 
     Args:
-        blob: what it is.
-        offset: its first bytes, so many, are on the disk.
-        ahead: pieces that have come before their turn, by their offset; none begins at `offset` or before.
-        until: where the last frame ends that was asked for or is on its way to the whole fleet; 0 if none is.
-        attempts: requests since the last frame that was new.
-        broken: times that it has arrived as something else.
-        due_s: when to ask again; infinite before it is known how much is on the disk.
+        blob: what is downloaded.
+        offset: bytes on disk, from the first one on.
+        ahead: frames beyond `offset`, sorted by their offset.
+        until: end of the last frame that was requested or is being broadcast; 0 if there is none.
+        attempts: requests since the last new frame.
+        damaged: times that the blob arrived with another digest.
+        due_s: time of the next request; infinite until the bytes on disk are known.
     """
 
     blob: BlobRef
@@ -70,35 +70,41 @@ class Download:
     ahead: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
     until: int = 0
     attempts: int = 0
-    broken: int = 0
+    damaged: int = 0
     due_s: float = 0.0
 
 
 def head_key(head: HeadRef) -> bytes:
-    """What tells a head from the one before: its file, or with a program what is bound to it."""
+    """Return what distinguishes a head from the previous one: its file, or in rounds the tensors bound to it."""
     return (head.tensors or head.head).digest
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a decision depends on.
+    """Everything that decisions depend on.
 
     Args:
-        device: the device's name.
-        chunk_bytes: payload in a frame, for the broker of the last connection.
-        stored: digests of the blobs on the disk.
-        task: identity of the current task; None before one was seen.
-        confirmed: the broker has said that this is the task, or another one.
-        working: a submission is being made now.
-        stale: images changed since the submission that was made or is being made.
-        submitted: the submission of the current task that has its receipt.
-        round: the newest round seen, of whatever task.
-        joined: number of the round that a submission was made for or is being made for.
-        head: the newest head manifest seen, of whatever task.
-        installed: key of the head in use (`head_key`).
-        evaluated: key of the last head whose evaluation has its receipt.
-        refused: key of the last head that was not taken into use, and why.
-        hindrance: what keeps the device from uploading; empty if nothing does.
+        mode: when the program exits.
+        device: the device's id.
+        stored: digests of the blobs on disk.
+        connected: there is a connection to the broker.
+        chunk_bytes: payload of a frame, for the broker of the last connection.
+        task: digest of the current task; None before the first one.
+        manifest: the current task.
+        task_confirmed: the broker has delivered a task, so it is not only the stored one.
+        building: a submission is being built.
+        images_changed: images changed since the last build began.
+        received_submission: the task's submission that the aggregator has received.
+        round: the newest round of any task.
+        joined_round: number of the round of the last build.
+        head: the newest head manifest of any task.
+        installing: key of the head being installed.
+        installed: key of the head in use.
+        evaluated: key of the last head whose evaluation the aggregator has received.
+        refused: key of the last head that was refused, and why.
+        download: the download in progress.
+        uploads: the uploads, the current one first.
+        blocked_reason: what prevents uploads; empty if nothing does.
     """
 
     mode: Mode
@@ -108,12 +114,12 @@ class State:
     chunk_bytes: int = MAX_CHUNK_BYTES
     task: bytes | None = None
     manifest: TaskManifest | None = None
-    confirmed: bool = False
-    working: bool = False
-    stale: bool = True
-    submitted: UploadItem | None = None
+    task_confirmed: bool = False
+    building: bool = False
+    images_changed: bool = True
+    received_submission: UploadItem | None = None
     round: RoundManifest | None = None
-    joined: int | None = None
+    joined_round: int | None = None
     head: HeadManifest | None = None
     installing: bytes | None = None
     installed: bytes | None = None
@@ -121,4 +127,4 @@ class State:
     refused: tuple[bytes, str] | None = None
     download: Download | None = None
     uploads: tuple[Upload, ...] = ()
-    hindrance: str = ""
+    blocked_reason: str = ""

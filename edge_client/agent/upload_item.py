@@ -1,4 +1,4 @@
-"""What a device uploads, by name and size: the bytes are in its outbox."""
+"""An item that a device uploads, by digest and size; its bytes are in the outbox."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,15 +8,15 @@ Kind = Literal["submission", "evaluation"]
 
 @dataclass(frozen=True)
 class UploadItem:
-    """Something to be sent, or received already.
+    """An item to be uploaded, or received already.
 
     Args:
-        digest: names the transfer.
-        size_bytes: of the whole.
-        kind: what it is.
+        digest: identifies the transfer.
+        size_bytes: size of the payload.
+        kind: submission or evaluation.
         task: the task that it belongs to.
-        about: what it was made of: a fingerprint, the number of a round, or the key of an evaluation's head in hex.
-        received: whether the aggregator's receipt is there.
+        about: a submission's fingerprint or round number, or the key of an evaluation's head in hex.
+        received: the aggregator's receipt has arrived.
     """
 
     digest: bytes
@@ -28,5 +28,5 @@ class UploadItem:
 
     @property
     def head(self) -> bytes | None:
-        """Key of the head that an evaluation is of; None for a submission."""
+        """Return the key of an evaluation's head; None for a submission."""
         return bytes.fromhex(self.about) if self.kind == "evaluation" else None

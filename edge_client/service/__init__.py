@@ -1,1 +1,1 @@
-"""The device program as a running service: one thread for the agent, one for the work."""
+"""The device program as a service: the agent's state machine, a worker thread and an MQTT session."""

@@ -1,1 +1,1 @@
-"""What a device uploads: submissions and evaluations, made from its images."""
+"""Submissions and evaluations: what a device uploads, built from its images."""

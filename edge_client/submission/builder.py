@@ -1,404 +1,206 @@
-"""The device's pieces of work: images found, a submission made of them, and a head evaluated on some of them."""
+"""Builds a device's submission for a task or a round, and puts it into the outbox."""
 
 import contextlib
-import hmac
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
-from pathlib import Path
+import time
+from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
+from edge_client.agent.events import BuildSubmission, SubmissionBuilt
+from edge_client.agent.upload_item import UploadItem
 from edge_client.config import LocalSettings
-from edge_client.data.extraction import Alter, Extraction, extract
-from edge_client.data.images import LabeledImage, find_images, held_out
-from edge_client.data.prototypes import batch_prototypes
-from edge_client.inference.predictor import Head, evaluate
-from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, keys_of
-from edge_client.privacy.perturbation import MAX_FLOAT16, cache_tag, perturb_image, perturb_prototypes
-from edge_client.privacy.policy import FAILED, is_private
-from edge_client.runtime.backbone import Backbone
-from edge_client.storage.facts import ClassReport
+from edge_client.privacy.differencing_guard import LastSubmission, last_submission
+from edge_client.privacy.policy import check_task, is_private
+from edge_client.progress import Progress
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import SubmissionSequence, UploadedImages
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.training.local_round import RoundResult
-from protocol.errors import ConfigError, GraphRefused, PrivacyRefused, ProtofleetError
-from protocol.preprocessing import Preprocessing
-from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
-from protocol.wire.messages import Evaluation, Privacy, Submission, TaskManifest, Tensor
+from edge_client.submission.features import FeatureExtractor
+from edge_client.submission.prepared import FoundImages, PreparedSubmission, encode_submission
+from edge_client.submission.private import PrivateSubmissions
+from edge_client.submission.prototypes import prepare_prototypes
+from edge_client.submission.rounds import RoundTraining
+from edge_client.training.trainer import Diverged
+from protocol.errors import BackboneMismatch, GraphRefused, PrivacyRefused, ProtofleetError, StateError
+from protocol.log import event
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import TaskManifest
 
 log = logging.getLogger(__name__)
 
+ShowDryRun = Callable[[PreparedSubmission, int], None]
+"""Takes a prepared submission and its size in bytes."""
 
-@dataclass(frozen=True)
-class FoundImages:
-    """A device's images whose features are in the cache, and what could not be used and why."""
-
-    usable: tuple[LabeledImage, ...]
-    refused: tuple[tuple[Path, str], ...]
-
-    def of_class(self, label: int) -> list[LabeledImage]:
-        """The usable ones of a class."""
-        return [image for image in self.usable if image.label == label]
+_MAY_PASS = (BackboneMismatch, Diverged, GraphRefused, PrivacyRefused)
+"""Errors that the aggregator can correct with the next round or task."""
 
 
-@dataclass(frozen=True)
-class PreparedSubmission:
-    """A device's contribution before it has a number.
+class SubmissionBuilder:
+    """Builds submissions.
 
     Args:
-        prototypes: float16 (m, L).
-        labels: (m,) class indices.
-        counts: (m,) images in each prototype.
-        classes: a report per class that has images.
-        refused: what could not be used, and why.
-        changes: with a program, what is uploaded beside prototypes.
-        loss: with a program, mean over the last epoch of training, if there was one.
-        privacy: with differential privacy, what it cost.
-        images: without rounds, of each class by name the keys of the images behind its prototypes.
+        local: the device's settings.
+        state: the device's state directory.
+        cache: has the features of the images.
+        features: computes them.
+        rounds: trains the rounds.
+        show: in a dry run, takes what would be sent; nothing is stored.
     """
 
-    prototypes: NDArray[np.float16]
-    labels: NDArray[np.uint32]
-    counts: NDArray[np.uint32]
-    classes: tuple[ClassReport, ...]
-    refused: tuple[tuple[Path, str], ...]
-    changes: Mapping[str, Tensor] = field(default_factory=dict)
-    loss: float | None = None
-    privacy: Privacy | None = None
-    images: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    def __init__(
+        self,
+        local: LocalSettings,
+        state: DeviceState,
+        cache: FeatureCache,
+        *,
+        features: FeatureExtractor,
+        rounds: RoundTraining,
+        show: ShowDryRun | None,
+    ) -> None:
+        self._local = local
+        self._state = state
+        self._cache = cache
+        self._features = features
+        self._rounds = rounds
+        self._show = show
+        self._private = PrivateSubmissions(local, state.ledger, cache, dry_run=show is not None)
+        self._warned: set[str] = set()
 
-    @property
-    def fingerprint(self) -> str:
-        """The same for the same prototypes, so that nothing is sent twice."""
-        parts = (self.prototypes.tobytes(), self.labels.tobytes(), self.counts.tobytes())
-        return digest_of(b"".join(map(digest_of, parts))).hex()
+    def build(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> SubmissionBuilt:
+        """Build a submission; the result has the item in the outbox, or the reason why there is none.
 
+        Raises:
+            StateError: the disk fails.
+        """
+        number = None if build.round is None else build.round.number
+        try:
+            check_task(build.manifest, max_epsilon=self._local.max_epsilon)
+            item = self._existing_item(build) or self._new_item(build, should_stop)
+        except StateError:
+            raise
+        except ProtofleetError as error:
+            may_pass = isinstance(error, _MAY_PASS)
+            return SubmissionBuilt(build.task, None, number, str(error), may_pass=may_pass)
+        return SubmissionBuilt(build.task, item, number)
 
-def prepare(
-    *,
-    task: TaskManifest,
-    local: LocalSettings,
-    found: FoundImages,
-    cache: FeatureCache,
-    secret: bytes = b"",
-    standing: LastSubmission = NO_SUBMISSION,
-) -> PreparedSubmission:
-    """Filter and average all of a device's images (FedTC eq. 1-4), and perturb what comes of it if so wanted.
+    def _existing_item(self, build: BuildSubmission) -> UploadItem | None:
+        if build.round is None:
+            return None
+        return self._rounds.existing_submission(build.task, build.round, above=build.above)
 
-    A class of which fewer than `batch_size` images have come or gone stays as it was uploaded.
-
-    Args:
-        task: the task.
-        local: the device's own.
-        found: its images.
-        cache: has their features.
-        secret: the device's, 32 bytes: the shuffle and the noise hang on it.
-        standing: what was uploaded last.
-
-    Raises:
-        ProtofleetError: no class has enough images, or the features do not fit float16.
-        PrivacyRefused: the task wants prototypes perturbed, and `secret` has not 32 bytes.
-    """
-    prototypes, labels, counts, reports, behind = [], [], [], [], {}
-    for label, name in enumerate(task.classes):
-        members = found.of_class(label)
-        if not members:
-            continue
-        kept = [image for image in members if not held_out(image, local.holdout)]
-        waiting = standing.waiting(name, kept, least=task.batch_size)
-        used = standing.stays(name, kept) if waiting else kept
-        rows = standing.rows(label) if used is None else None
-        if rows is not None:
-            (values, sizes), behind[name] = rows, standing.images[name]
+    def _new_item(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> UploadItem:
+        found = self._features.extract(build.manifest, should_stop)
+        if build.round is not None:
+            with contextlib.closing(Progress(f"training, round {build.round.number}")) as progress:
+                prepared = self._rounds.train(
+                    build.task,
+                    build.manifest,
+                    build.round,
+                    found=found,
+                    on_progress=progress.update,
+                    should_stop=should_stop,
+                )
+        elif is_private(build.manifest):
+            prepared = self._prepare_private(build, found)
         else:
-            used = kept if used is None else used
-            waiting = len(kept) - len(used)
-            values, sizes = _class_prototypes(used, task, label, local=local, cache=cache, secret=secret)
-            behind[name] = keys_of(used)
-        prototypes.append(values)
-        labels.append(np.full(len(sizes), label, dtype=np.uint32))
-        counts.append(sizes)
-        report = ClassReport(name, len(members), len(members) - len(kept), tuple(map(int, sizes)), waiting)
-        reports.append(report)
-    if not any(len(part) for part in prototypes):
-        raise ProtofleetError(_nothing_to_send(task, reports, found))
-    return PreparedSubmission(
-        prototypes=np.concatenate([part for part in prototypes if len(part)]),
-        labels=np.concatenate(labels),
-        counts=np.concatenate(counts),
-        classes=tuple(reports),
-        refused=found.refused,
-        images=behind,
-    )
+            prepared = prepare_prototypes(
+                task=build.manifest,
+                local=self._local,
+                found=found,
+                cache=self._cache,
+                secret=self._features.secret(build.manifest),
+                last=self._last_submission(build.task),
+            )
+        self._warn(build.manifest, prepared)
+        return self._store(build, prepared) if self._show is None else self._dry_run(build, prepared)
 
-
-def prepare_round(
-    *,
-    task: TaskManifest,
-    local: LocalSettings,
-    found: FoundImages,
-    take_part: Callable[[Sequence[LabeledImage]], RoundResult],
-    secret: bytes = b"",
-) -> tuple[PreparedSubmission, RoundResult]:
-    """Take part in a round with all of a device's images but those held out.
-
-    Args:
-        task: the task.
-        local: the device's own.
-        found: its images.
-        take_part: makes a contribution of the images to learn from.
-        secret: the device's, where prototypes are to be perturbed.
-
-    Raises:
-        ProtofleetError: no class has enough images, or taking part fails.
-    """
-    kept = [image for image in found.usable if not held_out(image, local.holdout)]
-    reports = []
-    for label, name in enumerate(task.classes):
-        images = len(found.of_class(label))
-        size = sum(image.label == label for image in kept)
-        if images:
-            counts = (size,) if size >= task.min_images else ()
-            reports.append(ClassReport(name, images, images - size, counts))
-    if not any(report.counts for report in reports):
-        raise ProtofleetError(_nothing_to_send(task, reports, found))
-    made = take_part(kept)
-    return (
-        PreparedSubmission(
-            prototypes=_leaving(made.prototypes.astype(np.float32), made.labels, task=task, secret=secret),
-            labels=made.labels,
-            counts=made.counts,
-            classes=tuple(reports),
-            refused=found.refused,
-            changes=made.changes,
-            loss=made.loss,
-        ),
-        made,
-    )
-
-
-def find(
-    *,
-    task: TaskManifest,
-    local: LocalSettings,
-    cache: FeatureCache,
-    open_backbone: Callable[[str], Backbone],
-    on_progress: Callable[[int, int], None],
-    should_stop: Callable[[], bool],
-    secret: bytes = b"",
-) -> FoundImages:
-    """Find a device's images, and have the features of all of them in the cache.
-
-    Where the task wants images perturbed, those to learn from are, and those held out are not.
-
-    Raises:
-        ConfigError: there are no images, or folders that are no classes of the task.
-        Interrupted: `should_stop` said so.
-        PrivacyRefused: the task wants images perturbed, and `secret` has not 32 bytes.
-    """
-    images = find_images(local.data, task.classes, may_be_none=is_private(task))
-    cache.prune((image.identity for image in images), *{*digests(task), *learning_keys(task)})
-
-    def extraction_of(part: Sequence[LabeledImage], done: int, alter: tuple[str, Alter] | None) -> Extraction:
-        return extract(
-            part,
-            digests(task),
-            cache,
-            open_backbone=open_backbone,
-            batch_size=local.batch_size,
-            workers=local.workers,
-            on_progress=lambda now, _: on_progress(done + now, len(images) * len(task.backbones)),
-            should_stop=should_stop,
-            alter=alter,
+    def _prepare_private(self, build: BuildSubmission, found: FoundImages) -> PreparedSubmission:
+        backbones = self._features.backbones(build.manifest)
+        prepared = self._private.prepare(
+            build.task,
+            build.manifest,
+            found,
+            secret=self._features.secret(build.manifest),
+            feature_size=sum(backbone.metadata.feature_size for backbone in backbones),
         )
+        if (cost := prepared.privacy) is not None:
+            event(
+                log,
+                logging.INFO,
+                "privacy spent",
+                epsilon=cost.epsilon,
+                total_epsilon=cost.total_epsilon,
+                delta=cost.delta,
+                releases=cost.releases,
+            )
+        return prepared
 
-    if (alter := _alteration(task, secret)) is None:
-        refused = extraction_of(images, 0, None).refused
-    else:
-        kept_out = [image for image in images if held_out(image, local.holdout)]
-        learned_from = [image for image in images if not held_out(image, local.holdout)]
-        parts = (
-            extraction_of(kept_out, 0, None),
-            extraction_of(learned_from, len(kept_out) * len(task.backbones), alter),
-        )
-        refused = tuple(sorted(entry for part in parts for entry in part.refused))
-    useless = {path for path, _ in refused}
-    return FoundImages(tuple(image for image in images if image.path not in useless), refused)
+    def _last_submission(self, task: bytes) -> LastSubmission:
+        item = self._state.outbox.newest_submission()
+        payload = self._state.outbox.payload(item) if item is not None and item.task == task else None
+        return last_submission(self._state.get(UploadedImages), payload)
 
-
-def digests(task: TaskManifest) -> list[str]:
-    """Hex digests of a task's backbones, under which the cache has the features of images as they are."""
-    return [blob.digest.hex() for blob in task.backbones]
-
-
-def learning_keys(task: TaskManifest) -> list[str]:
-    """Under what the cache has the features of the images to learn from, which may be perturbed."""
-    how = task.perturbation
-    return [digest + (cache_tag(how) if how and how.on == "images" else "") for digest in digests(task)]
-
-
-def _alteration(task: TaskManifest, secret: bytes) -> tuple[str, Alter] | None:
-    """What happens to the images to learn from, and the tag of their features; None if nothing does."""
-    how = task.perturbation
-    if how is None or how.on != "images":
-        return None
-
-    def alter(image: LabeledImage, wanted: Preprocessing, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        return perturb_image(pixels, how, identity=image.identity, wanted=wanted, secret=secret)
-
-    return cache_tag(how), alter
-
-
-def _leaving(
-    values: NDArray[np.float32], labels: NDArray[np.uint32], *, task: TaskManifest, secret: bytes
-) -> NDArray[np.float16]:
-    """Prototypes as they leave the device."""
-    how = task.perturbation
-    if how is not None and how.on == "prototypes":
-        return perturb_prototypes(values, labels, how, secret=secret)
-    return values.astype(np.float16)
-
-
-def submission_of(
-    prepared: PreparedSubmission, *, task: bytes, manifest: TaskManifest, sequence: int, number: int = 0
-) -> bytes:
-    """The bytes of a submission, for the round of that number where there are rounds.
-
-    Raises:
-        PrivacyRefused: the task asks for differential privacy, and this is not what came of it.
-    """
-    private = is_private(manifest)
-    if private != (prepared.privacy is not None) or (
-        private and (prepared.changes or prepared.loss is not None)
-    ):
-        raise PrivacyRefused(FAILED)
-    exact = sum(report.images for report in prepared.classes)
-    left_out = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
-    return encode(
-        Submission(
-            task=task,
-            sequence=sequence,
-            prototypes=to_tensor(prepared.prototypes),
-            labels=to_unsigned(prepared.labels),
-            counts=to_unsigned(prepared.counts),
-            images=int(prepared.counts.sum()) if private else exact,
-            omitted_classes=() if private else left_out,
-            round=number,
-            tensors=dict(prepared.changes),
+    def _store(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
+        """Put a submission into the outbox; an equal one that is there already stays."""
+        outbox, last = self._state.outbox, self._state.outbox.newest_submission()
+        about = prepared.fingerprint if build.round is None else str(build.round.number)
+        if last is not None and (last.task, last.about) == (build.task, about) and not build.above:
+            return last
+        sequence = self._state.next_number(SubmissionSequence, above=build.above)
+        payload = self._encode(build, prepared, sequence)
+        if build.round is not None:
+            item = self._rounds.store(build.task, build.round, prepared, payload)
+        else:
+            report, images = prepared.report(len(payload)), UploadedImages(prepared.image_keys)
+            facts = (report, images) if prepared.privacy is None else (report,)
+            item = outbox.keep("submission", payload, task=build.task, about=about, facts=facts)
+        event(
+            log,
+            logging.INFO,
+            "submission built",
+            task=build.task.hex()[:12],
+            round=None if build.round is None else build.round.number,
+            rounds=None if build.round is None else build.round.rounds,
+            prototypes=len(prepared.counts),
+            images=sum(entry.images for entry in prepared.classes),
             loss=prepared.loss,
-            privacy=prepared.privacy,
+            bytes=len(payload),
         )
-    )
+        return item
 
+    def _dry_run(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
+        """Show what would be sent; every sequence number of today takes the same number of bytes."""
+        payload = self._encode(build, prepared, int(time.time()))
+        if self._show is not None:
+            self._show(prepared, len(payload))
+        return UploadItem(digest_of(payload), len(payload), "submission", build.task)
 
-def evaluate_head(
-    head: Head,
-    *,
-    task: bytes,
-    manifest: TaskManifest,
-    version: int,
-    local: LocalSettings,
-    cache: FeatureCache,
-    before: Head | None = None,
-) -> Evaluation:
-    """Count what a head gets right and wrong of each class among the images that were kept out.
-
-    Only images whose features are known count: those that could not be read are in neither number. Where
-    the images cannot be found, none counts: what is wrong with them is not wrong with the head. `before` is
-    the head that was in use, and counted on the same images. With differential privacy there are no images to
-    evaluate on: whether a head fails on one of them is not for the aggregator to know either.
-
-    Raises:
-        GraphRefused: the head fails on them.
-    """
-    images = [] if is_private(manifest) else known_images(manifest, local, cache)
-    members = [
-        [image.identity for image in images if image.label == label and held_out(image, local.holdout)]
-        for label in range(len(manifest.classes))
-    ]
-
-    def right(head: Head) -> tuple[int, ...]:
-        chunks = [cache.chunks(of_class, *digests(manifest)) for of_class in members]
-        return tuple(evaluate(head, of_class, label=label) for label, of_class in enumerate(chunks))
-
-    correct = right(head)
-    earlier: tuple[int, ...] = ()
-    if before is not None:
-        with contextlib.suppress(GraphRefused):
-            earlier = right(before)
-    return Evaluation(
-        task=task,
-        head_version=version,
-        correct=correct,
-        incorrect=tuple(len(of_class) - count for of_class, count in zip(members, correct, strict=True)),
-        previous_correct=earlier,
-    )
-
-
-def known_images(manifest: TaskManifest, local: LocalSettings, cache: FeatureCache) -> list[LabeledImage]:
-    """The device's images whose features are there; none where the images cannot be found."""
-    try:
-        images = find_images(local.data, manifest.classes)
-    except ConfigError as error:
-        log.warning("no image to evaluate the head on: %s", error)
-        return []
-    known = set.intersection(*(cache.known(backbone) for backbone in digests(manifest)))
-    return [image for image in images if image.identity in known]
-
-
-def _class_prototypes(
-    kept: Sequence[LabeledImage],
-    task: TaskManifest,
-    label: int,
-    *,
-    local: LocalSettings,
-    cache: FeatureCache,
-    secret: bytes,
-) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
-    identities = [image.identity for image in kept]
-    # The shuffle is the same at every start, so that the same images make the same submission. Nobody else can
-    # tell it: who knew which images are in which prototype could solve several submissions for the features.
-    about = f"{task.seed}/{local.device_id}/{label}".encode()
-    key = hmac.digest(secret, about, "sha256")
-    values, counts = batch_prototypes(
-        lambda: cache.chunks(identities, *learning_keys(task)),
-        alpha=task.alpha,
-        batch_size=task.batch_size,
-        min_images=task.min_images,
-        rng=np.random.default_rng(list(key)),
-    )
-    if values.size and not np.abs(values).max() <= MAX_FLOAT16:
-        name = task.classes[label]
-        raise ProtofleetError(f"features of class {name!r} do not fit float16: the backbone cannot be used")
-    return _leaving(values, np.full(len(counts), label, np.uint32), task=task, secret=secret), counts
-
-
-def _nothing_to_send(task: TaskManifest, reports: Sequence[ClassReport], found: FoundImages) -> str:
-    if not reports:
-        path, reason = found.refused[0]
-        return f"none of the {len(found.refused)} images can be used; the first is {path}: {reason}"
-    most = max(reports, key=lambda report: report.images)
-    # The fewest of which the share `alpha`, rounded up, is `min_images`.
-    alpha = Fraction(1) if task.program else Fraction(str(task.alpha))
-    needed = math.floor((task.min_images - 1) / alpha) + 1
-    return (
-        f"no class has enough images to send a prototype: {most.name!r} has {most.images}, of which "
-        f"{most.held_out} are held out, and {needed} of the rest are needed; add images"
-        + (" or lower --holdout" if most.held_out else "")
-    )
-
-
-def check_data(data: Path) -> None:
-    """Look at the data folder before anything else is done.
-
-    Raises:
-        ConfigError: it is not there.
-    """
-    if not data.exists():
-        raise ConfigError(
-            f"no images at {data}: expected a folder with one sub-folder per class, or a CSV file of path,label; "
-            "give it with --data"
+    def _encode(self, build: BuildSubmission, prepared: PreparedSubmission, sequence: int) -> bytes:
+        return encode_submission(
+            prepared,
+            task=build.task,
+            manifest=build.manifest,
+            sequence=sequence,
+            round_number=0 if build.round is None else build.round.number,
         )
+
+    def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:
+        """Log each omission once, with its reason."""
+        data, used = self._local.data, {entry.name for entry in prepared.classes}
+        lines = [f"image omitted: {path}: {reason}" for path, reason in prepared.unusable]
+        lines += [
+            f"class omitted: {entry.name!r} has too few images ({entry.images})"
+            for entry in prepared.classes
+            if entry.left_out
+        ]
+        lines += [
+            f"class {entry.name!r} unchanged: {entry.waiting} images were added or removed; changes are uploaded "
+            f"from {manifest.batch_size} on, because a smaller change would reveal single images"
+            for entry in prepared.classes
+            if entry.waiting
+        ]
+        empty = [name for name in manifest.classes if name not in used and (data / name).is_dir()]
+        lines += [f"no usable image in {data / name}" for name in empty]
+        for line in lines:
+            if line not in self._warned:
+                log.warning("%s", line)
+        self._warned = set(lines)

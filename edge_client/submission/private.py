@@ -1,4 +1,4 @@
-"""A submission under differential privacy: paid for, and only then made. Whatever fails, nothing is uploaded."""
+"""Submissions under differential privacy: charged to the ledger first, and closed on failure: nothing is uploaded."""
 
 import hashlib
 import logging
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edge_client.config import LocalSettings
 from edge_client.data.extraction import Interrupted
-from edge_client.data.images import LabeledImage, held_out
+from edge_client.data.images import LabeledImage
 from edge_client.privacy.accountant import epsilon_of
 from edge_client.privacy.gaussian_mechanism import COUNT_WEIGHT, Mechanism, private_prototypes
 from edge_client.privacy.noise import KEY_BYTES, subkey
@@ -21,161 +21,152 @@ from edge_client.privacy.policy import BUDGET, FAILED, NOTHING
 from edge_client.storage.facts import ClassReport, PrivacySpent
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.privacy_ledger import Ledger, Release, multipliers
-from edge_client.submission.builder import FoundImages, PreparedSubmission, digests
+from edge_client.submission.features import backbone_digests
+from edge_client.submission.prepared import FoundImages, PreparedSubmission
 from protocol.errors import PrivacyRefused
+from protocol.log import event
 from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest
 
 log = logging.getLogger(__name__)
 
 _VERSION = b"1 %f" % COUNT_WEIGHT
-"""Of the mechanism: one that would make something else of the same key is another."""
+"""Version of the mechanism; changes when the same key would give other noise."""
 
 
-class PrivateWork:
-    """Makes submissions under differential privacy.
+class PrivateSubmissions:
+    """Prepares submissions under differential privacy.
 
     Args:
-        local: the device's own.
-        ledger: what was released before.
+        local: the device's settings.
+        ledger: the earlier releases.
         cache: has the features of the images.
-        secret: the device's, 32 bytes.
-        dry: write nothing down, for nothing will be sent.
+        dry_run: charge nothing, because nothing is sent.
     """
 
-    def __init__(
-        self, local: LocalSettings, ledger: Ledger, cache: FeatureCache, *, secret: bytes, dry: bool
-    ) -> None:
+    def __init__(self, local: LocalSettings, ledger: Ledger, cache: FeatureCache, *, dry_run: bool) -> None:
         self._local = local
         self._ledger = ledger
         self._cache = cache
-        self._secret = secret
-        self._dry = dry
+        self._dry_run = dry_run
 
     def prepare(
-        self, task: bytes, manifest: TaskManifest, found: FoundImages, *, feature_size: int
+        self, task: bytes, manifest: TaskManifest, found: FoundImages, *, secret: bytes, feature_size: int
     ) -> PreparedSubmission:
-        """Make prototypes of all images that are not held out, or the same once more of the same images.
+        """Return noisy prototypes of all training images; the same images give the same release again.
 
         Args:
-            task: its identity.
-            manifest: what it says, `check_task` having nothing against it.
+            task: the task's digest.
+            manifest: the task, accepted by `check_task`.
             found: the device's images, whose features are in the cache.
+            secret: the device's, 32 bytes.
             feature_size: L, of all backbones together.
 
         Raises:
-            PrivacyRefused: it would cost too much, or anything else at all; the text says nothing of any image.
-            Interrupted: there is something newer to do.
+            PrivacyRefused: the budget is exceeded, or any step failed; the text reveals nothing about images.
+            Interrupted: the work is out of date.
         """
         try:
-            return self._prepare(task, manifest, found, feature_size)
+            return self._prepare(task, manifest, found, secret, feature_size)
         except (PrivacyRefused, Interrupted):
             raise
         except Exception as error:
-            log.error("differential privacy has failed: %s: %s", type(error).__name__, error)
+            event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")
             raise PrivacyRefused(FAILED) from error
 
     def _prepare(
-        self, task: bytes, manifest: TaskManifest, found: FoundImages, feature_size: int
+        self, task: bytes, manifest: TaskManifest, found: FoundImages, secret: bytes, feature_size: int
     ) -> PreparedSubmission:
         wanted = manifest.differential_privacy
-        if wanted is None or len(self._secret) != KEY_BYTES:
+        if wanted is None or len(secret) != KEY_BYTES:
             raise PrivacyRefused(FAILED)
-        members = [
-            [image for image in found.of_class(label) if not held_out(image, self._local.holdout)]
-            for label in range(len(manifest.classes))
-        ]
-        key, privacy = self._pay(self._fingerprint(task, manifest, members, feature_size), wanted)
+        members = [found.for_training(self._local.holdout, label) for label in range(len(manifest.classes))]
+        fingerprint = hashlib.sha256(_VERSION + task + hashlib.sha256(secret).digest())
+        for images, features in self._features(manifest, members, feature_size):
+            names = "\0".join(image.identity for image in images).encode(errors="surrogateescape")
+            fingerprint.update(hashlib.sha256(names).digest() + hashlib.sha256(features.tobytes()).digest())
+        key, privacy = self._charge(fingerprint.digest(), wanted)
         mechanism = Mechanism(
             clip_norm=wanted.clip_norm,
             noise_multiplier=wanted.noise_multiplier,
             batch_size=manifest.batch_size,
             min_images=manifest.min_images,
         )
-        made = [
+        noisy = [
             private_prototypes(
                 features,
                 [image.identity for image in images],
                 mechanism,
-                secret=self._secret,
+                secret=secret,
                 key=subkey(key, b"%d" % label),
             )
             for label, (images, features) in enumerate(self._features(manifest, members, feature_size))
         ]
-        sizes = [counts for _, counts in made]
+        sizes = [counts for _, counts in noisy]
         if not sum(map(len, sizes)):
             raise PrivacyRefused(NOTHING)
         return PreparedSubmission(
-            prototypes=to_half(np.concatenate([values for values, _ in made])),
-            labels=np.repeat(np.arange(len(made), dtype=np.uint32), list(map(len, sizes))),
+            prototypes=to_half(np.concatenate([values for values, _ in noisy])),
+            labels=np.repeat(np.arange(len(noisy), dtype=np.uint32), list(map(len, sizes))),
             counts=np.concatenate(sizes),
-            classes=tuple(self._reports(manifest, found, members, sizes)),
-            refused=found.refused,
+            classes=tuple(_reports(manifest, found, members, sizes)),
+            unusable=found.unusable,
             privacy=privacy,
         )
 
-    def _pay(self, fingerprint: bytes, wanted: DifferentialPrivacy) -> tuple[bytes, Privacy]:
-        """The key of a release's noise, and what it costs: nothing where the newest release was this one.
+    def _charge(self, fingerprint: bytes, wanted: DifferentialPrivacy) -> tuple[bytes, Privacy]:
+        """Return the noise key of a release and its cost; the newest release is not charged again.
 
         Raises:
-            PrivacyRefused: it would cost more than the task or the device's owner allows.
+            PrivacyRefused: the cost exceeds the task's or the device's budget.
         """
         before = self._ledger.releases()
         if before and before[-1].fingerprint == fingerprint and before[-1].key is not None:
-            spent = self._spent(multipliers(before), wanted)
-            return before[-1].key, spent
+            return before[-1].key, _cost(multipliers(before), wanted)
         number = len(before) + 1
         release = Release(number, fingerprint, wanted.noise_multiplier, os.urandom(KEY_BYTES))
-        spent = self._spent(multipliers((*before, release)), wanted)
-        limit = min(wanted.max_epsilon, self._limit())
-        if not spent.total_epsilon <= limit:
-            log.error(
-                "one more submission would bring epsilon to %.3f, and %.3f is allowed: nothing is uploaded",
-                *(spent.total_epsilon, limit),
+        cost = _cost(multipliers((*before, release)), wanted)
+        own_limit = math.inf if self._local.max_epsilon is None else self._local.max_epsilon
+        limit = min(wanted.max_epsilon, own_limit)
+        if not cost.total_epsilon <= limit:
+            event(
+                log,
+                logging.ERROR,
+                "privacy budget exceeded, nothing is uploaded",
+                total_epsilon=cost.total_epsilon,
+                max_epsilon=limit,
             )
             raise PrivacyRefused(BUDGET)
-        if not self._dry:
-            recorded = PrivacySpent(spent.epsilon, spent.total_epsilon, spent.delta, number, limit)
-            self._ledger.charge(release, recorded)
-        return release.key or b"", spent
-
-    def _limit(self) -> float:
-        return math.inf if self._local.max_epsilon is None else self._local.max_epsilon
-
-    def _spent(self, releases: Counter[float], wanted: DifferentialPrivacy) -> Privacy:
-        return Privacy(
-            epsilon=epsilon_of({wanted.noise_multiplier: 1}, delta=wanted.delta),
-            total_epsilon=epsilon_of(releases, delta=wanted.delta),
-            delta=wanted.delta,
-            releases=releases.total(),
-        )
+        if not self._dry_run:
+            spent = PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, number, limit)
+            self._ledger.charge(release, spent)
+        return release.key or b"", cost
 
     def _features(
         self, manifest: TaskManifest, members: Sequence[Sequence[LabeledImage]], size: int
     ) -> Iterator[tuple[Sequence[LabeledImage], NDArray[np.float32]]]:
-        """The images of each class with their features, float32 (n, L), one class in memory at a time."""
+        """Yield the images of each class with their features, float32 (n, L); one class is in memory at a time."""
         for images in members:
             identities = [image.identity for image in images]
-            yield images, self._cache.matrix(identities, *digests(manifest), size=size)
+            yield images, self._cache.matrix(identities, *backbone_digests(manifest), size=size)
 
-    def _fingerprint(
-        self, task: bytes, manifest: TaskManifest, members: Sequence[Sequence[LabeledImage]], size: int
-    ) -> bytes:
-        """All that a release follows from but its key: one bit that is another makes it another release."""
-        sha256 = hashlib.sha256(_VERSION + task + hashlib.sha256(self._secret).digest())
-        for images, features in self._features(manifest, members, size):
-            names = "\0".join(image.identity for image in images).encode(errors="surrogateescape")
-            sha256.update(hashlib.sha256(names).digest() + hashlib.sha256(features.tobytes()).digest())
-        return sha256.digest()
 
-    def _reports(
-        self,
-        manifest: TaskManifest,
-        found: FoundImages,
-        members: Sequence[Sequence[LabeledImage]],
-        sizes: Sequence[NDArray[np.uint32]],
-    ) -> Iterator[ClassReport]:
-        """What the device's owner is shown, and nobody else."""
-        for label, (name, images, counts) in enumerate(zip(manifest.classes, members, sizes, strict=True)):
-            there = len(found.of_class(label))
-            if there or len(counts):
-                yield ClassReport(name, there, there - len(images), tuple(map(int, counts)))
+def _cost(releases: Counter[float], wanted: DifferentialPrivacy) -> Privacy:
+    return Privacy(
+        epsilon=epsilon_of({wanted.noise_multiplier: 1}, delta=wanted.delta),
+        total_epsilon=epsilon_of(releases, delta=wanted.delta),
+        delta=wanted.delta,
+        releases=releases.total(),
+    )
+
+
+def _reports(
+    manifest: TaskManifest,
+    found: FoundImages,
+    members: Sequence[Sequence[LabeledImage]],
+    sizes: Sequence[NDArray[np.uint32]],
+) -> Iterator[ClassReport]:
+    """Yield reports for the device's operator; they are not uploaded."""
+    for label, (name, images, counts) in enumerate(zip(manifest.classes, members, sizes, strict=True)):
+        total = len(found.of_class(label))
+        if total or len(counts):
+            yield ClassReport(name, total, total - len(images), tuple(map(int, counts)))

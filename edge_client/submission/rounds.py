@@ -1,27 +1,22 @@
-"""A device's rounds on its own disk: what was uploaded, what was learned, and trainings on their way."""
+"""The device's part in rounds: training with checkpoints, and the local model that stays on the device."""
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from edge_client.agent.upload_item import UploadItem
 from edge_client.config import LocalSettings
-from edge_client.data.images import LabeledImage, held_out
+from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import (
-    StoredInitialModel,
-    StoredLocalModel,
-    SubmissionReport,
-    SubmissionSequence,
-)
+from edge_client.storage.facts import ClassReport, StoredInitialModel, StoredLocalModel, SubmissionSequence
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import FoundImages, PreparedSubmission, learning_keys, prepare_round
+from edge_client.submission.features import training_feature_keys
+from edge_client.submission.prepared import FoundImages, PreparedSubmission, require_prototype
+from edge_client.submission.prototypes import outgoing_prototypes
 from edge_client.training.local_round import (
     LocalModel,
-    RoundResult,
     TrainingSet,
     feature_size,
     initial_model,
@@ -41,160 +36,166 @@ from protocol.wire.messages import BlobRef, RoundManifest, Submission, TaskManif
 log = logging.getLogger(__name__)
 
 
-class RoundWork:
-    """Takes part in rounds, each of them once, whatever interrupts it.
+class RoundTraining:
+    """Trains rounds on the device, each of them once across restarts.
 
     Args:
-        local: the device's own.
+        local: the device's settings.
         state: the device's state directory.
         cache: has the features of the images.
-        dry: leave nothing on the disk.
+        dry_run: write nothing to disk.
     """
 
-    def __init__(self, local: LocalSettings, state: DeviceState, cache: FeatureCache, *, dry: bool) -> None:
+    def __init__(
+        self, local: LocalSettings, state: DeviceState, cache: FeatureCache, *, dry_run: bool
+    ) -> None:
         self._local = local
-        self._kept = state
+        self._state = state
         self._cache = cache
-        self._dry = dry
-        self._file = state.folder / "training.checkpoint"
+        self._dry_run = dry_run
+        self._checkpoint_file = state.folder / "training.checkpoint"
 
-    def uploaded(self, task: bytes, opened: RoundManifest, *, above: int) -> UploadItem | None:
-        """The submission that was made for a round before, with a sequence above `above`; None if there is none."""
-        outbox, standing = self._kept.outbox, self._kept.outbox.newest_submission()
-        made_of = (task, str(opened.number))
-        if self._dry or standing is None or (standing.task, standing.about) != made_of:
+    def existing_submission(self, task: bytes, manifest: RoundManifest, *, above: int) -> UploadItem | None:
+        """Return the round's submission if it was built before, renumbered if its sequence must exceed `above`."""
+        outbox, last = self._state.outbox, self._state.outbox.newest_submission()
+        if self._dry_run or last is None or (last.task, last.about) != (task, str(manifest.number)):
             return None
         if not above:
-            return standing
-        payload = outbox.payload(standing) or b""
+            return last
+        payload = outbox.payload(last) or b""
         message = decode(payload, Submission, max_bytes=len(payload))
-        sequence = self._kept.next_number(SubmissionSequence, above=above)
+        sequence = self._state.next_number(SubmissionSequence, above=above)
         renumbered = encode(msgspec.structs.replace(message, sequence=sequence))
-        return outbox.keep("submission", renumbered, task=task, about=standing.about)
+        return outbox.keep("submission", renumbered, task=task, about=last.about)
 
-    def take_part(
+    def train(
         self,
         task: bytes,
         manifest: TaskManifest,
-        opened: RoundManifest,
+        round_manifest: RoundManifest,
         *,
         found: FoundImages,
         on_progress: Callable[[int, int], None],
         should_stop: Callable[[], bool],
-    ) -> tuple[PreparedSubmission, LocalModel]:
-        """Train on the images that are not held out, from where an interruption left it.
+    ) -> PreparedSubmission:
+        """Train on the images that are not held out; an interrupted training continues at its checkpoint.
 
         Raises:
             GraphRefused: a graph or the round's tensors cannot be used.
-            Diverged: the training has led to NaN or infinity; what was learned before stands.
-            Interrupted: `should_stop` said so.
+            Diverged: the training reached NaN or infinity; the local model is unchanged.
+            Interrupted: `should_stop` returned True.
             ProtofleetError: no class has enough images.
         """
+        images = found.for_training(self._local.holdout)
+        reports = list(_class_reports(manifest, found, images))
+        require_prototype(manifest, reports, found)
+        names = "\0".join(f"{image.label} {image.identity}" for image in images)
+        images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
+        about = (task.hex(), round_manifest.number, round_manifest.tensors.digest.hex(), images_digest)
 
-        def contribution(images: Sequence[LabeledImage]) -> RoundResult:
-            named = "\0".join(f"{image.label} {image.identity}" for image in images)
-            trained_on = named.encode(errors="surrogateescape")
-            tensors, of = opened.tensors.digest.hex(), digest_of(trained_on).hex()
-            about = (task.hex(), opened.number, tensors, of)
+        def on_checkpoint(checkpoint: Checkpoint) -> None:
+            if not self._dry_run:
+                write_atomically(self._checkpoint_file, pack_checkpoint(checkpoint, about))
 
-            def on_checkpoint(checkpoint: Checkpoint) -> None:
-                if not self._dry:
-                    write_atomically(self._file, pack_checkpoint(checkpoint, about))
-
-            return train_round(
-                manifest,
-                opened,
-                data=self._data(manifest, images),
-                last=self._local_model(task),
-                resumed=_checkpoint(self._file, about),
-                blobs=self._kept.blobs,
-                device_id=self._local.device_id,
-                hooks=TrainingHooks(
-                    on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress
-                ),
-            )
-
-        prepared, made = prepare_round(
-            task=manifest,
-            local=self._local,
-            found=found,
-            take_part=contribution,
-            secret=self._kept.secret(keep=not self._dry) if manifest.perturbation else b"",
+        result = train_round(
+            manifest,
+            round_manifest,
+            data=self._training_set(manifest, images),
+            last=self._local_model(task),
+            resumed=self._checkpoint(about),
+            blobs=self._state.blobs,
+            device_id=self._local.device_id,
+            hooks=TrainingHooks(
+                on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress
+            ),
         )
-        return prepared, made.local_model
+        values = result.prototypes.astype(np.float32)
+        secret = self._state.secret(keep=not self._dry_run) if manifest.perturbation else b""
+        return PreparedSubmission(
+            prototypes=outgoing_prototypes(values, result.labels, task=manifest, secret=secret),
+            labels=result.labels,
+            counts=result.counts,
+            classes=tuple(reports),
+            unusable=found.unusable,
+            changes=result.changes,
+            loss=result.loss,
+            local_model=result.local_model,
+        )
 
-    def keep(
-        self,
-        task: bytes,
-        opened: RoundManifest,
-        *,
-        payload: bytes,
-        local_model: LocalModel,
-        report: SubmissionReport,
+    def store(
+        self, task: bytes, manifest: RoundManifest, prepared: PreparedSubmission, payload: bytes
     ) -> UploadItem:
-        """Put a round's submission and what it has taught on the disk, both or neither, with a report of it.
+        """Put a round's submission into the outbox and its local model on disk, both or neither.
 
         Raises:
             ProtofleetError: the submission does not fit the outbox.
         """
-        with self._kept.keeping:
-            stored = StoredLocalModel(task, self._kept.blobs.put(pack(local_model)))
-            item = self._kept.outbox.keep(
-                "submission", payload, task=task, about=str(opened.number), facts=(stored, report)
+        with self._state.keeping:
+            model = self._state.blobs.put(pack(prepared.local_model)) if prepared.local_model else b""
+            facts = (StoredLocalModel(task, model), prepared.report(len(payload)))
+            item = self._state.outbox.keep(
+                "submission", payload, task=task, about=str(manifest.number), facts=facts
             )
-        self._file.unlink(missing_ok=True)
+        self._checkpoint_file.unlink(missing_ok=True)
         return item
 
     def local_model_digest(self, task: bytes) -> bytes:
-        """Return the digest of the local model of a task; empty if there is none, or it is lost."""
-        return digest if (digest := self._kept_digest(task)) and self._local_model(task) else b""
+        """Return the digest of the task's local model; empty if there is none or it is lost."""
+        return self._state.get(StoredLocalModel).digest if self._local_model(task) else b""
 
-    def _kept_digest(self, task: bytes) -> bytes:
-        stored = self._kept.get(StoredLocalModel)
-        return stored.digest if stored.task == task else b""
-
-    def keep_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: FoundImages) -> bytes:
-        """Store the initial model that a device without a local model binds a head to; return its digest."""
-        images = [image for image in found.usable if not held_out(image, self._local.holdout)]
-        data = self._data(manifest, images) if images else None
-        packed = pack(initial_model(manifest, tensors, data=data, blobs=self._kept.blobs))
-        with self._kept.keeping:
-            digest = self._kept.blobs.put(packed)
-            self._kept.set(StoredInitialModel(digest))
+    def store_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: FoundImages) -> bytes:
+        """Store the model to which a device that trained in no round binds a head; returns its digest."""
+        images = found.for_training(self._local.holdout)
+        data = self._training_set(manifest, images) if images else None
+        packed = pack(initial_model(manifest, tensors, data=data, blobs=self._state.blobs))
+        with self._state.keeping:
+            digest = self._state.blobs.put(packed)
+            self._state.set(StoredInitialModel(digest))
         return digest
 
     def _local_model(self, task: bytes) -> LocalModel | None:
-        digest = self._kept_digest(task)
+        stored = self._state.get(StoredLocalModel)
+        if not stored.digest or stored.task != task:
+            return None
         try:
-            return unpack(self._kept.blobs.read(digest)) if digest else None
+            return unpack(self._state.blobs.read(stored.digest))
         except StateError as error:
             event(
-                log,
-                logging.WARNING,
-                "local model is lost; the next round starts from the initial model",
-                error=error,
+                log, logging.WARNING, "local model lost, training starts from the initial model", error=error
             )
-            self._kept.set(StoredLocalModel())
+            self._state.set(StoredLocalModel())
             return None
 
-    def _data(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:
+    def _checkpoint(self, about: Sequence[str | int]) -> Checkpoint | None:
+        file = self._checkpoint_file
+        if not file.exists():
+            return None
+        with state_errors(file):
+            data = file.read_bytes()
+        try:
+            checkpoint = unpack_checkpoint(data, about)
+        except StateError as error:
+            event(log, logging.WARNING, "checkpoint lost, training restarts", file=file, error=error)
+            return None
+        if checkpoint is not None:
+            event(log, logging.INFO, "training resumed", step=checkpoint.steps)
+        return checkpoint
+
+    def _training_set(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:
         identities = [image.identity for image in images]
-        size = feature_size(manifest, self._kept.blobs)
-        feature = self._cache.matrix(identities, *learning_keys(manifest), size=size)
+        size = feature_size(manifest, self._state.blobs)
+        feature = self._cache.matrix(identities, *training_feature_keys(manifest), size=size)
         return TrainingSet(feature, np.array([image.label for image in images], np.int64))
 
 
-def _checkpoint(file: Path, about: Sequence[str | int]) -> Checkpoint | None:
-    """Where the training of just this was interrupted, if it was."""
-    if not file.exists():
-        return None
-    with state_errors(file):
-        data = file.read_bytes()
-    try:
-        checkpoint = unpack_checkpoint(data, about)
-    except StateError as error:
-        log.warning("%s: %s; the round begins anew", file, error)
-        return None
-    if checkpoint is not None:
-        log.info("going on with the training from step %d", checkpoint.steps)
-    return checkpoint
+def _class_reports(
+    manifest: TaskManifest, found: FoundImages, training: Sequence[LabeledImage]
+) -> Sequence[ClassReport]:
+    reports = []
+    for label, name in enumerate(manifest.classes):
+        total = len(found.of_class(label))
+        size = sum(image.label == label for image in training)
+        if total:
+            counts = (size,) if size >= manifest.min_images else ()
+            reports.append(ClassReport(name, total, total - size, counts))
+    return reports

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-import edge_client.service.device
+import edge_client.service.publisher
 from edge_client.agent import events, machine
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES
 from edge_client.agent.manifest_trust import ManifestTrust
@@ -29,8 +29,8 @@ from protocol.wire.signing import sign_manifest
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
+from tests.support.device_factory import make_settings
 from tests.support.messages import SAMPLES
-from tests.unit.edge_client.service.test_device import make_settings
 
 FLEET, NAME, KEY = "f", "device", bytes(range(32))
 SHARED: tuple[FleetChannel, ...] = ("task", "round", "head")
@@ -54,17 +54,19 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 def _device() -> Device:
     place = Path(folder().name) / "device"
     place.mkdir()
-    edge_client.service.device.version = functools.cache(version)  # type: ignore[attr-defined]  # else half of the time goes there
+    edge_client.service.publisher.version = functools.cache(version)  # type: ignore[attr-defined]  # else half of the time goes there
     return Device(make_settings(place), DeviceState(place / "state"))
 
 
 def _begun() -> Device:
     """The device as if it had just started on an empty state directory."""
     device = _device()
-    device._state, device._trust, device._exit = State(mode=Mode.SERVICE, device=NAME), ManifestTrust(), None
-    device._aggregator_epoch, device._problem = 0, ""
-    device._refusals.clear()
-    device._blobs.keep_only(())
+    device._state, device._exit, device._problem = State(mode=Mode.SERVICE, device=NAME), None, ""
+    receiver = device._receiver
+    receiver._trust, receiver._aggregator_epoch = ManifestTrust(), 0
+    receiver._task, receiver._round = None, None
+    receiver.refused.clear()
+    device._store.blobs.keep_only(())
     for waiting in (device._inbox, device._worker._jobs):
         with contextlib.suppress(queue.Empty):
             while True:
@@ -151,8 +153,8 @@ def _lives_on(device: Device, kind: int, body: bytes) -> None:
             for action in actions:
                 device._perform(action)
         case _ if device._state.task is not None:
-            item = device._kept.outbox.keep("submission", PAYLOAD, task=device._state.task, about="images")
-            device._handle(events.SubmissionBuilt(item.task, item, round=device._state.joined))
+            item = device._store.outbox.keep("submission", PAYLOAD, task=device._state.task, about="images")
+            device._handle(events.SubmissionBuilt(item.task, item, round=device._state.joined_round))
 
 
 def _fitting(state: State, kind: int, body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Images, backbones and heads made for the device's tests."""
+"""Images, backbones, heads, settings and jobs for the device's tests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,12 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
+from edge_client.agent.state import Mode
+from edge_client.agent.upload_item import UploadItem
+from edge_client.config import LocalSettings, Settings
 from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.service.worker import Worker
+from edge_client.storage.device_state import DeviceState
 from protocol.metadata import HeadMetadata, to_properties
 from tests.support.graphs import tiny_backbone
 
@@ -24,6 +29,31 @@ def write_images(folder: Path, *, count: int, seed: int = 0, classes: tuple[str,
             pixels = random.integers(0, 80, (12, 10, 3)) + 150 * label
             Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number:04d}.png")
     return folder
+
+
+def make_settings(folder: Path) -> Settings:
+    """Return the settings of a service without a broker."""
+    local = LocalSettings(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
+    return Settings(
+        broker=None, fleet="f", local=local, mode=Mode.SERVICE, provider="cpu", threads=1, backbones=(),
+        rescan_s=30.0,
+    )  # fmt: skip
+
+
+def run_jobs(worker: Worker, count: int | None = None) -> None:
+    """Run a worker's pending jobs, or the first `count`, on this thread."""
+    while count != 0 and not worker._jobs.empty():
+        job = worker._jobs.get()
+        assert job is not None
+        job()
+        count = None if count is None else count - 1
+
+
+def payload_of(state: DeviceState, item: UploadItem) -> bytes:
+    """Return the bytes of an item in the outbox."""
+    payload = state.outbox.payload(item)
+    assert payload is not None
+    return payload
 
 
 def tiny(folder: Path, *, seed: int = 0, feature_size: int = 16) -> Backbone:

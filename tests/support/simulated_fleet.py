@@ -129,7 +129,7 @@ class World:
     def cut(self) -> None:
         """Lose the connection, and what was on it, and get another."""
         own = (
-            events.AggregatorStarted | events.OutboxSeen | events.DownloadStarts | events.DownloadEnded
+            events.AggregatorStarted | events.OutboxSeen | events.DownloadOpened | events.DownloadFinished
             | events.SubmissionBuilt | events.HeadInstalled
         )  # fmt: skip
         self.pending = [event for event in self.pending if isinstance(event, own)]
@@ -162,20 +162,20 @@ class World:
         match action:
             case events.OpenDownload(blob=blob):
                 self.open_download(blob)
-            case events.Request(digest=digest, offset=offset, length=length):
+            case events.RequestBlob(digest=digest, offset=offset, length=length):
                 self.answer(digest, ((offset, offset + length),))
-            case events.Append(digest=digest, data=data):
+            case events.AppendBlob(digest=digest, data=data):
                 self.disk[digest] = self.disk.get(digest, b"") + data
-            case events.Finish(digest=digest):
+            case events.FinishBlob(digest=digest):
                 good = digest_of(self.disk[digest]) == digest
-                self.pending.append(events.DownloadEnded(digest, good=good))
+                self.pending.append(events.DownloadFinished(digest, valid=good))
             case events.BuildSubmission():
                 self.build(action)
             case events.InstallHead():
                 self.install(action)
-            case events.Send(item=item, ranges=ranges):
+            case events.SendFrames(item=item, ranges=ranges):
                 self.upload(item, ranges)
-            case events.KeepReceipt(item=item):
+            case events.StoreReceipt(item=item):
                 self.keep_receipt(item)
             case events.Exit() as end:
                 self.exit = end
@@ -212,9 +212,9 @@ class World:
         """Go on from what is on the disk, before anything else happens."""
         offset = len(self.disk.get(blob.digest, b""))
         if offset >= blob.size_bytes:
-            self.pending.append(events.DownloadEnded(blob.digest, good=True))
+            self.pending.append(events.DownloadFinished(blob.digest, valid=True))
         else:
-            self.pending.insert(0, events.DownloadStarts(blob.digest, offset))
+            self.pending.insert(0, events.DownloadOpened(blob.digest, offset))
 
     def build(self, build: events.BuildSubmission) -> None:
         """Make a submission, or find it made."""
@@ -241,7 +241,7 @@ class World:
             return
         size = self.random.choice(self.chunks)
         frames = frames_of(self.served[digest], digest=digest, ranges=ranges, chunk_bytes=size)
-        self.pending.extend(events.BlockSeen(frame) for frame in frames for _ in range(self.copies()))
+        self.pending.extend(events.FrameSeen(frame) for frame in frames for _ in range(self.copies()))
 
     def upload(self, item: UploadItem, ranges: Ranges) -> None:
         """Let frames travel up, and the answers down."""

@@ -203,7 +203,7 @@ class AttackedFleet(Fleet):
 
     def ignored(self, device: str) -> int:
         """Count the messages that a device has logged as ignored."""
-        return self.log(device).count("ignored a message on")
+        return self.log(device).count("message refused topic=")
 
     def memory_bytes(self) -> int:
         """Resident memory of the aggregator."""

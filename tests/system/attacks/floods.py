@@ -135,12 +135,12 @@ def _ghosts() -> Iterator[tuple[str, bytes]]:
 @attack(
     "an image that is a bomb, among a device's own",
     stopped_by="device",
-    but="not: the device's log, `left out`",
+    but="not: the device's log, `image omitted`",
 )
 def image_bomb(fleet: AttackedFleet) -> Iterator[bool]:
     """The device omits it, and has uploaded all the others."""
     fleet.wait_until("that it is omitted", lambda: f"{BOMB}: " in fleet.log("shed-1"))
-    line = next(line for line in fleet.log("shed-1").splitlines() if "left out" in line and BOMB in line)
+    line = next(line for line in fleet.log("shed-1").splitlines() if "image omitted" in line and BOMB in line)
     yield "pixels" not in line or fleet.submission().images != 100
 
 

@@ -33,7 +33,7 @@ def damaged_on_disk(fleet: FaultyFleet) -> int:
     whole = blob.read_bytes()
     blob.write_bytes(whole[:1000] + bytes(100) + whole[1100:])
     fleet.run(*DEVICES)
-    refusal = "head 2 refused, the old one stays"
+    refusal = "head 2 refused, the previous head stays in use"
     fleet.wait_until("refusals", lambda: all(refusal in fleet.log(name) for name in DEVICES))
     kept = sum(fleet.device_status(name)["head"]["head"] == fleet.reference.head for name in DEVICES)
     fleet.log_progress(f"{kept} devices have kept the first head")

@@ -94,7 +94,7 @@ def test_second_program_with_one_enrollment_ends_the_first(
         options = ("--enrollment", closed.root / "shed-1", "--data", data, "--state", tmp_path / "elsewhere")
         second = fleet.start("second", "edge_client.cli", *options)
         fleet.wait_exit("shed-1", code=1)
-        assert "another edge-client has come online as 'shed-1'" in fleet.log("shed-1")
+        assert "another edge-client is online as 'shed-1'" in fleet.log("shed-1")
         while b"online" not in ear.wait(Received).payload:
             pass
         assert second.poll() is None

@@ -211,4 +211,4 @@ def _kill_while_it_trains(fleet: Fleet) -> None:
         lambda s: len(s["heads"]) == 2 and s["heads"][-1]["held_out"]["devices"] == 3,
     )
     assert [head["devices"] for head in summary["heads"]] == [3, 3]
-    assert "going on with the training from step" in fleet.log("device-0")
+    assert "training resumed step=" in fleet.log("device-0")

@@ -82,6 +82,6 @@ def test_forged_and_replayed_heads_are_refused(fleet: Fleet, tmp_path: Path) -> 
         assert (summary["devices"][0]["head"], summary["devices"][0]["problem"]) == (2, "")
         _forge(session, newest)
         said = fleet.log("device")
-        assert said.count("taking the first aggregator that was heard") == 1
+        assert said.count("trusting the first aggregator key received") == 1
         assert said.count("was seen before") == 2
         assert "Traceback" not in said

@@ -205,7 +205,7 @@ def newest_submissions(fleet: RestlessFleet) -> dict[str, bool]:
 def count_submissions(fleet: RestlessFleet) -> dict[str, int]:
     """Count what was made, devices whose newest submission counts or does not, and submissions that count twice."""
     newest = newest_submissions(fleet)
-    made = sum(fleet.log(name).count(" prototypes of ") for name in fleet.names)
+    made = sum(fleet.log(name).count("submission built") for name in fleet.names)
     # A device has an image more each time it starts, so that their number distinguishes its submissions.
     taken = re.findall(r"(device-\d+): \d+ prototypes of (\d+) images", fleet.log("aggregator"))
     return {

@@ -96,7 +96,7 @@ def test_without_a_broker_in_it_one_is_asked_for(tmp_path: Path, folder: Path) -
     store = Store(tmp_path / "aggregator")
     enroll(store, "shed-2", fleet="orchard", out=tmp_path / "shed-2")
     store.close()
-    with pytest.raises(click.UsageError, match="say where the fleet's broker is"):
+    with pytest.raises(click.UsageError, match="missing broker"):
         run(folder, "--enrollment", str(tmp_path / "shed-2"))
 
 

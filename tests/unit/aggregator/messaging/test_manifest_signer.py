@@ -11,7 +11,7 @@ from aggregator.messaging.manifest_signer import ManifestSigner, identity_of, ne
 from aggregator.security.identity import locked_identity
 from aggregator.storage.facts import SigningKey
 from aggregator.storage.store import Store
-from edge_client.agent.manifest_trust import ManifestTrust, believe
+from edge_client.agent.manifest_trust import ManifestTrust, verify
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.messages import Signed
 from protocol.wire.signing import open_manifest, public_key, sign_manifest
@@ -62,9 +62,9 @@ def test_a_state_of_earlier_is_believed_all_the_same(
         said(start(tmp_path / "backup", monkeypatch, at_s=1000.0), b"one")
     device, by = ManifestTrust(), start(tmp_path / "state", monkeypatch, at_s=1000.0)
     for number in range(50):
-        device = believe(device, "head", said(by, b"%d" % number))
+        device = verify(device, "head", said(by, b"%d" % number))
     restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
-    assert believe(device, "head", said(restored, b"0")).heard["head"][0] == 2000
+    assert verify(device, "head", said(restored, b"0")).seen["head"][0] == 2000
 
 
 def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_a_clock_that_was_ahead_shuts_nobody_out(tmp_path: Path, monkeypatch: py
     """A state of before that finds on the broker what it said then: what it says from now on is believed."""
     before = start(tmp_path / "state", monkeypatch, at_s=1e10)
     payload = before.sign("head", b"one")
-    device = believe(ManifestTrust(), "head", open_manifest(payload, fleet="barn", channel="head"))
+    device = verify(ManifestTrust(), "head", open_manifest(payload, fleet="barn", channel="head"))
     restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
     said(restored, b"one")
     assert restored.has_signed("head", payload)
     again = said(restored, b"one")
-    assert believe(device, "head", again).heard["head"][0] == int(1e10) + 1
+    assert verify(device, "head", again).seen["head"][0] == int(1e10) + 1
     assert restored.has_signed("head", restored.sign("head", b"one"))
     assert said(restored, b"one") == again
     assert not restored.has_signed(

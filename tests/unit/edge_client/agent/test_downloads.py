@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent import downloads
-from edge_client.agent.backoff import patience_s
+from edge_client.agent.backoff import retry_delay_s
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, WINDOW_BYTES
-from edge_client.agent.events import Request
+from edge_client.agent.events import RequestBlob
 from edge_client.agent.state import Download
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
 from protocol.wire.transfer import frames_of
@@ -25,13 +25,13 @@ def frame(start: int, stop: int) -> Frame:
     return Frame(v=1, digest=REFERENCE.digest, size_bytes=len(BLOB), offset=start, data=BLOB[start:stop])
 
 
-def answer(request: Request, *, chunk_bytes: int = MAX_CHUNK_BYTES) -> list[Frame]:
+def answer(request: RequestBlob, *, chunk_bytes: int = MAX_CHUNK_BYTES) -> list[Frame]:
     """What a request is answered with."""
     ranges = ((request.offset, request.offset + request.length),)
     return list(frames_of(BLOB, digest=REFERENCE.digest, ranges=ranges, chunk_bytes=chunk_bytes))
 
 
-def in_chunks(requests: tuple[Request, ...]) -> list[tuple[int, int]]:
+def in_chunks(requests: tuple[RequestBlob, ...]) -> list[tuple[int, int]]:
     """Offsets and lengths of requests, in full frames."""
     return [(each.offset // MAX_CHUNK_BYTES, each.length // MAX_CHUNK_BYTES) for each in requests]
 
@@ -44,16 +44,16 @@ class Receiver:
     file: bytes = b""
     now_s: float = 0.0
 
-    def ask(self) -> tuple[Request, ...]:
+    def ask(self) -> tuple[RequestBlob, ...]:
         """What is asked for, if it is time to."""
         if not downloads.is_due(self.download, now_s=self.now_s):
             return ()
-        self.download, requests = downloads.ask(self.download, now_s=self.now_s)
+        self.download, requests = downloads.request(self.download, now_s=self.now_s)
         return requests
 
     def take(self, frame: Frame) -> None:
         """Write what comes next."""
-        self.download, data = downloads.take(self.download, frame, now_s=self.now_s)
+        self.download, data = downloads.receive(self.download, frame, now_s=self.now_s)
         self.file += data
         assert len(self.file) == self.download.offset
         assert all(offset > self.download.offset for offset, _ in self.download.ahead)
@@ -122,7 +122,7 @@ def test_a_lost_end_is_asked_for_in_its_time(receiver: Receiver) -> None:
     for each in (*frames[:2], *frames[3:-1]):
         receiver.take(each)
     assert receiver.ask() == ()
-    receiver.now_s = patience_s(0)
+    receiver.now_s = retry_delay_s(0)
     assert in_chunks(receiver.ask()) == [(2, 1), (15, 3)]
 
 
@@ -131,7 +131,7 @@ def test_a_cut_costs_what_was_on_its_way(receiver: Receiver) -> None:
     frames = answer(receiver.ask()[0])
     for each in (frames[0], frames[2]):
         receiver.take(each)
-    receiver.download = downloads.afresh(receiver.download)
+    receiver.download = downloads.restart(receiver.download)
     assert in_chunks(receiver.ask()) == [(1, 1), (3, 14)]
     restarted = Receiver(Download(REFERENCE, offset=len(receiver.file)), file=receiver.file)
     (request,) = restarted.ask()
@@ -146,7 +146,7 @@ def test_of_what_is_sent_to_everybody_only_gaps_are_asked_for(receiver: Receiver
     for number, each in enumerate(frames):
         if number not in lost:
             receiver.take(each)
-    asked: list[Request] = []
+    asked: list[RequestBlob] = []
     while requests := receiver.ask():
         asked += requests
         for request in requests:
@@ -165,7 +165,7 @@ def test_what_is_held_is_bounded(receiver: Receiver) -> None:
         for start in range(size, huge.size_bytes, size):
             data = bytes(min(size, huge.size_bytes - start))
             piece = Frame(v=1, digest=huge.digest, size_bytes=huge.size_bytes, offset=start, data=data)
-            receiver.download, _ = downloads.take(receiver.download, piece, now_s=0)
+            receiver.download, _ = downloads.receive(receiver.download, piece, now_s=0)
         held = [len(data) for _, data in receiver.download.ahead]
         assert len(held) <= MAX_AHEAD
         assert sum(held) <= MAX_AHEAD_BYTES
@@ -177,7 +177,7 @@ def test_many_gaps_are_asked_for_some_at_a_time(receiver: Receiver) -> None:
     (request,) = receiver.ask()
     for each in answer(request, chunk_bytes=5_000)[1::2]:
         receiver.take(each)
-    receiver.now_s = patience_s(0)
+    receiver.now_s = retry_delay_s(0)
     assert len(receiver.ask()) == MAX_REQUESTS
 
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent import events, selectors
-from edge_client.agent.backoff import LAST_PATIENCE_S, MAX_BROKEN
+from edge_client.agent.backoff import MAX_DAMAGED, MAX_DELAY_S
 from edge_client.agent.machine import step
 from edge_client.agent.state import Mode, State, head_key
 from edge_client.agent.upload_item import UploadItem
-from edge_client.agent.uploads import QUESTION_BYTES
+from edge_client.agent.uploads import QUERY_BYTES
 from protocol.wire.canary import canary_rank
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt, TaskManifest
@@ -39,7 +39,7 @@ MANIFEST = TaskManifest(
 )
 TASK = b"t" * 32
 ITEM = item_of(SUBMISSION)
-QUESTION = events.Send(ITEM, ((len(SUBMISSION) - QUESTION_BYTES, len(SUBMISSION)),))
+QUESTION = events.SendFrames(ITEM, ((len(SUBMISSION) - QUERY_BYTES, len(SUBMISSION)),))
 """The last bytes of the submission, which ask what is missing."""
 
 HEAD_MANIFEST = HeadManifest(
@@ -166,16 +166,16 @@ def test_a_download_goes_on_where_it_ended() -> None:
     world = _begin()
     world.disk[digest_of(BACKBONE)] = BACKBONE[:70_000]
     world.run()
-    asked = [action for action in world.done if isinstance(action, events.Request)]
-    assert asked[0] == events.Request(digest_of(BACKBONE), 70_000, len(BACKBONE) - 70_000)
+    asked = [action for action in world.done if isinstance(action, events.RequestBlob)]
+    assert asked[0] == events.RequestBlob(digest_of(BACKBONE), 70_000, len(BACKBONE) - 70_000)
 
 
 def test_damaged_blob_is_fetched_again_and_then_given_up() -> None:
     """A blob that keeps arriving with another digest ends the program with a line about it."""
     state, _ = step(State(mode=Mode.SERVICE), events.TaskSeen(TASK, MANIFEST), now_s=0)
     said: list[events.Action] = []
-    for _ in range(MAX_BROKEN):
-        state, actions = step(state, events.DownloadEnded(digest_of(BACKBONE), good=False), now_s=0)
+    for _ in range(MAX_DAMAGED):
+        state, actions = step(state, events.DownloadFinished(digest_of(BACKBONE), valid=False), now_s=0)
         said.extend(actions)
     assert isinstance(said[0], events.Log)
     assert isinstance(said[-1], events.Exit)
@@ -231,7 +231,7 @@ def test_new_images_replace_what_was_not_sent_yet() -> None:
     newer = item_of(b"newer")
     state, actions = step(state, events.SubmissionBuilt(TASK, newer), now_s=2)
     assert [upload.digest for upload in state.uploads] == [newer.digest]
-    assert actions == (events.Send(newer, ((0, newer.size_bytes),)),)
+    assert actions == (events.SendFrames(newer, ((0, newer.size_bytes),)),)
 
 
 def test_new_task_ends_the_old_ones_transfers() -> None:
@@ -252,7 +252,9 @@ def test_a_refused_head_is_told_and_not_tried_again() -> None:
     """The aggregator hears of it, the old head stays in use, and the device does not go round in circles."""
     state = _handing_in()
     state, _ = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
-    state, actions = step(state, events.DownloadEnded(HEAD_MANIFEST.current.head.digest, good=True), now_s=0)
+    state, actions = step(
+        state, events.DownloadFinished(HEAD_MANIFEST.current.head.digest, valid=True), now_s=0
+    )
     assert events.InstallHead(TASK, MANIFEST, HEAD_MANIFEST.current) in actions
     report = item_of(b"report", kind="evaluation")
     refused = events.HeadInstalled(HEAD_MANIFEST.current.head.digest, report, reason="it predicts NaN")
@@ -286,7 +288,7 @@ def test_a_head_that_does_not_come_whole_is_refused() -> None:
     perform = world.perform
 
     def performed(action: events.Action) -> None:
-        if isinstance(action, events.Finish):
+        if isinstance(action, events.FinishBlob):
             perform(action)
             world.disk.pop(action.digest)
         elif isinstance(action, events.RefuseHead):
@@ -323,8 +325,8 @@ def test_canaries_take_the_candidate_and_others_do_not() -> None:
         head = selectors.current_head(state)
         assert head is not None
         assert head.version == version
-        assert head.head in selectors.needed(state)
-        assert len(selectors.needed_to_predict(state)) == 2
+        assert head.head in selectors.required_blobs(state)
+        assert len(selectors.prediction_blobs(state)) == 2
 
 
 def test_a_canary_goes_back_when_it_is_told_to() -> None:
@@ -346,7 +348,7 @@ def test_dry_run_announces_and_sends_nothing() -> None:
     world = _begin(Mode.DRY_RUN)
     world.run()
     assert world.exit == events.Exit(0)
-    sent = (events.Announce, events.Send)
+    sent = (events.Announce, events.SendFrames)
     assert not [action for action in world.done if isinstance(action, sent)]
 
 
@@ -356,12 +358,12 @@ def test_silence_is_met_with_growing_patience() -> None:
     asked: list[int] = []
     for second in range(1, 2000):
         state, actions = step(state, events.Drained(), now_s=second)
-        asked.extend(second for action in actions if isinstance(action, events.Send))
+        asked.extend(second for action in actions if isinstance(action, events.SendFrames))
     pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert pauses == sorted(pauses)
-    assert pauses[-1] >= LAST_PATIENCE_S
+    assert pauses[-1] >= MAX_DELAY_S
     _, actions = step(state, events.AggregatorStarted(), now_s=2000)
-    assert [type(action) for action in actions] == [events.Send]
+    assert [type(action) for action in actions] == [events.SendFrames]
 
 
 def test_a_blob_that_is_refused_is_asked_for_ever_more_rarely() -> None:
@@ -370,9 +372,9 @@ def test_a_blob_that_is_refused_is_asked_for_ever_more_rarely() -> None:
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     refusal = Receipt(digest=digest_of(BACKBONE), status="refused", reason="unknown_blob", detail="none")
     asked, told = [], 0
-    state, actions = step(state, events.DownloadStarts(digest_of(BACKBONE), 0), now_s=0)
+    state, actions = step(state, events.DownloadOpened(digest_of(BACKBONE), 0), now_s=0)
     for second in range(1, 3000):
-        if any(isinstance(action, events.Request) for action in actions):
+        if any(isinstance(action, events.RequestBlob) for action in actions):
             asked.append(second)
             state, actions = step(state, events.ReceiptSeen(refusal), now_s=second)
             told += sum(isinstance(action, events.Log) for action in actions)
@@ -424,7 +426,7 @@ def test_what_met_no_aggregator_is_asked_again_once_it_is_back() -> None:
     """After a broker's restart a device may be there first; it does not wait for its patience to end."""
     state, actions = step(_handing_in(), events.Ticked(), now_s=1)
     assert actions == ()
-    state, actions = step(state, events.AggregatorBack(), now_s=2)
+    state, actions = step(state, events.AggregatorReconnected(), now_s=2)
     assert actions == (QUESTION,)
     _, actions = step(state, events.Ticked(), now_s=3)
     assert actions == ()
@@ -440,8 +442,8 @@ def test_an_aggregator_that_lost_its_state_gets_the_submission_again() -> None:
     assert actions == (QUESTION,)
     missing = Receipt(digest=digest_of(SUBMISSION), status="missing", missing=((0, 9),))
     _, actions = step(state, events.ReceiptSeen(missing), now_s=3)
-    assert actions == (events.Send(ITEM, ((0, 9), *QUESTION.ranges)),)
+    assert actions == (events.SendFrames(ITEM, ((0, 9), *QUESTION.ranges)),)
     _, actions = step(
         state, events.ReceiptSeen(Receipt(digest=digest_of(SUBMISSION), status="received")), now_s=3
     )
-    assert actions == (events.KeepReceipt(ITEM),)
+    assert actions == (events.StoreReceipt(ITEM),)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aggregator.ingest.reassembly import Complete
 from edge_client.agent import events, selectors
-from edge_client.agent.backoff import CAST_PATIENCE_S
+from edge_client.agent.backoff import BROADCAST_WAIT_S
 from edge_client.agent.machine import step
 from edge_client.agent.state import Mode, State, head_key
 from protocol.wire.codec import digest_of
@@ -147,9 +147,11 @@ class RoundsWorld(World):
         frames += [frame for frame in frames if not self.arrives()]
         if not self.arrives():
             self.random.shuffle(frames)
-        before = {event.frame.digest for event in self.pending if isinstance(event, events.BlockSeen)}
-        self.pending.extend(map(events.BlockSeen, frames))
-        asked = any(isinstance(action, events.Request) and action.digest == digest for action in self.done)
+        before = {event.frame.digest for event in self.pending if isinstance(event, events.FrameSeen)}
+        self.pending.extend(map(events.FrameSeen, frames))
+        asked = any(
+            isinstance(action, events.RequestBlob) and action.digest == digest for action in self.done
+        )
         # A gap in what was sent before, and has not been looked at yet, is still to be asked for.
         if frames[: len(sent)] == sent and not asked and digest not in before:
             self.whole.add(digest)
@@ -196,7 +198,9 @@ class RoundsWorld(World):
         """Begin to train, after what is being done."""
         assert build.round is not None
         assert all(
-            blob.digest in self.state.stored for blob in selectors.needed(self.state) if _for_work(blob)
+            blob.digest in self.state.stored
+            for blob in selectors.required_blobs(self.state)
+            if _for_work(blob)
         )
         self.begun.append((build.round.number, self.seen))
         self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), build))
@@ -235,12 +239,12 @@ class RoundsWorld(World):
         """Lose the connection, and what was on it."""
         kept = (
             events.OutboxSeen
-            | events.DownloadStarts
-            | events.DownloadEnded
+            | events.DownloadOpened
+            | events.DownloadFinished
             | events.SubmissionBuilt
             | events.HeadInstalled
         )
-        self.whole -= {event.frame.digest for event in self.pending if isinstance(event, events.BlockSeen)}
+        self.whole -= {event.frame.digest for event in self.pending if isinstance(event, events.FrameSeen)}
         self.pending = [event for event in self.pending if isinstance(event, kept)]
         self.joins_s = self.now_s + self.random.uniform(1, 60)
         self.pending.append(events.Disconnected())
@@ -298,7 +302,7 @@ def check_laws(world: RoundsWorld) -> None:
     assert all(number == seen for number, seen in world.begun), (
         "no work for an older round than the newest seen"
     )
-    requests = {action.digest for action in world.done if isinstance(action, events.Request)}
+    requests = {action.digest for action in world.done if isinstance(action, events.RequestBlob)}
     assert not requests & world.whole, "what came to the whole fleet was not asked for again"
 
 
@@ -415,12 +419,12 @@ def test_what_is_for_the_whole_fleet_is_asked_for_where_it_does_not_come() -> No
     digest = digest_of(TENSORS[1])
     state, actions = step(uploaded(), events.RoundSeen(round_manifest(1)), now_s=0)
     assert actions == (events.OpenDownload(round_manifest(1).tensors),)
-    state, actions = step(state, events.DownloadStarts(digest, 0), now_s=0)
+    state, actions = step(state, events.DownloadOpened(digest, 0), now_s=0)
     assert actions == ()
-    state, actions = step(state, events.Ticked(), now_s=CAST_PATIENCE_S - 0.1)
+    state, actions = step(state, events.Ticked(), now_s=BROADCAST_WAIT_S - 0.1)
     assert actions == ()
-    _, actions = step(state, events.Ticked(), now_s=CAST_PATIENCE_S)
-    assert actions == (events.Request(digest, 0, len(TENSORS[1])),)
+    _, actions = step(state, events.Ticked(), now_s=BROADCAST_WAIT_S)
+    assert actions == (events.RequestBlob(digest, 0, len(TENSORS[1])),)
 
 
 @pytest.mark.parametrize("lasts_s", [60.0, 7.0])
@@ -429,7 +433,7 @@ def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
     world = begin(Mode.DRY_RUN, lasts_s=(lasts_s,) * (ROUNDS - 1) + (60.0,))
     world.run()
     assert world.exit == events.Exit(0)
-    sent = (events.Announce, events.Send, events.InstallHead)
+    sent = (events.Announce, events.SendFrames, events.InstallHead)
     assert not [action for action in world.done if isinstance(action, sent)]
     assert world.counted == []
 
@@ -474,7 +478,7 @@ def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
     receipt = Receipt(digest=ITEM.digest, status="refused", reason="superseded", sequence=41)
     state, actions = step(state, events.ReceiptSeen(receipt), now_s=1)
     assert not [action for action in actions if isinstance(action, events.BuildSubmission)]
-    state, actions = step(state, events.DownloadEnded(digest_of(TENSORS[1]), good=True), now_s=2)
+    state, actions = step(state, events.DownloadFinished(digest_of(TENSORS[1]), valid=True), now_s=2)
     assert actions == (events.BuildSubmission(TASK, MANIFEST, round_manifest(1)),)
 
 
@@ -484,5 +488,5 @@ def test_a_submission_that_is_newer_takes_the_place_of_an_older_one() -> None:
     state, _ = step(state, events.RoundSeen(round_manifest(1)), now_s=1)
     newer = item_of(b"newer", about="1")
     state, actions = step(state, events.SubmissionBuilt(TASK, newer, 1), now_s=2)
-    assert actions == (events.Send(newer, ((0, newer.size_bytes),)),)
+    assert actions == (events.SendFrames(newer, ((0, newer.size_bytes),)),)
     assert [upload.item for upload in state.uploads] == [newer]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.agent import manifest_trust
-from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, believe
+from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify
 from protocol.wire.messages import Signed
 from protocol.wire.topics import FleetChannel
 
@@ -47,52 +47,54 @@ def test_any_order_leads_to_the_greatest_release(
     for channel, release, body, key in messages:
         before = believed.get(channel, (0, b""))
         with contextlib.suppress(UntrustedManifest):
-            known = believe(known, channel, said(release, body, key=key))
+            known = verify(known, channel, said(release, body, key=key))
             assert key == KEY
             assert release > before[0] or (release, body) == before
             believed[channel] = release, body
         known = stored(known)  # a restart at any moment changes nothing
     for channel in CHANNELS:
         told = [release for where, release, _, key in messages if where == channel and key == KEY]
-        assert known.heard.get(channel, (0, b""))[0] == max(told, default=0)
+        assert known.seen.get(channel, (0, b""))[0] == max(told, default=0)
     assert known.key == KEY
 
 
 def test_the_first_aggregator_is_believed_and_then_no_other() -> None:
     """Where no key was given: on every channel, the one that was heard first counts."""
-    known = believe(ManifestTrust(), "task", said(5))
+    known = verify(ManifestTrust(), "task", said(5))
     assert known.key == KEY
     for channel in CHANNELS:
         with pytest.raises(UntrustedManifest, match="signed by another aggregator") as caught:
-            believe(known, channel, said(9, key=OTHER))
+            verify(known, channel, said(9, key=OTHER))
         assert caught.value.reason == "signature"
     assert "--aggregator-key" in str(caught.value)
 
 
 def test_the_same_release_says_the_same() -> None:
     """A repetition is believed; something else under its number is not, nor is anything smaller."""
-    known = believe(ManifestTrust(), "head", said(5, b"this"))
-    assert believe(known, "head", said(5, b"this")) == known
+    known = verify(ManifestTrust(), "head", said(5, b"this"))
+    assert verify(known, "head", said(5, b"this")) == known
     for release, body in ((5, b"that"), (4, b"this")):
         with pytest.raises(UntrustedManifest) as caught:
-            believe(known, "head", said(release, body))
+            verify(known, "head", said(release, body))
         assert caught.value.reason == "replayed"
 
 
 def test_channels_are_numbered_each_for_itself() -> None:
     """What was said on one topic is no reason to pass over another."""
-    known = believe(ManifestTrust(), "task", said(9))
-    assert believe(known, "head", said(1)).heard.keys() == {"task", "head"}
+    known = verify(ManifestTrust(), "task", said(9))
+    assert verify(known, "head", said(1)).seen.keys() == {"task", "head"}
 
 
 def test_a_key_that_is_given_takes_the_place_of_the_one_that_was_kept() -> None:
     """With all that was heard; the same key again changes nothing, and so does none."""
-    known = believe(ManifestTrust(), "head", said(9))
-    assert manifest_trust.given(known, OTHER) == ManifestTrust(OTHER)
-    assert manifest_trust.given(known, KEY) == manifest_trust.given(known, None) == known
-    assert believe(manifest_trust.given(known, OTHER), "head", said(1, key=OTHER)).key == OTHER
+    known = verify(ManifestTrust(), "head", said(9))
+    assert manifest_trust.with_operator_key(known, OTHER) == ManifestTrust(OTHER)
+    assert (
+        manifest_trust.with_operator_key(known, KEY) == manifest_trust.with_operator_key(known, None) == known
+    )
+    assert verify(manifest_trust.with_operator_key(known, OTHER), "head", said(1, key=OTHER)).key == OTHER
     with pytest.raises(UntrustedManifest):
-        believe(manifest_trust.given(ManifestTrust(), OTHER), "head", said(1))
+        verify(manifest_trust.with_operator_key(ManifestTrust(), OTHER), "head", said(1))
 
 
 def test_what_is_remembered_is_what_was_known() -> None:

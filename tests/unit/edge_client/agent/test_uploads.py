@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.agent import events, uploads
-from edge_client.agent.backoff import LAST_PATIENCE_S
+from edge_client.agent.backoff import MAX_DELAY_S
 from edge_client.agent.machine import step
 from edge_client.agent.state import Mode, State, Upload
-from edge_client.agent.uploads import QUESTION_BYTES, WINDOW_FRAMES
+from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
 from protocol.wire.messages import MAX_CHUNK_BYTES, Receipt
 from protocol.wire.transfer import ENVELOPE_BYTES, Ranges
 from tests.support.simulated_fleet import item_of
 
 SIZE = 40 * MAX_CHUNK_BYTES + 5
 ITEM = item_of(bytes(SIZE))
-QUESTION = (SIZE - QUESTION_BYTES, SIZE)
+QUESTION = (SIZE - QUERY_BYTES, SIZE)
 
 
 def begin(mode: Mode = Mode.SERVICE, **more: object) -> State:
@@ -42,7 +42,7 @@ def drain(state: State, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
 
 def sent(actions: Iterable[events.Action]) -> list[Ranges]:
     """The ranges of each window."""
-    return [action.ranges for action in actions if isinstance(action, events.Send)]
+    return [action.ranges for action in actions if isinstance(action, events.SendFrames)]
 
 
 @given(
@@ -107,7 +107,7 @@ def test_an_answer_that_names_nothing_is_no_answer(missing: Ranges) -> None:
     state, windows = answer(begin(), missing)
     assert windows == []
     state, _ = drain(state)
-    _, actions = step(state, events.Ticked(), now_s=LAST_PATIENCE_S)
+    _, actions = step(state, events.Ticked(), now_s=MAX_DELAY_S)
     assert sent(actions) == [(QUESTION,)]
 
 
@@ -155,12 +155,12 @@ def test_no_space_is_waited_for(mode: Mode) -> None:
     hinder, tell = said
     assert isinstance(hinder, events.ReportBlocked)
     assert isinstance(tell, events.Log)
-    assert "no space" in hinder.reason == state.hindrance
+    assert "no space" in hinder.reason == state.blocked_reason
     assert 5 < len(asked) < 25
     received = Receipt(digest=ITEM.digest, status="received")
     state, actions = step(state, events.ReceiptSeen(received), now_s=4000)
-    assert actions[:2] == (events.ReportBlocked(""), events.KeepReceipt(ITEM))
-    assert (state.uploads, state.hindrance) == ((), "")
+    assert actions[:2] == (events.ReportBlocked(""), events.StoreReceipt(ITEM))
+    assert (state.uploads, state.blocked_reason) == ((), "")
 
 
 def test_what_the_broker_does_not_take_is_kept() -> None:
@@ -168,12 +168,12 @@ def test_what_the_broker_does_not_take_is_kept() -> None:
     state = begin()
     state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
     assert [type(action) for action in actions] == [events.ReportBlocked, events.Log]
-    assert "not authorized" in state.hindrance
+    assert "not authorized" in state.blocked_reason
     state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
     assert actions == ()
     state, windows = drain(state)
     assert windows == []
-    _, actions = step(state, events.Ticked(), now_s=LAST_PATIENCE_S)
+    _, actions = step(state, events.Ticked(), now_s=MAX_DELAY_S)
     assert sent(actions) == [(QUESTION,)]
 
 

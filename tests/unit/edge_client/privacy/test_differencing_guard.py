@@ -12,7 +12,9 @@ from edge_client.config import LocalSettings
 from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, last_submission
 from edge_client.storage.facts import UploadedImages
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import PreparedSubmission, find, prepare, submission_of
+from edge_client.submission.features import extract_features
+from edge_client.submission.prepared import PreparedSubmission, encode_submission
+from edge_client.submission.prototypes import prepare_prototypes
 from protocol.wire.messages import BlobRef, TaskManifest
 from tests.support.device_factory import CLASSES, tiny, write_images
 
@@ -55,7 +57,7 @@ class Life:
         """Make a submission, and remember it as the program does, in JSON and bytes."""
         local = LocalSettings(device_id="device", data=self.data, holdout=0.0, batch_size=4, workers=1)
         cache = FeatureCache(self.folder / "features.sqlite")
-        found = find(
+        found = extract_features(
             task=MANIFEST,
             local=local,
             cache=cache,
@@ -64,11 +66,11 @@ class Life:
             should_stop=lambda: False,
         )
         standing = self.standing if task == TASK else LastSubmission(self.standing.images)
-        prepared = prepare(
-            task=MANIFEST, local=local, found=found, cache=cache, secret=b"s" * 32, standing=standing
+        prepared = prepare_prototypes(
+            task=MANIFEST, local=local, found=found, cache=cache, secret=b"s" * 32, last=standing
         )
-        payload = submission_of(prepared, task=TASK, manifest=MANIFEST, sequence=int(time.time()))
-        stored = msgspec.json.encode(UploadedImages(prepared.images))
+        payload = encode_submission(prepared, task=TASK, manifest=MANIFEST, sequence=int(time.time()))
+        stored = msgspec.json.encode(UploadedImages(prepared.image_keys))
         self.standing = last_submission(msgspec.json.decode(stored, type=UploadedImages), payload)
         return prepared
 

@@ -15,7 +15,9 @@ from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import FoundImages, digests, find, learning_keys, prepare
+from edge_client.submission.features import backbone_digests, extract_features, training_feature_keys
+from edge_client.submission.prepared import FoundImages
+from edge_client.submission.prototypes import prepare_prototypes
 from protocol.errors import PrivacyRefused
 from protocol.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, Perturbation, Program, TaskManifest
@@ -53,7 +55,7 @@ def _local(data: Path) -> LocalSettings:
 
 
 def _find(folder: Path, task: TaskManifest, cache: FeatureCache, secret: bytes = SECRET) -> FoundImages:
-    return find(
+    return extract_features(
         task=task,
         local=_local(folder / "data"),
         cache=cache,
@@ -173,14 +175,14 @@ def test_images_to_learn_from_are_perturbed_and_those_held_out_are_not(tmp_path:
     found = _find(tmp_path, noisy, cache)
     kept_out = {image.identity for image in found.usable if held_out(image, 0.3)}
     assert 0 < len(kept_out) < 24
-    assert cache.known(*digests(noisy)) == kept_out
-    assert cache.known(*learning_keys(noisy)) == {p.identity for p in found.usable} - kept_out
-    mean_noisy = prepare(task=noisy, local=_local(tmp_path / "data"), found=found, cache=cache)
+    assert cache.known(*backbone_digests(noisy)) == kept_out
+    assert cache.known(*training_feature_keys(noisy)) == {p.identity for p in found.usable} - kept_out
+    mean_noisy = prepare_prototypes(task=noisy, local=_local(tmp_path / "data"), found=found, cache=cache)
     assert len(_find(tmp_path, clean, cache).usable) == len(found.usable)
-    mean_clean = prepare(task=clean, local=_local(tmp_path / "data"), found=found, cache=cache)
+    mean_clean = prepare_prototypes(task=clean, local=_local(tmp_path / "data"), found=found, cache=cache)
     assert np.abs(mean_noisy.prototypes.astype(float) - mean_clean.prototypes).max() > 0.01
     other_secret = _find(tmp_path, noisy, cache, OTHER)
-    again = prepare(task=noisy, local=_local(tmp_path / "data"), found=other_secret, cache=cache)
+    again = prepare_prototypes(task=noisy, local=_local(tmp_path / "data"), found=other_secret, cache=cache)
     assert again.fingerprint == mean_noisy.fingerprint, "the noise was drawn once"
 
 
@@ -190,7 +192,7 @@ def test_a_refused_image_is_told_of_where_images_are_perturbed(tmp_path: Path) -
     for image in find_images(data, CLASSES)[:8]:
         image.path.write_text("broken")
     found = _find(tmp_path, manifest(on_images()), FeatureCache(tmp_path / "features.sqlite"))
-    assert len(found.refused) == 8
+    assert len(found.unusable) == 8
     assert len(found.usable) == 12
 
 
@@ -200,7 +202,7 @@ def test_without_a_secret_images_do_not_become_features(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path / "features.sqlite")
     with pytest.raises(PrivacyRefused, match="no secret"):
         _find(tmp_path, manifest(on_images()), cache, b"")
-    assert not cache.known(*learning_keys(manifest(on_images())))
+    assert not cache.known(*training_feature_keys(manifest(on_images())))
 
 
 def test_prototypes_leave_perturbed(tmp_path: Path) -> None:
@@ -209,14 +211,14 @@ def test_prototypes_leave_perturbed(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path / "features.sqlite")
     found = _find(tmp_path, manifest(HOW), cache)
     local = _local(tmp_path / "data")
-    clean = prepare(task=manifest(None), local=local, found=found, cache=cache)
-    noisy = prepare(task=manifest(HOW), local=local, found=found, cache=cache, secret=SECRET)
+    clean = prepare_prototypes(task=manifest(None), local=local, found=found, cache=cache)
+    noisy = prepare_prototypes(task=manifest(HOW), local=local, found=found, cache=cache, secret=SECRET)
     difference = noisy.prototypes.astype(np.float64) - 0.75 * clean.prototypes.astype(np.float64)
     assert difference.std() == pytest.approx(0.5, rel=0.3)
-    again = prepare(task=manifest(HOW), local=local, found=found, cache=cache, secret=SECRET)
+    again = prepare_prototypes(task=manifest(HOW), local=local, found=found, cache=cache, secret=SECRET)
     assert again.fingerprint == noisy.fingerprint
     with pytest.raises(PrivacyRefused, match="no secret"):
-        prepare(task=manifest(HOW), local=local, found=found, cache=cache)
+        prepare_prototypes(task=manifest(HOW), local=local, found=found, cache=cache)
 
 
 def test_a_device_does_not_perturb_half_of_what_it_uploads() -> None:

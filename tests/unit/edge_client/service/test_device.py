@@ -1,243 +1,213 @@
-"""The device program between its two threads: what the one deletes is nothing that the other still needs."""
+"""Device: what it stores, deletes, publishes and refuses."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from edge_client.agent import events
 from edge_client.agent.state import Mode
-from edge_client.config import LocalSettings, Settings
 from edge_client.service.device import Device
-from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import CurrentTask, Heads, InstalledHead, StoredLocalModel, SubmissionReport
-from edge_client.submission.builder import FoundImages
+from edge_client.storage.facts import CurrentTask, Heads, InstalledHead, StoredLocalModel
+from edge_client.submission.prepared import PreparedSubmission
 from edge_client.training.local_round import initial_model, pack
-from protocol.errors import ConfigError, ProtofleetError, StateError
+from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.mqtt.session import Outgoing, Received
 from protocol.wire.codec import decode, encode
-from protocol.wire.messages import DeviceInfo, HeadRef, Presence, PresenceState, Receipt
+from protocol.wire.messages import DeviceInfo, Presence, PresenceState, Receipt
 from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import device_topic, fleet_topic
-from tests.support.round_factory import TASK, look_at, make_task, open_round, take_images
-
-
-def make_settings(folder: Path) -> Settings:
-    """A service without a broker."""
-    local = LocalSettings(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
-    return Settings(
-        broker=None, fleet="f", local=local, mode=Mode.SERVICE, provider="cpu", threads=1, backbones=(),
-        rescan_s=30.0,
-    )  # fmt: skip
+from tests.support.device_factory import make_settings
+from tests.support.round_factory import TASK, make_task, open_round
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> DeviceState:
-    """A device's state directory."""
+def store(tmp_path: Path) -> DeviceState:
+    """Return a device's state directory."""
     return DeviceState(tmp_path / "state")
 
 
-def make_device(folder: Path, kept: DeviceState) -> Device:
-    """A device that has a head in use."""
-    device = Device(make_settings(folder), kept)
-    manifest = make_task(kept.blobs)
-    device._state = replace(device._state, task=TASK, manifest=manifest, installed=b"h" * 32)
+def make_device(folder: Path, store: DeviceState) -> Device:
+    """Return a device with a task and a head in use."""
+    device = Device(make_settings(folder), store)
+    device._step(events.TaskSeen(TASK, make_task(store.blobs)))
+    device._receiver._task = TASK
+    device._state = replace(device._state, installed=b"h" * 32, building=True)
     return device
 
 
-def test_the_blobs_of_the_past_are_deleted(tmp_path: Path, kept: DeviceState) -> None:
-    """Once a head is in use: what the task is worked with stays, and what the head needs."""
-    device = make_device(tmp_path, kept)
-    old, head = map(kept.blobs.put, (b"old", b"head"))
-    kept.set(Heads(InstalledHead(head=head, version=1, backbones=(), classes=())))
-    manifest = device._state.manifest
-    device._tidy()
-    assert old not in kept.blobs
-    assert head in kept.blobs
-    assert manifest is not None
-    assert manifest.program is not None
-    assert manifest.program.step.digest in kept.blobs
+def capture(device: Device) -> list[Outgoing]:
+    """Return the list to which everything is added that the device publishes."""
+    sent: list[Outgoing] = []
+    device._publisher.send = sent.append  # type: ignore[method-assign, assignment]
+    return sent
 
 
-def test_what_is_being_kept_is_not_tidied_away(tmp_path: Path, kept: DeviceState) -> None:
-    """While blobs of the past are deleted, the work's thread keeps a round: what it has taught is there afterwards."""
-    device = make_device(tmp_path, kept)
-    manifest, opened = make_task(kept.blobs), open_round(kept.blobs)
-    local_model = initial_model(manifest, opened.tensors, data=None, blobs=kept.blobs)
-    done = threading.Event()
-
-    def tidy() -> None:
-        while not done.is_set():
-            device._tidy()
-
-    tidying = threading.Thread(target=tidy)
-    tidying.start()
-    try:
-        for number in range(40):
-            local_model.state["steps"][...] = number
-            device._worker._rounds.keep(
-                TASK, opened, payload=b"%d" % number, local_model=local_model, report=SubmissionReport()
-            )
-            stored = kept.get(StoredLocalModel).digest
-            assert kept.blobs.read(stored) == pack(local_model)
-    finally:
-        done.set()
-        tidying.join()
-
-
-class _Overtaken(Worker):
-    """A worker to whom another round may come while it looks for images."""
-
-    comes: int
-
-    def _find(self, *_: object) -> FoundImages:
-        look_at(self._cache, take_images())
-        self.round = self.comes
-        return FoundImages(tuple(take_images()), ())
-
-
-def test_work_that_is_overtaken_may_find_its_blobs_gone(tmp_path: Path, kept: DeviceState) -> None:
-    """A round that closes takes its tensors with it: work for it ends without a word, and the program goes on."""
-    said: list[events.Event | Crashed] = []
-    manifest, opened = make_task(kept.blobs), open_round(kept.blobs)
-    kept.blobs.path(opened.tensors.digest).unlink()
-    worker = _Overtaken(make_settings(tmp_path), kept, emit=said.append, show=None)
-    worker.focus, worker.round, worker.comes = TASK, 0, 1
-    worker._build(events.BuildSubmission(TASK, manifest, opened))
-    assert said == []
-    worker.round = worker.comes = 0
-    with pytest.raises(StateError):
-        worker._build(events.BuildSubmission(TASK, manifest, opened))
-
-
-def test_of_several_heads_the_newest_is_taken(tmp_path: Path, kept: DeviceState) -> None:
-    """An older one that still waits is passed over: what it binds may be gone."""
-    said: list[events.Event | Crashed] = []
-    manifest = make_task(kept.blobs)
-    assert manifest.program is not None
-    worker = Worker(make_settings(tmp_path), kept, emit=said.append, show=None)
-    worker.focus = TASK
-    gone, here = (
-        open_round(kept.blobs, tensors={"rate": np.array(rate, np.float32)}).tensors for rate in (0.1, 0.2)
-    )
-    kept.blobs.path(gone.digest).unlink()
-    for version, tensors in enumerate((gone, here), start=1):
-        head = HeadRef(version=version, head=manifest.program.head, devices=1, prototypes=1, tensors=tensors)
-        worker.install(events.InstallHead(TASK, manifest, head))
-    while not worker._jobs.empty():
-        job = worker._jobs.get()
-        assert job is not None
-        job()
-    (installed,) = said
-    assert isinstance(installed, events.HeadInstalled)
-    assert (installed.head, installed.reason) == (here.digest, "")
-    assert installed.report is not None
-    assert installed.report in kept.outbox.items()
-
-
-def test_an_aggregator_that_connects_again_is_noticed(tmp_path: Path, kept: DeviceState) -> None:
-    """What the broker has kept of it says nothing new; what it says at this moment does."""
-    device = make_device(tmp_path, kept)
-
-    def heard(state: PresenceState, epoch: int, *, retained: bool) -> list[events.Event]:
-        payload = encode(Presence(state=state, epoch=epoch))
-        return list(device._translate(fleet_topic("f", "state"), payload, retained=retained))
-
-    assert heard("online", 7, retained=True) == [events.OutboxSeen(()), events.AggregatorStarted()]
-    assert heard("online", 7, retained=True) == []
-    assert heard("offline", 7, retained=False) == []
-    assert heard("online", 7, retained=False) == [events.AggregatorBack()]
-    assert heard("online", 8, retained=False) == [events.OutboxSeen(()), events.AggregatorStarted()]
-
-
-def test_what_was_refused_is_uploaded_again_after_the_next_start(tmp_path: Path, kept: DeviceState) -> None:
-    """Of the aggregator: it may take larger submissions by now."""
-    device = make_device(tmp_path, kept)
-    device._state = replace(device._state, working=True)
-    item = kept.outbox.keep("submission", b"large", task=TASK, about="x")
-    device._step(events.OutboxSeen(kept.outbox.items()))
-    device._step(events.ReceiptSeen(Receipt(digest=item.digest, status="refused", reason="oversized")))
-    assert not device._state.uploads
-    payload = encode(Presence(state="online", epoch=7))
-    device._handle(Received(fleet_topic("f", "state"), payload))
-    assert [upload.item for upload in device._state.uploads] == [item]
-
-
-def _said(body: bytes, *, key: bytes = b"k" * 32, release: int = 1) -> Received:
-    """What an aggregator has said of a round."""
+def signed_round(body: bytes, *, key: bytes = b"k" * 32, release: int = 1) -> Received:
+    """Return a signed round manifest as it is received."""
     payload = sign_manifest(body, key=key, fleet="f", channel="round", release=release)
     return Received(fleet_topic("f", "round"), payload)
 
 
-@pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.DRY_RUN])
-def test_what_is_believed_is_kept_before_it_is_acted_upon(
-    tmp_path: Path, kept: DeviceState, caplog: pytest.LogCaptureFixture, *, mode: Mode
+def test_unused_blobs_are_deleted_once_a_head_is_in_use(tmp_path: Path, store: DeviceState) -> None:
+    """The blobs of the task and of the head remain."""
+    device = make_device(tmp_path, store)
+    old, head = map(store.blobs.put, (b"old", b"head"))
+    store.set(Heads(InstalledHead(head=head, version=1, backbones=(), classes=())))
+    manifest = device._state.manifest
+    assert manifest is not None
+    assert manifest.program is not None
+    stored = device._downloads.delete_unused(device._state)
+    assert old not in store.blobs
+    assert {head, manifest.program.step.digest} <= stored
+
+
+def test_a_local_model_is_not_deleted_while_it_is_stored(tmp_path: Path, store: DeviceState) -> None:
+    """The worker stores round after round while the agent's thread deletes unused blobs."""
+    device = make_device(tmp_path, store)
+    manifest, opened = make_task(store.blobs), open_round(store.blobs)
+    model = initial_model(manifest, opened.tensors, data=None, blobs=store.blobs)
+    fields: dict[str, Any] = dict.fromkeys(["prototypes", "labels", "counts"])
+    prepared = PreparedSubmission(**fields, classes=(), unusable=(), local_model=model)
+    done = threading.Event()
+
+    def delete() -> None:
+        while not done.is_set():
+            device._downloads.delete_unused(device._state)
+
+    deleting = threading.Thread(target=delete)
+    deleting.start()
+    try:
+        for number in range(40):
+            model.state["steps"][...] = number
+            device._worker._builder._rounds.store(TASK, opened, prepared, b"%d" % number)
+            assert store.blobs.read(store.get(StoredLocalModel).digest) == pack(model)
+    finally:
+        done.set()
+        deleting.join()
+
+
+def test_a_reconnected_aggregator_is_noticed(tmp_path: Path, store: DeviceState) -> None:
+    """A live presence counts, a retained one only with a new epoch."""
+    device = make_device(tmp_path, store)
+
+    def receive(state: PresenceState, epoch: int, *, retained: bool) -> list[object]:
+        payload = encode(Presence(state=state, epoch=epoch))
+        return list(device._receiver.receive(fleet_topic("f", "state"), payload, retained=retained))
+
+    started = [events.OutboxSeen(()), events.AggregatorStarted()]
+    assert receive("online", 7, retained=True) == started
+    assert receive("online", 7, retained=True) == []
+    assert receive("offline", 7, retained=False) == []
+    assert receive("online", 7, retained=False) == [events.AggregatorReconnected()]
+    assert receive("online", 8, retained=False) == started
+
+
+def test_a_refused_submission_is_uploaded_again_after_the_aggregators_restart(
+    tmp_path: Path, store: DeviceState
 ) -> None:
-    """And is not forgotten at the next start; a dry run keeps nothing, and makes no key."""
-    opened = encode(open_round(kept.blobs))
-    device = Device(replace(make_settings(tmp_path), mode=mode), kept)
-    device._handle(_said(opened, release=5))
+    """It may accept larger submissions then."""
+    device = make_device(tmp_path, store)
+    item = store.outbox.keep("submission", b"large", task=TASK, about="x")
+    device._step(events.OutboxSeen(store.outbox.items()))
+    device._step(events.ReceiptSeen(Receipt(digest=item.digest, status="refused", reason="oversized")))
+    assert not device._state.uploads
+    device._handle(Received(fleet_topic("f", "state"), encode(Presence(state="online", epoch=7))))
+    assert [upload.item for upload in device._state.uploads] == [item]
+
+
+@pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.DRY_RUN])
+def test_trust_is_stored_before_a_manifest_is_used(
+    tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture, *, mode: Mode
+) -> None:
+    """A restart refuses an older release; a dry run stores nothing and generates no key."""
+    opened = encode(open_round(store.blobs))
+    device = Device(replace(make_settings(tmp_path), mode=mode), store)
+    device._handle(signed_round(opened, release=5))
     assert device._state.round is not None
-    assert caplog.text.count("taking the first aggregator that was heard") == 1
-    assert (kept.folder / "signing.key").exists() == (mode is Mode.SERVICE)
-    again = Device(make_settings(tmp_path), kept)
-    again._handle(_said(opened, release=4))
+    assert caplog.text.count("trusting the first aggregator key received") == 1
+    assert (store.folder / "signing.key").exists() == (mode is Mode.SERVICE)
+    again = Device(make_settings(tmp_path), store)
+    again._handle(signed_round(opened, release=4))
     assert (again._state.round is None) == (mode is Mode.SERVICE)
     assert again._info().refused_messages == ({"replayed": 1} if mode is Mode.SERVICE else {})
 
 
-def test_a_device_that_is_given_another_key_believes_that_one(tmp_path: Path, kept: DeviceState) -> None:
-    """From the next start on, whatever was heard before; also a device that is not given it again."""
-    opened = encode(open_round(kept.blobs))
-    Device(make_settings(tmp_path), kept)._handle(_said(opened, release=5))
-    given = replace(make_settings(tmp_path), aggregator_key=public_key(b"n" * 32))
-    for settings in (given, make_settings(tmp_path)):
-        device, believed = Device(settings, kept), []
+def test_a_new_operator_key_replaces_the_stored_one(tmp_path: Path, store: DeviceState) -> None:
+    """It is stored: the next start without the option trusts it as well."""
+    opened = encode(open_round(store.blobs))
+    Device(make_settings(tmp_path), store)._handle(signed_round(opened, release=5))
+    with_key = replace(make_settings(tmp_path), aggregator_key=public_key(b"n" * 32))
+    for settings in (with_key, make_settings(tmp_path)):
+        device, accepted = Device(settings, store), []
         for key, release in ((b"k", 6), (b"n", 1)):
-            device._handle(_said(opened, key=key * 32, release=release))
-            believed.append(device._state.round is not None)
-        assert believed == [False, True]
+            device._handle(signed_round(opened, key=key * 32, release=release))
+            accepted.append(device._state.round is not None)
+        assert accepted == [False, True]
         assert device._info().refused_messages == {"signature": 1}
 
 
-def test_a_kind_of_what_is_not_believed_is_told_once(
-    tmp_path: Path, kept: DeviceState, caplog: pytest.LogCaptureFixture
+def test_refused_messages_are_logged_once_and_published_ever_more_rarely(
+    tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However often it comes, it is counted, and one line is logged; the operator hears of it ever more rarely."""
-    device = make_device(tmp_path, kept)
-    device._handle(_said(encode(open_round(kept.blobs)), release=9))
-    sent: list[int] = []
-    device._send_outgoing = lambda outgoing: sent.append(  # type: ignore[method-assign]
-        decode(outgoing.payload, DeviceInfo, max_bytes=10**6).refused_messages["signature"]
-    )
+    """Every refused message is counted."""
+    device = make_device(tmp_path, store)
+    device._handle(signed_round(encode(open_round(store.blobs)), release=9))
+    sent = capture(device)
     for number in range(20):
-        device._handle(_said(b"anything", key=b"m" * 32, release=10 + number))
+        device._handle(signed_round(b"anything", key=b"m" * 32, release=10 + number))
+    infos = [decode(each.payload, DeviceInfo, max_bytes=10**6) for each in sent]
+    assert [info.refused_messages["signature"] for info in infos] == [1, 2, 4, 8, 16]
     assert device._info().refused_messages == {"signature": 20}
     assert caplog.text.count("is signed by another aggregator") == 1
-    assert sent == [1, 2, 4, 8, 16]
 
 
-def test_a_dry_run_without_a_broker_needs_all_of_a_task(tmp_path: Path, kept: DeviceState) -> None:
-    """A task with rounds that was never seen with its round is one line, and no waiting for ever."""
-    manifest = make_task(kept.blobs)
-    kept.set(CurrentTask(kept.blobs.put(encode(manifest))))
-    device = Device(replace(make_settings(tmp_path), mode=Mode.DRY_RUN), kept)
-    with pytest.raises(ConfigError, match="say where the broker is with --broker"):
+def test_a_wrong_backbone_file_ends_the_program_at_every_start(tmp_path: Path, store: DeviceState) -> None:
+    """The task is not stored before the file was checked, so that a corrected option is used."""
+    (tmp_path / "wrong.onnx").write_bytes(b"wrong")
+    settings = replace(make_settings(tmp_path), backbones=(tmp_path / "wrong.onnx",))
+    body = encode(make_task(store.blobs))
+    payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=1)
+    for _ in range(2):
+        device = Device(settings, store)
+        assert device._receiver.recall() == ()
+        with pytest.raises(BackboneMismatch, match="not the task's backbone"):
+            device._handle(Received(fleet_topic("f", "task"), payload))
+        assert store.get(CurrentTask) == CurrentTask()
+
+
+def test_a_dry_run_without_a_broker_needs_every_blob(tmp_path: Path, store: DeviceState) -> None:
+    """A task with rounds whose round is not stored ends in an error, not in endless waiting."""
+    store.set(CurrentTask(store.blobs.put(encode(make_task(store.blobs)))))
+    device = Device(replace(make_settings(tmp_path), mode=Mode.DRY_RUN), store)
+    with pytest.raises(ConfigError, match="pass --broker"):
         device.run()
 
 
-def test_a_presence_that_nobody_can_have_left_ends_nothing(tmp_path: Path, kept: DeviceState) -> None:
-    """A broker keeps what was said: a device that gave way to it would never start again."""
-    device = make_device(tmp_path, kept)
+@pytest.mark.parametrize(
+    ("presence", "is_another"),
+    [
+        (lambda _: Presence(state="online", epoch=2**63 - 1), False),
+        (lambda own: Presence(state="offline", epoch=own - 1), False),
+        (lambda own: Presence(state="online", epoch=own + 1), True),
+    ],
+    ids=["impossible epoch", "old will", "second program"],
+)
+def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
+    tmp_path: Path, store: DeviceState, presence: Callable[[int], Presence], *, is_another: bool
+) -> None:
+    """An impossible epoch, which a broker retains, must not keep the device from starting."""
+    device = make_device(tmp_path, store)
     device._state = replace(device._state, connected=True)
-    topic = device_topic("f", device._id, "state")
-    sent: list[Outgoing] = []
-    with pytest.MonkeyPatch.context() as heard:
-        heard.setattr(device, "_send_outgoing", sent.append)
-        device._handle(Received(topic, encode(Presence(state="online", epoch=2**63 - 1)), retained=True))
-    assert [decode(said.payload, Presence, max_bytes=1024).epoch for said in sent] == [device._epoch]
-    with pytest.raises(ProtofleetError, match="another edge-client has come online"):
-        device._handle(Received(topic, encode(Presence(state="online", epoch=device._epoch + 1))))
+    sent, own = capture(device), device._publisher.epoch
+    received = Received(device_topic("f", "device", "state"), encode(presence(own)), retained=True)
+    if is_another:
+        with pytest.raises(ProtofleetError, match="another edge-client is online"):
+            device._handle(received)
+        return
+    device._handle(received)
+    assert [decode(each.payload, Presence, max_bytes=1024).epoch for each in sent] == [own]

@@ -12,7 +12,10 @@ from edge_client.config import LocalSettings
 from edge_client.data.images import find_images, held_out
 from edge_client.inference.predictor import open_head
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import PreparedSubmission, evaluate_head, find, prepare, submission_of
+from edge_client.submission.evaluation import evaluate_head
+from edge_client.submission.features import extract_features
+from edge_client.submission.prepared import PreparedSubmission, encode_submission
+from edge_client.submission.prototypes import prepare_prototypes
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from tests.support.device_factory import CLASSES, linear_head, tiny, write_images
@@ -34,7 +37,7 @@ def _prepare(
     folder: Path, local: LocalSettings, manifest: TaskManifest, *, secret: bytes = b"s" * 32
 ) -> PreparedSubmission:
     cache = FeatureCache(folder / "features.sqlite")
-    found = find(
+    found = extract_features(
         task=manifest,
         local=local,
         cache=cache,
@@ -42,7 +45,7 @@ def _prepare(
         on_progress=lambda _done, _total: None,
         should_stop=lambda: False,
     )
-    return prepare(task=manifest, local=local, found=found, cache=cache, secret=secret)
+    return prepare_prototypes(task=manifest, local=local, found=found, cache=cache, secret=secret)
 
 
 def test_held_out_images_stay_out(tmp_path: Path) -> None:
@@ -78,7 +81,7 @@ def test_nobody_else_can_tell_how_images_were_shuffled(tmp_path: Path) -> None:
 def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:
     """A submission passes the aggregator's checks and holds the device's prototypes."""
     prepared = _prepare(tmp_path, _local(write_images(tmp_path / "data", count=12)), _manifest())
-    payload = submission_of(prepared, task=TASK, manifest=_manifest(), sequence=7)
+    payload = encode_submission(prepared, task=TASK, manifest=_manifest(), sequence=7)
     message = read_message(payload)
     assert isinstance(message, Submission)
     assert message.sequence == 7
@@ -133,7 +136,7 @@ def test_the_number_that_is_needed_is_enough(
     if needed > 1:
         for name in CLASSES:
             (data / name / "0000.png").unlink()
-        with pytest.raises(ProtofleetError, match=f" {needed} of the rest are needed; add images$"):
+        with pytest.raises(ProtofleetError, match=f" {needed} training images are needed: add images$"):
             _prepare(tmp_path, _local(data, holdout=0.0), manifest)
 
 

@@ -1,4 +1,4 @@
-"""No prototype of fewer than `min_images` images: looked for in the bytes of encoded submissions."""
+"""No prototype averages fewer than `min_images` images, checked in the bytes of encoded submissions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,19 +13,16 @@ from aggregator.ingest.validation import read_message
 from edge_client.config import LocalSettings
 from edge_client.data.images import LabeledImage, held_out
 from edge_client.data.prototypes import class_means
+from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import (
-    FoundImages,
-    PreparedSubmission,
-    learning_keys,
-    prepare,
-    prepare_round,
-    submission_of,
-)
-from edge_client.training.local_round import LocalModel, RoundResult
+from edge_client.submission import rounds
+from edge_client.submission.features import training_feature_keys
+from edge_client.submission.prepared import FoundImages, encode_submission
+from edge_client.submission.prototypes import prepare_prototypes
+from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
-from protocol.wire.messages import BlobRef, Program, Submission, TaskManifest
+from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
 
 CLASSES = ("ant", "bee", "cat", "dog")
 BLOB = BlobRef(digest=b"b" * 32, size_bytes=1, name="b")
@@ -33,7 +30,7 @@ PROGRAM = Program(
     init=BLOB, step=BLOB, project=BLOB, head=BLOB, persistent=(), uploaded=(), batch_size=4
 )  # fmt: skip
 SIZE = 1 << 6
-"""Values of a feature: one for each image of a class, so that a prototype tells which ones are in it."""
+"""Length of a feature: one value per image of a class, so that a prototype shows which images are in it."""
 
 
 def _images(counts: Sequence[int]) -> list[LabeledImage]:
@@ -45,14 +42,14 @@ def _images(counts: Sequence[int]) -> list[LabeledImage]:
 
 
 def _feature(image: LabeledImage) -> NDArray[np.float32]:
-    """An image's own direction."""
+    """Return the image's own direction."""
     feature = np.zeros(SIZE, np.float32)
     feature[int(Path(image.relative).stem)] = 1.0
     return feature
 
 
 def _behind(payload: bytes) -> list[tuple[int, int, int]]:
-    """Of each prototype in a submission's bytes: its class, what it says of itself, and the images in it."""
+    """Return the class, the declared count and the actual number of images of each prototype in a submission."""
     message = read_message(payload)
     assert isinstance(message, Submission)
     arrays = (to_array(message.labels), to_array(message.counts), to_array(message.prototypes))
@@ -62,37 +59,45 @@ def _behind(payload: bytes) -> list[tuple[int, int, int]]:
     ]
 
 
+def _class_means(manifest: TaskManifest, _: object, *, data: TrainingSet, **__: object) -> RoundResult:
+    """Stand in for a training whose projection is the feature itself."""
+    values, labels, counts = class_means(
+        data.feature, data.labels, num_classes=len(CLASSES), min_images=manifest.min_images
+    )
+    model = LocalModel({}, values, counts.astype(np.float32))
+    return RoundResult(model, values.astype(np.float16), labels, counts, {}, None)
+
+
 def _sent(
     counts: Sequence[int], manifest: TaskManifest, holdout: float, folder: Path
 ) -> list[tuple[int, int, int]]:
-    """What leaves a device with so many images of each class; nothing at all where it says that it has too few."""
+    """Return what leaves a device with so many images per class; nothing if it has too few."""
     images = _images(counts)
     local = LocalSettings(device_id="device", data=folder, holdout=holdout, batch_size=4, workers=1)
     cache = FeatureCache(folder / "features.sqlite")
-    (key,) = learning_keys(manifest)
+    (key,) = training_feature_keys(manifest)
     cache.put(key, [(image.identity, _feature(image)) for image in images], [])
     found = FoundImages(tuple(images), ())
-
-    def take_part(kept: Sequence[LabeledImage]) -> RoundResult:
-        projection = np.array([_feature(image) for image in kept], np.float32).reshape(-1, SIZE)
-        labels = np.array([image.label for image in kept], np.int64)
-        values, owners, sizes = class_means(
-            projection, labels, num_classes=len(CLASSES), min_images=manifest.min_images
-        )
-        local_model = LocalModel({}, values, sizes.astype(np.float32))
-        return RoundResult(local_model, values.astype(np.float16), owners, sizes, {}, None)
-
     try:
-        prepared: PreparedSubmission
         if manifest.program is None:
-            prepared = prepare(task=manifest, local=local, found=found, cache=cache)
+            prepared = prepare_prototypes(task=manifest, local=local, found=found, cache=cache)
         else:
-            prepared, _ = prepare_round(task=manifest, local=local, found=found, take_part=take_part)
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(rounds, "train_round", _class_means)
+                patched.setattr(rounds, "feature_size", lambda *_: SIZE)
+                prepared = rounds.RoundTraining(local, DeviceState(folder), cache, dry_run=True).train(
+                    b"t" * 32,
+                    manifest,
+                    RoundManifest(task=b"t" * 32, number=0, rounds=1, epochs=1, tensors=BLOB),
+                    found=found,
+                    on_progress=lambda *_: None,
+                    should_stop=lambda: False,
+                )
     except ProtofleetError:
         return []
     finally:
         cache.close()
-    return _behind(submission_of(prepared, task=b"t" * 32, manifest=manifest, sequence=1))
+    return _behind(encode_submission(prepared, task=b"t" * 32, manifest=manifest, sequence=1))
 
 
 @pytest.mark.parametrize("program", [None, PROGRAM], ids=["fedtc", "rounds"])
@@ -104,11 +109,11 @@ def _sent(
     holdout=st.floats(0.0, 0.9),
     data=st.data(),
 )
-def test_no_prototype_is_made_of_fewer_images_than_min_images(
+def test_every_prototype_averages_at_least_min_images(
     tmp_path_factory: pytest.TempPathFactory, program: Program | None, counts: list[int], alpha: float,
     batch_size: int, holdout: float, data: st.DataObject,
 ) -> None:  # fmt: skip
-    """Whatever a device has and a task says: each prototype has as many images as it says, and enough of them."""
+    """For any images and any task, each prototype's count is correct and large enough."""
     min_images = data.draw(st.integers(1, batch_size))
     manifest = TaskManifest(
         fleet="f", algorithm="a", classes=CLASSES, backbones=(BLOB,), alpha=alpha, batch_size=batch_size,

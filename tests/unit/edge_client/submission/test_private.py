@@ -36,7 +36,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.facts import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.submission import private
-from edge_client.submission.builder import submission_of
+from edge_client.submission.prepared import encode_submission
 from protocol.errors import PrivacyRefused, StateError
 from protocol.wire import messages
 from protocol.wire.codec import decode, encode
@@ -51,10 +51,15 @@ from protocol.wire.messages import (
     Submission,
     TaskManifest,
 )
-from tests.support.device_factory import CLASSES, linear_head, tiny, write_images
+from tests.support.device_factory import (
+    CLASSES,
+    linear_head,
+    make_settings,
+    tiny,
+    write_images,
+)
 from tests.support.graphs import tiny_backbone
 from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
-from tests.unit.edge_client.service.test_device import make_settings
 
 WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
 ONE = closed_form({2.0: 1}, 1e-5)
@@ -108,7 +113,7 @@ class Bench:
 
     def build(self) -> events.SubmissionBuilt:
         """Make a submission."""
-        self.worker.focus = self.task
+        self.worker.task = self.task
         self.worker._build(events.BuildSubmission(self.task, self.manifest))
         built = self.said.pop()
         assert isinstance(built, events.SubmissionBuilt)
@@ -314,11 +319,13 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "the record cannot be read": (FAILED, lambda bench, _: _forget(bench, "DROP TABLE releases")),
     "a feature is not finite": (
         "a feature is not finite: nothing is uploaded",
-        lambda bench, patch: patch.setattr(bench.worker._cache, "matrix", _not_a_number),
+        lambda bench, patch: patch.setattr(bench.worker._builder._cache, "matrix", _not_a_number),
     ),
     "features are gone": (
         FAILED,
-        lambda bench, patch: patch.setattr(bench.worker._cache, "matrix", _fails(StateError("secret.png"))),
+        lambda bench, patch: patch.setattr(
+            bench.worker._builder._cache, "matrix", _fails(StateError("secret.png"))
+        ),
     ),
     "clipping fails": (
         FAILED,
@@ -460,11 +467,11 @@ def test_nothing_else_can_be_encoded(bench: Bench) -> None:
     worker = Worker(
         bench.settings, bench.kept, emit=bench.said.append, show=lambda made, _: shown.append(made)
     )
-    worker.focus = bench.task
+    worker.task = bench.task
     worker._build(events.BuildSubmission(bench.task, plain))
     assert shown
     with pytest.raises(PrivacyRefused):
-        submission_of(shown[0], task=bench.task, manifest=bench.manifest, sequence=1)
+        encode_submission(shown[0], task=bench.task, manifest=bench.manifest, sequence=1)
 
 
 # What leaves under differential privacy, field by field.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Interrupted
-from edge_client.submission.builder import PreparedSubmission, submission_of
+from edge_client.submission.prepared import PreparedSubmission, encode_submission
 from edge_client.training.local_round import (
     LocalModel,
     RoundResult,
@@ -73,7 +73,7 @@ def take_part(
 def sent(made: RoundResult, manifest: TaskManifest) -> bytes:
     """What would leave the device."""
     prepared = PreparedSubmission(made.prototypes, made.labels, made.counts, (), (), made.changes, made.loss)
-    return submission_of(prepared, task=TASK, manifest=manifest, sequence=1, number=3)
+    return encode_submission(prepared, task=TASK, manifest=manifest, sequence=1, round_number=3)
 
 
 @settings(max_examples=25, deadline=None)

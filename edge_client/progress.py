@@ -1,4 +1,4 @@
-"""A progress bar where a person watches, and nothing elsewhere."""
+"""A progress bar on a terminal; no output elsewhere."""
 
 import sys
 from typing import Any
@@ -9,14 +9,14 @@ from protocol.cli import plain
 
 
 class Progress:
-    """One bar, from its first update until it is closed; it may be closed more than once."""
+    """One progress bar, shown from the first update until it is closed; closing twice is allowed."""
 
     def __init__(self, label: str) -> None:
         self._label = plain(label)
         self._bar: Any = None
 
     def update(self, done: int, total: int) -> None:
-        """Show that `done` of `total` are done."""
+        """Show `done` of `total`."""
         if not sys.stderr.isatty() or (self._bar is None and done >= total):
             return
         if self._bar is None:
@@ -25,7 +25,7 @@ class Progress:
         self._bar.update(done - self._bar.pos)
 
     def close(self) -> None:
-        """Leave the bar as it is, and the next line to others."""
+        """Leave the bar on the terminal and start a new line."""
         if self._bar is not None:
             self._bar.render_finish()
             self._bar = None

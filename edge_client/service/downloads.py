@@ -1,0 +1,101 @@
+"""Writes downloaded blobs to disk, and deletes blobs that are no longer needed."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from edge_client.agent import events, selectors
+from edge_client.agent.state import State
+from edge_client.progress import Progress
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import CurrentRound, Heads, StoredInitialModel, StoredLocalModel
+from protocol.errors import BackboneMismatch, TransferError
+from protocol.log import event
+from protocol.storage.blobstore import BlobStore, file_digest
+from protocol.wire.messages import BlobRef
+
+log = logging.getLogger(__name__)
+
+
+class BlobDownloads:
+    """The device's downloads.
+
+    Args:
+        store: the device's state directory.
+    """
+
+    def __init__(self, store: DeviceState) -> None:
+        self._store = store
+        self._blobs = store.blobs
+        self._progress = Progress("downloading")
+        self._blob: BlobRef | None = None
+
+    def open(self, blob: BlobRef) -> events.DownloadOpened | events.DownloadFinished:
+        """Return how much of a blob is on disk; a complete one is verified."""
+        offset = self._blobs.partial_bytes(blob.digest)
+        event(
+            log,
+            logging.INFO,
+            "downloading",
+            blob=blob.name,
+            bytes=blob.size_bytes,
+            resumed_at=offset or None,
+        )
+        self._blob, self._progress = blob, Progress(f"downloading {blob.name}")
+        if offset >= blob.size_bytes:
+            return self.finish(blob.digest)
+        return events.DownloadOpened(blob.digest, offset)
+
+    def append(self, digest: bytes, data: bytes, *, done: int) -> None:
+        """Write the next bytes of a blob, of which `done` are on disk then."""
+        self._blobs.append(digest, data)
+        if self._blob is not None:
+            self._progress.update(done, self._blob.size_bytes)
+
+    def finish(self, digest: bytes) -> events.DownloadFinished:
+        """Verify a complete blob; a damaged one is deleted."""
+        self._progress.close()
+        try:
+            self._blobs.finish(digest)
+        except TransferError as error:
+            log.warning("%s", error)
+            return events.DownloadFinished(digest, valid=False)
+        return events.DownloadFinished(digest, valid=True)
+
+    def delete_unused(self, state: State) -> frozenset[bytes]:
+        """Delete blobs that neither the task nor the heads in use need, and return the digests that remain.
+
+        Nothing is deleted until a head of the task is in use, or while one is being installed. The previous head
+        stays, so that going back to it needs no network.
+        """
+        if state.installed is None or state.task is None or state.installing is not None:
+            return state.stored
+        store = self._store
+        used = {state.task, *(blob.digest for blob in selectors.required_blobs(state))}
+        with store.keeping:
+            facts = (store.get(StoredLocalModel), store.get(StoredInitialModel), store.get(CurrentRound))
+            used |= {fact.digest for fact in facts}
+            heads = store.get(Heads)
+            for head in filter(None, (heads.installed, heads.previous)):
+                # Backbones too: the head of an earlier task stays in use until there is one of this task.
+                used |= {head.head, head.tensors, head.local_model, *head.backbones}
+            self._blobs.keep_only(used - {b""})
+        return frozenset(self._blobs.digests())
+
+
+def import_backbones(store: BlobStore, files: Sequence[Path], blobs: Sequence[BlobRef]) -> None:
+    """Store local copies of a task's backbones.
+
+    Raises:
+        BackboneMismatch: a file is not one of the task's backbones.
+    """
+    wanted = {blob.digest: blob.name for blob in blobs}
+    for path in files:
+        digest = file_digest(path)
+        if digest not in wanted:
+            expected = " or ".join(f"{name} (sha256 {each.hex()})" for each, name in wanted.items())
+            raise BackboneMismatch(
+                f"{path} is not the task's backbone: expected {expected}, got sha256 {digest.hex()}; "
+                "omit --backbone to download it"
+            )
+        store.put(path.read_bytes())

@@ -1,0 +1,144 @@
+"""Publishes the device's messages over its MQTT session."""
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+
+from edge_client.agent.state import Mode, State
+from edge_client.agent.upload_item import UploadItem
+from edge_client.agent.upload_steps import NO_SPACE
+from edge_client.config import Settings
+from edge_client.privacy import policy
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import BackboneProvider, Heads, SubmissionReport
+from protocol.mqtt import session as mqtt
+from protocol.storage.keyfile import read_or_make_key
+from protocol.wire.codec import encode
+from protocol.wire.messages import (
+    PROTOCOL_VERSION,
+    BlobRequest,
+    DeviceInfo,
+    Frame,
+    Message,
+    Presence,
+    PresenceState,
+)
+from protocol.wire.signing import sign_frame
+from protocol.wire.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
+from protocol.wire.transfer import Ranges
+
+
+class Publisher:
+    """A device's MQTT session and the messages that it sends; without a broker nothing is sent.
+
+    Args:
+        settings: the device's settings; a dry run publishes no presence and no info.
+        store: the device's state directory.
+        epoch: number of this start of the program.
+        on_event: takes the session's events, from its thread.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: DeviceState,
+        *,
+        epoch: int,
+        on_event: Callable[[mqtt.Event], None],
+    ) -> None:
+        self.epoch = epoch
+        self._settings = settings
+        self._store = store
+        self._is_dry_run = settings.mode is Mode.DRY_RUN
+        self._key = settings.signing_key or b""
+        if not self._key and not self._is_dry_run:
+            self._key = read_or_make_key(store.folder / "signing.key")
+        self._session = self._open_session(on_event)
+
+    def start(self) -> None:
+        """Start the session."""
+        if self._session is not None:
+            self._session.start()
+
+    def stop(self) -> None:
+        """Publish that the device has stopped, and end the session."""
+        if self._session is not None:
+            self._session.stop([] if self._is_dry_run else [self._presence("stopped")])
+
+    def topic(self, channel: DeviceChannel) -> str:
+        """Return the device's topic for a channel."""
+        return device_topic(self._settings.fleet, self._settings.local.device_id, channel)
+
+    def send(self, outgoing: mqtt.Outgoing) -> None:
+        """Send a message, if there is a broker."""
+        if self._session is not None:
+            self._session.send(outgoing)
+
+    def send_presence(self) -> None:
+        """Publish that the device is online."""
+        self.send(self._presence("online"))
+
+    def send_info(self, info: DeviceInfo) -> None:
+        """Publish what the device runs and has."""
+        self._send_message("info", info)
+
+    def request_blob(self, digest: bytes, offset: int, length: int) -> None:
+        """Request bytes of a blob."""
+        self._send_message("get", BlobRequest(digest=digest, offset=offset, length=length))
+
+    def send_frames(self, item: UploadItem, ranges: Ranges) -> bool:
+        """Send signed frames of an item; returns False if it is not in the outbox any more."""
+        pieces = self._store.outbox.read(item.digest, ranges)
+        if pieces is None:
+            return False
+        settings = self._settings
+        for (start, _), data in zip(ranges, pieces, strict=True):
+            frame = Frame(
+                v=PROTOCOL_VERSION, digest=item.digest, size_bytes=item.size_bytes, offset=start, data=data
+            )
+            signed = sign_frame(frame, key=self._key, fleet=settings.fleet, device=settings.local.device_id)
+            self._send_message("up", signed)
+        return True
+
+    def info(self, state: State, *, problem: str, refused_messages: Mapping[str, int]) -> DeviceInfo:
+        """Return the device's info; what it says of images depends on the task's privacy."""
+        report, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
+        # Before there is a task, its privacy is unknown.
+        is_silent = state.manifest is None or policy.is_private(state.manifest)
+        blocked = "" if state.blocked_reason == NO_SPACE else state.blocked_reason
+        return DeviceInfo(
+            epoch=self.epoch,
+            software=version("protofleet"),
+            runtime=self._store.get(BackboneProvider).name,
+            backbones=tuple(sorted(state.stored))[:64],
+            images={} if is_silent else {entry.name: entry.images for entry in report.classes},
+            unusable_images=0 if is_silent else len(report.unusable),
+            problem=(policy.public_problem(problem, state.manifest) or blocked)[:256],
+            head_version=head.version if head is not None and head.task == state.task else 0,
+            refused_messages=dict(refused_messages),
+        )
+
+    def _send_message(self, channel: DeviceChannel, message: Message | Frame) -> None:
+        self.send(mqtt.Outgoing(self.topic(channel), encode(message), RETAINED[channel]))
+
+    def _presence(self, state: PresenceState) -> mqtt.Outgoing:
+        message = Presence(state=state, epoch=self.epoch)
+        return mqtt.Outgoing(self.topic("state"), encode(message), RETAINED["state"])
+
+    def _open_session(self, on_event: Callable[[mqtt.Event], None]) -> mqtt.Session | None:
+        settings = self._settings
+        if settings.broker is None:
+            return None
+        own = [self.topic(channel) for channel in ("blk", "ack")]
+        return mqtt.Session(
+            settings.broker,
+            # A new client id for each start: brokers differ in how they treat two clients with the same id.
+            client_id=f"pf-{settings.fleet}-{settings.local.device_id}-{self.epoch or 'dry-run'}",
+            subscriptions=[
+                *(fleet_topic(settings.fleet, name) for name in ("task", "round", "head", "state", "cast")),
+                *own,
+                *([] if self._is_dry_run else [self.topic("state")]),
+            ],
+            on_event=on_event,
+            access=settings.access,
+            will=None if self._is_dry_run else self._presence("offline"),
+        )

@@ -1,0 +1,177 @@
+"""Verifies and decodes received messages, and translates them into the agent's events."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from edge_client.agent import events, manifest_trust
+from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest
+from edge_client.agent.state import Mode
+from edge_client.config import Settings
+from edge_client.service.downloads import import_backbones
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.facts import CurrentRound, CurrentTask
+from protocol.errors import BadSignature, MalformedMessage, ProtofleetError
+from protocol.log import event
+from protocol.wire.codec import decode, digest_of
+from protocol.wire.messages import (
+    MAX_FRAME_BYTES,
+    MAX_MANIFEST_BYTES,
+    Frame,
+    HeadManifest,
+    Presence,
+    Reason,
+    Receipt,
+    RoundManifest,
+    TaskManifest,
+)
+from protocol.wire.signing import open_manifest
+from protocol.wire.topics import FleetChannel, device_topic, fleet_topic
+
+log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """Translates received messages, and stores the task and the round before they are acted upon.
+
+    Args:
+        settings: the device's settings.
+        store: the device's state directory; a dry run writes nothing to it.
+        on_refused: called when the number of messages refused for one reason reaches a power of two.
+    """
+
+    def __init__(self, settings: Settings, store: DeviceState, *, on_refused: Callable[[], None]) -> None:
+        self.refused: Counter[str] = Counter()
+        """Refused messages by reason."""
+        self._settings = settings
+        self._store = store
+        self._on_refused = on_refused
+        self._writes = settings.mode is not Mode.DRY_RUN
+        self._aggregator_epoch = 0
+        self._task: bytes | None = None
+        self._round: RoundManifest | None = None
+        stored = store.get(ManifestTrust)
+        self._trust = manifest_trust.with_operator_key(stored, settings.aggregator_key)
+        if self._trust != stored and self._writes:
+            store.set(self._trust)
+        fleet, own = settings.fleet, settings.local.device_id
+        self._frames = {device_topic(fleet, own, "blk"), fleet_topic(fleet, "cast")}
+        self._receipts, self._own_state = (device_topic(fleet, own, name) for name in ("ack", "state"))
+
+    def receive(self, topic: str, payload: bytes, *, retained: bool) -> Sequence[events.Event | Presence]:
+        """Return the events of a message, or the presence on the device's own topic; nothing if it is refused."""
+        try:
+            return self._translate(topic, payload, retained=retained) if payload else ()
+        except UntrustedManifest as error:
+            self._refuse(error.reason, topic, error)
+        except BadSignature as error:
+            self._refuse("signature", topic, error)
+        except MalformedMessage as error:
+            self._refuse("malformed", topic, error)
+        return ()
+
+    def recall(self) -> Sequence[events.Event]:
+        """Return the events of the stored task and round, so that a start without a broker is not idle."""
+        task, opened, blobs = self._store.get(CurrentTask), self._store.get(CurrentRound), self._store.blobs
+        if task.digest not in blobs:
+            return ()
+        recalled = self._task_events(blobs.read(task.digest), recalled=True)
+        if opened.digest in blobs:
+            recalled = (*recalled, self._round_event(blobs.read(opened.digest)))
+        return recalled
+
+    def _refuse(self, reason: Reason, topic: str, error: ProtofleetError) -> None:
+        """Count a refused message; log each reason once."""
+        self.refused[reason] += 1
+        count = self.refused[reason]
+        level = logging.WARNING if count == 1 else logging.DEBUG
+        event(log, level, "message refused", topic=topic, reason=reason, error=error)
+        if count & (count - 1) == 0:
+            self._on_refused()
+
+    def _translate(  # noqa: PLR0911 - one case per topic
+        self, topic: str, payload: bytes, *, retained: bool
+    ) -> Sequence[events.Event | Presence]:
+        fleet = self._settings.fleet
+        if topic in self._frames:
+            return (events.FrameSeen(decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)),)
+        if topic == self._receipts:
+            return (events.ReceiptSeen(decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES)),)
+        if topic == fleet_topic(fleet, "task"):
+            return self._task_events(self._verified("task", payload))
+        if topic == fleet_topic(fleet, "round"):
+            return (self._round_event(self._verified("round", payload)),)
+        if topic == fleet_topic(fleet, "head"):
+            body = self._verified("head", payload)
+            return (events.HeadSeen(decode(body, HeadManifest, max_bytes=MAX_MANIFEST_BYTES)),)
+        if topic == fleet_topic(fleet, "state"):
+            return self._presence_events(decode(payload, Presence, max_bytes=1024), retained=retained)
+        if topic == self._own_state:
+            return (decode(payload, Presence, max_bytes=1024),)
+        return ()
+
+    def _verified(self, channel: FleetChannel, payload: bytes) -> bytes:
+        """Return the body of a manifest, after its release is stored.
+
+        Raises:
+            BadSignature: the signature does not match the key in it.
+            UntrustedManifest: it is from another aggregator, or older than one seen before.
+            MalformedMessage: it is not a signed message.
+        """
+        signed = open_manifest(payload, fleet=self._settings.fleet, channel=channel)
+        trust = manifest_trust.verify(self._trust, channel, signed)
+        if trust != self._trust:
+            if self._writes:
+                self._store.set(trust)
+            if self._trust.key is None:
+                event(
+                    log,
+                    logging.WARNING,
+                    "trusting the first aggregator key received: pass --aggregator-key to require a key",
+                    key=signed.key,
+                )
+            self._trust = trust
+        return signed.body
+
+    def _task_events(self, payload: bytes, *, recalled: bool = False) -> Sequence[events.Event]:
+        manifest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+        digest = digest_of(payload)
+        seen = events.TaskSeen(digest, manifest, recalled=recalled)
+        if digest == self._task:
+            return (seen,)
+        self._task = digest
+        event(
+            log,
+            logging.INFO,
+            "task received",
+            task=digest.hex()[:12],
+            algorithm=manifest.algorithm,
+            classes=len(manifest.classes),
+            backbones=",".join(blob.name for blob in manifest.backbones),
+        )
+        if not recalled:
+            import_backbones(self._store.blobs, self._settings.backbones, manifest.backbones)
+        if not recalled and self._writes:
+            self._store.blobs.put(payload)
+            self._store.set(CurrentTask(digest))
+        return (seen, events.OutboxSeen(self._store.outbox.items()))
+
+    def _round_event(self, payload: bytes) -> events.RoundSeen:
+        manifest = decode(payload, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
+        if manifest != self._round:
+            self._round = manifest
+            if self._writes:
+                self._store.set(CurrentRound(self._store.blobs.put(payload)))
+        return events.RoundSeen(manifest)
+
+    def _presence_events(self, presence: Presence, *, retained: bool) -> Sequence[events.Event]:
+        if presence.state != "online":
+            event(log, logging.INFO, "aggregator disconnected", state=presence.state)
+            return ()
+        is_new = presence.epoch != self._aggregator_epoch
+        self._aggregator_epoch = presence.epoch
+        if not is_new:
+            return () if retained else (events.AggregatorReconnected(),)
+        # The outbox again, with refused items: the aggregator's task file may have changed.
+        outbox = (events.OutboxSeen(self._store.outbox.items()),) if self._task is not None else ()
+        return (*outbox, events.AggregatorStarted())
