@@ -1,4 +1,4 @@
-"""What a device may upload, pure: bytes to a checked submission or evaluation, or the reason why not."""
+"""Validation of uploads: bytes to a checked submission or evaluation, or the reason for refusing it. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -15,16 +15,16 @@ from protocol.wire.messages import Evaluation, Reason, Submission, TaskManifest,
 MAX_IMAGES_IN_PROTOTYPE = 10**9
 
 FLOAT16_SLACK = 1.01
-"""By how much rounding to float16 may lengthen a prototype."""
+"""Factor by which rounding to float16 may lengthen a prototype."""
 
 
 class Refused(ProtofleetError):
-    """Something from a device that is not taken, with the reason for the program and for a person.
+    """A device's message is refused.
 
     Args:
         reason: for the program.
         detail: for a person.
-        sequence: with `superseded`, the one that stands.
+        sequence: with `superseded`, the sequence number of the submission that counts.
     """
 
     def __init__(self, reason: Reason, detail: str, *, sequence: int = 0) -> None:
@@ -36,14 +36,14 @@ class Refused(ProtofleetError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the current task makes of a message.
+    """What the current task expects of a submission.
 
     Args:
-        task: its identity.
-        manifest: its contents.
+        task: the task's digest.
+        manifest: its manifest.
         prototype_size: values of a prototype: L, or with a program D.
-        tensors: with a program, the shape of each tensor that a submission must carry.
-        max_norm: of a prototype, where how it is made bounds that.
+        tensors: with a program, the shape of each uploaded tensor.
+        max_norm: of a prototype, where the algorithm bounds it.
     """
 
     task: bytes
@@ -60,8 +60,8 @@ class Prototypes:
     Args:
         values: float32 (m, L) prototypes; with a program (m, D).
         labels: int64 (m,).
-        counts: int64 (m,), images averaged in each.
-        tensors: float32, by name, what the program has uploaded.
+        counts: int64 (m,), images averaged in each prototype.
+        tensors: float32, the program's uploaded tensors by name.
     """
 
     values: NDArray[np.float32]
@@ -71,10 +71,10 @@ class Prototypes:
 
 
 def read_message(payload: bytes) -> Submission | Evaluation:
-    """The submission or evaluation in a device's payload.
+    """Decode a device's submission or evaluation.
 
     Raises:
-        Refused: malformed, of another version, or of a kind that devices do not upload.
+        Refused: it is malformed, of another protocol version, or another message.
     """
     try:
         kind = message_kind(payload)
@@ -90,12 +90,12 @@ def read_message(payload: bytes) -> Submission | Evaluation:
 
 
 def check_submission(submission: Submission, expectation: Expectation) -> Prototypes:
-    """A submission's prototypes and tensors, once everything about them is right but for the round's number.
+    """Return a submission's prototypes and tensors, once all of it but the round's number is valid.
 
     Raises:
-        Refused: another task's, a wrong shape or dtype, values that are not finite, unknown classes, prototypes
-            that average fewer images than the task allows, what no device can have made, or with a program two
-            of one class or not exactly the tensors that it uploads.
+        Refused: another task, a wrong shape or dtype, values that are not finite, unknown classes, prototypes of fewer
+            images than the task allows, implausible values, or with a program several prototypes of one class, or
+            not exactly the tensors that it uploads.
     """
     _check_envelope(submission, expectation)
     prototypes, labels, counts = _check_prototypes(submission, expectation)
@@ -108,7 +108,7 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
 
 
 def check_labels(submission: Submission, expectation: Expectation) -> NDArray[np.unsignedinteger[Any]]:
-    """Check a submission as `check_submission` does, and return only its labels (m,): that makes no room for copies."""
+    """Check a submission like `check_submission`, and return its labels (m,) without copies of its prototypes."""
     _check_envelope(submission, expectation)
     _, labels, _ = _check_prototypes(submission, expectation)
     _check_tensors(submission.tensors, expectation.tensors)
@@ -117,10 +117,8 @@ def check_labels(submission: Submission, expectation: Expectation) -> NDArray[np
 
 def _check_envelope(submission: Submission, expectation: Expectation) -> None:
     if submission.task != expectation.task:
-        raise Refused(
-            "unknown_task",
-            f"expected task {expectation.task.hex()[:12]}, got {submission.task.hex()[:12]}",
-        )
+        expected, got = (task.hex()[:12] for task in (expectation.task, submission.task))
+        raise Refused("unknown_task", f"expected task {expected}, got {got}")
     if submission.round and expectation.manifest.program is None:
         raise Refused(
             "unknown_round", f"the task has no rounds, got a submission for round {submission.round}"
@@ -128,9 +126,7 @@ def _check_envelope(submission: Submission, expectation: Expectation) -> None:
     if expectation.manifest.differential_privacy is not None:
         spent = submission.privacy
         if spent is None or not (math.isfinite(spent.epsilon) and math.isfinite(spent.total_epsilon)):
-            raise Refused(
-                "malformed", "the task asks for differential privacy, and nothing says what it cost"
-            )
+            raise Refused("malformed", "expected what the submission costs in privacy, got none")
     if submission.loss is not None and not math.isfinite(submission.loss):
         raise Refused("not_finite", f"the training's loss is {submission.loss}")
 
@@ -138,8 +134,9 @@ def _check_envelope(submission: Submission, expectation: Expectation) -> None:
 def _check_prototypes(
     submission: Submission, expectation: Expectation
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Prototypes, labels and counts as they came."""
-    in_rounds = expectation.manifest.program is not None
+    """Return prototypes, labels and counts as they arrived."""
+    manifest = expectation.manifest
+    in_rounds = manifest.program is not None
     prototypes = _array(submission.prototypes, "prototypes", dtypes="f2" if in_rounds else "f", ndim=2)
     labels = _array(submission.labels, "labels", dtypes="u", ndim=1)
     counts = _array(submission.counts, "counts", dtypes="u", ndim=1)
@@ -152,20 +149,18 @@ def _check_prototypes(
         )
     if not _all_finite(prototypes):
         raise Refused("not_finite", "a prototype holds NaN or infinity")
-    classes = len(expectation.manifest.classes)
+    classes = len(manifest.classes)
     if int(labels.max()) >= classes:
         raise Refused("unknown_class", f"expected labels below {classes}, got {int(labels.max())}")
     if in_rounds and len(np.unique(labels)) < rows:
         raise Refused("malformed", "expected one prototype of each class at most, got several")
-    least = expectation.manifest.min_images
-    if not in_rounds:
-        least = min(least, expectation.manifest.batch_size)
+    least = manifest.min_images if in_rounds else min(manifest.min_images, manifest.batch_size)
     if int(counts.min()) < least or int(counts.max()) > MAX_IMAGES_IN_PROTOTYPE:
         raise Refused(
             "malformed",
             f"expected at least {least} images in every prototype, got {int(counts.min())} to {int(counts.max())}",
         )
-    if expectation.manifest.differential_privacy is None:
+    if manifest.differential_privacy is None:  # with noise any value is possible
         _check_plausible(prototypes, counts, submission.images, expectation)
     return prototypes, labels, counts
 
@@ -173,7 +168,7 @@ def _check_prototypes(
 def _check_plausible(
     prototypes: NDArray[Any], counts: NDArray[Any], images: int, expectation: Expectation
 ) -> None:
-    """Refuse what no device can have made that does what the task says; noisy figures can be anything."""
+    """Refuse what no device can produce that follows the task."""
     averaged, most = int(counts.sum(dtype=np.int64)), int(counts.max())
     if averaged > images:
         raise Refused("implausible", f"{averaged} images in prototypes of {images} that were read")
@@ -193,9 +188,9 @@ def _check_plausible(
 
 
 def _all_finite(values: NDArray[Any]) -> bool:
-    """Whether there is neither NaN nor infinity in float16 or float32 values, without making room for an answer each.
+    """Return True if float16 or float32 values hold neither NaN nor infinity, without a temporary array.
 
-    They are the bit patterns from infinity on, among the positive numbers as among the negative.
+    NaN and infinity are the bit patterns from infinity on, among the positive numbers and among the negative.
     """
     signed, unsigned = (np.int16, np.uint16) if values.dtype.itemsize == 2 else (np.int32, np.uint32)
     infinity = values.dtype.type(np.inf)
@@ -212,34 +207,33 @@ def _check_tensors(
     if tensors.keys() != shapes.keys():
         expected, got = (", ".join(sorted(names)) or "none" for names in (shapes, tensors))
         raise Refused("malformed", f"expected the tensors {expected}, got {got[:120]}")
-    taken = {}
+    checked = {}
     for name, shape in shapes.items():
         values = _array(tensors[name], name, dtypes="f2", ndim=len(shape))
         if values.shape != shape:
             raise Refused("shape", f"expected {name} of shape {shape}, got {values.shape}")
         if not _all_finite(values):
             raise Refused("not_finite", f"{name} holds NaN or infinity")
-        taken[name] = values.astype(np.float32)
-    return taken
+        checked[name] = values.astype(np.float32)
+    return checked
 
 
 def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest_head: int) -> None:
-    """Check an evaluation against the task.
+    """Check an evaluation.
 
     Raises:
-        Refused: another task's, a head that was never made, or counts that cannot be.
+        Refused: another task, an unknown head, or impossible counts.
     """
     if evaluation.task != expectation.task:
-        raise Refused("unknown_task", "the evaluation is of another task")
+        raise Refused("unknown_task", "the evaluation is for another task")
     if evaluation.head_version > newest_head:
-        raise Refused("unknown_head", f"there is no head {evaluation.head_version}, only up to {newest_head}")
+        raise Refused("unknown_head", f"expected a head up to {newest_head}, got {evaluation.head_version}")
     classes = len(expectation.manifest.classes)
-    if len(evaluation.correct) != classes or len(evaluation.incorrect) != classes:
-        raise Refused("shape", f"expected {classes} counts of right and of wrong")
-    if evaluation.previous_correct and len(evaluation.previous_correct) != classes:
-        raise Refused("shape", f"expected {classes} counts of right before, or none")
+    counts = (evaluation.correct, evaluation.incorrect, evaluation.previous_correct or evaluation.correct)
+    if any(len(each) != classes for each in counts):
+        raise Refused("shape", f"expected {classes} counts of correct and of incorrect images")
     if sum(evaluation.previous_correct) > sum(evaluation.correct) + sum(evaluation.incorrect):
-        raise Refused("malformed", "the head before got more images right than there are")
+        raise Refused("malformed", "the previous head has more correct images than there are")
 
 
 def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:

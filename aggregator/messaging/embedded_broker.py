@@ -1,4 +1,4 @@
-"""A broker inside the aggregator's process, for a demo, a test, or a fleet that needs no more: amqtt."""
+"""A broker inside the aggregator's process, for a demo, a test, or a small fleet: amqtt."""
 
 import asyncio
 import importlib.util
@@ -16,22 +16,21 @@ SHUTDOWN_TRIES = 4
 
 
 class _Subscriptions(dict[str, list[Any]]):
-    """amqtt's table of subscriptions, which may change while a message is dealt out to its subscribers.
+    """amqtt's table of subscriptions, copied for each message.
 
-    amqtt walks over it with pauses in between, and loses the message when somebody comes or goes meanwhile; so
-    it is given a copy to walk over.
+    amqtt iterates over it with pauses, and loses the message if a client connects or disconnects meanwhile.
     """
 
     def items(self) -> Any:
-        """Every filter with its subscribers, as of now."""
+        """Return a copy of every filter with its subscribers."""
         return [(wanted, list(subscribers)) for wanted, subscribers in super().items()]
 
 
 class EmbeddedBroker:
-    """amqtt in a thread of its own. It speaks MQTT 3.1.1 and keeps retained messages in memory.
+    """amqtt in its own thread: MQTT 3.1.1, with retained messages in memory.
 
     Args:
-        address: where it listens.
+        address: the address to listen on.
     """
 
     def __init__(self, address: BrokerAddress) -> None:
@@ -47,7 +46,7 @@ class EmbeddedBroker:
 
         Raises:
             RuntimeMissing: amqtt is not installed.
-            ConfigError: the address is taken or not ours.
+            ConfigError: the address is in use or not local.
         """
         if importlib.util.find_spec("amqtt") is None:
             raise RuntimeMissing(
@@ -70,7 +69,7 @@ class EmbeddedBroker:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        # A client that hangs up while it is refused is nothing to show a stack trace for.
+        # A client that disconnects while it is refused is not worth a stack trace.
         self._loop.set_exception_handler(lambda _loop, context: log.debug("%s", context.get("message")))
         try:
             self._loop.run_until_complete(self._serve())
@@ -83,9 +82,9 @@ class EmbeddedBroker:
         from amqtt.broker import Broker as Amqtt
 
         for name in ("amqtt", "transitions"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # its errors are stack traces; ours are lines
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # its errors are stack traces
         host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
-        # amqtt's own defaults listen on every interface: every option is ours.
+        # amqtt's own defaults listen on every interface.
         broker = Amqtt(
             {
                 "listeners": {"default": {"type": "tcp", "bind": f"{host}:{self._address.port}"}},
@@ -103,8 +102,8 @@ class EmbeddedBroker:
 async def _shut_down(broker: Any) -> None:
     """Close every connection.
 
-    amqtt waits for ever for the reader of a connection if that has missed its cancellation, which happens when
-    a packet comes in at the same moment; canceled once more, it ends, and the rest can be closed.
+    amqtt waits forever for a connection's reader that has missed its cancellation because a packet arrived at the
+    same moment; canceled again, it ends, and the rest can be closed.
     """
     for _ in range(SHUTDOWN_TRIES):
         try:

@@ -1,4 +1,4 @@
-"""Who is let in, on a real store: by name, by key, and by what another process has done to the keys meanwhile."""
+"""Authentication on a real store: by name, by key, and by what another process has changed meanwhile."""
 
 from pathlib import Path
 
@@ -19,30 +19,30 @@ FRAME = Frame(v=1, digest=digest_of(b"payload"), size_bytes=7, offset=0, data=b"
 
 
 def signed(device: str = "a", *, key: bytes = ONE, fleet: str = "barn") -> Frame:
-    """A device's frame."""
+    """Return a device's frame."""
     return sign_frame(FRAME, key=key, fleet=fleet, device=device)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A store of an open fleet."""
+    """The state directory of an open fleet."""
     return Store(tmp_path)
 
 
-def reason(gate: FrameAuthenticator, frame: Frame, device: str = "a") -> str:
-    """Why a frame is refused."""
+def reason(authenticator: FrameAuthenticator, frame: Frame, device: str = "a") -> str:
+    """Return why a frame is refused."""
     with pytest.raises(Refused) as caught:
-        gate.check(device, frame)
+        authenticator.check(device, frame)
     return caught.value.reason
 
 
-def test_in_an_open_fleet_the_first_key_counts(store: Store) -> None:
-    """Under each name, and after a restart; with another key nobody speaks for it."""
-    gate = FrameAuthenticator(store, fleet="barn")
-    gate.check("a", signed())
-    gate.check("a", signed())
-    gate.check("b", signed("b", key=TWO))
-    for each in (gate, FrameAuthenticator(Store(store.folder), fleet="barn")):
+def test_open_fleet_pins_the_first_key(store: Store) -> None:
+    """Of each device, also after a restart; another key is refused."""
+    authenticator = FrameAuthenticator(store, fleet="barn")
+    authenticator.check("a", signed())
+    authenticator.check("a", signed())
+    authenticator.check("b", signed("b", key=TWO))
+    for each in (authenticator, FrameAuthenticator(Store(store.folder), fleet="barn")):
         assert reason(each, signed(key=TWO)) == "signature"
         each.check("a", signed())
     assert {name: key.public for name, key in store.keys.all().items()} == {
@@ -73,127 +73,126 @@ def test_in_an_open_fleet_the_first_key_counts(store: Store) -> None:
         "other fleet",
     ],
 )
-def test_what_a_device_has_not_signed_is_refused_and_leaves_nothing(store: Store, frame: Frame) -> None:
-    """Whatever is wrong with it; the name stays free for whose it is."""
-    gate = FrameAuthenticator(store, fleet="barn")
-    assert reason(gate, frame) == "signature"
+def test_invalid_signature_is_refused_and_pins_nothing(store: Store, frame: Frame) -> None:
+    """The name stays free for the device."""
+    authenticator = FrameAuthenticator(store, fleet="barn")
+    assert reason(authenticator, frame) == "signature"
     assert store.keys.all() == {}
-    gate.check("a", signed())
+    authenticator.check("a", signed())
 
 
-def test_in_a_closed_fleet_only_enrolled_keys_count(store: Store) -> None:
-    """Also what was taken at first use before counts no more; another process may close it and let in."""
-    gate = FrameAuthenticator(store, fleet="barn")
-    gate.check("a", signed())
+def test_closed_fleet_accepts_only_enrolled_keys(store: Store) -> None:
+    """A pinned key is refused from then on; another process may close the fleet and enroll."""
+    authenticator = FrameAuthenticator(store, fleet="barn")
+    authenticator.check("a", signed())
     other = Store(store.folder)
     other.keys.close_fleet()
     for device in ("a", "b"):
-        assert reason(gate, signed(device), device) == "unknown_device"
+        assert reason(authenticator, signed(device), device) == "unknown_device"
         with pytest.raises(Refused, match="aggregator enroll"):
-            gate.check_name(device)
+            authenticator.check_name(device)
     other.keys.enroll("a", public_key(TWO), serial="7f", now_s=1.0)
-    gate.check_name("a")
-    gate.check("a", signed(key=TWO))
-    assert reason(gate, signed()) == "signature"
+    authenticator.check_name("a")
+    authenticator.check("a", signed(key=TWO))
+    assert reason(authenticator, signed()) == "signature"
     assert store.keys.get("a") == Key(public_key(TWO), enrolled=True, since_s=1.0, serial="7f")
 
 
-def test_a_revoked_key_counts_no_more_from_that_moment(store: Store) -> None:
-    """Of a transfer that is under way as well; a new enrollment lets the device in again."""
-    gate, other = FrameAuthenticator(store, fleet="barn"), Store(store.folder)
-    gate.check("a", signed())
+def test_revoked_key_is_refused_at_once(store: Store) -> None:
+    """Also for a transfer that is under way; a new enrollment is accepted."""
+    authenticator, other = FrameAuthenticator(store, fleet="barn"), Store(store.folder)
+    authenticator.check("a", signed())
     other.keys.revoke("a", now_s=5.0)
-    assert reason(gate, signed()) == "revoked"
-    assert reason(gate, signed(key=TWO)) == "revoked"
+    assert reason(authenticator, signed()) == "revoked"
+    assert reason(authenticator, signed(key=TWO)) == "revoked"
     assert not other.keys.reset("a")
     other.keys.enroll("a", public_key(TWO), now_s=6.0)
-    gate.check("a", signed(key=TWO))
+    authenticator.check("a", signed(key=TWO))
 
 
-def test_what_another_process_revokes_counts_with_the_next_batch(store: Store) -> None:
-    """Within one, nobody else can write, and so the keys are looked at once; after one, each time again."""
-    gate, other = FrameAuthenticator(store, fleet="barn"), Store(store.folder)
+def test_revocation_by_another_process_applies_to_the_next_batch(store: Store) -> None:
+    """Within a transaction no other process can write, and the keys are read once; outside, each time."""
+    authenticator, other = FrameAuthenticator(store, fleet="barn"), Store(store.folder)
     with store.transaction():
-        gate.check("a", signed())
-        gate.check("a", signed())
+        authenticator.check("a", signed())
+        authenticator.check("a", signed())
     other.keys.revoke("a", now_s=5.0)
     with store.transaction():
-        assert reason(gate, signed()) == "revoked"
+        assert reason(authenticator, signed()) == "revoked"
     other.keys.enroll("a", public_key(TWO), now_s=6.0)
     with store.transaction():
-        gate.check("a", signed(key=TWO))
+        authenticator.check("a", signed(key=TWO))
     other.keys.revoke("a", now_s=7.0)
-    assert reason(gate, signed(key=TWO)) == "revoked"
+    assert reason(authenticator, signed(key=TWO)) == "revoked"
 
 
-def test_a_device_that_has_lost_its_key_comes_with_another_one(store: Store) -> None:
-    """Once its old one is forgotten; an enrolled key is not forgotten so."""
-    gate = FrameAuthenticator(store, fleet="barn")
-    gate.check("a", signed())
+def test_reset_pinned_key_accepts_the_next_one(store: Store) -> None:
+    """An enrolled key is not reset."""
+    authenticator = FrameAuthenticator(store, fleet="barn")
+    authenticator.check("a", signed())
     assert store.keys.reset("a")
-    gate.check("a", signed(key=TWO))
+    authenticator.check("a", signed(key=TWO))
     store.keys.enroll("a", public_key(ONE), now_s=0.0)
     assert not store.keys.reset("a")
     assert not store.keys.reset("nobody")
 
 
-def test_strangers_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of names that anybody can make up only so many are taken; enrolled devices come on top of them."""
+def test_pinned_devices_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients can make up any number of names; enrolled devices are not counted."""
     monkeypatch.setattr(device_keys, "MAX_PINNED_DEVICES", 3)
-    gate = FrameAuthenticator(store, fleet="barn")
+    authenticator = FrameAuthenticator(store, fleet="barn")
     store.keys.enroll("z", public_key(TWO), now_s=0.0)
     for device in ("a", "b", "c"):
-        gate.check(device, signed(device))
-    assert reason(gate, signed("d"), "d") == "unknown_device"
+        authenticator.check(device, signed(device))
+    assert reason(authenticator, signed("d"), "d") == "unknown_device"
     assert store.keys.get("d") is None
-    gate.check("a", signed())
-    gate.check("z", signed("z", key=TWO))
+    authenticator.check("a", signed())
+    authenticator.check("z", signed("z", key=TWO))
     assert device_keys.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
 
 
-def test_a_key_whose_keeping_was_undone_is_kept_again(store: Store) -> None:
-    """What a batch has brought is all stored, or never came."""
-    gate = FrameAuthenticator(store, fleet="barn")
+def test_pin_that_was_rolled_back_is_pinned_again(store: Store) -> None:
+    """A batch is stored as a whole, or not at all."""
+    authenticator = FrameAuthenticator(store, fleet="barn")
 
     def batch() -> None:
         with store.transaction():
-            gate.check("a", signed())
-            gate.check("a", signed())
+            authenticator.check("a", signed())
+            authenticator.check("a", signed())
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         batch()
-    store.keys.drop_cache()
-    gate.check("a", signed())
+    authenticator.check("a", signed())
     assert Store(store.folder).keys.all().keys() == {"a"}
 
 
-def test_a_key_is_not_kept_while_nothing_can_be_stored(store: Store) -> None:
-    """The frame is looked at all the same."""
-    gate = FrameAuthenticator(store, fleet="barn")
-    gate.check("a", signed(), may_pin=False)
+def test_stopped_intake_pins_no_key(store: Store) -> None:
+    """The signature is verified nevertheless."""
+    authenticator = FrameAuthenticator(store, fleet="barn")
+    authenticator.check("a", signed(), may_pin=False)
     assert store.keys.all() == {}
     with pytest.raises(Refused):
-        gate.check("a", FRAME, may_pin=False)
+        authenticator.check("a", FRAME, may_pin=False)
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
 @pytest.mark.parametrize(
     "known", [None, Key(ONE, enrolled=False, since_s=0.0), Key(ONE, enrolled=True, since_s=0.0)]
 )
-def test_a_name_is_heard_if_and_only_if_its_key_would_be(known: Key | None, *, is_closed: bool) -> None:
-    """Where nothing is signed, the name decides as it does where the right key comes with it."""
+def test_name_is_accepted_if_and_only_if_its_key_is(known: Key | None, *, is_closed: bool) -> None:
+    """An unsigned message is decided like one with the known key."""
     assert refusal_reason(known, is_closed=is_closed) == refusal_reason(
         known, is_closed=is_closed, public=ONE
     )
 
 
-def test_another_key_comes_with_a_way_out(store: Store) -> None:
-    """Who reads the refusal is told the command or the folder that mends it."""
-    gate = FrameAuthenticator(store, fleet="barn")
-    gate.check("a", signed())
+def test_refusal_of_another_key_names_the_remedy(store: Store) -> None:
+    """The command or the folder."""
+    authenticator = FrameAuthenticator(store, fleet="barn")
+    authenticator.check("a", signed())
     with pytest.raises(Refused, match="`aggregator reset-key a`"):
-        gate.check("a", signed(key=TWO))
+        authenticator.check("a", signed(key=TWO))
     store.keys.enroll("a", public_key(TWO), now_s=1.0)
     with pytest.raises(Refused, match="with the folder of its last enrollment"):
-        gate.check("a", signed())
+        authenticator.check("a", signed())

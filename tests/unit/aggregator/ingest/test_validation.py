@@ -1,4 +1,4 @@
-"""What devices upload is taken only if everything about it is right, and told apart by reason if not."""
+"""Uploads are accepted only if everything in them is valid, and refused with a reason otherwise."""
 
 import re
 from dataclasses import replace
@@ -57,8 +57,8 @@ def _refused(spoilt: Submission, expectation: Expectation = EXPECTATION) -> Refu
     return caught.value
 
 
-def test_a_good_submission_becomes_arrays() -> None:
-    """Values, labels and counts come out as sent, ready to train on."""
+def test_valid_submission_becomes_arrays() -> None:
+    """Values, labels and counts are returned as sent, ready to train on."""
     message = read_message(encode(GOOD))
     assert isinstance(message, Submission)
     taken = check_submission(message, EXPECTATION)
@@ -70,8 +70,8 @@ def test_a_good_submission_becomes_arrays() -> None:
     assert taken.counts.tolist() == [5, 5, 5, 5]
 
 
-def test_float32_prototypes_are_taken_too() -> None:
-    """A device may spend more bytes than it needs to."""
+def test_float32_prototypes_are_accepted() -> None:
+    """A device may send more bytes than it needs to."""
     check_submission(_changed(prototypes=_floats(1.5, 4, FEATURE_SIZE, dtype="f4")), EXPECTATION)
 
 
@@ -127,15 +127,15 @@ REFUSED: dict[str, tuple[Submission, str, str]] = {
 
 
 @pytest.mark.parametrize(("spoilt", "reason", "detail"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_wrong_submission_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
+def test_invalid_submission_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
     """The reason is for programs; the detail says what was expected and what came."""
     refused = _refused(spoilt)
     assert refused.reason == reason
     assert re.search(detail, refused.detail)
 
 
-def test_a_good_submission_of_a_round_becomes_arrays() -> None:
-    """Its tensors come out as float32; it may be of any round, and need not have trained."""
+def test_valid_round_submission_becomes_arrays() -> None:
+    """Its tensors are returned as float32; any round is valid, and so is no training loss."""
     taken = check_submission(GOOD_IN_ROUNDS, ROUNDS_EXPECTATION)
     assert taken.values.shape == (2, 4)
     assert {name: (str(array.dtype), array.shape) for name, array in taken.tensors.items()} == {
@@ -211,15 +211,15 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
 @pytest.mark.parametrize(
     ("spoilt", "reason", "detail"), REFUSED_IN_ROUNDS.values(), ids=REFUSED_IN_ROUNDS.keys()
 )
-def test_a_wrong_submission_of_a_round_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
-    """So nothing reaches a round's pool that is not exactly what the program makes."""
+def test_invalid_round_submission_is_refused(spoilt: Submission, reason: str, detail: str) -> None:
+    """Nothing is aggregated that is not exactly what the program produces."""
     refused = _refused(spoilt, ROUNDS_EXPECTATION)
     assert refused.reason == reason
     assert re.search(detail, refused.detail)
 
 
-def test_what_is_longer_than_can_be_is_implausible() -> None:
-    """Where the algorithm bounds a prototype's norm; rounding is let pass, and noise that the task asks for."""
+def test_prototype_beyond_the_maximum_norm_is_implausible() -> None:
+    """Where the algorithm bounds the norm; rounding is allowed, and noise that the task asks for."""
     bounded = replace(ROUNDS_EXPECTATION, max_norm=1.0)
     longest = np.eye(4, dtype=np.float16)[:2] * np.float16(1.005)
     check_submission(_in_rounds(prototypes=to_tensor(longest)), bounded)
@@ -234,8 +234,8 @@ def test_what_is_longer_than_can_be_is_implausible() -> None:
     check_submission(long, replace(bounded, manifest=noisy))
 
 
-def test_noisy_counts_may_be_anything_plausible_or_not() -> None:
-    """Under differential privacy, how many images there are is said with noise."""
+def test_noisy_counts_are_not_checked_for_plausibility() -> None:
+    """Under differential privacy, the number of images is reported with noise."""
     private = DifferentialPrivacy(clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=1.0)
     manifest = msgspec.structs.replace(EXPECTATION.manifest, differential_privacy=private)
     spent = Privacy(epsilon=1.0, total_epsilon=1.0, delta=1e-5, releases=1)
@@ -244,7 +244,7 @@ def test_noisy_counts_may_be_anything_plausible_or_not() -> None:
 
 
 @given(st.data())
-def test_one_bad_value_anywhere_is_found(data: st.DataObject) -> None:
+def test_one_non_finite_value_refuses_a_submission(data: st.DataObject) -> None:
     """A single NaN or infinity among all prototypes refuses the submission."""
     values = np.zeros((4, FEATURE_SIZE), dtype=np.float16)
     place = data.draw(st.tuples(st.integers(0, 3), st.integers(0, FEATURE_SIZE - 1)))
@@ -265,16 +265,16 @@ def test_one_bad_value_anywhere_is_found(data: st.DataObject) -> None:
         (encode(msgspec.structs.replace(evaluation(), v=0)), "version"),
     ],
 )
-def test_what_is_no_submission_is_refused(payload: bytes, reason: str) -> None:
-    """Noise, cut messages, other kinds and other versions are told apart from wrong contents."""
+def test_malformed_payload_is_refused(payload: bytes, reason: str) -> None:
+    """Noise, truncated messages, other kinds and other versions are distinguished."""
     with pytest.raises(Refused) as caught:
         read_message(payload)
     assert caught.value.reason == reason
     assert caught.value.detail == str(caught.value) != ""
 
 
-def test_a_good_evaluation_is_taken() -> None:
-    """It may be of any head up to the newest."""
+def test_valid_evaluation_is_accepted() -> None:
+    """For any head up to the newest."""
     message = read_message(encode(evaluation(head_version=2)))
     assert isinstance(message, Evaluation)
     check_evaluation(message, EXPECTATION, newest_head=2)
@@ -288,10 +288,12 @@ def test_a_good_evaluation_is_taken() -> None:
         (evaluation(head_version=3), "unknown_head"),
         (msgspec.structs.replace(evaluation(), correct=(1, 2)), "shape"),
         (msgspec.structs.replace(evaluation(), incorrect=(1, 2, 3, 4)), "shape"),
+        (msgspec.structs.replace(evaluation(), previous_correct=(1, 2)), "shape"),
+        (msgspec.structs.replace(evaluation(), previous_correct=(9, 2, 0)), "malformed"),
     ],
 )
-def test_a_wrong_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
-    """Another task's, a head that was never made, and a wrong number of classes."""
+def test_invalid_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
+    """Another task, an unknown head, a wrong number of classes, impossible counts."""
     with pytest.raises(Refused) as caught:
         check_evaluation(spoilt, EXPECTATION, newest_head=2)
     assert caught.value.reason == reason
@@ -307,15 +309,15 @@ PRIVATE = Expectation(EXPECTATION.task, PRIVATE_MANIFEST, FEATURE_SIZE)
 
 
 @pytest.mark.parametrize("total", [None, float("inf")])
-def test_a_private_task_takes_nothing_that_does_not_say_what_it_cost(total: float | None) -> None:
-    """A device that knows nothing of differential privacy uploads what has no noise: that is not taken."""
+def test_private_task_refuses_a_submission_without_cost(total: float | None) -> None:
+    """A device without differential privacy uploads prototypes without noise."""
     spent = None if total is None else Privacy(epsilon=1.0, total_epsilon=total, delta=1e-5, releases=1)
     refused = _refused(_changed(privacy=spent), PRIVATE)
-    assert (refused.reason, "what it cost" in refused.detail) == ("malformed", True)
+    assert (refused.reason, "costs in privacy" in refused.detail) == ("malformed", True)
 
 
-def test_a_private_task_takes_what_was_paid_for() -> None:
-    """Noisy prototypes with noisy counts are prototypes."""
+def test_private_task_accepts_a_submission_with_cost() -> None:
+    """Prototypes and counts may be noisy."""
     spent = Privacy(epsilon=1.0, total_epsilon=2.0, delta=1e-5, releases=2)
     taken = check_submission(_changed(privacy=spent, images=20), PRIVATE)
     assert taken.counts.tolist() == [5, 5, 5, 5]
