@@ -1,5 +1,6 @@
-"""What takes long to make and several tests of the aggregator need: the graphs of a task of rounds."""
+"""Fixtures of the aggregator's tests: a prepared task of rounds, and an amqtt broker."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -7,14 +8,23 @@ import pytest
 from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store, open_folder
 from aggregator.tasks.task import prepare_task
+from protocol.mqtt.tls import BrokerAddress
 from tests.support.aggregator_process import IN_ROUNDS, write_task
+from tests.support.brokers import amqtt
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a task file of rounds, and beside it a state that has its graphs; only to be copied."""
+    """A folder with a task file of rounds and a state directory with its graphs; only to be copied."""
     folder = tmp_path_factory.mktemp("prepared")
     store = Store(open_folder(folder / "state"))
     prepare_task(*load_task(write_task(folder, IN_ROUNDS)), store=store)
     store.close()
     return folder
+
+
+@pytest.fixture
+def amqtt_broker(address: BrokerAddress) -> Iterator[BrokerAddress]:
+    """One kind of broker, for tests that do not depend on the broker."""
+    with amqtt(address):
+        yield address

@@ -1,4 +1,4 @@
-"""The aggregator as a process on real brokers: what it announces, takes, refuses and serves."""
+"""A running aggregator on real brokers: announcements, accepted and refused messages, blobs."""
 
 import signal
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigne
 from protocol.wire.messages import (
     MAX_CHUNK_BYTES,
     BlobRequest,
-    DeviceInfo,
     Frame,
     Presence,
     TaskManifest,
@@ -31,20 +30,20 @@ from tests.support.aggregator_process import (
     write_task,
 )
 from tests.support.brokers import free_address, mosquitto, mosquitto_program
-from tests.support.submissions import evaluation, submission
+from tests.support.submissions import device_info, evaluation, submission
 
 
 @pytest.fixture(scope="module")
 def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerAddress, Daemon]]:
-    """One aggregator with its embedded broker that several tests talk to, each as another device."""
+    """An aggregator with its embedded broker, shared by tests that each are another device."""
     address = free_address()
     task = write_task(tmp_path_factory.mktemp("embedded"), PATIENT + "\nmax_submission_mb = 0.1")
     with aggregator(task, address, "--embedded-broker") as daemon:
         yield address, daemon
 
 
-def test_the_task_is_there_for_who_comes(broker: BrokerAddress, tmp_path: Path) -> None:
-    """The retained manifest says what the task file says, and names the backbone that can be fetched."""
+def test_task_is_announced(broker: BrokerAddress, tmp_path: Path) -> None:
+    """The retained manifest matches the task file, and its backbone can be fetched."""
     with aggregator(write_task(tmp_path, "[client]\nalpha = 0.5"), broker), Device(broker) as device:
         assert device.aggregator_is("online").epoch > 0
         manifest = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES)
@@ -54,8 +53,8 @@ def test_the_task_is_there_for_who_comes(broker: BrokerAddress, tmp_path: Path) 
         assert device.fetch(backbone) == (tmp_path / "tiny.onnx").read_bytes()
 
 
-def test_a_head_that_it_does_not_have_is_forgotten(broker: BrokerAddress, tmp_path: Path) -> None:
-    """What another aggregator has left on the broker is not shown to devices that come later."""
+def test_unknown_retained_head_is_cleared(broker: BrokerAddress, tmp_path: Path) -> None:
+    """Another aggregator's head on the broker does not reach devices that connect later."""
     with Device(broker, "early") as early:
         early.say(fleet_topic(FLEET, "head"), b"a head of old", retain=True)
         with aggregator(write_task(tmp_path), broker):
@@ -78,7 +77,7 @@ def test_retained_presence_of_an_impossible_epoch_is_replaced(broker: BrokerAddr
                 assert late.aggregator_is("online").epoch < 2**63 - 1
 
 
-def test_its_presence_follows_its_life(broker: BrokerAddress, tmp_path: Path) -> None:
+def test_presence_follows_the_process(broker: BrokerAddress, tmp_path: Path) -> None:
     """Online, stopped after SIGTERM, offline after it was killed; a new start has a greater epoch."""
     task = write_task(tmp_path)
     with Device(broker) as device:
@@ -94,7 +93,7 @@ def test_its_presence_follows_its_life(broker: BrokerAddress, tmp_path: Path) ->
 
 
 def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
-    """Channel, payload and the reason for which it must be refused."""
+    """Return channels, payloads and the reasons for which they must be refused."""
     good = submission(task=task)
     unseen = digest_of(b"unseen")
     floats = to_tensor(np.full((4, 16), np.nan, dtype=np.float16))
@@ -146,8 +145,8 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
     ]
 
 
-def test_hostile_messages_are_counted_and_everything_goes_on(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """Each is counted by reason, each reason is logged once, and a good submission is taken afterwards."""
+def test_hostile_messages_are_refused_and_counted(embedded: tuple[BrokerAddress, Daemon]) -> None:
+    """By reason, each logged once; a valid submission is accepted afterwards."""
     broker, daemon = embedded
     with Device(broker, "mallory") as device:
         task = digest_of(device.task())
@@ -170,8 +169,8 @@ def test_hostile_messages_are_counted_and_everything_goes_on(embedded: tuple[Bro
         assert device.upload(submission(task=task)).status == "received"
 
 
-def test_what_is_refused_is_told_to_the_device(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """The receipt carries the reason and the detail."""
+def test_receipt_carries_the_reason_of_a_refusal(embedded: tuple[BrokerAddress, Daemon]) -> None:
+    """And the detail."""
     broker, _ = embedded
     with Device(broker, "told") as device:
         receipt = device.upload(submission(task=bytes(32)))
@@ -182,8 +181,8 @@ def test_what_is_refused_is_told_to_the_device(embedded: tuple[BrokerAddress, Da
         assert device.receipt(unseen).reason == "unknown_blob"
 
 
-def test_topics_of_strangers_do_no_harm(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """A device that is no name, and a shard that is none, are counted without a device; others are not heard."""
+def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAddress, Daemon]) -> None:
+    """An invalid device name and an invalid shard; other fleets' topics are not subscribed."""
     broker, daemon = embedded
     with Device(broker, "stranger") as device:
         for topic in (f"pf/1/{FLEET}/d/a b/state", f"pf/1/{FLEET}/d/x/up/9", "pf/1/other/d/x/state"):
@@ -194,8 +193,8 @@ def test_topics_of_strangers_do_no_harm(embedded: tuple[BrokerAddress, Daemon]) 
         assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
 
 
-def test_a_transfer_with_holes_is_asked_for(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """The tail is answered with what is missing; once that is there, so is the receipt; and again when asked."""
+def test_receipt_lists_missing_ranges(embedded: tuple[BrokerAddress, Daemon]) -> None:
+    """For the last frame; once they have arrived the upload is acknowledged, and again when asked."""
     broker, _ = embedded
     with Device(broker, "holes") as device:
         payload = encode(submission(task=digest_of(device.task())))
@@ -208,8 +207,8 @@ def test_a_transfer_with_holes_is_asked_for(embedded: tuple[BrokerAddress, Daemo
         assert device.receipt(digest).status == "received"
 
 
-def test_the_newest_submission_stands(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """An older one is refused with the sequence that stands; a newer one replaces it; it is one submission."""
+def test_newer_submission_replaces_older(embedded: tuple[BrokerAddress, Daemon]) -> None:
+    """An older one is refused with the sequence number that counts."""
     broker, daemon = embedded
     with Device(broker, "newest") as device:
         task = digest_of(device.task())
@@ -223,18 +222,11 @@ def test_the_newest_submission_stands(embedded: tuple[BrokerAddress, Daemon]) ->
         assert (row["prototypes"], row["classes"]) == (2, 2)
 
 
-def test_what_a_device_says_of_itself_is_shown(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """Presence and info reach the status; an old will does not; a cleared topic is no message."""
+def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daemon]) -> None:
+    """An old Last Will is not; a cleared topic is no message."""
     broker, daemon = embedded
     with Device(broker, "shown") as device:
-        info = DeviceInfo(
-            epoch=7,
-            software="0.1.0",
-            runtime="ONNX Runtime",
-            backbones=(),
-            images={"cat": 3, "dog": 4},
-            unusable_images=1,
-        )
+        info = device_info(epoch=7, runtime="ONNX Runtime", images={"cat": 3, "dog": 4})
         device.send("info", encode(info))
         device.send("state", encode(Presence(state="online", epoch=7)))
         device.send("state", encode(Presence(state="offline", epoch=6)))
@@ -252,10 +244,10 @@ def test_what_a_device_says_of_itself_is_shown(embedded: tuple[BrokerAddress, Da
     ("offset", "length", "expected"),
     [(0, 10, [(0, 10)]), (100, 10**6, [(100, -1)]), (10**6, 10, []), (0, 16 * MAX_CHUNK_BYTES, [(0, -1)])],
 )
-def test_a_part_of_a_blob(
+def test_requested_part_of_a_blob_is_sent(
     embedded: tuple[BrokerAddress, Daemon], offset: int, length: int, expected: list[tuple[int, int]]
 ) -> None:
-    """Exactly the bytes asked for come, clipped to the blob; past its end, nothing."""
+    """Clipped to the blob; past its end, nothing."""
     broker, _ = embedded
     with Device(broker, "parts") as device:
         (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
@@ -271,8 +263,8 @@ def test_a_part_of_a_blob(
 
 
 @pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
-def test_a_blob_goes_out_in_packets_that_the_broker_takes(address: BrokerAddress, tmp_path: Path) -> None:
-    """Over a broker that takes 1,000 bytes at a time a device gets a whole blob, in frames that are as small."""
+def test_frames_fit_the_brokers_packet_size(address: BrokerAddress, tmp_path: Path) -> None:
+    """A blob is sent whole over a broker that accepts 1,000 bytes at a time."""
     options = "allow_anonymous true\nmax_packet_size 1000"
     with (
         mosquitto(address, tmp_path, options=options),
@@ -284,8 +276,8 @@ def test_a_blob_goes_out_in_packets_that_the_broker_takes(address: BrokerAddress
         assert digest_of(device.fetch(backbone)) == backbone.digest
 
 
-def test_only_listed_devices_take_part(broker: BrokerAddress, tmp_path: Path) -> None:
-    """A device that is not in the task file's list is refused whatever it says, and the others are not."""
+def test_unlisted_device_is_refused(broker: BrokerAddress, tmp_path: Path) -> None:
+    """With a list in the task file, whatever the device publishes."""
     task = write_task(tmp_path, PATIENT + '\ndevices = ["friend"]')
     with aggregator(task, broker) as daemon, Device(broker, "friend") as friend, Device(broker, "foe") as foe:
         friend.aggregator_is("online")

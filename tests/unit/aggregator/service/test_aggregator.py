@@ -1,15 +1,13 @@
-"""From submissions to a head, and what the aggregator survives on the way: restarts, failures, a full disk."""
+"""From submissions to a head, over restarts, failures, and a full disk."""
 
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
-import pytest
 
 from aggregator.config.schema import Training
 from aggregator.config.task_file import load_task
@@ -33,15 +31,8 @@ from tests.support.graphs import tiny_backbone
 from tests.support.submissions import evaluation, submission
 
 
-@pytest.fixture
-def alone(address: BrokerAddress) -> Iterator[BrokerAddress]:
-    """One kind of broker, for what takes long and has nothing to do with brokers."""
-    with amqtt(address):
-        yield address
-
-
 def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
-    """Sixty prototypes of three classes that any head can tell apart."""
+    """Return sixty prototypes of three classes that any head can distinguish."""
     rng = np.random.default_rng(seed)
     labels = np.repeat([0, 1, 2], 20)
     values = rng.normal(size=(60, 16)) * 0.1 + np.eye(16)[labels] * 3
@@ -64,11 +55,11 @@ def _accuracy(head: bytes) -> float:
     return float((probabilities.argmax(axis=1) == labels).mean())
 
 
-def test_from_submissions_to_a_head_and_over_a_restart(alone: BrokerAddress, tmp_path: Path) -> None:
-    """Quorum, training, head over the wire, evaluation; after a restart all of it stands, and a late device counts."""
+def test_head_is_trained_and_survives_a_restart(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+    """Quorum, training, head, evaluation; after a restart all of it is there, and a late device counts."""
     task_file = write_task(tmp_path, "quorum = 2\ndeadline_s = 1000\n[training]\nepochs = 5")
-    with Device(alone, "a") as a, Device(alone, "b") as b:
-        with aggregator(task_file, alone) as daemon:
+    with Device(amqtt_broker, "a") as a, Device(amqtt_broker, "b") as b:
+        with aggregator(task_file, amqtt_broker) as daemon:
             a.aggregator_is("online")
             task = digest_of(a.task())
             assert a.upload(_separable(task)).status == "received"
@@ -83,8 +74,8 @@ def test_from_submissions_to_a_head_and_over_a_restart(alone: BrokerAddress, tmp
             assert read_metadata(properties, HeadMetadata).classes == ("cat", "dog", "fox")
             assert a.upload(evaluation(task=task)).status == "received"
         assert daemon.process.returncode == 0
-        with aggregator(task_file, alone) as daemon:
-            with Device(alone, "c") as c:
+        with aggregator(task_file, amqtt_broker) as daemon:
+            with Device(amqtt_broker, "c") as c:
                 assert c.head() == manifest
                 c.aggregator_is("online")
                 assert c.upload(_separable(task, seed=2)).status == "received"
@@ -100,15 +91,15 @@ def test_from_submissions_to_a_head_and_over_a_restart(alone: BrokerAddress, tmp
             assert (summary["submissions"], summary["waiting"]) == (3, 0)
 
 
-def test_several_backbones_make_one_feature(alone: BrokerAddress, tmp_path: Path) -> None:
-    """A head takes the features of all of them one after the other; no single graph holds them, so none is written."""
+def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+    """The head takes all of them; no single graph holds several backbones, so no model.onnx is written."""
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "model.onnx").write_bytes(b"of an earlier task")
     task_file = write_task(tmp_path, "[training]\nepochs = 1")
     (tmp_path / "eight.onnx").write_bytes(tiny_backbone(feature_size=8))
     text = task_file.read_text().replace('["tiny.onnx"]', '["tiny.onnx", "eight.onnx"]')
     task_file.write_text(text)
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+    with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "a") as device:
         device.aggregator_is("online")
         backbones = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         assert [backbone.name for backbone in backbones] == ["tiny.onnx", "eight.onnx"]
@@ -123,10 +114,10 @@ def test_several_backbones_make_one_feature(alone: BrokerAddress, tmp_path: Path
         assert daemon.status()["model_path"] is None
 
 
-def test_a_training_that_fails_is_told_and_not_repeated(alone: BrokerAddress, tmp_path: Path) -> None:
-    """The reason is one line; submissions go on, and there is no head."""
+def test_failed_training_is_logged_and_not_repeated(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+    """The reason is one line; submissions are accepted, and there is no head."""
     task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cuda:99"')
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device:
+    with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "a") as device:
         device.aggregator_is("online")
         task = digest_of(device.task())
         assert device.upload(_separable(task)).status == "received"
@@ -139,14 +130,18 @@ def test_a_training_that_fails_is_told_and_not_repeated(alone: BrokerAddress, tm
 
 
 def _limit_files(daemon: Daemon, size_bytes: int) -> None:
-    """Let every write past so many bytes of a file fail, as on a full disk."""
+    """Make every write past so many bytes of a file fail, as on a full disk."""
     resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
-def test_a_full_disk_stops_the_intake_and_nothing_else(alone: BrokerAddress, tmp_path: Path) -> None:
-    """Devices are told to keep what they have, blobs are served, `status` says why; with room again, it goes on."""
+def test_full_disk_stops_only_the_intake(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+    """Devices are told to try again, blobs are sent, `status` shows why; with room again, intake resumes."""
     task_file = write_task(tmp_path, PATIENT)
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as device, Device(alone, "b") as other:
+    with (
+        aggregator(task_file, amqtt_broker) as daemon,
+        Device(amqtt_broker, "a") as device,
+        Device(amqtt_broker, "b") as other,
+    ):
         device.aggregator_is("online")
         task = digest_of(device.task())
         assert device.upload(submission(task=task)).status == "received"
@@ -174,13 +169,11 @@ def test_a_full_disk_stops_the_intake_and_nothing_else(alone: BrokerAddress, tmp
         assert "Traceback" not in daemon.log()
 
 
-def test_a_kill_in_the_middle_of_a_transfer_costs_nothing_that_was_told(
-    alone: BrokerAddress, tmp_path: Path
-) -> None:
-    """What a receipt says of is on the disk: after SIGKILL the same is missing as before."""
+def test_acknowledged_ranges_survive_sigkill(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+    """Ranges that a receipt does not list as missing are on the disk."""
     task_file = write_task(tmp_path, PATIENT)
-    with Device(alone, "a") as device:
-        with aggregator(task_file, alone) as daemon:
+    with Device(amqtt_broker, "a") as device:
+        with aggregator(task_file, amqtt_broker) as daemon:
             device.aggregator_is("online")
             payload = encode(submission(task=digest_of(device.task()), labels=(0, 1, 2) * 5000))
             size = len(payload)
@@ -188,7 +181,7 @@ def test_a_kill_in_the_middle_of_a_transfer_costs_nothing_that_was_told(
             assert device.receipt(digest).missing == ((100_000, size - 1),)
             daemon.stop(signal.SIGKILL)
             device.aggregator_is("offline")
-        with aggregator(task_file, alone) as daemon:
+        with aggregator(task_file, amqtt_broker) as daemon:
             device.aggregator_is("online")
             device.send_payload(payload, ranges=((size - 1, size),))
             assert device.receipt(digest).missing == ((100_000, size - 1),)
@@ -199,7 +192,7 @@ def test_a_kill_in_the_middle_of_a_transfer_costs_nothing_that_was_told(
             assert daemon.status()["submissions"] == 1
 
 
-def test_an_address_that_is_taken_is_told(tmp_path: Path, address: BrokerAddress) -> None:
+def test_address_in_use_ends_the_program(tmp_path: Path, address: BrokerAddress) -> None:
     """An embedded broker that cannot listen ends the program with 1 and one line."""
     task_file = write_task(tmp_path)
     with amqtt(address), aggregator(task_file, address, "--embedded-broker") as daemon:
@@ -208,17 +201,20 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path, address: BrokerAddress
         assert "Traceback" not in daemon.log()
 
 
-def test_a_broker_that_is_away_is_waited_for(tmp_path: Path, address: BrokerAddress) -> None:
-    """The aggregator says so, stays, and serves once the broker is there."""
+def test_unavailable_broker_is_retried(tmp_path: Path, address: BrokerAddress) -> None:
+    """The aggregator logs it, and serves once the broker is available."""
     with aggregator(write_task(tmp_path), address) as daemon:
         daemon.until(lambda _: "no broker at" in daemon.log())
         with amqtt(address), Device(address) as device:
             device.aggregator_is("online")
 
 
-def test_a_blob_that_was_deleted_by_hand_is_told(alone: BrokerAddress, tmp_path: Path) -> None:
-    """Who asks for it gets nothing, the log says what is wrong, and everything else goes on."""
-    with aggregator(write_task(tmp_path, PATIENT), alone) as daemon, Device(alone, "a") as device:
+def test_deleted_blob_is_logged(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+    """Its requests are not answered; everything else is."""
+    with (
+        aggregator(write_task(tmp_path, PATIENT), amqtt_broker) as daemon,
+        Device(amqtt_broker, "a") as device,
+    ):
         device.aggregator_is("online")
         (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         (daemon.state / "blobs" / backbone.digest.hex()).unlink()
@@ -227,8 +223,8 @@ def test_a_blob_that_was_deleted_by_hand_is_told(alone: BrokerAddress, tmp_path:
         daemon.until(lambda _: f"{backbone.digest.hex()}: No such file" in daemon.log())
 
 
-def test_a_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
-    """The round does not wait for it for ever: the next submission begins another training."""
+def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
+    """The next submission starts another training."""
     store = Store(tmp_path / "state")
     task = prepare_task(*load_task(write_task(tmp_path, "quorum = 2")), store=store)
     daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))

@@ -1,10 +1,9 @@
-"""Rounds with the aggregator as a process: who is told what, what is refused, and what outlives a restart."""
+"""Rounds of a running aggregator: announcements, verdicts, restarts, and graphs."""
 
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from aggregator.storage.store import Store
 from protocol.metadata import GraphMetadata, HeadMetadata, read_metadata
 from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
-from protocol.wire.messages import BlobRequest, DeviceInfo, HeadManifest, Receipt, Submission, TaskManifest
+from protocol.wire.messages import BlobRequest, HeadManifest, Receipt, Submission, TaskManifest
 from protocol.wire.topics import fleet_topic
 from tests.support.aggregator_process import (
     FLEET,
@@ -31,8 +30,7 @@ from tests.support.aggregator_process import (
     aggregator,
     write_task,
 )
-from tests.support.brokers import amqtt
-from tests.support.submissions import round_submission
+from tests.support.submissions import device_info, round_submission
 
 SHAPES = {
     "adapter_weight": (4, 16),
@@ -44,20 +42,13 @@ SHAPES = {
 
 @pytest.fixture
 def task_file(prepared: Path, tmp_path: Path) -> Path:
-    """A task file of the test's own, beside such a state."""
+    """A copy of the prepared task file and state directory."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     return tmp_path / "task.toml"
 
 
-@pytest.fixture
-def alone(address: BrokerAddress) -> Iterator[BrokerAddress]:
-    """One kind of broker, for what has nothing to do with brokers."""
-    with amqtt(address):
-        yield address
-
-
 def _made(device: Device, number: int, *, sequence: int = 1) -> Submission:
-    """What a device uploads for a round, other than what other devices do."""
+    """Return a device's submission for a round, unlike that of other devices."""
     return round_submission(
         task=digest_of(device.task()),
         number=number,
@@ -72,7 +63,7 @@ def _upload(device: Device, number: int, *, sequence: int = 1) -> Receipt:
 
 
 def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
-    """Each round is announced, handed out once for all, closed by its quorum, and leaves a head; then it is over."""
+    """Each round is announced, its tensors are broadcast, its quorum closes it, and a head is trained."""
     with aggregator(task_file, broker) as daemon, Device(broker, "a") as a, Device(broker, "b") as b:
         a.aggregator_is("online")
         task = decode(a.task(), TaskManifest, max_bytes=MAX_BYTES)
@@ -106,7 +97,7 @@ def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
 
 
 def _the_head_works_by_itself(daemon: Daemon) -> None:
-    """`head.onnx` and `model.onnx` need nothing beside them, and say what they are."""
+    """Check that `head.onnx` and `model.onnx` need no other file, and carry their metadata."""
     for name, example in (
         ("head.onnx", {"feature": np.ones((2, 16), np.float32)}),
         ("model.onnx", {"image": np.ones((2, 8, 8, 3), np.uint8)}),
@@ -119,8 +110,8 @@ def _the_head_works_by_itself(daemon: Daemon) -> None:
     assert (metadata.version, metadata.classes) == (3, ("cat", "dog", "fox"))
 
 
-def test_what_everybody_needs_is_sent_once(broker: BrokerAddress, task_file: Path) -> None:
-    """However many devices listen, a round's tensors cross each device's link once; who missed them asks."""
+def test_tensors_are_broadcast_once(broker: BrokerAddress, task_file: Path) -> None:
+    """However many devices there are; a device that has missed them requests them."""
     with (
         Device(broker, "a") as a,
         Device(broker, "b") as b,
@@ -142,9 +133,9 @@ def test_what_everybody_needs_is_sent_once(broker: BrokerAddress, task_file: Pat
         assert digest_of(c.fetch(first)) == first.digest
 
 
-def test_graphs_are_served(alone: BrokerAddress, task_file: Path) -> None:
-    """Each of the program's graphs can be fetched, and says what it is."""
-    with aggregator(task_file, alone), Device(alone) as device:
+def test_graphs_can_be_fetched(amqtt_broker: BrokerAddress, task_file: Path) -> None:
+    """Each of the program's graphs, with its metadata."""
+    with aggregator(task_file, amqtt_broker), Device(amqtt_broker) as device:
         program = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).program
         assert program is not None
         for role in ("init", "step", "project", "head"):
@@ -153,9 +144,13 @@ def test_graphs_are_served(alone: BrokerAddress, task_file: Path) -> None:
             assert (metadata.role, metadata.algorithm, metadata.projection_size) == (role, "fpl", 4)
 
 
-def test_what_does_not_count_is_refused_and_the_round_goes_on(alone: BrokerAddress, task_file: Path) -> None:
-    """Malformed, not finite, for a round to come, superseded: told with its reason, and the round closes."""
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
+def test_invalid_round_submissions_are_refused(amqtt_broker: BrokerAddress, task_file: Path) -> None:
+    """With their reasons; the round closes nevertheless."""
+    with (
+        aggregator(task_file, amqtt_broker) as daemon,
+        Device(amqtt_broker, "a") as a,
+        Device(amqtt_broker, "b") as b,
+    ):
         a.aggregator_is("online")
         good = _made(a, 0, sequence=5)
         nan = to_tensor(np.full((2, 4), np.nan, np.float16))
@@ -180,13 +175,13 @@ def test_what_does_not_count_is_refused_and_the_round_goes_on(alone: BrokerAddre
         assert "Traceback" not in daemon.log()
 
 
-def test_late_devices_count_as_long_as_they_are_not_stale(alone: BrokerAddress, task_file: Path) -> None:
-    """One round behind, a submission is taken into the open round; two behind, it is refused as late."""
+def test_late_submission_counts_until_it_is_stale(amqtt_broker: BrokerAddress, task_file: Path) -> None:
+    """One round behind, it counts in the open round; two behind, it is refused."""
     with (
-        aggregator(task_file, alone) as daemon,
-        Device(alone, "a") as a,
-        Device(alone, "b") as b,
-        Device(alone, "c") as c,
+        aggregator(task_file, amqtt_broker) as daemon,
+        Device(amqtt_broker, "a") as a,
+        Device(amqtt_broker, "b") as b,
+        Device(amqtt_broker, "c") as c,
     ):
         a.aggregator_is("online")
         for device in (a, b):
@@ -211,10 +206,10 @@ def test_late_devices_count_as_long_as_they_are_not_stale(alone: BrokerAddress, 
         assert receipt.detail == "the submission is for round 0, but round 2 is open"
 
 
-def test_a_restart_in_the_middle_of_a_round(alone: BrokerAddress, task_file: Path) -> None:
-    """What was uploaded counts, the round goes on with the very same tensors, and no graph is made again."""
-    with Device(alone, "a") as a, Device(alone, "b") as b:
-        with aggregator(task_file, alone) as daemon:
+def test_round_survives_a_restart(amqtt_broker: BrokerAddress, task_file: Path) -> None:
+    """Submissions count, the round has the same tensors, and no graph is compiled again."""
+    with Device(amqtt_broker, "a") as a, Device(amqtt_broker, "b") as b:
+        with aggregator(task_file, amqtt_broker) as daemon:
             a.aggregator_is("online")
             for device in (a, b):
                 assert _upload(device, 0).status == "received"
@@ -223,8 +218,8 @@ def test_a_restart_in_the_middle_of_a_round(alone: BrokerAddress, task_file: Pat
             a.head()
             assert _upload(a, 1).status == "received"
             daemon.stop(signal.SIGKILL)
-        with aggregator(task_file, alone) as daemon:
-            with Device(alone, "new") as new:
+        with aggregator(task_file, amqtt_broker) as daemon:
+            with Device(amqtt_broker, "new") as new:
                 new.aggregator_is("online")
                 assert (new.round(), new.task()) == (opened, task)
             assert daemon.status()["round"]["devices"] == ["a"]
@@ -235,9 +230,13 @@ def test_a_restart_in_the_middle_of_a_round(alone: BrokerAddress, task_file: Pat
             assert "making the graphs" not in daemon.log()
 
 
-def test_what_can_no_longer_count_is_deleted(alone: BrokerAddress, task_file: Path) -> None:
-    """After each round: superseded and old submissions; what the last heads are bound to stays."""
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
+def test_obsolete_blobs_are_deleted(amqtt_broker: BrokerAddress, task_file: Path) -> None:
+    """Superseded and old submissions; the tensors of the last heads stay."""
+    with (
+        aggregator(task_file, amqtt_broker) as daemon,
+        Device(amqtt_broker, "a") as a,
+        Device(amqtt_broker, "b") as b,
+    ):
         a.aggregator_is("online")
         first = a.round().tensors
         superseded = _made(a, 0)
@@ -261,8 +260,8 @@ def test_what_can_no_longer_count_is_deleted(alone: BrokerAddress, task_file: Pa
         assert a.receipt(gone).reason == "unknown_blob"
 
 
-def test_a_task_without_rounds_clears_what_was_announced(broker: BrokerAddress, task_file: Path) -> None:
-    """A fleet that goes back to one shot finds no open round on the broker."""
+def test_task_without_rounds_clears_the_round_topic(broker: BrokerAddress, task_file: Path) -> None:
+    """Devices that connect later find no open round."""
     with aggregator(task_file, broker), Device(broker, "early") as early:
         early.round()
     task_file.write_text(task_file.read_text().split("algorithm")[0])
@@ -274,19 +273,11 @@ def test_a_task_without_rounds_clears_what_was_announced(broker: BrokerAddress, 
             assert fleet_topic(FLEET, "round") not in late.topics()
 
 
-def test_a_devices_problem_is_shown(alone: BrokerAddress, task_file: Path) -> None:
-    """It is logged once, and stands in the status until the device says that it is gone."""
-    with aggregator(task_file, alone) as daemon, Device(alone, "poor") as device:
+def test_problem_of_a_device_is_shown(amqtt_broker: BrokerAddress, task_file: Path) -> None:
+    """Logged once, and in the status until the device reports that it is solved."""
+    with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "poor") as device:
         device.aggregator_is("online")
-        info = DeviceInfo(
-            epoch=1,
-            software="",
-            runtime="",
-            backbones=(),
-            images={},
-            unusable_images=0,
-            problem="no room for graphs",
-        )
+        info = device_info(problem="no room for graphs")
         for _ in range(2):
             device.send("info", encode(info))
         daemon.until(
@@ -297,23 +288,14 @@ def test_a_devices_problem_is_shown(alone: BrokerAddress, task_file: Path) -> No
         assert daemon.log().count('device cannot take part device=poor reason="no room for graphs"') == 1
 
 
-def test_graphs_that_cannot_be_made_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program ends with 1 and one line, which says where more stands."""
+def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exit status 1 and one line, which names the folder with details."""
     task = write_task(tmp_path, IN_ROUNDS)
     broken = tmp_path / "torch.py"
     broken.write_text("raise MemoryError('no room')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "aggregator.cli",
-            "run",
-            "--task",
-            str(task),
-            "--state",
-            str(tmp_path / "state"),
-        ],
+        [sys.executable, "-m", "aggregator.cli", "run", "--task", task, "--state", tmp_path / "state"],
         capture_output=True,
         text=True,
         check=False,
@@ -325,8 +307,8 @@ def test_graphs_that_cannot_be_made_are_told(tmp_path: Path, monkeypatch: pytest
     assert "Traceback" not in done.stderr
 
 
-def test_making_graphs_can_be_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C ends the program and what it has started, without a stack trace."""
+def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C ends the program and its subprocess, without a stack trace."""
     task = write_task(tmp_path, IN_ROUNDS)
     with aggregator(task, BrokerAddress("127.0.0.1", 1)) as daemon:
         job = tmp_path / "state" / "training" / "graphs" / "job.json"
@@ -339,7 +321,7 @@ def test_making_graphs_can_be_interrupted(tmp_path: Path) -> None:
         assert str(job) not in running
 
 
-def test_tensors_travel_unchanged() -> None:
+def test_packed_tensors_are_unchanged() -> None:
     """Packing and unpacking gives the same arrays of the same dtypes."""
     tensors: dict[str, np.ndarray[Any, Any]] = {
         "a": np.arange(6, dtype=np.uint32).reshape(2, 3),
@@ -351,9 +333,13 @@ def test_tensors_travel_unchanged() -> None:
         np.testing.assert_array_equal(again[name], values, strict=True)
 
 
-def test_a_rounds_head_can_be_gone_back_to(alone: BrokerAddress, task_file: Path) -> None:
-    """Devices get what it was bound to, the files are its own, and learning goes on from the newest round."""
-    with aggregator(task_file, alone) as daemon, Device(alone, "a") as a, Device(alone, "b") as b:
+def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) -> None:
+    """Devices get its tensors, the files are its own, and training continues with the newest round."""
+    with (
+        aggregator(task_file, amqtt_broker) as daemon,
+        Device(amqtt_broker, "a") as a,
+        Device(amqtt_broker, "b") as b,
+    ):
         for device in (a, b):
             device.aggregator_is("online")
         first, second = (_head_of(number, a, b) for number in range(2))
@@ -370,7 +356,7 @@ def test_a_rounds_head_can_be_gone_back_to(alone: BrokerAddress, task_file: Path
 
 
 def _head_of(number: int, *devices: Device) -> HeadManifest:
-    """Close a round; the manifest that it leads to."""
+    """Close a round; return the head manifest that follows."""
     for device in devices:
         assert _upload(device, number).status == "received"
     topic = fleet_topic(FLEET, "head")
