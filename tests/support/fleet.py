@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -67,6 +68,14 @@ def aggregator_status(state: Path) -> dict[str, Any]:
     with contextlib.suppress(StateError), closing(Store(state, read_only=True)) as store:
         return report(store)
     return {}
+
+
+def counted_submissions(aggregator_log: str) -> list[tuple[str, int]]:
+    """Return device and images of each submission that the aggregator has logged as counted."""
+    found = re.findall(
+        r"(\S+): \d+ prototypes of (\d+) images|device=(\S+).* prototypes=\d+ images=(\d+)", aggregator_log
+    )
+    return [(old or new, int(images or number)) for old, images, new, number in found]
 
 
 def wait_until(
