@@ -146,7 +146,7 @@ def command(
     json_file: Path | None,
     **fedpcl: Any,
 ) -> None:
-    """Compare FedPCL with its rivals on digits in four hands."""
+    """Compare FedPCL with its rivals on four data sets of digits."""
     algorithms = _algorithms(**fedpcl)
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []

@@ -24,6 +24,8 @@ PROGRAM = "import edge_client.cli, edge_client.service.device, onnxruntime"
 """Everything that a running device imports; the command line alone imports most of it later."""
 
 CLASSES = ("china", "flower")
+Runs = dict[str, list[dict[str, float]]]
+"""What each process has reported, by measurement."""
 REPORT = """
 import time
 started = time.perf_counter()
@@ -56,22 +58,23 @@ def device(
     workers: int,
     json_file: Path | None,
 ) -> None:
-    """Weigh the device program: imports, memory over many images, speed against a plain loop."""
-    figures = measure_imports(repetitions)
+    """Measure the device program: imports, memory over many images, speed beside a plain loop."""
+    runs: Runs = {}
+    figures = measure_imports(repetitions, runs)
     with tempfile.TemporaryDirectory() as folder:
         few, many = Path(folder) / "few", Path(folder) / "many"
         write_photographs(many, count=images[1])
         link_some(many, few, count=images[0])
         run = {"backbone": str(backbone.resolve()), "batch_size": batch_size, "workers": workers}
-        figures |= measure_memory(few, many, run, repetitions)
-        figures |= measure_speed(few, run, repetitions)
-    write_json(json_file, "device", figures=figures)
+        figures |= measure_memory(few, many, run, repetitions, runs)
+        figures |= measure_speed(few, run, repetitions, runs)
+    write_json(json_file, "device", figures=figures, runs=runs)
     print_figures(figures)
 
 
-def measure_imports(repetitions: int) -> dict[str, float]:
-    """Import time and memory of the device program, as multiples of its libraries' alone; medians."""
-    bare, program = [], []
+def measure_imports(repetitions: int, runs: Runs) -> dict[str, float]:
+    """Return medians of import time and memory of the device program, also as multiples of its libraries' alone."""
+    bare, program = runs["import_libraries"], runs["import_program"] = [], []
     for _ in range(repetitions):
         bare.append(_python(REPORT.format(imports=BARE)))
         program.append(_python(REPORT.format(imports=PROGRAM)))
@@ -83,9 +86,12 @@ def measure_imports(repetitions: int) -> dict[str, float]:
     }
 
 
-def measure_memory(few: Path, many: Path, run: dict[str, Any], repetitions: int) -> dict[str, float]:
-    """Peak memory of extracting few and many images, each time with an empty cache; medians."""
+def measure_memory(
+    few: Path, many: Path, run: dict[str, Any], repetitions: int, runs: Runs
+) -> dict[str, float]:
+    """Return medians of the peak memory of extracting few and many images, each time with an empty cache."""
     peaks: dict[Path, list[dict[str, float]]] = {few: [], many: []}
+    runs["extract_few"], runs["extract_many"] = peaks[few], peaks[many]
     for _ in range(repetitions):
         for data in (few, many):
             peaks[data].append(_python(_call("extract_once", data=str(data), **run)))
@@ -97,9 +103,9 @@ def measure_memory(few: Path, many: Path, run: dict[str, Any], repetitions: int)
     }
 
 
-def measure_speed(data: Path, run: dict[str, Any], repetitions: int) -> dict[str, float]:
-    """Images a second, against a loop that decodes a batch and runs it, in one thread of Python; medians."""
-    ours, plain = [], []
+def measure_speed(data: Path, run: dict[str, Any], repetitions: int, runs: Runs) -> dict[str, float]:
+    """Return medians of images a second, and of a loop that decodes a batch and runs it, in one thread of Python."""
+    ours, plain = runs["speed"], runs["loop_speed"] = [], []
     for _ in range(repetitions):
         ours.append(_python(_call("extract_once", data=str(data), **run)))
         plain.append(_python(_call("loop_once", data=str(data), **run)))

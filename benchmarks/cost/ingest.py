@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
@@ -70,24 +70,21 @@ def ingest(
 ) -> None:
     """Compare the aggregator's ingest with a subscriber that discards, on mosquitto."""
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(
+        figures, runs = measure(
             Path(folder),
             devices=devices,
             submissions=submissions,
             size_bytes=int(megabytes * 1e6),
             repetitions=repetitions,
         )
-    write_json(json_file, "ingest", figures=figures)
+    write_json(json_file, "ingest", figures=figures, runs=runs)
     print_figures(figures)
 
 
 def measure(
     folder: Path, *, devices: int, submissions: int, size_bytes: int, repetitions: int
-) -> dict[str, float]:
-    """Bytes a second that each takes, and processor time for a submission, as medians.
-
-    And of neighboring runs, the lowest, median and highest ratio of the speeds.
-    """
+) -> tuple[dict[str, float], list[dict[str, dict[str, float]]]]:
+    """Return medians of throughput and of processor time a submission, ratios of neighboring runs, and all runs."""
     task = folder / "task.toml"
     backbone = ROOT / "examples" / "quickstart" / "backbone.onnx"
     task.write_text(TASK.format(fleet=FLEET, backbone=backbone))
@@ -105,12 +102,16 @@ def measure(
         cpu_s = statistics.median(cost.cpu_s for cost in costs)
         figures[f"{name}_mb_per_second"] = load.size_bytes / wall_s / 1e6
         figures[f"{name}_cpu_ms"] = cpu_s / load.submissions * 1e3
-    return {
-        **figures,
+    figures |= {
         "ratio_lowest": min(ratios),
         "ratio": statistics.median(ratios),
         "ratio_highest": max(ratios),
     }
+    runs = [
+        {"discarding": asdict(theirs), "aggregator": asdict(ours)}
+        for ours, theirs in zip(taken, discarded, strict=True)
+    ]
+    return figures, runs
 
 
 def time_discarding(broker: BrokerAddress, load: Load) -> Cost:

@@ -61,20 +61,21 @@ def step(
 ) -> None:
     """Time a device's training step against eager torch's, with one backbone and with three."""
     torch.set_num_threads(threads)
-    figures = {}
+    figures, runs = {}, {}
     columns = {"torch ms": ">10.2f", "graph ms": ">10.2f", "ratio": ">8.2f", "best": ">8.2f"}
     table = Table({"features": "<12", **columns}, title=f"{algorithm} to 256 values, batch {batch_size}")
     for backbones in (1, 3):
-        times = measure(
+        times, every = measure(
             algorithm,
             feature_size=backbones * FEATURES,
             batch_size=batch_size,
             threads=threads,
             repetitions=repetitions,
         )
-        figures[f"{algorithm}_{backbones}_backbones"] = times
-        table.row(f"{backbones} x {FEATURES}", *(times[name] for name in COLUMNS))
-    write_json(json_file, "step", figures=figures)
+        name = f"{algorithm}_{backbones}_backbones"
+        figures[name], runs[name] = times, every
+        table.row(f"{backbones} x {FEATURES}", *(times[column] for column in COLUMNS))
+    write_json(json_file, "step", figures=figures, epoch_s=runs)
 
 
 def measure(
@@ -84,8 +85,8 @@ def measure(
     batch_size: int,
     threads: int,
     repetitions: int,
-) -> dict[str, float]:
-    """Milliseconds of a step, median and best of the epochs, and how many times as long torch takes."""
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return milliseconds of a step, median and best of the epochs, the ratio to torch, and seconds of each epoch."""
     settings = SETTINGS[algorithm]
     graphs = build(settings, feature_size=feature_size, num_classes=CLASSES, seed=0)
     random = np.random.default_rng(0)
@@ -109,7 +110,7 @@ def measure(
         figures[f"graph{suffix}_ms"] = graph_s / STEPS * 1e3
         figures[f"torch{suffix}_ms"] = torch_s / STEPS * 1e3
         figures[f"ratio{suffix}"] = torch_s / graph_s
-    return figures
+    return figures, times
 
 
 def _timed(epoch: Callable[[], object]) -> float:

@@ -81,7 +81,7 @@ def command(
     json_file: Path | None,
     plots: Path | None,
 ) -> None:
-    """Attack what a device sends, and measure what a head gets right if it sends less."""
+    """Attack a device's uploads, and measure the accuracy that protection costs."""
     where = torch_device(device)
     report: dict[str, Any] = {"backbone": backbone, "image_size": image_size, "seed": seed}
     painted: list[Rows] = []

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_the_device_program_is_little_heavier_than_its_libraries() -> None:
     """A running device imports at most 1.45 times the memory of a bare client, signatures included."""
-    figures = measure_imports(1)
+    figures = measure_imports(1, {})
     assert 1 < figures["import_memory_ratio"] <= 1.45
 
 
