@@ -49,29 +49,25 @@ def search(target: Target, *, runs: int) -> None:
 
 
 @each_target
-def test_every_known_input_is_taken_within_bounds(target: Target) -> None:
-    """What fuzzing has found to matter neither raises anything nor allocates more than is stated."""
+def test_corpus_stays_within_bounds(target: Target) -> None:
     for data in (b"", *known(target)):
         target.one_input(data)  # what is made once and kept counts for no input
         measure(target, data)
 
 
 @each_target
-def test_what_is_near_a_known_input_is_taken(target: Target) -> None:
-    """Some hundred inputs that are a few changes away raise nothing either."""
+def test_mutated_corpus_raises_nothing(target: Target) -> None:
     search(target, runs=RUNS if target.share >= 1 else RUNS // 10)
 
 
-def test_the_known_inputs_are_few_and_small() -> None:
-    """They are committed, and belong to targets that there are; an enrollment has keys, and is made anew each time."""
+def test_corpus_is_small() -> None:
     files = [path for path in CORPUS.rglob("*") if path.is_file()]
     assert {path.parent.name for path in files} == TARGETS.keys() - {"enrollment"}
     assert len(files) < 300
     assert sum(path.stat().st_size for path in files) < 500_000
 
 
-def test_a_fault_in_the_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that are not compared with their shape lead to an error that no target takes for a refusal."""
+def test_planted_tensor_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def careless(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
         return np.frombuffer(tensor.data, dtype="<" + tensor.dtype).reshape(tensor.shape)
@@ -81,8 +77,7 @@ def test_a_fault_in_the_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         search(TARGETS["uploaded"], runs=20_000)
 
 
-def test_a_message_out_of_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder that lets NaN pass where a number must be greater than 0 is caught by the second opinion."""
+def test_planted_bound_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = SAMPLES[1]
     assert isinstance(sample, TaskManifest)
     monkeypatch.setattr(
@@ -92,8 +87,7 @@ def test_a_message_out_of_its_bounds_is_found(monkeypatch: pytest.MonkeyPatch) -
         messages.decode_any(b"\x01")
 
 
-def test_too_much_room_is_found() -> None:
-    """Also where it is never touched."""
+def test_excessive_allocation_is_found() -> None:
     with pytest.raises(Overdrawn, match="made it allocate 67108"):
         measure(PLANTED["hoard"], b"\x93")
 
@@ -105,8 +99,7 @@ def test_too_much_room_is_found() -> None:
     ("name", "says"),
     [("crash", "IndexError"), ("hang", "timeout"), ("hoard", "Overdrawn")],
 )
-def test_libfuzzer_finds_what_was_planted(name: str, says: str, tmp_path: Path) -> None:
-    """A fault behind four comparisons, a hang, and room for what is announced: each ends the run, with its input."""
+def test_libfuzzer_finds_planted_faults(name: str, says: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     left = tmp_path / "left"
     left.mkdir()

@@ -42,10 +42,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_backbone_is_exported_and_summed_up(
+def test_backbone_is_exported_with_json_summary(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One command gives one file, and `--json` says what it is, on stdout and alone there."""
     photos = tmp_path / "photos"
     photos.mkdir()
     for index, size in enumerate([(90, 50), (64, 64), (33, 80)]):
@@ -77,20 +76,18 @@ def test_a_backbone_is_exported_and_summed_up(
     assert metadata.feature_size == summary["feature_size"] == session.get_outputs()[0].shape[1]
 
 
-def test_the_summary_for_people_has_the_parity(
+def test_text_summary_has_the_parity(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without `--json` the worst cosine and relative error on the sample photographs are printed."""
     assert export_backbone(MODEL, "--weights", weights, "--out", tmp_path, monkeypatch=monkeypatch) == 0
     printed = capsys.readouterr().out
     assert "against torch on 2 photographs: worst cosine 1.000000" in printed
     assert file_digest(tmp_path / f"{MODEL}-160.onnx").hex() in printed
 
 
-def test_past_tolerance_no_file_appears(
+def test_no_file_beyond_tolerance(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A tolerance that nothing meets: exit 1, the figures, and an empty folder."""
     code = export_backbone(
         MODEL, "--weights", weights, "--out", tmp_path, "--tolerance", "0", monkeypatch=monkeypatch
     )
@@ -118,7 +115,6 @@ def test_errors_are_one_line_and_exit_1(
     arguments: list[str],
     message: str,
 ) -> None:
-    """What can go wrong ends in one line that says what to do; nothing is written."""
     assert export_backbone(*arguments, "--out", tmp_path, monkeypatch=monkeypatch) == 1
     captured = capsys.readouterr()
     (line,) = [line for line in captured.err.splitlines() if not line.startswith("loading")]
@@ -139,22 +135,19 @@ def test_errors_are_one_line_and_exit_1(
         [MODEL, "--photos", "nowhere"],
     ],
 )
-def test_wrong_usage_exits_2(
+def test_usage_errors_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
-    """What the command line cannot mean is refused before anything is loaded."""
     assert export_backbone(*arguments, monkeypatch=monkeypatch) == 2
     assert "Error: " in capsys.readouterr().err
 
 
 def test_models_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--list` prints names, one a line."""
     assert export_backbone("--list", "test_v*", monkeypatch=monkeypatch) == 0
     assert {"test_vit", "test_vit2"} <= set(capsys.readouterr().out.split())
 
 
-def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a base install the program says what to install."""
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "NEEDED", ("click", "no_such_package_here"))
     with pytest.raises(
         RuntimeMissing, match=r"no_such_package_here is not installed: pip install .*\[export,cpu\]"
@@ -175,13 +168,11 @@ def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ("name=a=b", "a=b"),
     ],
 )
-def test_model_arguments_are_read_by_their_value(text: str, value: object) -> None:
-    """Numbers are numbers, None and True are Python's, and what is nothing else is text."""
+def test_model_arguments_are_parsed_as_literals(text: str, value: object) -> None:
     assert list(cli._keywords((text,)).values()) == [value]
 
 
-def test_a_hub_out_of_reach_is_one_line(tmp_path: Path) -> None:
-    """Without the hub the message says how to do without, and nothing else is said."""
+def test_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
     arguments = ["resnet18", "--pretrained", "--out", str(tmp_path / "out")]
     done = subprocess.run(
@@ -199,8 +190,7 @@ def test_a_hub_out_of_reach_is_one_line(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_help_needs_no_torch() -> None:
-    """`--help` answers before anything heavy is imported."""
+def test_help_imports_no_torch() -> None:
     program = (
         "import sys; from export.cli import cli\n"
         "cli.main(['--help'], standalone_mode=False)\n"

@@ -41,8 +41,7 @@ def images(count: int) -> Iterator[Image.Image]:
 
 
 @pytest.mark.parametrize("wrong_at", [0, 3, BATCH + 2])
-def test_one_wrong_image_among_many_is_found(wrong_at: int) -> None:
-    """The worst photo decides, wherever it stands."""
+def test_worst_image_decides_parity(wrong_at: int) -> None:
     file = to_onnx(tiny_network(), described())
     parity = compare(
         file,
@@ -55,8 +54,7 @@ def test_one_wrong_image_among_many_is_found(wrong_at: int) -> None:
     assert parity.cosine == pytest.approx(1.0)
 
 
-def test_a_feature_that_points_elsewhere_has_its_cosine() -> None:
-    """A feature of the opposite sign has cosine -1 and relative error 2."""
+def test_opposite_feature_has_cosine_minus_one() -> None:
     file = to_onnx(tiny_network(), described())
     parity = compare(
         file,
@@ -68,15 +66,13 @@ def test_a_feature_that_points_elsewhere_has_its_cosine() -> None:
     assert parity.relative_error == pytest.approx(2.0, rel=1e-4)
 
 
-def test_the_samples_are_real_photographs() -> None:
-    """Two photographs with thousands of colors come without a network."""
+def test_sample_photos_are_real() -> None:
     photos = sample_photos()
     assert [photo.size for photo in photos] == [(640, 427), (640, 427)]
     assert all(len(np.unique(np.asarray(photo).reshape(-1, 3), axis=0)) > 5000 for photo in photos)
 
 
-def test_a_folder_of_photographs_is_read_to_its_depth(tmp_path: Path) -> None:
-    """Images of several formats, in folders below, are read; other files are passed over."""
+def test_photos_are_read_from_subfolders(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     for index, name in enumerate(["a.jpg", "b.PNG", "below/c.webp"]):
         Image.new("L", (9, 9), 40 * index).save(tmp_path / name)
@@ -86,14 +82,12 @@ def test_a_folder_of_photographs_is_read_to_its_depth(tmp_path: Path) -> None:
     assert [first_value_of(photo) for photo in photos] == [0, 40, 80]
 
 
-def test_a_folder_without_photographs_is_refused(tmp_path: Path) -> None:
-    """An empty folder compares nothing, and that is said."""
+def test_folder_without_photos_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no photographs"):
         photos_in(tmp_path)
 
 
-def test_a_broken_photograph_is_named(tmp_path: Path) -> None:
-    """A file that is no photo is named instead of being left out in silence."""
+def test_broken_photo_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jpg").write_bytes(b"not a photo")
     with pytest.raises(ConfigError, match=r"broken\.jpg"):
         list(photos_in(tmp_path))

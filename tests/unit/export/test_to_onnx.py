@@ -23,8 +23,7 @@ def random_images(count: int) -> NDArray[np.uint8]:
     return np.random.default_rng(count).integers(0, 256, (count, EDGE, EDGE, 3), dtype=np.uint8)
 
 
-def test_the_graph_normalizes_images_and_takes_any_number_of_them() -> None:
-    """For 1, 2 and 9 images the graph gives what torch gives for (x / 255 - mean) / std."""
+def test_graph_normalizes_any_number_of_images() -> None:
     network, metadata = tiny_network(), described()
     session = onnxruntime.InferenceSession(to_onnx(network, metadata))
     for count in (1, 2, 9):
@@ -38,8 +37,7 @@ def test_the_graph_normalizes_images_and_takes_any_number_of_them() -> None:
         np.testing.assert_allclose(features, expected, atol=1e-5)
 
 
-def test_the_file_says_all_that_a_device_needs(tmp_path: Path) -> None:
-    """Input, output, opset and metadata stand in one file, and what is returned is the truth about it."""
+def test_file_has_inputs_outputs_opset_and_metadata(tmp_path: Path) -> None:
     path = tmp_path / "tiny.onnx"
     exported = export_module(tiny_network(), described(), path=path)
 
@@ -58,35 +56,30 @@ def test_the_file_says_all_that_a_device_needs(tmp_path: Path) -> None:
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_the_same_network_gives_the_same_bytes() -> None:
-    """A digest names a network: exporting again changes nothing, other weights change it."""
+def test_export_is_deterministic() -> None:
     assert to_onnx(tiny_network(), described()) == to_onnx(tiny_network(), described())
     assert to_onnx(tiny_network(seed=1), described()) != to_onnx(tiny_network(), described())
 
 
-def test_nothing_of_the_machine_is_in_the_file() -> None:
-    """The exporter's stack traces, with the paths of who exported, stay out."""
+def test_file_contains_no_local_paths() -> None:
     file = to_onnx(tiny_network(), described())
     assert b".py" not in file
     assert str(Path.cwd()).encode() not in file
 
 
 @pytest.mark.parametrize("opset", [OPSET, 20])
-def test_the_opset_can_be_chosen(opset: int) -> None:
-    """The graph is of the operator set that was asked for."""
+def test_opset_can_be_chosen(opset: int) -> None:
     model = onnx.load_from_string(to_onnx(tiny_network(), described(), opset=opset))
     assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", opset)]
 
 
-def test_an_opset_that_torch_does_not_know_is_refused() -> None:
-    """Instead of another operator set in silence, there is an error."""
+def test_unsupported_opset_is_refused() -> None:
     with pytest.raises(ProtofleetError, match="cannot export tiny at opset 99"):
         to_onnx(tiny_network(), described(), opset=99)
 
 
 @pytest.mark.parametrize("fault", [1.01, float("nan")])
-def test_a_graph_that_is_not_the_network_is_not_written(tmp_path: Path, fault: float) -> None:
-    """Features off by a hundredth, or NaN, leave no file, and what was there before stays."""
+def test_differing_graph_is_not_written(tmp_path: Path, fault: float) -> None:
     path = tmp_path / "tiny.onnx"
     path.write_bytes(b"older")
     network = tiny_network()
@@ -100,16 +93,14 @@ def test_a_graph_that_is_not_the_network_is_not_written(tmp_path: Path, fault: f
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_the_tolerance_decides(tmp_path: Path) -> None:
-    """What passes at the usual tolerance does not pass at none."""
+def test_tolerance_decides(tmp_path: Path) -> None:
     path = tmp_path / "tiny.onnx"
     with pytest.raises(ProtofleetError, match="more than 0"):
         export_module(tiny_network(), described(), path=path, tolerance=0)
     assert not path.exists()
 
 
-def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
-    """Where no file can be written, that is an error of one line and nothing half-written."""
+def test_missing_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="Not a directory"):
         export_module(tiny_network(), described(), path=tmp_path / "file" / "tiny.onnx")
@@ -123,8 +114,7 @@ class Undecided(nn.Module):
         return image.mean(dim=(2, 3)) if image.sum() > 0 else image.amax(dim=(2, 3))
 
 
-def test_a_network_that_is_no_graph_is_refused_in_one_line() -> None:
-    """What torch cannot export is an error of one line that names the network."""
+def test_unexportable_network_is_named() -> None:
     with pytest.raises(ProtofleetError, match="torch cannot export tiny") as caught:
         to_onnx(Undecided(), described(feature_size=3))
     assert "\n" not in str(caught.value)

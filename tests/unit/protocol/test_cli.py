@@ -87,14 +87,13 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--fail", "exit"], 3, ""),
     ],
 )
-def test_every_end_has_its_exit_code(
+def test_exit_codes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
     code: int,
     said: str,
 ) -> None:
-    """0 done, 1 an expected failure as one line, 2 wrong usage, 130 interrupted; nothing of it on stdout."""
     assert _exit_code(monkeypatch, *arguments) == code
     output = capsys.readouterr()
     assert output.err.endswith(said)
@@ -104,17 +103,15 @@ def test_every_end_has_its_exit_code(
         assert output.err == said
 
 
-def test_a_bug_is_not_dressed_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody expected keeps its stack trace."""
+def test_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["example", "--fail", "bug"])
     with pytest.raises(ZeroDivisionError):
         main()
 
 
-def test_a_file_gives_settings(
+def test_config_file_gives_defaults(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A TOML file's values are defaults, with dashes or underscores; option and environment go before them."""
     for key in ("batch-size", "batch_size"):
         config = tmp_path / f"{key}.toml"
         config.write_text(f'broker = "file"\n{key} = 7\n')
@@ -144,31 +141,28 @@ def test_a_file_gives_settings(
         (b"broker = " + b"[" * 10_000, "maximum recursion depth exceeded"),
     ],
 )
-def test_a_wrong_file_is_usage(
+def test_invalid_config_file_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     text: bytes,
     reason: str,
 ) -> None:
-    """A file that is not TOML, or sets what is not there, ends with 2 and says what is wrong."""
     config = tmp_path / "settings.toml"
     config.write_bytes(text)
     assert _exit_code(monkeypatch, "--config", str(config)) == 2
     assert reason in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(
+def test_missing_config_file_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The message names it."""
     assert _exit_code(monkeypatch, "--config", str(tmp_path / "none.toml")) == 2
     assert "none.toml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_signals(number: signal.Signals, code: int) -> None:
-    """Ctrl-C is an interruption; a service manager's SIGTERM is a good end; the log is on stderr, with times."""
+def test_signal_sets_exit_code_and_log_goes_to_stderr(number: signal.Signals, code: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "--wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as program:
@@ -182,8 +176,7 @@ def test_signals(number: signal.Signals, code: int) -> None:
     assert re.fullmatch(line + ("\n?interrupted\n" if code else ""), errors)
 
 
-def test_a_log_line_stays_one_line_and_paints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """What somebody else has said cannot clear the screen, hide what follows, or pass for a line of ours."""
+def test_log_lines_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     start_logging(verbose=False)
     log = logging.getLogger("test")
     log.warning("%s says: %s", "shed-1", "\x1b[2J\r\n12:00:00 all is well\x9b8m \u202e Käfer \U0001f98a")
@@ -198,8 +191,7 @@ def test_a_log_line_stays_one_line_and_paints_nothing(capsys: pytest.CaptureFixt
     assert trace[0].startswith("Traceback")
 
 
-def test_verbose_is_about_our_own_code(capsys: pytest.CaptureFixture[str]) -> None:
-    """A library's debug lines stay unsaid: Pillow's have what stands in an image's metadata."""
+def test_verbose_excludes_debug_lines_of_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     start_logging(verbose=True)
     logging.getLogger("PIL.TiffImagePlugin").debug("tag: GPSInfo - value: 52.5 N")
     logging.getLogger("edge_client.service.device").debug("ours")
@@ -210,8 +202,7 @@ def test_verbose_is_about_our_own_code(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
-def test_a_reader_that_goes_away_gets_no_stack_trace() -> None:
-    """Piped into something that ends early, a program ends with 1 and is quiet."""
+def test_broken_pipe_exits_without_traceback() -> None:
     read, write = os.pipe()
     os.close(read)
     program = subprocess.run(

@@ -106,8 +106,7 @@ def _expected(wire_type: type[msgspec.Struct]) -> list[list[str]]:
     return rows
 
 
-def test_every_type_has_its_section_in_order() -> None:
-    """None is missing, none has gone, and each heading has the tag that stands on the wire."""
+def test_every_type_has_a_section_in_order() -> None:
     expected = [
         f"{wire_type.__name__}: `{tag}`" if (tag := wire_type.__struct_config__.tag) else wire_type.__name__
         for wire_type in WIRE_TYPES
@@ -116,16 +115,14 @@ def test_every_type_has_its_section_in_order() -> None:
 
 
 @pytest.mark.parametrize("wire_type", WIRE_TYPES, ids=lambda wire_type: wire_type.__name__)
-def test_every_field_is_listed_as_it_is(wire_type: type[msgspec.Struct]) -> None:
-    """Each field once, in order, with its type, bounds and default, and with a meaning."""
+def test_every_field_is_documented(wire_type: type[msgspec.Struct]) -> None:
     tag = wire_type.__struct_config__.tag
     rows = _rows(_section(f"### {wire_type.__name__}: `{tag}`" if tag else f"### {wire_type.__name__}"))
     assert [row[:3] for row in rows] == _expected(wire_type)
     assert all(row[3] for row in rows)
 
 
-def test_the_envelope_is_what_all_messages_share() -> None:
-    """Every message but the frame is a map with a type and a version."""
+def test_envelope_is_documented() -> None:
     assert [row[0] for row in _rows(_section("## Envelope"))] == ["`type`", "`v`"]
     for sample in SAMPLES:
         envelope = msgspec.msgpack.decode(msgspec.msgpack.encode(sample))
@@ -134,8 +131,7 @@ def test_the_envelope_is_what_all_messages_share() -> None:
     assert Tensor.__struct_config__.array_like
 
 
-def test_every_topic_is_listed_as_it_is() -> None:
-    """Topic, QoS and whether it is retained, for each channel of the fleet and of a device."""
+def test_every_topic_is_documented() -> None:
     fleet: tuple[FleetChannel, ...] = get_args(FleetChannel)
     device: tuple[DeviceChannel, ...] = get_args(DeviceChannel)
     topics: dict[str, str] = {fleet_topic("{fleet}", channel): channel for channel in fleet}
@@ -150,21 +146,18 @@ def test_every_topic_is_listed_as_it_is() -> None:
     assert f"mod {SHARDS}" in _section("## Topics")
 
 
-def test_every_reason_is_listed() -> None:
-    """Each once, in order, with a meaning."""
+def test_every_reason_is_documented() -> None:
     rows = _rows(_section("## Reasons"))
     assert [row[0].strip("`") for row in rows] == list(get_args(Reason))
     assert all(row[1] for row in rows)
 
 
-def test_the_limits_are_those_of_the_code() -> None:
-    """Every constant, with its value."""
+def test_limits_are_documented() -> None:
     expected = {name: f"{value:,}" for name, value in vars(messages).items() if name.startswith("MAX_")}
     assert {row[0].strip("`"): row[1] for row in _rows(_section("## Limits"))} == expected
 
 
-def test_the_words_for_types_are_explained() -> None:
-    """Every word that the tables use stands in the list of types, with its bound."""
+def test_every_type_name_is_documented() -> None:
     rows = {row[0]: row[1] for row in _rows(_section("## Types"))}
     assert rows.keys() == ALIASES.keys()
     for word, number in {
@@ -180,7 +173,6 @@ def test_the_words_for_types_are_explained() -> None:
     assert f"{messages.MAX_BLOB_BYTES:,}" in rows["byte count"]
 
 
-def test_the_example_is_what_the_code_writes() -> None:
-    """The bytes that the page takes apart are the golden ones."""
+def test_example_bytes_are_the_golden_ones() -> None:
     (shown,) = re.findall(r"```hex\n(.*?)```", PAGE, re.DOTALL)
     assert "".join(re.sub(r"#.*", "", shown).split()) == GOLDEN["Presence"]

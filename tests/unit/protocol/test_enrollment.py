@@ -39,15 +39,13 @@ def refused(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["enrollment.toml", "ca.crt", "device.crt", "signing.key"])
-def test_what_is_missing_is_named(folder: Path, name: str) -> None:
-    """With the file's path; `device.key` is missed when a connection is about to be made."""
+def test_missing_enrollment_file_is_named(folder: Path, name: str) -> None:
     (folder / name).unlink()
     assert str(folder / name) in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["enrollment.toml", "ca.crt", "device.crt", "signing.key"])
-def test_what_is_damaged_is_named(folder: Path, name: str) -> None:
-    """A file with something else in it."""
+def test_damaged_enrollment_file_is_named(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"\xff not what it was")
     assert str(folder / name) in refused(folder)
 
@@ -80,14 +78,14 @@ def spoil(file: Path, was: bytes, now: bytes) -> None:
     ],
     ids=["kind of key", "version", "name", "algorithm"],
 )
-def test_what_nobody_knows_is_refused(folder: Path, name: str, was: bytes, now: bytes, said: str) -> None:
-    """A kind of key, a version, a name or an algorithm that there is not: a line, and no stack trace."""
+def test_unknown_certificate_contents_are_refused(
+    folder: Path, name: str, was: bytes, now: bytes, said: str
+) -> None:
     spoil(folder / name, was, now)
     assert said in refused(folder)
 
 
-def test_a_card_nested_without_end_is_damaged(folder: Path) -> None:
-    """Before it overflows anything."""
+def test_deeply_nested_toml_is_refused(folder: Path) -> None:
     (folder / "enrollment.toml").write_text("key = " + "[" * 10_000)
     assert "is damaged" in refused(folder)
 
@@ -101,10 +99,9 @@ def test_a_card_nested_without_end_is_damaged(folder: Path) -> None:
         ("enrollment.toml", "shed-2", "device.crt is not the certificate of shed-2"),
     ],
 )
-def test_files_of_two_enrollments_are_told_apart(
+def test_files_of_another_enrollment_are_refused(
     folder: Path, folders: Path, name: str, of: str, said: str
 ) -> None:
-    """One file of another device or fleet is named, before anything is connected."""
     shutil.copy(folders / of / name, folder / name)
     assert said in refused(folder)
     assert "use the folder as `aggregator enroll` has written it" in refused(folder)
@@ -119,15 +116,13 @@ def test_files_of_two_enrollments_are_told_apart(
         ('device = ".*"\n', "", "missing required field `device`"),
     ],
 )
-def test_a_card_that_is_none(folder: Path, pattern: str, text: str, said: str) -> None:
-    """A newer format, a key that is too short, a line that is missing."""
+def test_invalid_enrollment_toml_is_refused(folder: Path, pattern: str, text: str, said: str) -> None:
     file = folder / "enrollment.toml"
     file.write_text(re.sub(pattern, text, file.read_text()))
     assert said in refused(folder)
 
 
-def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """Whatever the broker's name has in it; what a later protofleet adds is passed over."""
+def test_enrollment_toml_is_read_back_and_unknown_keys_ignored(tmp_path: Path) -> None:
     card = EnrollmentCard(
         format=FORMAT,
         device="shed-1",
@@ -140,8 +135,7 @@ def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_card(tmp_path) == card
 
 
-def test_nothing_private_is_shown(folder: Path) -> None:
-    """Not where a value is printed by mistake."""
+def test_repr_omits_private_keys(folder: Path) -> None:
     enrollment = read_enrollment(folder)
     assert enrollment.signing_key.hex() not in repr(enrollment)
     assert str(enrollment.signing_key) not in repr(enrollment)

@@ -46,14 +46,13 @@ edges = st.integers(1, 70)
     crop_mode=st.sampled_from(get_args(CropMode)),
     interpolation=st.sampled_from(get_args(Interpolation)),
 )
-def test_every_pixel_is_timms(
+def test_every_pixel_equals_timm(
     size: tuple[int, int],
     target: tuple[int, int],
     crop_pct: float,
     crop_mode: CropMode,
     interpolation: Interpolation,
 ) -> None:
-    """Any image size, target, crop and interpolation: the same bytes as timm's transform."""
     spec = Preprocessing(
         height=target[0],
         width=target[1],
@@ -76,8 +75,7 @@ def test_every_pixel_is_timms(
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr"])
-def test_every_color_mode_becomes_the_rgb_that_timm_sees(mode: str) -> None:
-    """Images of any color mode give the bytes that timm's transform gives after conversion."""
+def test_color_modes_are_converted_like_timm(mode: str) -> None:
     spec = Preprocessing(height=24, width=24, crop_pct=0.875)
     image = (
         random_image(50, 31).convert("RGBA").convert(mode)
@@ -89,7 +87,6 @@ def test_every_color_mode_becomes_the_rgb_that_timm_sees(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["I;16", "I;16B"])
 def test_sixteen_bit_gray_keeps_its_shades(mode: str) -> None:
-    """A 16-bit gray image is scaled to 8 bits instead of being clipped to white."""
     gray = np.asarray(random_image(16, 16, mode="L"))
     raw = (gray.astype(np.uint16) << 8).astype(">u2" if mode.endswith("B") else "<u2")
     image = Image.frombytes(mode, (16, 16), raw.tobytes())
@@ -97,20 +94,17 @@ def test_sixteen_bit_gray_keeps_its_shades(mode: str) -> None:
     np.testing.assert_array_equal(pixels, np.repeat(gray[:, :, None], 3, axis=2))
 
 
-def test_an_image_of_the_right_size_passes_unchanged() -> None:
-    """Nothing is resampled where there is nothing to resize."""
+def test_image_of_target_size_is_unchanged() -> None:
     image = random_image(28, 28)
     np.testing.assert_array_equal(preprocess(image, Preprocessing(height=28, width=28)), np.asarray(image))
 
 
-def test_images_too_long_and_thin_are_refused() -> None:
-    """An image that would fill the memory after resizing is refused with both sizes."""
+def test_extreme_aspect_ratio_is_refused() -> None:
     with pytest.raises(UnreadableImage, match=r"1 x 9000 .* 224 x 2016000"):
         preprocess(Image.new("RGB", (1, 9000)), Preprocessing(height=224, width=224))
 
 
-def test_empty_images_are_refused() -> None:
-    """An image without pixels is refused, not resized."""
+def test_empty_image_is_refused() -> None:
     with pytest.raises(UnreadableImage, match="0 x 5"):
         preprocess(Image.new("RGB", (0, 5)), Preprocessing(height=8, width=8))
 
@@ -119,8 +113,7 @@ def test_empty_images_are_refused() -> None:
     "wrong",
     [{"height": 0}, {"width": 5000}, {"crop_pct": 0.0}, {"crop_mode": "round"}, {"interpolation": "best"}],
 )
-def test_settings_from_outside_are_bounded(wrong: dict[str, object]) -> None:
-    """Sizes, crops and names that no backbone has are refused when they are read."""
+def test_settings_are_bounded(wrong: dict[str, object]) -> None:
     settings_read = {"height": 8, "width": 8} | wrong
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(settings_read, Preprocessing)

@@ -14,8 +14,7 @@ SIZES = st.integers(1, 10**6)
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 1, 110, 120, 16370, 16380, 61440])
-def test_a_packet_has_the_size_that_it_has_on_the_wire(payload_bytes: int) -> None:
-    """Counted as paho makes it, around each length of MQTT's own length field."""
+def test_packet_bytes_equals_size_on_the_wire(payload_bytes: int) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         client = paho.Client(CallbackAPIVersion.VERSION2, protocol=MQTTProtocolVersion.MQTTv5)
@@ -27,8 +26,7 @@ def test_a_packet_has_the_size_that_it_has_on_the_wire(payload_bytes: int) -> No
             assert len(wire.read()) == packet_bytes("pf/ü", payload_bytes)
 
 
-def test_two_ends_in_a_row_over_something_large_make_a_limit() -> None:
-    """Half of what was in flight; the next two halve it again, and it is never less than 4 KiB."""
+def test_two_disconnects_during_large_packets_infer_a_limit() -> None:
     limit = InferredLimit()
     limits = []
     for size in (60000, 60000, 30000, 30000, 5000, 5000, 4096, 4096):
@@ -37,8 +35,7 @@ def test_two_ends_in_a_row_over_something_large_make_a_limit() -> None:
     assert limits == [None, 30000, 30000, 15000, 15000, MIN_LIMIT_BYTES] + 2 * [MIN_LIMIT_BYTES]
 
 
-def test_an_end_with_nothing_large_in_flight_breaks_the_row() -> None:
-    """What ends connections is then something else."""
+def test_disconnect_without_large_packet_resets_the_count() -> None:
     limit = InferredLimit()
     for in_flight in ([60000], [], [60000], []):
         limit = limit.disconnected(in_flight)
@@ -46,8 +43,7 @@ def test_an_end_with_nothing_large_in_flight_breaks_the_row() -> None:
 
 
 @given(st.lists(st.one_of(SIZES, st.lists(SIZES, max_size=3)), max_size=30))
-def test_what_was_acknowledged_once_is_always_taken(happenings: list[int | list[int]]) -> None:
-    """No limit comes from a size that the broker has taken before, and none goes below what it takes."""
+def test_acknowledged_sizes_stay_allowed(happenings: list[int | list[int]]) -> None:
     limit = InferredLimit()
     for happening in happenings:
         before = limit.limit_bytes

@@ -29,8 +29,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
 
 
-def test_a_message_goes_from_one_session_to_another(broker: BrokerAddress) -> None:
-    """Both connect, the payload arrives as it was sent, and the sender hears that the broker has it."""
+def test_message_is_delivered_and_drained(broker: BrokerAddress) -> None:
     with running(broker, "b", "t/+") as (_, hears), running(broker, "a") as (says, ear):
         hears.wait(Connected)
         ear.wait(Connected)
@@ -40,7 +39,6 @@ def test_a_message_goes_from_one_session_to_another(broker: BrokerAddress) -> No
 
 
 def test_more_messages_than_the_window_arrive_in_order(broker: BrokerAddress) -> None:
-    """Hundreds sent at once all arrive, each once, in the order of sending; then all is drained."""
     count = 300
     with running(broker, "b", "t") as (_, hears), running(broker, "a", window=4) as (says, ear):
         hears.wait(Connected)
@@ -52,8 +50,7 @@ def test_more_messages_than_the_window_arrive_in_order(broker: BrokerAddress) ->
         ear.wait(Drained)
 
 
-def test_a_retained_message_waits_for_who_comes_later(broker: BrokerAddress) -> None:
-    """What is sent with `retain` is there for a later session, and the rest is not."""
+def test_retained_message_reaches_later_subscriber(broker: BrokerAddress) -> None:
     with running(broker, "a") as (says, ear):
         ear.wait(Connected)
         says.send(Outgoing("t/lost", b"1"))
@@ -68,8 +65,7 @@ def test_a_retained_message_waits_for_who_comes_later(broker: BrokerAddress) -> 
             assert (said, said.retained) == (Received("t/kept", b"3"), False)
 
 
-def test_what_others_subscribed_to_does_not_arrive(broker: BrokerAddress) -> None:
-    """A retained message of a topic that somebody else subscribed to is not ours: amqtt sends it all the same."""
+def test_messages_of_unsubscribed_topics_are_ignored(broker: BrokerAddress) -> None:
     with running(broker, "other", "theirs") as (other, other_ear):
         other_ear.wait(Connected)
         other.send(Outgoing("theirs", b"to the other", retain=True))
@@ -83,8 +79,7 @@ def test_what_others_subscribed_to_does_not_arrive(broker: BrokerAddress) -> Non
     assert {event.topic for event in received} == {"ours/1", "ours/2"}
 
 
-def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, address: BrokerAddress) -> None:
-    """Nothing said before the first connection stands is lost, if it comes about."""
+def test_message_sent_while_connecting_is_delivered(serve: Serve, address: BrokerAddress) -> None:
     with serve(address), running(address, "b", "t") as (_, hears):
         hears.wait(Connected)
         with running(address, "a") as (says, _):
@@ -93,8 +88,7 @@ def test_what_is_sent_while_connecting_is_sent_once_connected(serve: Serve, addr
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address: BrokerAddress) -> None:
-    """The session says in one event why there is no connection, and connects and subscribes each time."""
+def test_session_reconnects_and_resubscribes(serve: Serve, address: BrokerAddress) -> None:
     with running(address, "a", "t") as (says, ear):
         assert f"no broker at {address}" in ear.wait(Disconnected).reason
         for _ in range(2):
@@ -107,8 +101,7 @@ def test_a_broker_that_comes_late_and_goes_and_comes_back(serve: Serve, address:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_what_was_sent_into_the_void_is_not_sent_later(serve: Serve, address: BrokerAddress) -> None:
-    """A message without a connection is dropped: whoever sends decides again at the next one."""
+def test_message_without_connection_is_dropped(serve: Serve, address: BrokerAddress) -> None:
     with running(address, "a", "t") as (says, ear):
         ear.wait(Disconnected)
         says.send(Outgoing("t", b"stale"))
@@ -133,8 +126,7 @@ def _own_socket(port: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_the_last_will_is_delivered_when_a_socket_dies(broker: BrokerAddress) -> None:
-    """A device that vanishes is declared offline by the broker, and says so itself when it comes back."""
+def test_will_message_is_delivered_when_a_socket_dies(broker: BrokerAddress) -> None:
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
         before = set(_own_socket(broker.port))
@@ -150,8 +142,7 @@ def test_the_last_will_is_delivered_when_a_socket_dies(broker: BrokerAddress) ->
             assert hears.wait(Received).payload == b"online"
 
 
-def test_the_farewell_is_said_and_the_will_is_not(broker: BrokerAddress) -> None:
-    """Who stops in good order has the last words, after everything that was sent before."""
+def test_stop_sends_final_message_instead_of_will(broker: BrokerAddress) -> None:
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
         with running(broker, "a", will=Outgoing("state", b"offline"), window=2) as (says, ear):
@@ -167,8 +158,7 @@ def test_the_farewell_is_said_and_the_will_is_not(broker: BrokerAddress) -> None
             assert hears.wait(Received).payload == b"end"
 
 
-def test_last_words_are_through_before_the_connection_ends(broker: BrokerAddress) -> None:
-    """Who stops right after connecting, and listens to its own words, is heard by others every time."""
+def test_final_messages_are_delivered_before_disconnect(broker: BrokerAddress) -> None:
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
         for number in range(15):
@@ -180,8 +170,7 @@ def test_last_words_are_through_before_the_connection_ends(broker: BrokerAddress
                 assert heard == b"online"
 
 
-def test_stopping_without_a_broker_is_quick_and_final(address: BrokerAddress) -> None:
-    """The thread ends, and no connection is tried any more."""
+def test_stop_without_broker_ends_the_thread(address: BrokerAddress) -> None:
     with running(address, "a") as (made, ear):
         ear.wait(Disconnected)
         made.stop([Outgoing("t", b"bye")])
@@ -189,8 +178,7 @@ def test_stopping_without_a_broker_is_quick_and_final(address: BrokerAddress) ->
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_broker_that_hangs_up_is_not_called_in_a_loop() -> None:
-    """A listener that closes at once is called once a pause for each version, and never counts as a broker."""
+def test_listener_that_closes_is_retried_with_delay() -> None:
     with listening(lambda _: None) as (broker, times), running(broker, "a") as (_, ear):
         pauses = [ear.wait(Disconnected).retry_s for _ in range(4)]
         assert len(times) == 8
@@ -202,8 +190,7 @@ def test_a_broker_that_hangs_up_is_not_called_in_a_loop() -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_failed_tries_leave_nothing_open(address: BrokerAddress) -> None:
-    """Sockets and threads do not pile up while the broker is away."""
+def test_failed_attempts_leak_no_sockets_or_threads(address: BrokerAddress) -> None:
     with running(address, "a") as (_, ear):
         for _ in range(3):
             ear.wait(Disconnected)
@@ -215,8 +202,7 @@ def test_failed_tries_leave_nothing_open(address: BrokerAddress) -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_lost_connections_leave_nothing_open() -> None:
-    """What a client has open is closed with its connection, and does not wait for the garbage collector."""
+def test_lost_connections_leak_no_sockets() -> None:
     gc.disable()
     try:
         with listening(lambda _: None) as (broker, _), running(broker, "a") as (_, ear):
@@ -231,8 +217,7 @@ def test_lost_connections_leave_nothing_open() -> None:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_listener_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that accepts and says nothing counts as no broker, and is tried again."""
+def test_silent_listener_times_out_and_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 0.5)
     release = threading.Event()
 
@@ -247,8 +232,7 @@ def test_a_listener_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_something_that_is_no_broker() -> None:
-    """An HTTP server's answer is a lost connection, not a crash."""
+def test_http_server_is_a_lost_connection() -> None:
     with (
         listening(lambda peer: peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as (broker, _),
         running(broker, "a") as (_, ear),
@@ -262,8 +246,7 @@ needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosqui
 
 @needs_mosquitto
 @pytest.mark.usefixtures("short_pauses")
-def test_a_broker_that_refuses_us_says_why(address: BrokerAddress, tmp_path: Path) -> None:
-    """Without a user name the connection is refused; the reason is the broker's, and it is tried again."""
+def test_refused_connection_reports_the_reason(address: BrokerAddress, tmp_path: Path) -> None:
     with (
         mosquitto(address, tmp_path, options="allow_anonymous false"),
         running(address, "a") as (_, ear),
@@ -286,8 +269,7 @@ def _suback(code: int) -> Callable[[socket.socket], None]:
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_a_broker_that_denies_a_subscription() -> None:
-    """A session that would hear nothing is no connection: the topic is named, and it is tried again."""
+def test_denied_subscription_is_a_failed_connection() -> None:
     with listening(_suback(0x80)) as (broker, _), running(broker, "a", "secret") as (_, ear):
         assert "denies subscribing to secret" in ear.wait(Disconnected).reason
         ear.wait(Disconnected)

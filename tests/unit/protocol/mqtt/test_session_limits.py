@@ -33,8 +33,7 @@ V5, V311 = MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311
 
 
 @needs_mosquitto
-def test_what_nothing_holds_back_is_not_heard(address: BrokerAddress, tmp_path: Path) -> None:
-    """A message at QoS 0 is passed over, and the next one at QoS 1 is heard."""
+def test_qos_0_is_ignored(address: BrokerAddress, tmp_path: Path) -> None:
     with mosquitto(address, tmp_path), running(address, "ear", "said") as (_, ear):
         ear.wait(Connected)
         loud = paho.Client(CallbackAPIVersion.VERSION2)
@@ -77,10 +76,7 @@ def _speaking(known: int, heard: list[int], *, refusal: bytes) -> Callable[[sock
     "refusal", [b"\x20\x02\x00\x01", b"\x20\x03\x00\x84\x00", b""], ids=["3", "5", "close"]
 )
 @pytest.mark.parametrize(("known", "expected"), [(4, [5, 4, 4, 4]), (5, [5, 5, 5])])
-def test_the_version_that_the_broker_takes_is_found_and_kept(
-    known: int, expected: list[int], refusal: bytes
-) -> None:
-    """A refusal or a hang-up leads to the other version at once and without a word; what worked comes first."""
+def test_accepted_mqtt_version_is_found_and_reused(known: int, expected: list[int], refusal: bytes) -> None:
     heard: list[int] = []
     with listening(_speaking(known, heard, refusal=refusal)) as (broker, _), running(broker, "a") as (_, ear):
         for _ in range(3):
@@ -89,8 +85,7 @@ def test_the_version_that_the_broker_takes_is_found_and_kept(
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_another_broker_in_its_place_is_asked_in_its_own_version() -> None:
-    """What worked before is no reason to stay away from a broker that was replaced."""
+def test_replaced_broker_is_tried_in_both_versions() -> None:
     heard: list[int] = []
 
     def answer(peer: socket.socket) -> None:
@@ -102,8 +97,7 @@ def test_another_broker_in_its_place_is_asked_in_its_own_version() -> None:
     assert heard[:4] == [5, 4, 4, 5]
 
 
-def test_amqtt_is_not_waited_for(address: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Amqtt never answers an MQTT 5 client that has a will; it is met in 3.1.1 without a word to anybody."""
+def test_amqtt_connects_without_timeout(address: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 3600.0)
     will = Outgoing("state", b"offline", retain=True)
     with amqtt(address), running(address, "a" * 23, "t", will=will) as (made, ear):
@@ -115,8 +109,7 @@ def test_amqtt_is_not_waited_for(address: BrokerAddress, monkeypatch: pytest.Mon
 
 
 @needs_mosquitto
-def test_mosquitto_is_met_in_mqtt_5(address: BrokerAddress, tmp_path: Path) -> None:
-    """The first answer finds it out, and the will stands."""
+def test_mosquitto_connects_in_mqtt_5_with_will(address: BrokerAddress, tmp_path: Path) -> None:
     with mosquitto(address, tmp_path), running(address, "b", "state") as (_, hears):
         hears.wait(Connected)
         with running(address, "a", "t", will=Outgoing("state", b"offline")) as (made, ear):
@@ -133,10 +126,9 @@ SMALL = "allow_anonymous true\nmax_packet_size 20000"
 
 
 @needs_mosquitto
-def test_what_is_larger_than_the_broker_takes_is_named_and_the_rest_goes_on(
+def test_oversized_publication_is_unsendable_and_others_are_sent(
     address: BrokerAddress, tmp_path: Path
 ) -> None:
-    """MQTT 5 says how large a packet may be; a larger one never reaches the broker, which would hang up."""
     with (
         mosquitto(address, tmp_path, options=SMALL),
         running(address, "b", "t") as (_, hears),
@@ -158,10 +150,9 @@ def test_what_is_larger_than_the_broker_takes_is_named_and_the_rest_goes_on(
 
 @needs_mosquitto
 @pytest.mark.usefixtures("only_311", "short_pauses")
-def test_a_limit_that_nobody_says_is_learned(
+def test_packet_limit_is_inferred_in_mqtt_311(
     address: BrokerAddress, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In 3.1.1 a broker hangs up over a large message; after the second time it gets no such thing any more."""
     with mosquitto(address, tmp_path, options=SMALL), running(address, "a", "t") as (says, ear):
         for _ in range(2):
             assert ear.wait(Connected) == Connected(None)
@@ -179,8 +170,7 @@ def test_a_limit_that_nobody_says_is_learned(
     )
 
 
-def test_a_broker_that_wants_fewer_in_flight_gets_fewer() -> None:
-    """The broker's Receive Maximum bounds the window: of many publications it gets two, and the rest waits."""
+def test_receive_maximum_bounds_the_window() -> None:
     sent = bytearray()
     silent = threading.Event()
 
@@ -208,8 +198,7 @@ def _denying(folder: Path) -> str:
 
 
 @needs_mosquitto
-def test_a_publication_that_is_denied_is_named(address: BrokerAddress, tmp_path: Path) -> None:
-    """In MQTT 5 the broker says that it is not authorized; what comes after it goes on."""
+def test_denied_publication_is_unsendable_and_others_are_sent(address: BrokerAddress, tmp_path: Path) -> None:
     with (
         mosquitto(address, tmp_path, options=_denying(tmp_path)),
         running(address, "b", "ours/+") as (_, hears),
@@ -228,10 +217,7 @@ def test_a_publication_that_is_denied_is_named(address: BrokerAddress, tmp_path:
 
 @needs_mosquitto
 @pytest.mark.usefixtures("short_pauses")
-def test_what_a_broker_is_to_keep_and_denies_is_said_again_until_it_is_allowed(
-    address: BrokerAddress, tmp_path: Path
-) -> None:
-    """On the same connection: an access list is mended and nobody reconnects. Of a topic only the newest is said."""
+def test_denied_retained_publication_is_retried(address: BrokerAddress, tmp_path: Path) -> None:
     pid_file = tmp_path / "mosquitto.pid"
     with (
         mosquitto(address, tmp_path, options=f"{_denying(tmp_path)}\npid_file {pid_file}"),
@@ -254,10 +240,7 @@ def test_what_a_broker_is_to_keep_and_denies_is_said_again_until_it_is_allowed(
 
 @needs_mosquitto
 @pytest.mark.usefixtures("only_311")
-def test_a_publication_that_is_denied_without_a_word_holds_nothing_up(
-    address: BrokerAddress, tmp_path: Path
-) -> None:
-    """In 3.1.1 mosquitto acknowledges and drops it; what comes after it goes on."""
+def test_silently_denied_publication_does_not_block(address: BrokerAddress, tmp_path: Path) -> None:
     with (
         mosquitto(address, tmp_path, options=_denying(tmp_path)),
         running(address, "b", "ours/+") as (_, hears),
@@ -271,10 +254,9 @@ def test_a_publication_that_is_denied_without_a_word_holds_nothing_up(
         assert not {Disconnected, Unsendable} & set(map(type, ear.rest()))
 
 
-def test_a_broker_that_hangs_up_at_every_publication_is_called_less_and_less(
+def test_delay_grows_if_every_publication_disconnects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Being connected for a moment does not count as success: the pauses grow all the same."""
     counts: list[int] = []
 
     def retry_delay_s(failures: int, _: Callable[[float, float], float]) -> float:
@@ -303,10 +285,9 @@ def _numbers(ear: Ear, count: int) -> list[Received]:
 
 @needs_mosquitto
 @pytest.mark.parametrize("version", [V5, V311])
-def test_what_is_not_acknowledged_holds_the_broker_back(
+def test_unacknowledged_messages_bound_delivery(
     version: MQTTProtocolVersion, address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mosquitto sends as many as it may have in flight; each late acknowledgement brings the next, and all come."""
     monkeypatch.setattr(session, "VERSIONS", (version,))
     options = "allow_anonymous true\nmax_inflight_messages 5"
     with (
@@ -331,8 +312,7 @@ def test_what_is_not_acknowledged_holds_the_broker_back(
 
 
 @pytest.mark.usefixtures("only_311")
-def test_what_comes_ahead_of_the_confirmed_subscription_is_acknowledged_too() -> None:
-    """A broker may hand out what is retained first; unacknowledged, it would fill its window for good."""
+def test_message_ahead_of_suback_is_acknowledged() -> None:
     answers: list[bytes] = []
 
     def answer(peer: socket.socket) -> None:
@@ -352,8 +332,7 @@ def test_what_comes_ahead_of_the_confirmed_subscription_is_acknowledged_too() ->
     assert answers == [b"\x40\x02\x00\x07"]
 
 
-def test_nothing_is_lost_when_acknowledgements_come_late(broker: BrokerAddress) -> None:
-    """Acknowledged after all the rest, in any order, each message came once, and more can follow."""
+def test_late_acknowledgements_lose_nothing(broker: BrokerAddress) -> None:
     with running(broker, "a", "t", manual_ack=True) as (made, ear):
         ear.wait(Connected)
         for number in range(15):
@@ -368,10 +347,7 @@ def test_nothing_is_lost_when_acknowledgements_come_late(broker: BrokerAddress) 
 
 @needs_mosquitto
 @pytest.mark.usefixtures("short_pauses")
-def test_an_acknowledgement_for_a_connection_that_is_gone_does_nothing(
-    address: BrokerAddress, tmp_path: Path
-) -> None:
-    """It releases no message of the next connection that happens to have the same number there."""
+def test_acknowledgement_of_an_old_connection_is_ignored(address: BrokerAddress, tmp_path: Path) -> None:
     options = "allow_anonymous true\nmax_inflight_messages 1"
     with running(address, "a", "t", manual_ack=True) as (made, ear):
         with mosquitto(address, tmp_path, options=options):
@@ -413,8 +389,7 @@ CONNACK, SUBACK = b"\x20\x03\x00\x00\x00", b"\x90\x04\x00\x01\x00\x01"
     ],
     ids=["answer", "subscription", "topic", "length", "property"],
 )
-def test_a_broker_that_says_what_is_no_mqtt_is_left_and_tried_again(said: bytes) -> None:
-    """The session hears of it and comes back; it never waits for ever on a connection to which nobody listens."""
+def test_invalid_mqtt_disconnects_and_is_retried(said: bytes) -> None:
 
     def answer(peer: socket.socket) -> None:
         peer.recv(4096)

@@ -66,10 +66,9 @@ def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
 
 @needs_mosquitto
 @pytest.mark.parametrize("version", [Version.MQTTv5, Version.MQTTv311])
-def test_who_has_a_certificate_is_let_in(
+def test_valid_certificate_connects(
     address: BrokerAddress, made: Certificates, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both sides know each other, and messages of a frame's size go through in order, acknowledged or not."""
     monkeypatch.setattr(session, "VERSIONS", (version,))
     for name in ("shed-1", "shed-2"):
         made.client(name)
@@ -99,10 +98,9 @@ def test_who_has_a_certificate_is_let_in(
         ("broker", 0, "broker.crt(: it is not a client certificate| as revoked)"),
     ],
 )
-def test_who_has_no_good_certificate_is_told(
+def test_unusable_client_certificate_is_explained(
     address: BrokerAddress, made: Certificates, name: str, ago_days: int, said: str
 ) -> None:
-    """None, one that has expired, one that was revoked, a broker's own: one line, with what to do."""
     if name and name != "broker":
         issued = made.client(name, ago_days=ago_days)
         if name == "revoked":
@@ -112,10 +110,9 @@ def test_who_has_no_good_certificate_is_told(
 
 
 @needs_mosquitto
-def test_a_certificate_of_another_authority_is_refused(
+def test_certificate_of_another_authority_is_refused(
     address: BrokerAddress, made: Certificates, tmp_path: Path
 ) -> None:
-    """The same name in a certificate that somebody else has signed opens nothing."""
     stranger = Certificates(tmp_path / "stranger")
     stranger.client("shed-1")
     access = replace(stranger.access("shed-1"), ca=made.ca)
@@ -126,10 +123,7 @@ def test_a_certificate_of_another_authority_is_refused(
 
 
 @needs_mosquitto
-def test_a_broker_that_cannot_show_who_it_is_is_not_believed(
-    address: BrokerAddress, made: Certificates, tmp_path: Path
-) -> None:
-    """Another authority, another name, the system's authorities alone: nothing is said to it, and the line says why."""
+def test_unverifiable_broker_is_refused(address: BrokerAddress, made: Certificates, tmp_path: Path) -> None:
     other = Certificates(tmp_path / "other")
     made.client("shed-1")
     elsewhere = BrokerAddress("127.0.0.2", address.port)
@@ -142,10 +136,7 @@ def test_a_broker_that_cannot_show_who_it_is_is_not_believed(
 
 
 @needs_mosquitto
-def test_a_broker_whose_certificate_has_expired_is_not_believed(
-    address: BrokerAddress, made: Certificates
-) -> None:
-    """The line says that its certificate or our clock is to be seen to."""
+def test_expired_broker_certificate_is_refused(address: BrokerAddress, made: Certificates) -> None:
     made.broker(ago_days=200)
     with closed(address, made, mutual=False):
         assert "its certificate has expired: enroll the broker again" in refusal(address, made.access())
@@ -170,8 +161,7 @@ def tls_server(certificate: Path, **options: ssl.TLSVersion) -> Iterator[BrokerA
         yield broker
 
 
-def test_a_device_cannot_pass_for_the_broker(made: Certificates) -> None:
-    """A client's certificate, even with a broker's name, is no broker's."""
+def test_client_certificate_cannot_serve_as_broker(made: Certificates) -> None:
     made.client("localhost")
     with tls_server(made.folder / "localhost.crt") as broker:
         said = refusal(BrokerAddress("localhost", broker.port), made.access())
@@ -179,29 +169,25 @@ def test_a_device_cannot_pass_for_the_broker(made: Certificates) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
-def test_an_old_tls_is_not_spoken(made: Certificates) -> None:
-    """TLS 1.1 is refused with a line."""
+def test_old_tls_version_is_refused(made: Certificates) -> None:
     old = ssl.TLSVersion.TLSv1_1
     with tls_server(made.folder / "broker.crt", minimum_version=old, maximum_version=old) as broker:
         assert "supports only an old TLS version: configure TLS 1.2" in refusal(broker, made.access())
 
 
 @needs_mosquitto
-def test_a_broker_without_tls(address: BrokerAddress, made: Certificates, tmp_path: Path) -> None:
-    """Who wants TLS gets no connection without it, and is told which option or port is wrong."""
+def test_plain_broker_port_is_explained(address: BrokerAddress, made: Certificates, tmp_path: Path) -> None:
     with mosquitto(address, tmp_path):
         assert ": give the broker's TLS port, or omit --tls" in refusal(address, made.access())
 
 
-def test_something_without_tls_that_talks(made: Certificates) -> None:
-    """Where something else answers, the line says the same."""
+def test_non_tls_service_is_explained(made: Certificates) -> None:
     with listening(lambda peer: peer.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as (broker, _):
         assert ": give the broker's TLS port, or omit --tls" in refusal(broker, made.access())
 
 
 @needs_mosquitto
-def test_passwords(address: BrokerAddress, made: Certificates) -> None:
-    """The right one over TLS opens; a wrong one and none are told apart, and it is not in the line."""
+def test_password_is_checked_and_never_shown(address: BrokerAddress, made: Certificates) -> None:
     file = made.folder / "passwords"
     subprocess.run(["mosquitto_passwd", "-c", "-b", file, "shed-1", "right"], check=True, capture_output=True)
     options = f"allow_anonymous false\npassword_file {file}"
@@ -215,8 +201,7 @@ def test_passwords(address: BrokerAddress, made: Certificates) -> None:
     assert "right" not in repr(right)
 
 
-def test_failed_handshakes_leave_nothing_open(made: Certificates, tmp_path: Path) -> None:
-    """Sockets do not pile up while a broker is not believed."""
+def test_failed_handshakes_leak_nothing(made: Certificates, tmp_path: Path) -> None:
     other = Certificates(tmp_path / "other")
     with (
         tls_server(other.folder / "broker.crt") as broker,
@@ -231,8 +216,7 @@ def test_failed_handshakes_leave_nothing_open(made: Certificates, tmp_path: Path
         assert threading.active_count() <= threads + 1
 
 
-def test_nothing_can_switch_the_verification_off(made: Certificates) -> None:
-    """Whatever is given, the broker's certificate and its host name are looked at, in TLS 1.2 or newer."""
+def test_verification_is_always_enabled(made: Certificates) -> None:
     made.client("shed-1")
     for access in (BrokerAccess(tls=True), made.access(), made.access("shed-1")):
         context = open_tls(access)
@@ -244,8 +228,7 @@ def test_nothing_can_switch_the_verification_off(made: Certificates) -> None:
     assert open_tls(BrokerAccess()) is None
 
 
-def test_files_that_cannot_be_used_are_named(made: Certificates) -> None:
-    """Missing, no PEM, of somebody else, or behind a password: one line each, before anything is connected."""
+def test_unusable_tls_files_are_named(made: Certificates) -> None:
     for name in ("shed-1", "shed-2"):
         made.client(name)
     good = made.access("shed-1")
@@ -320,16 +303,14 @@ def test_invalid_broker_address_is_refused(text: str) -> None:
         ("broker.example", False, True),
     ],
 )
-def test_a_password_that_others_can_read_on_its_way(*, host: str, tls: bool, warns: bool) -> None:
-    """Without encryption to another machine there is a line, which does not have the password in it."""
+def test_unencrypted_password_is_a_warning(*, host: str, tls: bool, warns: bool) -> None:
     said = warnings(BrokerAccess(tls=tls, username="a", password="hidden"), BrokerAddress(host))
     assert bool(said) == warns
     assert not any("hidden" in line for line in said)
     assert warnings(BrokerAccess(tls=tls), BrokerAddress(host)) == []
 
 
-def test_a_key_that_everybody_can_read(made: Certificates) -> None:
-    """There is a line that says what to type; a file that is the owner's alone, or is not there, is none."""
+def test_world_readable_key_is_a_warning(made: Certificates) -> None:
     made.client("shed-1")
     access = made.access("shed-1")
     assert access.key is not None
@@ -340,8 +321,7 @@ def test_a_key_that_everybody_can_read(made: Certificates) -> None:
     assert readable_by_others(made.folder / "gone") == ""
 
 
-def test_a_certificate_that_ends_soon_is_a_line(made: Certificates) -> None:
-    """In its last thirty days, with what to do about it; a file that is none is told of where it is used."""
+def test_expiring_certificate_is_a_warning(made: Certificates) -> None:
     made.client("shed-1")
     access = made.access("shed-1")
     assert access.certificate is not None
@@ -358,7 +338,6 @@ def test_a_certificate_that_ends_soon_is_a_line(made: Certificates) -> None:
 
 
 @needs_mosquitto
-def test_who_does_not_encrypt_is_told_of_it(address: BrokerAddress, made: Certificates) -> None:
-    """A broker that encrypts hangs up without a word."""
+def test_missing_tls_option_is_explained(address: BrokerAddress, made: Certificates) -> None:
     with closed(address, made):
         assert "if it uses TLS, give --enrollment, --ca or --tls" in refusal(address, BrokerAccess())

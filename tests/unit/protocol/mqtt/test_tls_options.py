@@ -35,8 +35,7 @@ def access(*arguments: str | Path, **environment: str) -> BrokerAccess:
     return heard.pop()
 
 
-def test_a_certificate_means_encryption() -> None:
-    """Who names an authority or a certificate need not ask for TLS as well."""
+def test_authority_or_certificate_implies_tls() -> None:
     assert access() == BrokerAccess()
     assert access("--tls") == BrokerAccess(tls=True)
     assert access("--ca", "ca.crt") == BrokerAccess(tls=True, ca=Path("ca.crt"))
@@ -47,8 +46,7 @@ def test_a_certificate_means_encryption() -> None:
     )
 
 
-def test_a_file_gives_them_too(tmp_path: Path) -> None:
-    """The settings of `--config` have the same names."""
+def test_config_file_sets_tls_options(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("secret\n")
     (tmp_path / "settings.toml").write_text(
         f'ca = "ca.crt"\ncert = "a.crt"\nkey = "a.key"\nusername = "a"\npassword-file = "{tmp_path}/password"\n'
@@ -64,8 +62,7 @@ def test_a_file_gives_them_too(tmp_path: Path) -> None:
     )
 
 
-def test_a_password_is_the_first_line_of_a_file_or_in_the_environment(tmp_path: Path) -> None:
-    """No option takes the password itself; a file counts before the environment."""
+def test_password_comes_from_file_or_environment(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("of the file \nanother line\n")
     assert access("--username", "a", password="of the environment").password == "of the environment"
@@ -74,8 +71,7 @@ def test_a_password_is_the_first_line_of_a_file_or_in_the_environment(tmp_path: 
     assert run("--username", "a", "--password", "secret").exit_code == 2
 
 
-def test_a_password_that_everybody_can_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """There is a line that names the file, and not what stands in it."""
+def test_world_readable_password_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "password"
     file.write_text("secret")
     file.chmod(0o600)
@@ -95,16 +91,14 @@ def test_a_password_that_everybody_can_read(tmp_path: Path, caplog: pytest.LogCa
         (["--password-file", "FILE"], "give --username"),
     ],
 )
-def test_what_does_not_go_together_is_wrong_usage(tmp_path: Path, arguments: list[str], said: str) -> None:
-    """Half of a pair ends with 2."""
+def test_half_of_an_option_pair_is_a_usage_error(tmp_path: Path, arguments: list[str], said: str) -> None:
     (tmp_path / "password").write_text("secret")
     done = run(*(argument.replace("FILE", f"{tmp_path}/password") for argument in arguments))
     assert done.exit_code == 2
     assert said in done.output
 
 
-def test_a_password_file_that_is_none(tmp_path: Path) -> None:
-    """One that is missing, empty or no text is an error that names it."""
+def test_unusable_password_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "password"
     for content, said in (
         (None, "No such file"),

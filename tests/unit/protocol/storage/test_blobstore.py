@@ -22,8 +22,7 @@ def _files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-def test_what_is_put_is_read(tmp_path: Path) -> None:
-    """A blob is found by its digest, also after a restart, and storing it twice changes nothing."""
+def test_put_blob_is_read_back(tmp_path: Path) -> None:
     store = BlobStore(tmp_path / "deep" / "blobs")
     assert DIGEST not in store
     assert store.put(DATA) == store.put(DATA) == DIGEST
@@ -36,8 +35,9 @@ def test_what_is_put_is_read(tmp_path: Path) -> None:
 
 
 @given(cuts=st.lists(st.integers(0, len(DATA)), max_size=6))
-def test_a_download_goes_on_after_any_stop(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
-    """However often the program ends in between, what is there tells where to go on."""
+def test_download_resumes_after_any_interruption(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int]
+) -> None:
     folder = tmp_path_factory.mktemp("blobs")
     for stop in [*sorted(cuts), len(DATA)]:
         store = BlobStore(folder)
@@ -49,8 +49,7 @@ def test_a_download_goes_on_after_any_stop(tmp_path_factory: pytest.TempPathFact
     assert store.partial_bytes(DIGEST) == 0
 
 
-def test_a_damaged_download_is_thrown_away(tmp_path: Path) -> None:
-    """It never gets the name, both digests are told, and the next try starts at the first byte."""
+def test_damaged_download_is_deleted(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     store.append(DIGEST, b"other bytes")
     with pytest.raises(TransferError, match=f"expected sha256 {DIGEST.hex()}, got .*downloading it again"):
@@ -59,8 +58,7 @@ def test_a_damaged_download_is_thrown_away(tmp_path: Path) -> None:
     assert store.partial_bytes(DIGEST) == 0
 
 
-def test_a_blob_that_the_disk_changed_is_not_used(tmp_path: Path) -> None:
-    """Its bytes are checked against its name whenever it is read."""
+def test_damaged_blob_is_refused_and_deleted(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     store.put(DATA)
     with store.path(DIGEST).open("rb+") as file:
@@ -69,8 +67,7 @@ def test_a_blob_that_the_disk_changed_is_not_used(tmp_path: Path) -> None:
         store.read(DIGEST)
 
 
-def test_a_blob_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """The file that is missing stands in the message."""
+def test_missing_blob_is_named(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     with pytest.raises(StateError, match=rf"cannot use .*{DIGEST.hex()}: No such file"):
         store.read(DIGEST)
@@ -78,8 +75,7 @@ def test_a_blob_that_is_not_there_is_named(tmp_path: Path) -> None:
         store.finish(DIGEST)
 
 
-def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
-    """The old content is gone, and no other file is left."""
+def test_write_replaces_the_file(tmp_path: Path) -> None:
     path = tmp_path / "head.onnx"
     write_atomically(path, b"a long first version")
     write_atomically(path, b"second")
@@ -87,8 +83,7 @@ def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
     assert _files(tmp_path) == ["head.onnx"]
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    """What was there stays, nothing half-written is left, and the message names the place and the reason."""
+def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "head.onnx"
     write_atomically(path, b"first")
     with full_disk(after_bytes=1000), pytest.raises(StateError, match=rf"cannot use {path}: .+"):
@@ -97,8 +92,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     assert _files(tmp_path) == ["head.onnx"]
 
 
-def test_a_full_disk_makes_no_blob(tmp_path: Path) -> None:
-    """The blob can be stored once there is room."""
+def test_full_disk_leaves_no_blob(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     with full_disk(after_bytes=1000), pytest.raises(StateError, match="cannot use"):
         store.put(DATA)
@@ -106,8 +100,7 @@ def test_a_full_disk_makes_no_blob(tmp_path: Path) -> None:
     assert store.put(DATA) in store
 
 
-def test_a_download_that_filled_the_disk_goes_on(tmp_path: Path) -> None:
-    """What fitted is a true beginning, so the rest completes it once there is room."""
+def test_download_resumes_after_full_disk(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     with full_disk(after_bytes=1000), pytest.raises(StateError, match="cannot use"):
         store.append(DIGEST, DATA)
@@ -118,8 +111,7 @@ def test_a_download_that_filled_the_disk_goes_on(tmp_path: Path) -> None:
     assert store.read(DIGEST) == DATA
 
 
-def test_a_folder_that_cannot_be_written() -> None:
-    """Blobs can be read, and every kind of writing says why it cannot."""
+def test_unwritable_folder_is_named() -> None:
     with open_folder() as folder:
         store = BlobStore(folder / "blobs")
         store.put(b"old")
@@ -135,15 +127,13 @@ def test_a_folder_that_cannot_be_written() -> None:
         assert DIGEST not in store
 
 
-def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
-    """The message names it."""
+def test_file_in_place_of_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("not a folder")
     with pytest.raises(StateError, match=rf"cannot use {tmp_path}/state.*: Not a directory"):
         BlobStore(tmp_path / "state")
 
 
-def test_only_what_is_wanted_stays(tmp_path: Path) -> None:
-    """Other blobs, other downloads and what a power cut left behind are deleted; not what is being written now."""
+def test_keep_only_deletes_the_rest(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     kept, old = store.put(b"kept"), store.put(b"old")
     store.append(digest_of(b"wanted"), b"wan")
@@ -157,8 +147,7 @@ def test_only_what_is_wanted_stays(tmp_path: Path) -> None:
     assert _files(tmp_path) == sorted([".4567cdef-now", kept.hex(), digest_of(b"wanted").hex()])
 
 
-def test_what_is_no_blob_is_no_digest(tmp_path: Path) -> None:
-    """A stranger's file in the folder is passed over."""
+def test_other_files_are_no_digests(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     (tmp_path / "README").write_text("hello")
     assert list(store.digests()) == []
@@ -173,8 +162,7 @@ blobstore.write_atomically(Path(sys.argv[1]), b"new" * 100000)
 """
 
 
-def test_a_power_cut_before_the_end_leaves_the_old_file(tmp_path: Path) -> None:
-    """A process that dies just before the last step has changed nothing that a reader sees."""
+def test_crash_before_rename_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "head.onnx"
     write_atomically(path, b"old")
     code = subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False).returncode
@@ -182,8 +170,7 @@ def test_a_power_cut_before_the_end_leaves_the_old_file(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old"
 
 
-def test_storing_again_mends_a_damaged_blob(tmp_path: Path) -> None:
-    """What the disk has changed under a blob's name is replaced by the right bytes."""
+def test_put_replaces_a_damaged_blob(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     digest = store.put(b"blob")
     store.path(digest).write_bytes(b"blot")
@@ -191,8 +178,7 @@ def test_storing_again_mends_a_damaged_blob(tmp_path: Path) -> None:
     assert store.read(digest) == b"blob"
 
 
-def test_blobs_that_are_written_together_get_their_names_together(tmp_path: Path) -> None:
-    """Before that they are not there; one that is there already is mended if the disk has changed it."""
+def test_batch_renames_all_files_at_once(tmp_path: Path) -> None:
     store, together = BlobStore(tmp_path), WriteBatch()
     payloads = [bytes([number]) * 1000 for number in range(20)]
     store.path(store.put(payloads[0])).write_bytes(b"changed")
@@ -205,8 +191,7 @@ def test_blobs_that_are_written_together_get_their_names_together(tmp_path: Path
     together.finish()
 
 
-def test_of_files_that_are_written_together_none_is_there_if_one_fails(tmp_path: Path) -> None:
-    """Nothing is left of the others, and with room again they can be written."""
+def test_failed_batch_leaves_no_file(tmp_path: Path) -> None:
     store, together = BlobStore(tmp_path), WriteBatch()
     with full_disk(after_bytes=10_000):
         for payload in (b"small", DATA, b"also small"):
@@ -219,8 +204,7 @@ def test_of_files_that_are_written_together_none_is_there_if_one_fails(tmp_path:
     assert store.read(DIGEST) == DATA
 
 
-def test_files_that_are_given_up_leave_nothing(tmp_path: Path) -> None:
-    """Whether they were written by then or not."""
+def test_discarded_batch_leaves_nothing(tmp_path: Path) -> None:
     store, together = BlobStore(tmp_path), WriteBatch()
     for number in range(50):
         payload = bytes([number]) * 10_000

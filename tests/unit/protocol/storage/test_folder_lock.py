@@ -21,8 +21,7 @@ input()
 """
 
 
-def test_a_folder_is_free_again_when_its_program_was_killed(tmp_path: Path) -> None:
-    """A second program does not get it, and does after the first was killed without a chance to tidy up."""
+def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     assert not lock.is_taken()
     with subprocess.Popen(
@@ -40,8 +39,7 @@ def test_a_folder_is_free_again_when_its_program_was_killed(tmp_path: Path) -> N
     assert not lock.is_taken()
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    """It is told with its path; to look at it changes nothing."""
+def test_missing_folder_is_named(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     assert not FolderLock(missing).is_taken()
     with pytest.raises(StateError, match="missing"):

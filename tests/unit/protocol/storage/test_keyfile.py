@@ -17,8 +17,7 @@ from protocol.storage.keyfile import read_key, read_or_make_key, write_private
 from protocol.wire.signing import public_key
 
 
-def test_a_key_is_made_once(tmp_path: Path) -> None:
-    """The next start is the same signer, and nobody else can read its key."""
+def test_key_is_generated_once(tmp_path: Path) -> None:
     path = tmp_path / "identity" / "signing.key"
     key = read_or_make_key(path)
     assert read_or_make_key(path) == read_key(path) == key
@@ -29,8 +28,7 @@ def test_a_key_is_made_once(tmp_path: Path) -> None:
     assert read_or_make_key(tmp_path / "other.key") != key
 
 
-def test_a_file_that_was_open_to_others_is_replaced(tmp_path: Path) -> None:
-    """What it holds then is its owner's again."""
+def test_world_readable_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.key"
     path.write_bytes(b"left")
     path.chmod(0o666)
@@ -39,8 +37,7 @@ def test_a_file_that_was_open_to_others_is_replaced(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_what_is_no_key_is_named(tmp_path: Path) -> None:
-    """An empty file, a key of another kind, or one with a password."""
+def test_invalid_key_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "signing.key"
     with pytest.raises(ConfigError, match="cannot read the key"):
         read_key(path)
@@ -58,8 +55,7 @@ def test_what_is_no_key_is_named(tmp_path: Path) -> None:
         read_key(path)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """As everything else of a state directory."""
+def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StateError, match="file"):
         write_private(tmp_path / "file" / "a.key", b"data")

@@ -61,15 +61,13 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
     return str(caught.value)
 
 
-def test_every_type_of_the_wire_has_a_sample() -> None:
-    """The samples, on which other tests stand, leave out no type."""
+def test_every_wire_type_has_a_sample() -> None:
     inner = {BlobRef, HeadRef, Program, Perturbation, DifferentialPrivacy, Privacy, Tensor}
     assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 
 @given(MESSAGES)
-def test_what_is_encoded_is_decoded(message: Message | Frame) -> None:
-    """Every valid message comes back equal, and its kind can be told before."""
+def test_encoded_message_is_decoded(message: Message | Frame) -> None:
     data = encode(message)
     assert decode(data, type(message), max_bytes=MAX_BYTES) == message
     if not isinstance(message, Frame):
@@ -77,14 +75,12 @@ def test_what_is_encoded_is_decoded(message: Message | Frame) -> None:
 
 
 @each_message
-def test_the_bytes_of_version_1_stay_as_they_are(message: Message | Frame) -> None:
-    """Another byte on the wire is another protocol version: devices in the field speak this one."""
+def test_golden_bytes_of_version_1(message: Message | Frame) -> None:
     assert encode(message).hex() == GOLDEN[type(message).__name__]
 
 
 @each_message
-def test_every_cut_of_a_message_is_refused(message: Message | Frame) -> None:
-    """No prefix of a message is taken for a message, and nothing may follow it."""
+def test_every_prefix_is_refused(message: Message | Frame) -> None:
     data = encode(message)
     for size in range(len(data)):
         refused(data[:size], type(message))
@@ -92,8 +88,7 @@ def test_every_cut_of_a_message_is_refused(message: Message | Frame) -> None:
 
 
 @each_message
-def test_another_version_is_named(message: Message | Frame) -> None:
-    """A message of another version says which one, even where its fields have changed."""
+def test_other_version_is_named(message: Message | Frame) -> None:
     data = encode(msgspec.structs.replace(message, v=2))
     with pytest.raises(VersionMismatch, match="expected protocol version 1, got 2"):
         decode(data, type(message), max_bytes=MAX_BYTES)
@@ -103,8 +98,7 @@ def test_another_version_is_named(message: Message | Frame) -> None:
 
 
 @each_message
-def test_a_message_past_its_limit_is_refused_unread(message: Message | Frame) -> None:
-    """The size is judged first, and one byte too much is too much."""
+def test_oversized_message_is_refused_before_decoding(message: Message | Frame) -> None:
     data = encode(message)
     assert decode(data, type(message), max_bytes=len(data)) == message
     with pytest.raises(MalformedMessage, match=f"expected at most {len(data) - 1} bytes, got {len(data)}"):
@@ -112,8 +106,7 @@ def test_a_message_past_its_limit_is_refused_unread(message: Message | Frame) ->
 
 
 @each_message
-def test_one_type_is_never_taken_for_another(message: Message | Frame) -> None:
-    """A message of a wrong type is refused, whatever fields the two share."""
+def test_other_message_type_is_refused(message: Message | Frame) -> None:
     for other in SAMPLES:
         if type(other) is not type(message):
             refused(encode(message), type(other))
@@ -121,17 +114,13 @@ def test_one_type_is_never_taken_for_another(message: Message | Frame) -> None:
 
 @given(st.binary(max_size=300), st.sampled_from([type(sample) for sample in SAMPLES]))
 def test_random_bytes_are_refused(data: bytes, message_type: type[Message | Frame]) -> None:
-    """Noise is refused as malformed, and nothing else is ever raised."""
     refused(data, message_type)
     with pytest.raises(MalformedMessage):
         message_kind(b"\x81" + data)
 
 
 @given(st.sampled_from(SAMPLES), st.data())
-def test_a_flipped_byte_is_refused_or_another_valid_message(
-    message: Message | Frame, data: st.DataObject
-) -> None:
-    """Damage never raises anything but MalformedMessage."""
+def test_flipped_byte_is_refused_or_valid(message: Message | Frame, data: st.DataObject) -> None:
     damaged = bytearray(encode(message))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(MalformedMessage):
@@ -140,14 +129,12 @@ def test_a_flipped_byte_is_refused_or_another_valid_message(
 
 @pytest.mark.parametrize("message", [sample for sample in SAMPLES if not isinstance(sample, Frame)])
 def test_unknown_keys_are_ignored(message: Message) -> None:
-    """A newer sender of the same version may add fields, of any kind."""
     envelope = {**as_map(message), "hint": [{"deep": b"x"}, None, 1.5]}
     assert decode(msgspec.msgpack.encode(envelope), type(message), max_bytes=MAX_BYTES) == message
 
 
 @pytest.mark.parametrize("message", [sample for sample in SAMPLES if not isinstance(sample, Frame)])
-def test_every_field_without_a_default_is_needed(message: Message) -> None:
-    """A message without a needed field, or with another type in it, is refused."""
+def test_required_fields_are_required(message: Message) -> None:
     for field in msgspec.structs.fields(message):
         if field.required:
             rest = {key: value for key, value in as_map(message).items() if key != field.encode_name}
@@ -165,8 +152,7 @@ HUGE_LENGTHS = {
 
 
 @pytest.mark.parametrize("head", HUGE_LENGTHS.values(), ids=HUGE_LENGTHS.keys())
-def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
-    """Four gigabytes announced in five bytes are refused without room being made for them."""
+def test_huge_declared_length_allocates_nothing(head: bytes) -> None:
     evaluation = encode(Evaluation(task=bytes(32), head_version=1, correct=(1,), incorrect=()))
     where = evaluation.index(b"\xa7correct") + len(b"\xa7correct")
     attacks: list[tuple[bytes, type[Message | Frame]]] = [
@@ -186,7 +172,6 @@ def test_a_huge_declared_length_allocates_nothing(head: bytes) -> None:
 
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1a"], ids=["lists", "maps"])
 def test_deep_nesting_is_refused(opening: bytes) -> None:
-    """A hundred thousand levels end in a refusal, as a field that is ignored and at the top."""
     deep = opening * 100_000
     refused(b"\x83\xa4type\xa8presence\xa1v\x01\xa1z" + deep, Presence)
     refused(deep, Presence)
@@ -242,15 +227,13 @@ OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("message_type", "change"), OUT_OF_BOUNDS)
-def test_every_bound_holds(message_type: type[Message], change: dict[str, Any]) -> None:
-    """A value past its bound is refused, and the message names the field."""
+def test_every_bound_is_enforced(message_type: type[Message], change: dict[str, Any]) -> None:
     sample = next(sample for sample in SAMPLES if type(sample) is message_type)
     assert isinstance(sample, Message)
     assert f"$.{next(iter(change))}" in refused({**as_map(sample), **change}, message_type)
 
 
-def test_a_frame_holds_at_most_one_chunk() -> None:
-    """Sixty KiB are taken, one byte more is not."""
+def test_frame_holds_at_most_one_chunk() -> None:
     digest = bytes(32)
     decode(
         encode(Frame(v=1, digest=digest, size_bytes=61_440, offset=0, data=bytes(61_440))),
@@ -268,21 +251,18 @@ def test_a_frame_holds_at_most_one_chunk() -> None:
         hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
     )
 )
-def test_an_array_comes_back(array: NDArray[Any]) -> None:
-    """Values and shape survive, whatever the byte order; what travels is little-endian."""
+def test_array_round_trip(array: NDArray[Any]) -> None:
     back = to_array(to_tensor(array))
     assert back.shape == array.shape
     assert back.dtype == array.dtype.newbyteorder("<")
     np.testing.assert_array_equal(back, array)
 
 
-def test_big_endian_arrays_travel_as_little_endian() -> None:
-    """The bytes of the number 4 in 16 bits are 04 00."""
+def test_big_endian_array_is_converted() -> None:
     assert to_tensor(np.array([4], dtype=">u2")).data == LITTLE
 
 
-def test_arrays_in_any_memory_order_travel_row_by_row() -> None:
-    """A transposed, strided or Fortran-ordered array gives the bytes of its C-ordered copy."""
+def test_any_memory_order_is_sent_row_major() -> None:
     array = np.arange(24, dtype=np.float32).reshape(4, 6)
     for view in (array.T, array[::2, ::-1], np.asfortranarray(array)):
         assert to_tensor(view) == to_tensor(np.ascontiguousarray(view))
@@ -302,28 +282,24 @@ def test_arrays_in_any_memory_order_travel_row_by_row() -> None:
     ],
     ids=["float64", "int8", "uint64", "bool", "text", "objects", "five dimensions"],
 )
-def test_what_has_no_place_on_the_wire_is_not_sent(array: NDArray[Any]) -> None:
-    """Other dtypes and shapes are refused before they are sent."""
+def test_unsupported_array_is_refused(array: NDArray[Any]) -> None:
     with pytest.raises(MalformedMessage, match="cannot send"):
         to_tensor(array)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (7,), (), (0,), (2**31 - 1,) * 4])
-def test_a_shape_that_contradicts_the_bytes_is_refused(shape: tuple[int, ...]) -> None:
-    """The bytes must be exactly those of the shape; a huge shape makes room for nothing."""
+def test_shape_that_contradicts_bytes_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(MalformedMessage, match=r"expected \d+ bytes for f2"):
         to_array(Tensor("f2", shape, bytes(10)))
 
 
 @pytest.mark.parametrize("shape", [(0, *(2**31 - 1,) * 3), (2**31 - 1, 0, 2**31 - 1, 2**31 - 1)])
-def test_a_shape_without_values_beyond_counting_is_refused(shape: tuple[int, ...]) -> None:
-    """An edge of 0 makes the bytes right, and still there is no such array."""
+def test_overflowing_empty_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(MalformedMessage, match="no array can have shape"):
         to_array(Tensor("f4", shape, b""))
 
 
-def test_a_received_array_cannot_be_changed() -> None:
-    """It is a view of the message's bytes, and a message is a value."""
+def test_received_array_is_read_only() -> None:
     with pytest.raises(ValueError, match="read-only"):
         to_array(to_tensor(np.zeros(3, dtype=np.float32)))[0] = 1
 
@@ -339,22 +315,19 @@ def test_a_received_array_cannot_be_changed() -> None:
         ([2**32 - 1], "u4"),
     ],
 )
-def test_integers_take_the_least_room(values: list[int], dtype: str) -> None:
-    """The smallest unsigned dtype that holds all of them travels."""
+def test_integers_use_the_smallest_dtype(values: list[int], dtype: str) -> None:
     tensor = to_unsigned(np.array(values, dtype=np.int64))
     assert tensor.dtype == dtype
     assert to_array(tensor).tolist() == values
 
 
-def test_integers_past_32_bits_are_not_sent() -> None:
-    """They are refused, not cut."""
+def test_integers_beyond_32_bits_are_refused() -> None:
     with pytest.raises(MalformedMessage):
         to_unsigned(np.array([2**32], dtype=np.int64))
 
 
 @pytest.mark.parametrize(("rows", "size"), [(22, 256), (1000, 1024)])
-def test_a_submission_is_hardly_larger_than_its_prototypes(rows: int, size: int) -> None:
-    """Envelope, labels, counts, frames and their topics add at most 3 % to the float16 tensor."""
+def test_submission_overhead_is_small(rows: int, size: int) -> None:
     rng = np.random.default_rng(0)
     prototypes = rng.normal(size=(rows, size)).astype(np.float16)
     submission = Submission(

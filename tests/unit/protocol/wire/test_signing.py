@@ -17,8 +17,7 @@ DIGEST = b"d" * 32
 TRANSFER = {"fleet": "barn", "device": "cam", "digest": DIGEST, "size_bytes": 9}
 
 
-def test_the_bytes_that_are_signed_are_those_that_the_page_names() -> None:
-    """Whoever writes another client finds here that `docs/protocol.md` says what is signed."""
+def test_signed_bytes_are_as_documented() -> None:
     signed = open_manifest(SIGNED, fleet="barn", channel="head")
     key = Ed25519PublicKey.from_public_bytes(signed.key)
     key.verify(signed.signature, b"protofleet 1 manifest barn head 7\n" + BODY)
@@ -26,15 +25,13 @@ def test_the_bytes_that_are_signed_are_those_that_the_page_names() -> None:
 
 
 @given(body=st.binary(max_size=500), release=st.integers(1, 2**63 - 1))
-def test_what_was_signed_is_opened_again(body: bytes, release: int) -> None:
-    """Whatever it says."""
+def test_signed_manifest_is_opened(body: bytes, release: int) -> None:
     payload = sign_manifest(body, key=KEY, fleet="barn", channel="task", release=release)
     signed = open_manifest(payload, fleet="barn", channel="task")
     assert (signed.body, signed.release, signed.key) == (body, release, public_key(KEY))
 
 
-def test_the_largest_manifest_fits() -> None:
-    """With the longest fleet and the greatest number."""
+def test_largest_manifest_fits() -> None:
     body = bytes(MAX_MANIFEST_BYTES)
     payload = sign_manifest(body, key=KEY, fleet="f" * 64, channel="round", release=2**63 - 1)
     assert len(payload) <= MAX_SIGNED_BYTES
@@ -52,23 +49,20 @@ def test_the_largest_manifest_fits() -> None:
         ("body", b""),
     ],
 )
-def test_nothing_in_a_signed_message_can_be_changed(field: str, value: bytes | int) -> None:
-    """Neither what it says nor how new it is, nor who has said it."""
+def test_changed_signed_message_is_refused(field: str, value: bytes | int) -> None:
     signed = open_manifest(SIGNED, fleet="barn", channel="head")
     fields = {name: getattr(signed, name) for name in ("key", "release", "signature", "body")}
     with pytest.raises(BadSignature, match="head is not signed"):
         open_manifest(encode(Signed(**{**fields, field: value})), fleet="barn", channel="head")
 
 
-def test_a_manifest_stands_for_no_other_fleet_or_topic() -> None:
-    """A signed task is no head, and that of another fleet none of this one."""
+def test_signature_is_bound_to_fleet_and_topic() -> None:
     for fleet, channel in (("field", "head"), ("barn", "task")):
         with pytest.raises(BadSignature):
             open_manifest(SIGNED, fleet=fleet, channel=channel)  # type: ignore[arg-type]
 
 
-def test_every_cut_of_a_signed_message_is_refused() -> None:
-    """As malformed, before anything is verified."""
+def test_every_prefix_of_a_signed_message_is_refused() -> None:
     for length in range(len(SIGNED)):
         with pytest.raises(MalformedMessage):
             open_manifest(SIGNED[:length], fleet="barn", channel="head")
@@ -77,8 +71,7 @@ def test_every_cut_of_a_signed_message_is_refused() -> None:
 @pytest.mark.parametrize(
     "changed", [{"fleet": "field"}, {"device": "cat"}, {"digest": b"e" * 32}, {"size_bytes": 8}]
 )
-def test_a_transfer_is_of_one_device_and_of_one_payload(changed: dict[str, object]) -> None:
-    """Its signature does not stand for another's, nor for other bytes."""
+def test_transfer_signature_is_bound_to_device_and_payload(changed: dict[str, object]) -> None:
     signature = sign_transfer(KEY, **TRANSFER)  # type: ignore[arg-type]
     public = public_key(KEY)
     assert is_own_transfer(public, signature, **TRANSFER)  # type: ignore[arg-type]
@@ -87,6 +80,5 @@ def test_a_transfer_is_of_one_device_and_of_one_payload(changed: dict[str, objec
 
 
 @given(public=st.binary(max_size=40), signature=st.binary(max_size=80))
-def test_no_bytes_make_verification_fail_otherwise_than_by_saying_no(public: bytes, signature: bytes) -> None:
-    """Keys and signatures come from the network as well."""
+def test_verification_never_raises(public: bytes, signature: bytes) -> None:
     assert not is_own_transfer(public, signature, **TRANSFER)  # type: ignore[arg-type]

@@ -29,15 +29,13 @@ FLEET_CHANNELS: tuple[FleetChannel, ...] = get_args(FleetChannel)
 
 
 @given(NAMES, NAMES, st.sampled_from(DEVICE_CHANNELS))
-def test_a_topic_that_is_built_is_parsed(fleet: str, device: str, channel: DeviceChannel) -> None:
-    """Any fleet, device and channel comes back, and the names are names."""
+def test_built_topic_is_parsed(fleet: str, device: str, channel: DeviceChannel) -> None:
     assert parse_device_topic(device_topic(fleet, device, channel)) == DeviceTopic(fleet, device, channel)
     assert is_name(fleet)
 
 
 @given(NAMES, NAMES, st.sampled_from(DEVICE_CHANNELS))
-def test_the_aggregator_hears_devices_and_not_itself(fleet: str, device: str, channel: DeviceChannel) -> None:
-    """Exactly the channels that devices write match its subscriptions, once each, and only its fleet's."""
+def test_subscriptions_match_device_topics_only(fleet: str, device: str, channel: DeviceChannel) -> None:
     topic = device_topic(fleet, device, channel)
     matches = [topic_matches_sub(pattern, topic) for pattern in device_filters(fleet)]
     assert sum(matches) == (channel in FROM_DEVICES)
@@ -45,8 +43,7 @@ def test_the_aggregator_hears_devices_and_not_itself(fleet: str, device: str, ch
 
 
 @pytest.mark.parametrize("channel", FLEET_CHANNELS)
-def test_fleet_topics_stand_apart(channel: FleetChannel) -> None:
-    """No device can write them through its own branch, and the aggregator does not hear its own."""
+def test_fleet_topics_are_no_device_topics(channel: FleetChannel) -> None:
     topic = fleet_topic("f", channel)
     assert topic == f"pf/1/f/{channel}"
     assert not any(topic_matches_sub(pattern, topic) for pattern in device_filters("f"))
@@ -54,8 +51,7 @@ def test_fleet_topics_stand_apart(channel: FleetChannel) -> None:
         parse_device_topic(topic)
 
 
-def test_the_topics_are_those_of_version_1() -> None:
-    """The spelling is part of the wire contract, and stays under the seven slashes of the strictest broker."""
+def test_topics_of_version_1() -> None:
     spelled = {channel: device_topic("fleet", "dev-1", channel) for channel in DEVICE_CHANNELS}
     assert spelled == {
         "state": "pf/1/fleet/d/dev-1/state",
@@ -68,8 +64,7 @@ def test_the_topics_are_those_of_version_1() -> None:
     assert max(topic.count("/") for topic in spelled.values()) <= 7
 
 
-def test_every_channel_says_whether_it_is_retained() -> None:
-    """Chunks and receipts never are."""
+def test_every_channel_has_a_retain_flag() -> None:
     assert RETAINED.keys() == {*DEVICE_CHANNELS, *FLEET_CHANNELS}
     assert {channel for channel, retained in RETAINED.items() if retained} == {
         "task",
@@ -80,8 +75,7 @@ def test_every_channel_says_whether_it_is_retained() -> None:
     }
 
 
-def test_devices_spread_over_the_shards() -> None:
-    """A thousand devices use every shard, none more than twice its share."""
+def test_devices_spread_over_shards() -> None:
     used = Counter(device_topic("f", f"device-{n}", "up")[-1] for n in range(1000))
     assert len(used) == SHARDS
     assert max(used.values()) < 2 * 1000 / SHARDS
@@ -110,12 +104,10 @@ def test_devices_spread_over_the_shards() -> None:
     ],
 )
 def test_other_topics_are_refused(topic: str) -> None:
-    """What is not exactly a device's topic is malformed."""
     with pytest.raises(MalformedMessage, match="not a device topic"):
         parse_device_topic(topic)
 
 
 @pytest.mark.parametrize("text", ["", "a/b", "a b", "+", "#", "a\n", "é", "x" * 65, "$SYS"])
-def test_what_cannot_be_a_name(text: str) -> None:
-    """Nothing that could reach another topic can name a fleet or a device."""
+def test_invalid_names_are_refused(text: str) -> None:
     assert not is_name(text)

@@ -34,10 +34,9 @@ def _frame(offset: int, data: bytes, *, size_bytes: int = 10, digest: bytes = DI
 
 
 @given(st.binary(max_size=400), st.integers(1, 64), st.data())
-def test_any_order_and_duplication_gives_the_payload(
+def test_any_order_with_duplicates_gives_the_payload(
     payload: bytes, chunk_bytes: int, data: st.DataObject
 ) -> None:
-    """Frames may come in any order and any number of times."""
     frames = list(frames_of(payload, digest=digest_of(payload), chunk_bytes=chunk_bytes))
     assembly = _assembly_of(payload)
     repeated = data.draw(st.lists(st.sampled_from(frames)))
@@ -49,8 +48,7 @@ def test_any_order_and_duplication_gives_the_payload(
 
 
 @given(st.binary(min_size=1, max_size=400), st.integers(1, 64), st.data())
-def test_what_was_lost_is_named_and_sent_again(payload: bytes, chunk_bytes: int, data: st.DataObject) -> None:
-    """Sending just the missing ranges completes a transfer, in however many lossy rounds."""
+def test_missing_ranges_are_named_and_resent(payload: bytes, chunk_bytes: int, data: st.DataObject) -> None:
     assembly = _assembly_of(payload)
     while ranges := assembly.missing():
         sent = list(frames_of(payload, digest=assembly.digest, ranges=ranges, chunk_bytes=chunk_bytes))
@@ -65,8 +63,7 @@ def test_what_was_lost_is_named_and_sent_again(payload: bytes, chunk_bytes: int,
     st.lists(st.tuples(st.integers(0, 60), st.binary(max_size=30)), max_size=30),
     st.integers(0, 60),
 )
-def test_no_frames_make_it_hold_more_than_the_whole(pieces: list[tuple[int, bytes]], size_bytes: int) -> None:
-    """Of overlapping frames only what is new takes room; empty and contradicting ones are refused."""
+def test_assembly_never_holds_more_than_the_payload(pieces: list[tuple[int, bytes]], size_bytes: int) -> None:
     assembly = Assembly(DIGEST, size_bytes)
     for offset, data in pieces:
         with contextlib.suppress(TransferError):
@@ -78,7 +75,6 @@ def test_no_frames_make_it_hold_more_than_the_whole(pieces: list[tuple[int, byte
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30))))
 def test_every_byte_is_new_once(pieces: list[tuple[int, int]]) -> None:
-    """What is said to be new is what nobody covered before; covered and missing together are the whole; both ascend."""
     coverage, covered = Coverage(130), set[int]()
     for start, length in pieces:
         new = [byte for begin, end in coverage.add(start, start + length) for byte in range(begin, end)]
@@ -95,7 +91,6 @@ def test_every_byte_is_new_once(pieces: list[tuple[int, int]]) -> None:
 
 @given(st.binary(min_size=1, max_size=300), st.data())
 def test_any_sizes_and_overlaps_give_the_payload(payload: bytes, data: st.DataObject) -> None:
-    """A sender may cut each time differently, and what is kept elsewhere meanwhile need not stay."""
     assembly, elsewhere = _assembly_of(payload), list[tuple[int, bytes]]()
     while ranges := assembly.missing():
         start = data.draw(st.integers(0, ranges[0][0]))
@@ -107,16 +102,14 @@ def test_any_sizes_and_overlaps_give_the_payload(payload: bytes, data: st.DataOb
     assert assembly.payload(elsewhere) == payload
 
 
-def test_an_announced_size_allocates_nothing() -> None:
-    """A transfer of two gigabytes of which one byte came holds one byte."""
+def test_announced_size_allocates_nothing() -> None:
     assembly = Assembly(DIGEST, 2 * 1024**3)
     assembly.add(_frame(5, b"x", size_bytes=2 * 1024**3))
     assert assembly.held_bytes == 1
     assert assembly.missing() == ((0, 5), (6, 2 * 1024**3))
 
 
-def test_frames_of_a_whole_payload_are_chunks_that_fit() -> None:
-    """Every frame but the last is full, and with its envelope stays under 64 KiB."""
+def test_frames_of_a_payload_fit_a_packet() -> None:
     payload = bytes(2 * MAX_CHUNK_BYTES + 1)
     frames = list(frames_of(payload, digest=DIGEST))
     assert [len(each.data) for each in frames] == [MAX_CHUNK_BYTES, MAX_CHUNK_BYTES, 1]
@@ -127,29 +120,25 @@ def test_frames_of_a_whole_payload_are_chunks_that_fit() -> None:
     ("limit", "expected"),
     [(None, MAX_CHUNK_BYTES), (10**6, MAX_CHUNK_BYTES), (4096, 4096 - ENVELOPE_BYTES), (300, 256)],
 )
-def test_a_chunk_is_as_large_as_the_broker_takes(limit: int | None, expected: int) -> None:
-    """Without a limit it is what the protocol allows, and it is never so small that a transfer never ends."""
+def test_chunk_size_follows_the_packet_limit(limit: int | None, expected: int) -> None:
     assert chunk_bytes(limit) == expected
 
 
 @given(st.integers(512, 70000))
-def test_a_frame_fits_into_the_packet_that_the_broker_takes(limit: int) -> None:
-    """With the longest names and numbers, envelope, topic and header find room beside the chunk."""
+def test_frame_fits_the_packet_limit(limit: int) -> None:
     data = bytes(chunk_bytes(limit))
     frame = Frame(v=1, digest=DIGEST, size_bytes=2**31, offset=2**31 - len(data), data=data)
     topic = device_topic("f" * 64, "d" * 64, "up")
     assert packet_bytes(topic, len(encode(frame))) <= limit
 
 
-def test_ranges_past_the_payload_are_clipped() -> None:
-    """A receiver that asks for too much gets what there is."""
+def test_ranges_are_clipped_to_the_payload() -> None:
     assert [
         (each.offset, each.data) for each in frames_of(PAYLOAD, digest=DIGEST, ranges=((8, 99), (50, 60)))
     ] == [(8, b"\x08\x09")]
 
 
-def test_an_empty_payload_is_one_empty_frame() -> None:
-    """Nothing can be sent, too, and is complete."""
+def test_empty_payload_is_one_empty_frame() -> None:
     frames = list(frames_of(b"", digest=digest_of(b"")))
     assert [(each.offset, each.data) for each in frames] == [(0, b"")]
     assembly = _assembly_of(b"")
@@ -168,8 +157,7 @@ def test_an_empty_payload_is_one_empty_frame() -> None:
     ],
     ids=["digest", "size", "past the end", "beyond the end", "empty"],
 )
-def test_a_frame_that_contradicts_the_transfer_is_refused(wrong: Frame, reason: str) -> None:
-    """It changes nothing, and the rest of the transfer goes on."""
+def test_contradicting_frame_is_refused(wrong: Frame, reason: str) -> None:
     assembly = Assembly(DIGEST, 10)
     assembly.add(_frame(0, PAYLOAD[:5]))
     with pytest.raises(TransferError, match=reason):
@@ -178,8 +166,7 @@ def test_a_frame_that_contradicts_the_transfer_is_refused(wrong: Frame, reason: 
     assert assembly.payload() == PAYLOAD
 
 
-def test_of_overlapping_frames_the_first_bytes_stay() -> None:
-    """If they contradict each other, the digest says so in the end."""
+def test_first_bytes_of_overlapping_frames_stay() -> None:
     assembly = Assembly(DIGEST, 10)
     for piece in (_frame(0, b"XX"), _frame(1, PAYLOAD[1:])):
         assembly.add(piece)
@@ -188,8 +175,7 @@ def test_of_overlapping_frames_the_first_bytes_stay() -> None:
         assembly.payload()
 
 
-def test_other_bytes_than_announced_are_refused() -> None:
-    """Both digests are named."""
+def test_wrong_digest_is_refused() -> None:
     assembly = Assembly(DIGEST, 10)
     assembly.add(_frame(0, bytes(10)))
     with pytest.raises(
@@ -198,16 +184,14 @@ def test_other_bytes_than_announced_are_refused() -> None:
         assembly.payload()
 
 
-def test_half_a_transfer_is_no_payload() -> None:
-    """There is nothing to read before everything is there."""
+def test_incomplete_transfer_has_no_payload() -> None:
     assembly = Assembly(DIGEST, 10)
     assembly.add(_frame(0, PAYLOAD[:5]))
     with pytest.raises(TransferError, match="incomplete"):
         assembly.payload()
 
 
-def test_a_transfer_in_crumbs_is_refused() -> None:
-    """What is kept beside the bytes is bounded as well."""
+def test_too_many_pieces_are_refused() -> None:
     size_bytes = 3 * MAX_PIECES
     most = MAX_PIECES + size_bytes // SMALLEST_CHUNK_BYTES
     assembly = Assembly(DIGEST, size_bytes)
