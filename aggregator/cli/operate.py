@@ -1,11 +1,11 @@
 """`aggregator status`, `rollback`, `promote` and `release`."""
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from aggregator.cli.state import existing_state, require_packages, state_option
 
@@ -20,17 +20,19 @@ def status_command(*, state: Path, as_json: bool) -> None:
     """Show devices, submissions, covered classes and heads."""
     if not as_json:
         require_packages("rich")
-    from aggregator.status import report, show
+    from aggregator.status.collect import collect_status
     from aggregator.storage.store import Store
 
-    status = report(Store(state, read_only=True))
+    status = collect_status(Store(state, read_only=True))
     if as_json:
-        click.echo(json.dumps(status, indent=2))
+        click.echo(msgspec.json.format(msgspec.json.encode(status), indent=2))
         return
     from rich.console import Console
 
+    from aggregator.status.render import render_status
+
     # Without a terminal there is no width to wrap at.
-    show(status, Console(width=None if sys.stdout.isatty() else 200))
+    render_status(status, Console(width=None if sys.stdout.isatty() else 200))
 
 
 @click.command("rollback")

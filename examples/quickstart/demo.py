@@ -16,7 +16,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from aggregator.status import report
+from aggregator.status.collect import collect_status
 from aggregator.storage.store import Store
 from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet, accuracy_of, predict
@@ -139,7 +139,8 @@ def _status(folder: Folder) -> dict[str, Any]:
     """Return what `aggregator status --json` prints; empty before there is a state."""
     try:
         with contextlib.closing(Store(folder.aggregator, read_only=True)) as store:
-            return report(store)
+            summary: dict[str, Any] = msgspec.to_builtins(collect_status(store))
+            return summary
     except StateError:
         return {}
 

@@ -24,7 +24,7 @@ from aggregator.config.schema import (
 )
 from aggregator.coordination.rollout import Settings
 from aggregator.tasks.manifests import task_manifest
-from docs import generate_architecture
+from docs import generate_architecture, generate_status_schema
 from docs.generate_cli import PAGE, render
 from edge_client.cli import cli as edge_client
 from protocol.wire.codec import encode
@@ -170,6 +170,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     """A link from a page into the repository meets a file."""
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_status_schema_is_up_to_date() -> None:
+    """docs/status.schema.json is the schema of the status structs."""
+    page = generate_status_schema.PAGE.read_text(encoding="utf-8")
+    assert page == generate_status_schema.render(), "run: python -m docs.generate_status_schema"
 
 
 def test_the_generated_help_is_up_to_date() -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import json
 import queue
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from rich.console import Console
 
 from aggregator.config.task_file import load_task
 from aggregator.service.aggregator import Aggregator
-from aggregator.status import report, show
+from aggregator.status.collect import collect_status
+from aggregator.status.render import render_status
 from aggregator.storage.store import Store
 from aggregator.tasks.task import Task, prepare_task
 from protocol.errors import ConfigError, MalformedMessage
@@ -116,9 +116,9 @@ def _said(aggregator: Aggregator) -> list[Outgoing]:
 
 
 def _look(store: Store) -> None:
-    summary, text = report(store), io.StringIO()
-    json.dumps(summary)
-    show(summary, Console(file=text, width=100))
+    status, text = collect_status(store), io.StringIO()
+    msgspec.json.encode(status)
+    render_status(status, Console(file=text, width=100))
     assert all(line.isprintable() for line in text.getvalue().split("\n"))
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 import psutil
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from aggregator.status import report
+from aggregator.status.collect import collect_status
 from aggregator.storage.store import Store
 from protocol.errors import StateError
 from protocol.mqtt.session import BrokerAddress
@@ -66,7 +67,7 @@ def write_task(
 def aggregator_status(state: Path) -> dict[str, Any]:
     """Return what `aggregator status --json` prints; empty before there is a state."""
     with contextlib.suppress(StateError), closing(Store(state, read_only=True)) as store:
-        return report(store)
+        return dict(msgspec.to_builtins(collect_status(store)))
     return {}
 
 

@@ -183,7 +183,7 @@ class AttackedFleet(Fleet):
         for row in summary.get("refusals", []):
             counts[row["reason"], row["device"]] += row["count"]
         for device in summary.get("devices", []):
-            for reason, count in device["refusals"].items():
+            for reason, count in device["refused_messages"].items():
                 counts[reason, f"by {device['device']}"] += count
         log = self.mosquitto.log()
         counts["denied", HOSTILE] = log.count(f"Denied PUBLISH from {HOSTILE}")

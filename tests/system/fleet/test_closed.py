@@ -62,7 +62,7 @@ def test_revoked_device_is_refused_at_once(closed: ClosedFleet, fleet: Fleet, tm
         fleet.wait_exit("shed-1")
         summary = fleet.wait_for("the head", lambda s: s["heads"])
         assert summary["submissions"] == 1
-        assert summary["keys"]["closed"]
+        assert summary["enrollment"]["closed"]
         # A device that restarts has the same client id again, its certificate's name.
         fleet.start_device("shed-1", data, "--rescan-s", "0.5")
         fleet.wait_for("the device", lambda s: s["devices"][0]["state"] == "online")

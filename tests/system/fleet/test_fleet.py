@@ -122,11 +122,11 @@ def test_restart_keeps_everything_and_lost_state_is_restored(fleet: Fleet, tmp_p
     fleet.start_aggregator(task)
     summary = fleet.wait_for(
         "the refusal of the other key",
-        lambda s: any(row["refusals"].get("signature") for row in s["devices"]),
+        lambda s: any(row["refused_messages"].get("signature") for row in s["devices"]),
     )
     assert fleet.log("device").count("is signed by another aggregator") == 1
     assert "--aggregator-key" in fleet.log("device")
-    key = summary["key"]
+    key = summary["aggregator_key"]
     fleet.stop("device")
     fleet.start_device("device", data, "--once", "--aggregator-key", key)
     fleet.wait_exit("device")

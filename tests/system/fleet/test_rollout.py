@@ -97,7 +97,7 @@ def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) ->
     summary = fleet.wait_for(
         "the rejection", lambda s: len(s["heads"]) == 2 and s["heads"][1]["state"] == "rejected"
     )
-    assert "on 1 canary" in summary["heads"][1]["why"]
+    assert "on 1 canary" in summary["heads"][1]["reason"]
     fleet.wait_for("the first head everywhere", _all_use(1, 3))
     for name in names:
         said = fleet.log(name)
@@ -110,7 +110,7 @@ def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) ->
         "the refusal", lambda s: len(s["heads"]) == 3 and s["heads"][2]["state"] == "rejected"
     )
     tried = _canary(3, names)
-    assert summary["heads"][2]["why"].startswith(f"{tried} cannot use it: the head does not give")
+    assert summary["heads"][2]["reason"].startswith(f"{tried} cannot use it: the head does not give")
     said = fleet.log(tried)
     assert "head 3 refused, the previous head stays in use" in said
     assert not [name for name in fleet.processes if "Traceback" in fleet.log(name)]

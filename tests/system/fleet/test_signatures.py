@@ -43,7 +43,7 @@ def _forge(session: Session, payload: bytes) -> None:
 
 def _refused(summary: dict[str, Any], reason: str) -> int:
     """Return how many manifests the device has refused for a reason."""
-    return sum(int(row["refusals"].get(reason, 0)) for row in summary["devices"])
+    return sum(int(row["refused_messages"].get(reason, 0)) for row in summary["devices"])
 
 
 def test_forged_and_replayed_heads_are_refused(fleet: Fleet, tmp_path: Path) -> None:

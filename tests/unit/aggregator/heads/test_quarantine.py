@@ -120,10 +120,10 @@ def test_from_flipped_labels_to_readmission(tmp_path: Path) -> None:
             _upload(broker, device, part)
         summary = daemon.until(lambda summary: len(summary["heads"]) == 1)
         assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
-        assert [one["device"] for one in summary["quarantined"]] == ["liar"]
+        assert [one["device"] for one in summary["quarantine"]] == ["liar"]
         assert "liar is quarantined: class '" in daemon.log()
         done = run_aggregator("release", "liar", "--state", str(daemon.state))
         assert (done.returncode, done.stdout) == (0, "released liar: the next head includes it\n")
         summary = daemon.until(lambda summary: len(summary["heads"]) == 2)
         assert summary["heads"][1]["devices"] == 6
-        assert summary["quarantined"][0]["readmitted_s"] is not None
+        assert summary["quarantine"][0]["released_s"] is not None

@@ -135,7 +135,7 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: BrokerAddress, tmp_path: P
             why = "accuracy 70.0% (7/10) on 1 canary, 80.0% (8/10) with the previous head"
             assert f"head 2 is rejected, head 1 stays: {why}" in daemon.log()
             heads = daemon.status()["heads"]
-            assert [(head["state"], head["why"]) for head in heads] == [("current", ""), ("rejected", why)]
+            assert [(head["state"], head["reason"]) for head in heads] == [("current", ""), ("rejected", why)]
             daemon.stop()
         with aggregator(task_file, alone) as daemon, Device(alone, "late") as late:
             late.aggregator_is("online")
@@ -178,7 +178,7 @@ def test_a_head_that_a_canary_cannot_use(alone: BrokerAddress, tmp_path: Path) -
         first.upload(_says(task, 2, 0, before=None, problem="the head gives NaN"))
         assert _manifest(first, after=trial).candidate is None
         assert f'head not used device={FIRST} head=2 reason="the head gives NaN' in daemon.log()
-        assert daemon.status()["heads"][1]["why"] == f"{FIRST} cannot use it: the head gives NaN"
+        assert daemon.status()["heads"][1]["reason"] == f"{FIRST} cannot use it: the head gives NaN"
 
 
 def test_orders_are_taken_while_it_runs(alone: BrokerAddress, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_orders_are_taken_while_it_runs(alone: BrokerAddress, tmp_path: Path) ->
         assert (back.current, back.candidate) == (trial.current, None)
         summary = daemon.status()
         assert _head_file(daemon) == _sha256(summary, 1)
-        assert summary["heads"][1]["why"] == "rolled back to head 1"
+        assert summary["heads"][1]["reason"] == "rolled back to head 1"
         for arguments, words in (
             (("rollback", "1"), "head 1 is current already"),
             (("rollback", "7"), "there is no head 7; there are 1, 2"),
@@ -238,11 +238,11 @@ def test_orders_wait_for_the_next_start(alone: BrokerAddress, tmp_path: Path) ->
                 _command(daemon, "rollback").stdout
                 == "head 1 will be current when the aggregator is started\n"
             )
-            assert daemon.status()["rollout"]["ordered"] == 1
+            assert daemon.status()["rollout"]["requested"] == 1
         with aggregator(task_file, alone) as daemon:
             summary = daemon.until(
                 lambda summary: (
-                    _head_file(daemon) == _sha256(summary, 1) and summary["rollout"]["ordered"] is None
+                    _head_file(daemon) == _sha256(summary, 1) and summary["rollout"]["requested"] is None
                 )
             )
             assert summary["rollout"]["current"] == 1

@@ -136,7 +136,7 @@ def test_closing_and_revoking_apply_to_a_running_aggregator(
         a.send("info", encode(device_info()))
         summary = daemon.until(lambda summary: counts(summary).get(("a", "unknown_device")) == 3)
         assert summary["devices"][0]["seen_s"] is None
-        assert summary["keys"] == {"closed": True, "enrolled": 0, "first_use": 1, "revoked": 0}
+        assert summary["enrollment"] == {"closed": True, "enrolled": 0, "first_use": 1, "revoked": 0}
         operator.keys.enroll("a", public_key(key_of("a")), now_s=0.0)
         assert a.upload(submission(task=task, sequence=3)).status == "received"
         large = submission(task=task, sequence=4, labels=(0, 1, 2) * 20)

@@ -1,0 +1,193 @@
+"""Reads the status of a fleet from the state directory."""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from aggregator.coordination import rollout, rounds
+from aggregator.heads import operator_commands
+from aggregator.ingest import intake_status
+from aggregator.status import model
+from aggregator.storage.device_keys import counts, refusal_reason
+from aggregator.storage.facts import SigningKey, TrainingProgress
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
+from protocol.wire.messages import Evaluation, Reason
+
+_REFUSED: Mapping[Reason | None, str] = {"revoked": "revoked", "unknown_device": "not enrolled"}
+"""State of a device whose presence messages are refused."""
+
+
+def collect_status(store: Store) -> model.Status:
+    """Return the status of a fleet.
+
+    Raises:
+        StateError: no aggregator has run on this state yet.
+    """
+    served = store.served_task()
+    task, settings = served.digest, served.settings
+    submissions, state, used = store.submissions.all(task), store.round_state(task), store.heads.rollout(task)
+    heads = store.heads.all(task)
+    key, full_model = store.facts.get(SigningKey), store.folder / "model.onnx"
+    return model.Status(
+        running=store.is_locked(),
+        intake=_intake(store),
+        aggregator_key=key.public if key is not None else "",
+        enrollment=model.Enrollment(closed=store.keys.is_closed(), **counts(store.keys.all().values())),
+        fleet=served.fleet,
+        algorithm=served.algorithm,
+        task=task.hex(),
+        classes=served.classes,
+        quorum=settings.quorum,
+        retrain_after=settings.retrain_after,
+        training=_training(store),
+        submissions=len(submissions),
+        waiting=len(rounds.waiting(state, settings)),
+        closes_at_s=rounds.closes_at_s(state, settings),
+        round=_round(state, settings),
+        rollout=_rollout(used, requested=operator_commands.ordered(store, task)),
+        devices=tuple(_devices(store, task, submissions, used)),
+        coverage=_coverage(served.classes, submissions.values()),
+        quarantine=tuple(
+            model.Quarantined(
+                device=device, reason=one.reason, since_s=one.since_s, released_s=one.released_s
+            )
+            for device, one in store.quarantine.all(task).items()
+        ),
+        heads=tuple(_head(store, task, head, used) for head in heads),
+        refusals=tuple(
+            model.Refusal(device=device, reason=reason, count=count, detail=detail)
+            for device, reason, count, detail in store.refusals.all()
+        ),
+        head_path=str((store.folder / "head.onnx").resolve()) if heads else None,
+        model_path=str(full_model.resolve()) if heads and full_model.is_file() else None,
+    )
+
+
+def _intake(store: Store) -> model.Intake:
+    stopped = intake_status.read(store.folder)
+    return model.Intake(stopped_s=stopped.since_s, reason=stopped.reason) if stopped else model.Intake()
+
+
+def _training(store: Store) -> model.Training | None:
+    progress = store.facts.get(TrainingProgress)
+    if progress is None:
+        return None
+    return msgspec.convert({**progress.figures, "version": progress.version}, model.Training, strict=False)
+
+
+def _round(state: rounds.State, settings: rounds.Settings) -> model.Round | None:
+    if settings.rounds is None:
+        return None
+    current = rounds.waiting(state, settings)
+    return model.Round(
+        number=state.head_version,
+        rounds=settings.rounds,
+        over=rounds.is_over(state, settings),
+        min_devices=settings.min_devices,
+        devices=tuple(sorted(current)),
+        carried=tuple(sorted(rounds.counting(state, settings).keys() - current.keys())),
+    )
+
+
+def _rollout(state: rollout.State, *, requested: int | None) -> model.Rollout:
+    trial = state.trial
+    candidate = None
+    if trial is not None:
+        candidate = model.Candidate(
+            version=trial.version,
+            canaries=trial.canaries,
+            awaited=trial.awaited,
+            since_s=trial.since_s,
+            summary=rollout.summary_of(trial),
+        )
+    return model.Rollout(current=state.current, candidate=candidate, requested=requested)
+
+
+def _devices(
+    store: Store, task: bytes, submissions: Mapping[str, SubmissionRecord], used: rollout.State
+) -> Iterable[model.Device]:
+    known = {record.device: record for record in store.devices.all()}
+    in_use = {device: record.info.head_version for device, record in known.items() if record.info is not None}
+    versions = {used.newest, used.current, *in_use.values()}
+    evaluations = {version: store.evaluations.of_head(task, version) for version in versions}
+    keys, is_closed, epsilons = store.keys.all(), store.keys.is_closed(), store.devices.epsilons()
+    enrolled = {device for device, key in keys.items() if key.enrolled and key.revoked_s is None}
+    for device in sorted(known.keys() | submissions.keys() | enrolled):
+        record, submission, head = known.get(device), submissions.get(device), in_use.get(device, 0)
+        info = record.info if record is not None else None
+        state = record.state if record else "enrolled" if device in enrolled else "unknown"
+        evaluation = evaluations[head or used.current].get(device)
+        correct, incorrect, accuracy = _pooled([evaluation] if evaluation else [])
+        yield model.Device(
+            device=device,
+            state=_REFUSED.get(refusal_reason(keys.get(device), is_closed=is_closed), state),
+            seen_s=record.seen_s if record else None,
+            runtime=info.runtime if info else None,
+            problem=info.problem if info else "",
+            refused_messages=info.refused_messages if info else {},
+            images=sum(info.images.values()) if info else 0,
+            round=submission.entry.round if submission else None,
+            classes=len(submission.per_class) if submission else 0,
+            prototypes=submission.prototypes if submission else 0,
+            bytes=submission.size_bytes if submission else 0,
+            head=head,
+            head_problem=_head_problem(evaluations, device, used),
+            epsilon=epsilons.get(device),
+            correct=correct,
+            incorrect=incorrect,
+            accuracy=accuracy,
+        )
+
+
+def _head_problem(
+    evaluations: Mapping[int, Mapping[str, Evaluation]], device: str, used: rollout.State
+) -> str:
+    versions = [used.trial.version] if used.trial else []
+    found = [evaluations[version].get(device) for version in (*versions, used.current)]
+    return next((one.problem for one in found if one is not None and one.problem), "")
+
+
+def _pooled(evaluations: Iterable[Evaluation]) -> tuple[int, int, float | None]:
+    """Return correct and incorrect images of all evaluations, and the accuracy."""
+    pairs = [(sum(one.correct), sum(one.incorrect)) for one in evaluations]
+    correct, incorrect = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    return correct, incorrect, correct / (correct + incorrect) if correct + incorrect else None
+
+
+def _coverage(classes: Iterable[str], submissions: Iterable[SubmissionRecord]) -> dict[str, model.Coverage]:
+    records = list(submissions)
+    return {
+        name: model.Coverage(
+            prototypes=sum(record.per_class.get(label, 0) for record in records),
+            devices=sum(label in record.per_class for record in records),
+        )
+        for label, name in enumerate(classes)
+    }
+
+
+def _head(store: Store, task: bytes, head: HeadRecord, used: rollout.State) -> model.Head:
+    evaluations = [one for one in store.evaluations.of_head(task, head.version).values() if not one.problem]
+    correct, incorrect, accuracy = _pooled(evaluations)
+    return model.Head(
+        version=head.version,
+        sha256=head.digest.hex(),
+        devices=len(head.members),
+        prototypes=head.prototypes,
+        trained_s=head.trained_s,
+        metrics=dict(head.metrics),
+        state=_head_state(head.version, used),
+        reason=used.rejected.get(head.version, ""),
+        held_out=model.HeldOut(
+            correct=correct, incorrect=incorrect, accuracy=accuracy, devices=len(evaluations)
+        ),
+    )
+
+
+def _head_state(version: int, used: rollout.State) -> model.HeadState:
+    if used.trial is not None and version == used.trial.version:
+        return "candidate"
+    if version in used.rejected:
+        return "rejected"
+    return "current" if version == used.current else ""

@@ -1,0 +1,171 @@
+"""The output of `aggregator status --json`. `docs/status.schema.json` is generated from these structs."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+HeadState = Literal["current", "candidate", "rejected", ""]
+UnixSeconds = Annotated[float, Meta(description="Unix seconds.")]
+
+
+class Intake(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of the intake of uploads."""
+
+    stopped_s: Annotated[UnixSeconds | None, Meta(description="Since when uploads cannot be stored.")] = None
+    reason: str = ""
+
+
+class Enrollment(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of known device keys."""
+
+    closed: Annotated[bool, Meta(description="Only enrolled devices are accepted.")]
+    enrolled: int
+    first_use: Annotated[int, Meta(description="Keys stored at their first use.")]
+    revoked: int
+
+
+class Training(msgspec.Struct, frozen=True, kw_only=True):
+    """The running training of a head."""
+
+    version: int
+    epoch: int = 0
+    epochs: int | None = None
+    loss: float | None = None
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """The open round."""
+
+    number: int
+    rounds: Annotated[int, Meta(description="Rounds of the task.")]
+    over: Annotated[bool, Meta(description="All rounds are over.")]
+    min_devices: int
+    devices: Annotated[tuple[str, ...], Meta(description="Devices that have submitted for this round.")]
+    carried: Annotated[tuple[str, ...], Meta(description="Devices whose earlier submission still counts.")]
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A head that canaries evaluate first."""
+
+    version: int
+    canaries: tuple[str, ...]
+    awaited: Annotated[tuple[str, ...], Meta(description="Canaries that have not answered yet.")]
+    since_s: UnixSeconds
+    summary: Annotated[str, Meta(description="Results of the canaries that have answered.")]
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """The heads that devices use."""
+
+    current: Annotated[int, Meta(description="Version of the current head; 0 if there is none.")]
+    candidate: Candidate | None
+    requested: Annotated[int | None, Meta(description="Head that a pending operator command makes current.")]
+
+
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """Results on held-out images."""
+
+    correct: int = 0
+    incorrect: int = 0
+    accuracy: float | None = None
+
+
+class Device(Accuracy, frozen=True, kw_only=True):
+    """A device, and the results of the head that it uses."""
+
+    device: str
+    state: Annotated[
+        str, Meta(description="online, stopped or offline; or unknown, enrolled, not enrolled or revoked.")
+    ]
+    seen_s: UnixSeconds | None
+    runtime: str | None
+    problem: Annotated[str, Meta(description="Why the device does not take part.")]
+    refused_messages: Annotated[
+        dict[str, int], Meta(description="Messages that the device has refused, by reason.")
+    ]
+    images: int
+    round: int | None
+    classes: int
+    prototypes: int
+    bytes: Annotated[int, Meta(description="Size of its submission.")]
+    head: Annotated[int, Meta(description="Version of the head that it uses; 0 if it uses none.")]
+    head_problem: Annotated[str, Meta(description="Why it does not use the published head.")]
+    epsilon: Annotated[
+        float | None, Meta(description="Differential privacy: the greatest total that it has reported.")
+    ]
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+    """The prototypes of a class, and the devices that have submitted them."""
+
+    prototypes: int
+    devices: int
+
+
+class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
+    """A device that is or was quarantined."""
+
+    device: str
+    reason: str
+    since_s: UnixSeconds
+    released_s: Annotated[UnixSeconds | None, Meta(description="When an operator released it.")]
+
+
+class HeldOut(Accuracy, frozen=True, kw_only=True):
+    """Results of a head on all devices."""
+
+    devices: Annotated[int, Meta(description="Devices that have evaluated it.")]
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """A trained head."""
+
+    version: int
+    sha256: str
+    devices: int
+    prototypes: int
+    trained_s: UnixSeconds
+    metrics: dict[str, float]
+    state: HeadState
+    reason: Annotated[str, Meta(description="Why it was rejected.")]
+    held_out: HeldOut
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages of a device that the aggregator has refused."""
+
+    device: str
+    reason: str
+    count: int
+    detail: Annotated[str, Meta(description="Of the last one.")]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an aggregator and its fleet."""
+
+    running: bool
+    intake: Intake
+    aggregator_key: Annotated[str, Meta(description="Public key in hex: `edge-client --aggregator-key`.")]
+    enrollment: Enrollment
+    fleet: str
+    algorithm: str
+    task: Annotated[str, Meta(description="sha256 of the task manifest.")]
+    classes: tuple[str, ...]
+    quorum: int
+    retrain_after: int
+    training: Training | None
+    submissions: int
+    waiting: Annotated[int, Meta(description="Submissions that are in no head yet.")]
+    closes_at_s: Annotated[
+        UnixSeconds | None, Meta(description="When the round or the collection closes at the latest.")
+    ]
+    round: Annotated[Round | None, Meta(description="Null for a task without rounds.")]
+    rollout: Rollout
+    devices: tuple[Device, ...]
+    coverage: Annotated[dict[str, Coverage], Meta(description="By class.")]
+    quarantine: tuple[Quarantined, ...]
+    heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
+    refusals: tuple[Refusal, ...]
+    head_path: str | None
+    model_path: Annotated[str | None, Meta(description="Head and backbone in one ONNX file.")]

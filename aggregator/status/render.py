@@ -1,0 +1,177 @@
+"""Prints a status for a person, with rich."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from aggregator.coordination.rollout import canaries
+from aggregator.status.model import Candidate, Device, Enrollment, Head, Quarantined, Round, Status
+from protocol.cli import plain
+
+SHOWN_HEADS = 5
+SHOWN_NAMES = 10
+
+
+def render_status(status: Status, console: Console) -> None:
+    """Print a status; control characters in texts of devices are escaped."""
+    status = msgspec.convert(_plain(msgspec.to_builtins(status)), Status)
+    running = "running" if status.running else "not running"
+    _line(
+        console,
+        "fleet",
+        f"{status.fleet}, {status.algorithm}, task {status.task[:12]}, {running}",
+        style="bold",
+    )
+    _line(console, "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}")
+    if status.intake.stopped_s is not None:
+        since = _clock(status.intake.stopped_s)
+        _line(console, "intake stopped", f"since {since}: {status.intake.reason}", style="red")
+    console.print(_device_table(status.devices))
+    for device in status.devices:
+        _print_problems(device, console)
+    _line(console, "", _coverage(status))
+    if progress := _progress(status):
+        _line(console, "", progress)
+    for head in status.heads[-SHOWN_HEADS:]:
+        _line(console, "", _head(head))
+    if status.rollout.candidate is not None:
+        _line(console, "", _candidate(status.rollout.candidate))
+    for quarantined in status.quarantine:
+        _print_quarantined(quarantined, console)
+    if status.rollout.requested is not None:
+        when = "soon" if status.running else "when the aggregator is started"
+        _line(
+            console, "", f"head {status.rollout.requested} will be current {when}, by an operator's command"
+        )
+    for refusal in status.refusals:
+        text = f"{refusal.count} x {refusal.reason} from {refusal.device}: {refusal.detail}"
+        _line(console, "refused", text, style="yellow")
+    if status.head_path:
+        _line(console, "", f"current: {status.head_path}")
+
+
+def _line(console: Console, label: str, text: str, *, style: str = "") -> None:
+    """Print a label in a style and a text as it is, however long."""
+    if label:
+        console.print(label, style=style or None, end=" ", highlight=False)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case str():
+            return plain(value)
+        case list() | tuple():
+            return [_plain(each) for each in value]
+        case dict():
+            return {plain(key): _plain(each) for key, each in value.items()}
+    return value
+
+
+def _enrollment(keys: Enrollment) -> str:
+    known = f"closed, {keys.enrolled} enrolled"
+    if not keys.closed:
+        known = f"open to every device, {keys.first_use} keys stored at first use"
+    return known + (f", {keys.revoked} revoked" if keys.revoked else "")
+
+
+def _device_table(devices: Sequence[Device]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    is_private = any(device.epsilon is not None for device in devices)
+    table.add_column("device", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for name in ("images", "classes", "prototypes", "bytes", *(["epsilon"] if is_private else []), "head"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("held-out\naccuracy", no_wrap=True)
+    for device in devices:
+        # With differential privacy the number of images stays on the device.
+        images = "" if device.epsilon is not None else device.images
+        cells = [images, device.classes, device.prototypes, device.bytes]
+        if is_private:
+            cells.append("" if device.epsilon is None else f"{device.epsilon:.2f}")
+        count = device.correct + device.incorrect
+        accuracy = "" if device.accuracy is None else f"{device.accuracy:.1%} ({device.correct}/{count})"
+        table.add_row(device.device, device.state, *map(str, cells), str(device.head or ""), accuracy)
+    return table
+
+
+def _print_problems(device: Device, console: Console) -> None:
+    if device.problem:
+        _line(console, "problem", f"of {device.device}: {device.problem}", style="yellow")
+    if device.refused_messages:
+        counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(device.refused_messages.items()))
+        _line(console, "refused", f"by {device.device}: {counts}", style="yellow")
+    if device.head_problem:
+        _line(console, "head not used", f"by {device.device}: {device.head_problem}", style="yellow")
+
+
+def _coverage(status: Status) -> str:
+    missing = [name for name, coverage in status.coverage.items() if not coverage.prototypes]
+    covered = f"{len(status.classes) - len(missing)} of {len(status.classes)} classes covered"
+    without = f", without prototypes: {_names(missing)}" if missing else ""
+    return f"{status.submissions} submissions, {status.waiting} not in a head yet; {covered}{without}"
+
+
+def _progress(status: Status) -> str:
+    """Return what is running, or what the next head waits for."""
+    closes = "" if status.closes_at_s is None else _clock(status.closes_at_s)
+    if status.round is not None:
+        return _round(status.round, closes)
+    if status.training is not None:
+        training = status.training
+        return f"training head {training.version}: epoch {training.epoch} of {training.epochs or '?'}"
+    if closes:
+        wanted = status.retrain_after if status.heads else status.quorum
+        return f"next head: with {wanted} submissions, or at {closes}"
+    return ""
+
+
+def _round(current: Round, closes: str) -> str:
+    if current.over:
+        return f"all {current.rounds} rounds are over"
+    carried = f"; from earlier rounds: {_names(current.carried)}" if current.carried else ""
+    waits = f"; it needs {current.min_devices} devices" if current.devices else ""
+    until = f"; it closes at {closes} at the latest" if closes else waits
+    devices = _names(current.devices) or "none"
+    return f"round {current.number} of {current.rounds} is open, submitted: {devices}{carried}{until}"
+
+
+def _head(head: Head) -> str:
+    held_out = head.held_out
+    count = held_out.correct + held_out.incorrect
+    accuracy = (
+        ""
+        if held_out.accuracy is None
+        else f", accuracy {held_out.accuracy:.1%} ({held_out.correct}/{count}) on held-out images"
+    )
+    state = f" ({head.state})" if head.state else ""
+    reason = f"\n  {head.reason}" if head.reason else ""
+    return f"head {head.version}{state}: {head.prototypes} prototypes of {head.devices} devices{accuracy}{reason}"
+
+
+def _candidate(candidate: Candidate) -> str:
+    if not candidate.canaries:
+        return f"head {candidate.version} waits for devices to come online and evaluate it"
+    tried = (
+        f"head {candidate.version} is evaluated by {canaries(len(candidate.canaries))}: {candidate.summary}"
+    )
+    return f"{tried}; awaited: {_names(candidate.awaited)}"
+
+
+def _print_quarantined(entry: Quarantined, console: Console) -> None:
+    released = entry.released_s is not None
+    since = _clock(entry.since_s if entry.released_s is None else entry.released_s)
+    label, style = ("released", "") if released else ("quarantined", "yellow")
+    _line(console, label, f"{entry.device} since {since}: {entry.reason}", style=style)
+
+
+def _clock(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN_NAMES]) + (" …" if len(names) > SHOWN_NAMES else "")
