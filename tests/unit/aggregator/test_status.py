@@ -85,9 +85,9 @@ def test_status_at_first_start(tmp_path: Path) -> None:
     store.close()
     assert status.running
     assert (status.fleet, status.classes, status.quorum) == ("barn", TASK_FILE.classes, 2)
-    assert status.devices == status.heads == status.refusals == ()
+    assert not (status.devices or status.heads or status.refusals)
     assert (status.submissions, status.waiting, status.closes_at_s) == (0, 0, None)
-    assert status.training is status.head_path is status.model_path is status.round is None
+    assert (status.training, status.round, status.head_path, status.model_path) == (None,) * 4
     assert "without prototypes: cat, dog [/bold], fox" in _text(status)
 
 
