@@ -85,7 +85,7 @@ def test_status_at_first_start(tmp_path: Path) -> None:
     store.close()
     assert status.running
     assert (status.fleet, status.classes, status.quorum) == ("barn", TASK_FILE.classes, 2)
-    assert not (status.devices or status.heads or status.refusals)
+    assert (status.devices, status.heads, status.refusals) == ((), (), ())
     assert (status.submissions, status.waiting, status.closes_at_s) == (0, 0, None)
     assert (status.training, status.round, status.head_path, status.model_path) == (None,) * 4
     assert "without prototypes: cat, dog [/bold], fox" in _text(status)
