@@ -42,7 +42,7 @@ FLEET = [_client(0), _client(1, shift=5.0), _client(2, shift=-5.0)]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_every_method_learns(method: Method, optimizer: Literal["adam", "sgd"]) -> None:
-    """On classes that are far apart, each is right nearly always."""
+    """On classes that are far apart, each method is nearly always correct."""
     recipe = replace(RECIPE, optimizer=optimizer)
     accuracies = run_baseline(method, FLEET, recipe, classes=CLASSES, seed=0)
     assert accuracies.shape == (3,)
@@ -50,7 +50,7 @@ def test_every_method_learns(method: Method, optimizer: Literal["adam", "sgd"]) 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_seed_gives_the_same(method: Method) -> None:
+def test_results_depend_on_the_seed_alone(method: Method) -> None:
     """Weights and shuffles are drawn from the seed alone."""
     recipe = replace(RECIPE, rounds=1, epochs=1, learning_rate=1e-3)
     first, second, other = (
@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same(method: Method) -> None:
 
 
 @pytest.mark.parametrize("method", ["FedAvg-v", "FedProx", "FedProto averaged", "centralized"])
-def test_a_shared_model_knows_what_a_client_never_saw(method: Method) -> None:
+def test_shared_model_predicts_absent_classes(method: Method) -> None:
     """Clients that share a model predict classes that they lack; a client alone does not."""
     fleet = [_client(0, labels=(0, 1)), _client(1, labels=(1, 2)), _client(2, labels=(0, 2))]
     recipe = replace(RECIPE, standardize=False, rounds=20, adapter_size=0)
@@ -71,7 +71,7 @@ def test_a_shared_model_knows_what_a_client_never_saw(method: Method) -> None:
     assert shared.min() > 0.9
 
 
-def test_what_is_shared_is_counted() -> None:
+def test_traffic_of_each_method() -> None:
     """Two bytes a value: nothing, a whole model, an adapter, prototypes, or model and prototypes."""
     sizes = {
         method: traffic_bytes(method, RECIPE, feature_size=FEATURES, classes=CLASSES) for method in METHODS

@@ -32,7 +32,7 @@ def test_digits_of_scikit_learn() -> None:
     assert _shares(first) == pytest.approx([0.55] * 10, abs=0.01)
 
 
-def test_a_data_set_in_one_part(folder: Path) -> None:
+def test_data_set_in_one_part_is_divided(folder: Path) -> None:
     """Every class is cut in two, and no image is in both parts."""
     images = np.arange(80, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8)
     np.savez(folder / "mnist_m.npz", x=images, y=np.arange(80, dtype=np.uint8) % 4)
@@ -43,8 +43,8 @@ def test_a_data_set_in_one_part(folder: Path) -> None:
     assert np.array_equal(data.train.labels, data.train.images[:, 0, 0] % 4)
 
 
-def test_a_domain_of_an_archive(folder: Path) -> None:
-    """Both kinds of image count, and other domains do not."""
+def test_domain_of_an_archive(folder: Path) -> None:
+    """Both image formats are read, other domains are not."""
     with zipfile.ZipFile(folder / "pacs.zip", "w") as archive:
         for name in ("sketch", "photo"):
             for number in range(8):
@@ -57,7 +57,7 @@ def test_a_domain_of_an_archive(folder: Path) -> None:
     assert _shares(data) == [0.5, 0.5]
 
 
-def test_a_sample() -> None:
+def test_sample_is_reproducible() -> None:
     """The same images every time, each with its class; all of them where there are no more."""
     train = load_data("digits").train
     some = sample(train, 20)

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_device_program_is_little_heavier_than_its_libraries() -> None:
+def test_device_program_needs_little_more_than_its_libraries() -> None:
     """A running device imports at most 1.45 times the memory of a bare client, signatures included."""
     figures = measure_imports(1, {})
     assert 1 < figures["import_memory_ratio"] <= 1.45
 
 
-def test_the_benchmark_weighs_and_writes_its_figures(tmp_path: Path) -> None:
+def test_device_benchmark_writes_its_figures(tmp_path: Path) -> None:
     """One command measures imports, memory and speed, prints them and writes them as JSON."""
     (tmp_path / "backbone.onnx").write_bytes(tiny_backbone())
     arguments = [

@@ -22,7 +22,7 @@ def _numbers(clients: list[Client]) -> list[float]:
 
 
 def test_feature_shift() -> None:
-    """One client a domain, with as many images of every class, judged by its own domain's test images."""
+    """One client a domain, with as many images of every class, evaluated on its own domain's test images."""
     clients = feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(0), validation=False)
     assert [client.domain for client in clients] == ["first", "second"]
     for client, domain in zip(clients, DOMAINS.values(), strict=True):
@@ -50,8 +50,8 @@ def test_label_shift() -> None:
         assert client.accuracy(always_first) == pytest.approx(mine[0] / mine.sum())
 
 
-def test_validation_images_are_nobodys() -> None:
-    """Settings are chosen by training images that no client learns from."""
+def test_validation_images_belong_to_no_client() -> None:
+    """Settings are chosen on training images that no client trains on."""
     for validation in (
         feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(0), validation=True),
         unequal(DOMAINS, {"first": (2, 10), "second": (1, 5)}, rng=np.random.default_rng(0), validation=True),
@@ -83,7 +83,7 @@ def test_too_few_images_of_a_class() -> None:
         feature_shift(DOMAINS, per_class=31, rng=np.random.default_rng(0), validation=False)
 
 
-def test_the_seed_decides() -> None:
+def test_seed_decides() -> None:
     """The same generator gives the same clients, another one others."""
     first, second, other = (
         _numbers(feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(seed), validation=False))
@@ -93,7 +93,7 @@ def test_the_seed_decides() -> None:
     assert first != other
 
 
-def test_halves_are_dealt_anew() -> None:
+def test_halves_depend_on_the_seed() -> None:
     """Every image is in one half, and with another seed in another."""
     domain = DOMAINS["first"]
     one, two = (halved(domain, np.random.default_rng(seed)) for seed in (0, 1))

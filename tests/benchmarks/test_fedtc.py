@@ -50,7 +50,7 @@ def filled(folders: Path) -> Path:
     return folders
 
 
-def test_from_images_to_a_report(filled: Path) -> None:
+def test_fedtc_benchmark_writes_its_report(filled: Path) -> None:
     """One command exports the backbone, extracts, runs every partition and seed, and writes what it printed."""
     report = filled / "report.json"
     runs = ("--partition", "sharding:2", "--partition", "dirichlet:0.5", "--seed", "0", "--seed", "1")
@@ -83,15 +83,15 @@ def test_features_are_extracted_once(filled: Path) -> None:
 
 
 def test_missing_files_are_named(folders: Path) -> None:
-    """Without weights or data the error says where they were looked for."""
+    """Without weights or data the error names the expected path."""
     with pytest.raises(ConfigError, match="PROTOFLEET_BENCH_WEIGHTS"):
         raise _fedtc().exception or AssertionError
     with pytest.raises(ConfigError, match=r"mnist\.npz.*PROTOFLEET_BENCH_DATA"):
         load_data("mnist")
 
 
-def test_a_wrong_partition_is_a_usage_error(folders: Path) -> None:
-    """Exit status 2, and how it is written."""
+def test_invalid_partition_is_a_usage_error(folders: Path) -> None:
+    """Exit status 2, with the expected format."""
     result = _fedtc("--partition", "halves")
     assert result.exit_code == 2
     assert "sharding:2" in result.output

@@ -43,8 +43,8 @@ def fashion(tmp_path_factory: pytest.TempPathFactory) -> Features:
     )
 
 
-def test_a_fleet_learns_from_submissions_on_the_wire(digits: Features) -> None:
-    """Ten devices with two classes each come near the ceiling, and their messages are hardly more than tensors."""
+def test_fleet_is_trained_from_encoded_submissions(digits: Features) -> None:
+    """Ten devices with two classes each come near the ceiling; their messages are little larger than the tensors."""
     result = run_fleet(digits, Partition("sharding", 2), DEFAULT, seed=0)
     assert result.devices == 10
     assert result.images / 5 >= result.prototypes > 0.9 * result.images / 5
@@ -54,8 +54,8 @@ def test_a_fleet_learns_from_submissions_on_the_wire(digits: Features) -> None:
     assert run_ceiling(digits, DEFAULT, seed=0).accuracy > result.accuracy
 
 
-def test_restoring_the_variance_pays(digits: Features) -> None:
-    """The same prototypes, of ten images each, teach more with their variance restored."""
+def test_restored_variance_improves_accuracy(digits: Features) -> None:
+    """The same prototypes, of ten images each, give a better head with their variance restored."""
     raw_recipe = dataclasses.replace(DEFAULT.recipe, restore=False, mix=False)
     restored, plain = (
         run_fleet(
@@ -70,7 +70,7 @@ def test_restoring_the_variance_pays(digits: Features) -> None:
     assert (restored.prototypes, restored.bytes_up) == (plain.prototypes, plain.bytes_up)
 
 
-def test_clients_without_images_are_no_devices(digits: Features) -> None:
+def test_clients_without_images_do_not_count(digits: Features) -> None:
     """At a tiny concentration some clients of forty go empty, and the rest still make a head."""
     settings = dataclasses.replace(DEFAULT, clients=40)
     result = run_fleet(digits, Partition("dirichlet", 0.01), settings, seed=0)
@@ -78,7 +78,7 @@ def test_clients_without_images_are_no_devices(digits: Features) -> None:
     assert result.accuracy > 0.9
 
 
-def test_real_images_through_a_real_backbone(fashion: Features) -> None:
+def test_real_images_with_a_real_backbone(fashion: Features) -> None:
     """A twentieth of Fashion-MNIST, one class per client, on little more wire than its float16 tensors."""
     result = run_fleet(fashion, Partition("sharding", 1), DEFAULT, seed=0)
     assert result.accuracy > 0.75

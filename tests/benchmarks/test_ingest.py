@@ -11,8 +11,8 @@ from tests.support.brokers import mosquitto_program
 
 
 @pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
-def test_the_benchmark_compares_and_writes_its_figures(tmp_path: Path) -> None:
-    """Every submission of the load is received by an aggregator, and every message by who discards it."""
+def test_ingest_benchmark_writes_its_figures(tmp_path: Path) -> None:
+    """An aggregator receives every submission of the load, and the discarding subscriber every message."""
     file = tmp_path / "figures.json"
     arguments = ["--devices", "2", "--submissions", "2", "--megabytes", "0.2", "--repetitions", "1"]
     result = CliRunner().invoke(ingest, [*arguments, "--json", str(file)])

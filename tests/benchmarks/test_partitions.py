@@ -32,7 +32,7 @@ def test_sharding_gives_each_client_delta_classes(delta: int, clients: int) -> N
     assert set(table[table > 0]) == {600 * 10 / (clients * delta)}
 
 
-def test_a_small_concentration_parts_the_classes_more_than_a_large_one() -> None:
+def test_small_concentration_separates_classes() -> None:
     """The largest client of a class has nearly all of it at beta 0.01, and a fair share at beta 100."""
     labels = np.repeat(np.arange(10), 600)
     largest = {}
@@ -44,8 +44,8 @@ def test_a_small_concentration_parts_the_classes_more_than_a_large_one() -> None
     assert largest[100.0] < 0.2
 
 
-def test_the_seed_decides() -> None:
-    """The same seed shares out the same way, another seed another way."""
+def test_seed_decides() -> None:
+    """The same seed gives the same partition, another seed another one."""
     labels = np.repeat(np.arange(10), 60)
     first, again, other = (
         share_out(labels, Partition("dirichlet", 0.5), clients=10, rng=np.random.default_rng(seed))
@@ -56,7 +56,7 @@ def test_the_seed_decides() -> None:
 
 
 @pytest.mark.parametrize("text", ["sharding:2", "dirichlet:0.1", "dirichlet:3"])
-def test_partitions_are_written_as_they_are_read(text: str) -> None:
+def test_partition_text_round_trip(text: str) -> None:
     """The command line and the report spell partitions alike."""
     assert str(parse_partition(text)) == text
 
@@ -65,14 +65,14 @@ def test_partitions_are_written_as_they_are_read(text: str) -> None:
     "text",
     ["", "sharding", "sharding:0", "sharding:1.5", "dirichlet:0", "dirichlet:nan", "dirichlet:inf", "iid:1"],
 )
-def test_anything_else_is_no_partition(text: str) -> None:
-    """The message shows how one is written."""
+def test_invalid_partition_is_refused(text: str) -> None:
+    """The message shows the format."""
     with pytest.raises(ConfigError, match=r"sharding:2 or dirichlet:0\.1"):
         parse_partition(text)
 
 
 @pytest.mark.parametrize(("clients", "delta"), [(3, 3), (10, 11)])
-def test_sharding_that_cannot_be_is_refused(clients: int, delta: int) -> None:
+def test_impossible_sharding_is_refused(clients: int, delta: int) -> None:
     """Too few clients would leave images over; no client has more classes than there are."""
     with pytest.raises(ConfigError, match="choose delta between"):
         share_out(np.arange(10), Partition("sharding", delta), clients=clients, rng=np.random.default_rng(0))

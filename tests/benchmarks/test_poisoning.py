@@ -14,8 +14,8 @@ from benchmarks.research.poisoning import METHODS, lie
 from tests.benchmarks.feature_factory import domain, fill_cache
 
 
-def test_a_report_of_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Liars are found, others are not, and setting them aside is better than training on what they say."""
+def test_poisoning_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """False devices are found, others are not, and a head without them is more accurate."""
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     file = tmp_path / "report.json"
     arguments = ["--images", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
@@ -36,8 +36,8 @@ def test_a_report_of_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "flip      30%      3/3      0/7" in result.stdout
 
 
-def test_without_training_it_only_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is all that is needed to choose a threshold: a low one wrongs everybody's neighbor."""
+def test_without_training_only_detection_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough to choose a threshold: a low one quarantines honest devices."""
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     arguments = ["--images", "600", "--no-train", "--share", "0", "--threshold", "1.5", "--seed", "0"]
     result = CliRunner().invoke(
@@ -49,7 +49,7 @@ def test_without_training_it_only_finds(tmp_path: Path, monkeypatch: pytest.Monk
     assert run["wronged"] > 0
 
 
-def test_the_lies() -> None:
+def test_false_prototypes() -> None:
     """Each class by the next one's name, or noise in the place of all values."""
     labels = np.array([0, 1, 2])
     part = Prototypes(np.eye(3, 300, dtype=np.float32), labels, np.full(3, 5))

@@ -46,8 +46,8 @@ def scene() -> Scene:
     return set_scene(data, features, public=300, per_class=40, seed=0)
 
 
-def test_a_linear_backbone_hides_nothing() -> None:
-    """The decoder paints unseen images almost as they are from features that only turn them around."""
+def test_linear_backbone_is_inverted() -> None:
+    """The decoder reconstructs unseen images almost exactly from features that are a rotation of them."""
     images, _ = _digits()
     features = _linear(images)
     decoder = train_decoder(features[:1500], images[:1500], epochs=12, seed=0, device="cpu")
@@ -56,7 +56,7 @@ def test_a_linear_backbone_hides_nothing() -> None:
     assert np.mean([best_ssim(one, other[None]) for one, other in zip(painted, true, strict=True)]) > 0.95
 
 
-def test_an_image_is_like_itself() -> None:
+def test_ssim_of_equal_images_is_one() -> None:
     """SSIM is 1 of equal images, also of colored ones and among others, and near 0 of noise."""
     for shape in ((16, 16), (16, 16, 3)):
         images = RNG.random((3, *shape), dtype=np.float32)
@@ -64,7 +64,7 @@ def test_an_image_is_like_itself() -> None:
         assert abs(best_ssim(images[0], images[1:2])) < 0.3
 
 
-def test_the_decoder_learns_what_is_measured() -> None:
+def test_decoder_loss_is_the_measured_similarity() -> None:
     """The structural similarity that the decoder is trained for is the library's."""
     import torch
     from skimage.metrics import structural_similarity
@@ -77,8 +77,8 @@ def test_the_decoder_learns_what_is_measured() -> None:
     assert ours == pytest.approx(library, abs=1e-6)
 
 
-def test_chance_is_shown_as_chance() -> None:
-    """Prototypes that have nothing to do with the images link none: AUC about 0.5, one hit in a hundred."""
+def test_unrelated_prototypes_link_no_image() -> None:
+    """Prototypes unrelated to the images: AUC about 0.5, one hit in a hundred."""
     features = RNG.normal(size=(1200, 32)).astype(np.float32)
     labels = np.zeros(1200, np.int64)
     made = deal(features, labels, np.arange(600), batch=5, seed=0)
@@ -98,7 +98,7 @@ def test_chance_is_shown_as_chance() -> None:
     assert told.auc > 0.8
 
 
-def test_members_are_those_that_were_averaged() -> None:
+def test_recorded_members_are_the_averaged_images() -> None:
     """The recorded members of a prototype are the images in it."""
     features = RNG.normal(size=(47, 8)).astype(np.float32)
     made = deal(features, np.arange(47) % 2, np.arange(47), batch=5, seed=3)
@@ -107,8 +107,8 @@ def test_members_are_those_that_were_averaged() -> None:
         assert value == pytest.approx(features[members].mean(axis=0), abs=2e-3)
 
 
-def test_an_image_hides_in_a_crowd(scene: Scene) -> None:
-    """Single images are told for certain, those in large batches less, those under strong noise hardly."""
+def test_larger_batches_and_noise_disclose_less(scene: Scene) -> None:
+    """Single images are recognized for certain, in large batches less, under strong noise hardly."""
     forms = {
         form.name: form for form in forms_of(scene, batches=(5, 20), epsilons=(0.5,), clip_norm=3.0, seed=0)
     }
@@ -123,7 +123,7 @@ def test_an_image_hides_in_a_crowd(scene: Scene) -> None:
     assert leaks["perturbed, B 5"].cosine.auc > 0.6
 
 
-def test_private_members_are_found(scene: Scene) -> None:
+def test_private_prototype_is_a_clipped_mean(scene: Scene) -> None:
     """With hardly any noise, a private prototype is the mean of the clipped features noted as its own."""
     forms = forms_of(scene, batches=(), epsilons=(5e4,), clip_norm=1.0, seed=0)
     private = next(form for form in forms if form.name.startswith("epsilon"))
@@ -132,7 +132,7 @@ def test_private_members_are_found(scene: Scene) -> None:
         assert value == pytest.approx(private.features[members].mean(axis=0), abs=0.02)
 
 
-def test_an_image_more_is_laid_bare(scene: Scene) -> None:
+def test_difference_of_submissions_discloses_the_new_image(scene: Scene) -> None:
     """The difference of two submissions is the feature of the image that came between them, whatever B is."""
     decoder = learn_decoder(scene, epochs=1, seed=0, device="cpu")
     for batch in (2, 5, 10):
@@ -141,8 +141,8 @@ def test_an_image_more_is_laid_bare(scene: Scene) -> None:
         assert again.top_1 > 0.98
 
 
-def test_a_shuffle_that_is_known_is_undone() -> None:
-    """From enough submissions with an image more each, who knows the shuffle solves for nearly all features."""
+def test_known_shuffle_discloses_nearly_all_features() -> None:
+    """With the shuffle and enough submissions of an image more each, nearly all features can be solved for."""
     features = RNG.normal(size=(42, 8)).astype(np.float32)
     uploaded = [submit(features[:had], batch=4, alpha=1.0, seed=(1,)) for had in range(30, 43)]
     found = unmix(uploaded, batch=4, seed=(1,))
@@ -153,7 +153,7 @@ def test_a_shuffle_that_is_known_is_undone() -> None:
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 8.0])
-def test_noise_costs_what_the_device_says(epsilon: float) -> None:
+def test_noise_multiplier_agrees_with_the_accountant(epsilon: float) -> None:
     """The noise chosen for an epsilon costs that epsilon, by the library that devices account with."""
     accounting = pytest.importorskip("dp_accounting")
     accountant = pytest.importorskip("dp_accounting.pld").PLDAccountant()
@@ -161,7 +161,7 @@ def test_noise_costs_what_the_device_says(epsilon: float) -> None:
     assert spent == pytest.approx(epsilon, rel=0.01)
 
 
-def test_privacy_costs_accuracy() -> None:
+def test_strong_privacy_costs_accuracy() -> None:
     """A fleet with hardly any noise is nearly as good as one without, and a strong epsilon ruins small devices."""
     images, labels = _digits()
     features = _linear(images)
@@ -184,7 +184,7 @@ def test_privacy_costs_accuracy() -> None:
     assert strong < 0.5
 
 
-def test_from_images_to_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_privacy_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command attacks, measures, and writes what it printed and both figures."""
     for name in ("data", "weights", "cache"):
         (tmp_path / name).mkdir()

@@ -25,7 +25,7 @@ def fleet() -> list[Client]:
 
 
 def test_fedpcl_in_process(fleet: list[Client]) -> None:
-    """Devices learn, the same seed gives the same, and a submission is its float16 prototypes and 600 bytes."""
+    """Accuracy rises, the seed decides, and a submission is its float16 prototypes and 600 bytes."""
     settings = FedPCL(rounds=4, learning_rate=1e-2)
     first, again = (run_rounds(settings, fleet, classes=CLASSES, seed=0) for _ in range(2))
     assert first.accuracies.min() > 0.7
@@ -55,7 +55,7 @@ def _report(*arguments: str, folder: Path) -> dict[str, Any]:
     return report
 
 
-def test_a_report_of_fedpcl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedpcl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command compares on every shift, by name, with the caps that were asked for."""
     features = {f"{name}-500": domain(seed, classes=CLASSES, images=500) for seed, name in enumerate(DIGITS)}
     fill_cache(tmp_path, monkeypatch, features)
@@ -77,7 +77,7 @@ def test_a_report_of_fedpcl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert report["summaries"][1]["down_bytes"] < report["summaries"][0]["down_bytes"]
 
 
-def test_a_report_of_fpl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fpl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten devices of four domains, with the mean over domains and the worst of them."""
     features = {name: domain(seed, classes=7, images=140) for seed, name in enumerate(PACS)}
     fill_cache(tmp_path, monkeypatch, features)

@@ -23,7 +23,7 @@ def stripes() -> Images:
     return Images(images, labels)
 
 
-def test_distorting_is_repeatable_and_leaves_the_originals() -> None:
+def test_distortion_is_reproducible_and_copies() -> None:
     """Equal generators distort equally, others otherwise; what comes out is an image of the network's size."""
     images = torch.rand(64, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     before = images.clone()
@@ -37,23 +37,23 @@ def test_distorting_is_repeatable_and_leaves_the_originals() -> None:
 
 
 def test_each_image_is_distorted_in_its_own_way() -> None:
-    """A batch of one image over and over does not stay one image."""
+    """Equal images of a batch are distorted differently."""
     image = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     distorted = distort(image.expand(8, 1, 28, 28), torch.Generator().manual_seed(0))
     distances = torch.pdist(distorted.flatten(1))
     assert distances.min() > 0
 
 
-def test_training_tells_classes_apart(stripes: Images) -> None:
-    """After a few passes the network knows lying from standing stripes, undistorted ones as well."""
+def test_training_distinguishes_classes(stripes: Images) -> None:
+    """After a few passes the network distinguishes horizontal from vertical stripes."""
     losses: list[float] = []
     trained = train(stripes, epochs=12, seed=0, on_epoch=lambda _, loss: losses.append(loss))
     assert losses[-1] < losses[0]
     assert accuracy(*trained, stripes) > 0.9
 
 
-def test_training_repeats_itself(stripes: Images, tmp_path: Path) -> None:
-    """Two trainings from one seed end in one and the same file, which a device can load."""
+def test_training_is_reproducible(stripes: Images, tmp_path: Path) -> None:
+    """Two trainings with one seed give the same file, which a device can load."""
     nets = [train(stripes, epochs=1, seed=0, on_epoch=lambda _epoch, _loss: None)[0] for _ in range(2)]
     first, again = (write(net, tmp_path / f"{number}.onnx") for number, net in enumerate(nets))
     assert first.sha256 == again.sha256
@@ -62,7 +62,7 @@ def test_training_repeats_itself(stripes: Images, tmp_path: Path) -> None:
 
 
 def test_fashion_mnist_is_read_from_npz(tmp_path: Path) -> None:
-    """The two parts come apart, with labels that torch can use."""
+    """Both parts are read, with labels as torch needs them."""
     images = np.zeros((5, 28, 28), np.uint8)
     labels = np.arange(5, dtype=np.uint8)
     np.savez(tmp_path / "f.npz", x_train=images, y_train=labels, x_test=images[:2], y_test=labels[:2])
@@ -74,7 +74,7 @@ def test_fashion_mnist_is_read_from_npz(tmp_path: Path) -> None:
         load_fashion(tmp_path / "other.npz")
 
 
-def test_absent_data_is_said_in_one_line(tmp_path: Path) -> None:
+def test_absent_data_is_one_error_line(tmp_path: Path) -> None:
     """Without Fashion-MNIST the script ends with one line and writes nothing."""
     done = subprocess.run(
         [
