@@ -1,12 +1,20 @@
-"""FedPCL on the device: projection, contrastive loss, Adam and inference, as torch functions to be traced."""
+"""FedPCL on devices: projection, contrastive loss, Adam and inference, as torch functions to be traced."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from aggregator.algorithms.layers import log_sum_exp, one_hot, statistics, tile_rows, unit
+from aggregator.algorithms.layers import (
+    Tensors,
+    log_sum_exp,
+    one_hot,
+    standardized,
+    statistics,
+    tile_rows,
+    unit,
+)
 from aggregator.algorithms.program import ABSENT_LOGIT, Function, Functions
 
 if TYPE_CHECKING:
@@ -15,23 +23,12 @@ if TYPE_CHECKING:
 BETAS = (0.9, 0.999)
 EPSILON = 1e-8
 
-_PARAMETERS = ("weight", "bias")
-_MODEL = (*_PARAMETERS, "mean", "std")
 _PRIOR = "class_counts"
-_ADAM = ("weight_first", "weight_second", "bias_first", "bias_second", "steps")
-
-Tensors = Mapping[str, Tensor]
+_PARAMETERS = ("weight", "bias")
 
 
 def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: int) -> Functions:
-    """Return what a device runs.
-
-    Args:
-        settings: the algorithm's.
-        feature_size: L.
-        num_classes: C.
-        seed: of the first projection, the same on every device.
-    """
+    """Return what `FedPCL.functions` returns."""
     rounds = ("prototypes", "present") if settings.variant == "global" else ("prototypes", "index", "present")
     first = _first_projection(settings.projection_size, feature_size, seed)
 
@@ -44,15 +41,22 @@ def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: 
             apply=lambda tensors: _init(settings, tensors, first, num_classes),
         ),
         step=Function(
-            inputs=("feature", "labels", *_MODEL, *_ADAM, *rounds, *((_PRIOR,) if settings.prior else ())),
+            inputs=(
+                "feature",
+                "labels",
+                *settings.model,
+                *settings.moments,
+                *rounds,
+                *((_PRIOR,) if settings.prior else ()),
+            ),
             apply=lambda tensors: _step(settings, tensors, loss),
         ),
         project=Function(
-            inputs=("feature", *_MODEL),
+            inputs=("feature", *settings.model),
             apply=lambda tensors: {"projection": projected(settings, hidden(tensors))},
         ),
         head=Function(
-            inputs=("feature", *_MODEL, "prototypes", "present", "local_prototypes", "local_counts"),
+            inputs=("feature", *settings.model, "prototypes", "present", "local_prototypes", "local_counts"),
             apply=lambda tensors: _head(settings, tensors, num_classes),
         ),
         dimensions={
@@ -73,7 +77,7 @@ def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: 
 
 
 def _first_projection(projection_size: int, feature_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Weight (D, L) and bias (D,), uniform in +-1/sqrt(L) as torch's linear layers begin; float16, to ship less."""
+    """Return weight (D, L) and bias (D,), uniform in +-1/sqrt(L) as torch.nn.Linear; float16 halves the graph."""
     generator = torch.Generator().manual_seed(seed)
     shape = (projection_size, feature_size + 1)
     both = ((torch.rand(shape, generator=generator) * 2 - 1) * feature_size**-0.5).half()
@@ -83,7 +87,7 @@ def _first_projection(projection_size: int, feature_size: int, seed: int) -> tup
 def _init(
     settings: "FedPCL", tensors: Tensors, first: tuple[Tensor, Tensor], num_classes: int
 ) -> dict[str, Tensor]:
-    """The whole state; the weight (D, L) is a stack of tiles, (D / R, R, L), and so are its moments."""
+    """Return the whole state; the weight (D, L) and its moments are stacks of tiles, (D / R, R, L)."""
     feature = tensors["feature"]
     mean, std = statistics(feature, standardize=settings.standardize)
     weight, bias = (tensor.float() for tensor in first)
@@ -103,26 +107,21 @@ def _init(
     }
 
 
-def standardized(tensors: Tensors) -> Tensor:
-    """Return the features, (n, L), as the projection takes them."""
-    return (tensors["feature"] - tensors["mean"]) / tensors["std"]
-
-
 def hidden(tensors: Tensors) -> Tensor:
     """Return W x + b, (n, D), of the standardized features."""
     return torch.addmm(tensors["bias"], standardized(tensors), tensors["weight"].flatten(0, 1).T)
 
 
 def projected(settings: "FedPCL", values: Tensor) -> Tensor:
-    """Return z, (n, D): of unit length, which the paper leaves out and its published code does."""
+    """Return z, (n, D), of unit length: omitted in the paper, done in its published code."""
     return unit(values.relu() if settings.relu else values)
 
 
 def log_prior(counts: Tensor) -> Tensor:
     """Return the log of how often a device expects each class, (C,), up to a constant.
 
-    A class that it has no image of is not ruled out: each is taken to have a tenth of the mean count more. A
-    classifier learns this as its bias; similarities to prototypes have none. Not in the paper.
+    A tenth of the mean count is added to each, so that a class without images is not ruled out. A classifier learns
+    this as its bias; similarities to prototypes have none. Not in the paper.
 
     Args:
         counts: images of each class on the device, (C,).
@@ -134,13 +133,13 @@ def log_prior(counts: Tensor) -> Tensor:
 def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_classes: int) -> Tensor:
     """Return the loss of a batch, () (eq. 8 to 10).
 
-    A class that nobody has is in no denominator. A sample whose class nobody has, or whose class is the only one
-    that anybody has, adds 0.
+    A class without prototypes is in no denominator. A sample whose class has none, or is the only one that has any,
+    adds 0.
 
     Args:
-        settings: which terms, the temperature, what is in the denominator, and whether there is a prior.
-        tensors: `labels`, `prototypes` and `present`, `index` unless only the global term counts, and
-            `class_counts` with a prior.
+        settings: the terms, the temperature, the denominator and the prior.
+        tensors: `labels`, `prototypes` and `present`, `index` except for the global variant, and `class_counts` with
+            a prior.
         projection: (n, D).
         num_classes: C.
     """
@@ -159,17 +158,17 @@ def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_class
 
 
 def _sets(settings: "FedPCL", tensors: Tensors, num_classes: int) -> Tensor:
-    """Rows of the prototypes of each set to contrast with, (s, C): the global ones, all devices', or both."""
-    everybody = torch.arange(num_classes)[None]
+    """Return the rows of each set to contrast with, (s, C): the global prototypes, all devices' sets, or both."""
+    global_rows = torch.arange(num_classes)[None]
     if settings.variant == "global":
-        return everybody
+        return global_rows
     if settings.variant == "local":
         return tensors["index"]
-    return torch.cat([everybody, tensors["index"]])
+    return torch.cat([global_rows, tensors["index"]])
 
 
 def _weights(settings: "FedPCL", logits: Tensor) -> Tensor:
-    """Weight of each set's loss, (s,): L_g counts as much as all that L_p is the mean of (eq. 8)."""
+    """Return the weight of each set's loss, (s,): L_g weighs as much as L_p, the mean over the others (eq. 8)."""
     every = torch.ones_like(logits[0, :, 0])
     if settings.variant != "both":
         return every / every.sum()
@@ -179,9 +178,9 @@ def _weights(settings: "FedPCL", logits: Tensor) -> Tensor:
 def _step(
     settings: "FedPCL", tensors: Tensors, loss: Callable[[Tensors, Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """One step of Adam, as `torch.optim.Adam` takes it.
+    """Return the loss and the state after one step of Adam, as `torch.optim.Adam` makes it.
 
-    The gradient of the weight is written out, as tiles of their own: autograd's would be in one piece.
+    The gradient of the weight is written out in tiles; autograd's would be one tensor.
     """
     inputs = standardized(tensors)
     weight, bias = tensors["weight"], tensors["bias"]
@@ -204,10 +203,10 @@ def _step(
 def _adam(
     name: str, tensors: Tensors, gradient: Tensor, *, steps: Tensor, learning_rate: float
 ) -> dict[str, Tensor]:
-    """Kingma, Ba, "Adam", ICLR 2015, algorithm 1, with as few passes over the tensors as there can be.
+    """Return a parameter and its moments after a step (Kingma, Ba, "Adam", ICLR 2015, algorithm 1).
 
-    The state holds decaying sums of the gradients and of their squares; that they are not yet means, and the
-    correction of their bias, is left to two scalars.
+    To pass over the tensors as little as possible, the moments are decaying sums of the gradients and their squares;
+    two scalars turn them into bias-corrected means.
     """
     decay_first, decay_second = BETAS
     first = tensors[f"{name}_first"] * decay_first + gradient
@@ -222,7 +221,7 @@ def _adam(
 
 
 def _head(settings: "FedPCL", tensors: Tensors, num_classes: int) -> dict[str, Tensor]:
-    """Logits: similarity to the device's own prototypes, padded with the global ones (section 4, eq. 7)."""
+    """Return similarities to the device's own prototypes, padded with the global ones (section 4, eq. 7)."""
     own = tensors["local_counts"] > 0
     prototypes = torch.where(own[:, None], tensors["local_prototypes"], tensors["prototypes"][:num_classes])
     similarity = projected(settings, hidden(tensors)) @ prototypes.T / settings.tau

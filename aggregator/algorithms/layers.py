@@ -1,14 +1,17 @@
-"""What the algorithms compute alike on devices, in torch operations that ONNX has as well."""
+"""Torch functions shared by the algorithms, of operations that ONNX has as well."""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-NEVER = -1e9
-"""In place of a logit that does not count: its exponential is 0, and what is multiplied with 0 later is finite."""
+Tensors = Mapping[str, Tensor]
 
+NEVER = -1e9
+"""Replaces a logit that does not count: its exponential is 0, and its product with 0 is finite."""
 
 TILE_ELEMENTS = 2**16
-"""In one tile, at most: some of them, of 256 kB each, fit into the cache of a core."""
+"""Elements of a tile, at most: several tiles of 256 kB fit into the cache of a core."""
 
 
 def tile_rows(rows: int, columns: int) -> int:
@@ -21,14 +24,14 @@ def tile_rows(rows: int, columns: int) -> int:
 
 
 def statistics(feature: Tensor, *, standardize: bool) -> tuple[Tensor, Tensor]:
-    """Return what to take off each feature and what to divide it by, (L,) each; 0 and 1 leave it as it is.
+    """Return the mean to subtract from each feature and the deviation to divide it by, (L,) each.
 
-    All features are divided by the same number, the root mean square of their deviations: one that hardly moves
-    among few images must not be blown up elsewhere. Of no rows, the mean is 0 and the deviation 1.
+    All features are divided by the same number, the root mean square of their deviations, so that a feature that
+    hardly varies among few images is not amplified on others. Of no rows, the mean is 0 and the deviation 1.
 
     Args:
         feature: (n, L), n >= 0.
-        standardize: whether to look at the features at all.
+        standardize: False returns 0 and 1.
     """
     if not standardize:
         return feature.new_zeros(feature.shape[1]), feature.new_ones(feature.shape[1])
@@ -39,17 +42,28 @@ def statistics(feature: Tensor, *, standardize: bool) -> tuple[Tensor, Tensor]:
     return mean, torch.where(deviation > 0, deviation, 1.0).expand(feature.shape[1])
 
 
+def standardized(tensors: Tensors) -> Tensor:
+    """Return `feature` standardized with `mean` and `std`, (n, L)."""
+    return (tensors["feature"] - tensors["mean"]) / tensors["std"]
+
+
 def unit(rows: Tensor) -> Tensor:
-    """Divide rows by their Euclidean length; what has none stays zero."""
+    """Divide rows by their Euclidean length; rows of zeros stay zero."""
     # Not square(): its derivative becomes a power in ONNX, which is slow.
     return rows / (rows * rows).sum(dim=1, keepdim=True).clamp_min(1e-12).sqrt()
 
 
-def log_sum_exp(logits: Tensor, counts: Tensor) -> Tensor:
-    """Return log sum exp over the last axis where `counts`, which broadcasts; finite even where nothing counts."""
-    masked = torch.where(counts, logits, NEVER)
+def log_sum_exp(logits: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Return log sum exp over the last axis of the logits that count, by default all; finite even if none does."""
+    masked = logits if counts is None else torch.where(counts, logits, NEVER)
     top = masked.amax(dim=-1, keepdim=True).detach()
     return (masked - top).exp().sum(dim=-1).log() + top.squeeze(-1)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy of each row of logits (n, C) with its label, (n,)."""
+    own = torch.where(one_hot(labels, logits.shape[1]), logits, 0.0).sum(dim=1)
+    return log_sum_exp(logits) - own
 
 
 def one_hot(labels: Tensor, num_classes: int) -> Tensor:

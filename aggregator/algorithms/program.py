@@ -1,21 +1,31 @@
-"""What an algorithm of rounds is: its settings, its pooling on the aggregator, and its torch functions for devices.
+"""The interface of an algorithm of rounds: settings, aggregation with numpy, and torch functions for devices.
 
-Importing this module, or an algorithm, does not import torch: the daemon pools without it.
+Importing this module or an algorithm does not import torch: the aggregator closes rounds without it.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+Count = Annotated[int, Meta(ge=1, le=100_000)]
+SmallCount = Annotated[int, Meta(ge=1, le=65535)]
+Size = Annotated[int, Meta(ge=1, le=4096)]
+Rate = Annotated[float, Meta(gt=0, le=10)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Weight = Annotated[float, Meta(ge=0, le=1000)]
+
 ABSENT_LOGIT = -1e4
-"""What a class that nobody has gets in a head: its probability is 0 in float32, and it fits a float16 runtime."""
+"""Logit of a class without prototypes: its probability is 0 in float32, and the number fits float16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +33,11 @@ class Contribution:
     """What one device uploaded to a round.
 
     Attributes:
-        device: its name; pooling sorts by it, so that the order of arrival does not matter.
+        device: its name; aggregation sorts by it, so that the order of arrival does not matter.
         values: float32 (p, D) prototypes, finite.
         labels: int64 (p,), the class of each.
         counts: int64 (p,), the images averaged in each, at least 1.
-        tensors: float32, for each uploaded name the change of that tensor on the device.
+        tensors: float32, the change of each uploaded tensor on the device, by name.
     """
 
     device: str
@@ -43,7 +53,7 @@ class Function:
 
     Attributes:
         inputs: the names that `apply` looks up.
-        apply: pure; every float is float32, every integer int64.
+        apply: a pure function; every float is float32, every integer int64.
     """
 
     inputs: tuple[str, ...]
@@ -52,18 +62,18 @@ class Function:
 
 @dataclass(frozen=True, kw_only=True)
 class Functions:
-    """The four functions of `protocol.wire.messages.Program`.
+    """The four functions of `protocol.wire.messages.Program`, and what they are verified against.
 
     Attributes:
-        init: `feature`, and `labels` if it likes, to every tensor of the state, for any number of rows, 0 among them.
-        step: a batch, the state and the round to `loss` and a `next_NAME` for each tensor that changes.
+        init: `feature`, and optionally `labels`, to every tensor of the state, for any number of rows, also 0.
+        step: a batch, the state and the round's tensors to `loss` and a `next_NAME` for each tensor that changes.
         project: `feature` and the state to `projection` (n, D).
-        head: `feature`, the state, the round and the local prototypes to `logits` and `probabilities` (n, C).
-        dimensions: the axes that differ from device to device or from round to round, by tensor: the name of
-            each axis, or None where its length is fixed. A tensor that is not in it has fixed axes alone.
-        parameters: the tensors of the state that are learned.
-        objective: what `step` descends, for torch to differentiate: the tensors that `step` takes to its loss.
-        optimizer: the torch optimizer that `step` writes out.
+        head: `feature`, the state, the round's tensors and the local prototypes to `logits` and `probabilities`
+            (n, C).
+        dimensions: names of the dynamic axes of each tensor that has any, None for an axis of fixed length.
+        parameters: the trained tensors of the state.
+        objective: the loss that `step` descends, for autograd: the inputs of `step` to its loss.
+        optimizer: the torch optimizer that `step` reimplements.
         gradients: the state before and after the very first step, to the gradient of each parameter, without
             weight decay.
     """
@@ -79,38 +89,40 @@ class Functions:
     gradients: "Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]"
 
 
-class Algorithm(Protocol):
-    """An algorithm's settings, which are its table in the task file, and what they make of it."""
+class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An algorithm of rounds: its fields are its table in the task file, its methods what it computes."""
 
-    @property
-    def name(self) -> str:
-        """What the task file calls it."""
+    name: ClassVar[str]
+    """Value of `algorithm` in the task file, and name of its table."""
+    persistent: ClassVar[tuple[str, ...]] = ()
+    """State that a device keeps from round to round."""
+    uploaded: ClassVar[tuple[str, ...]] = ()
+    """State whose change is uploaded with the prototypes."""
+    max_norm: ClassVar[float] = math.inf
+    """Greatest Euclidean length that a prototype can have."""
 
-    @property
-    def rounds(self) -> int:
-        """Rounds until the end."""
-
-    @property
-    def batch_size(self) -> int:
-        """Images in one step."""
-
-    @property
-    def projection_size(self) -> int:
-        """D, of what is averaged into prototypes."""
-
-    @property
-    def persistent(self) -> tuple[str, ...]:
-        """State that a device keeps from round to round."""
-
-    @property
-    def uploaded(self) -> tuple[str, ...]:
-        """State whose change is uploaded with the prototypes."""
+    rounds: Count = 40
+    epochs: SmallCount = 1
+    """Passes over a device's images in a round."""
+    batch_size: SmallCount = 32
+    projection_size: Size = 256
+    """D, the length of a prototype."""
 
     def epochs_of(self, number: int) -> int:
-        """Passes over a device's images in a round; rounds are numbered from 0."""
+        """Return the passes over a device's images in a round, numbered from 0."""
+        del number
+        return self.epochs
 
     def first_tensors(self, *, feature_size: int, num_classes: int, seed: int) -> dict[str, NDArray[Any]]:
-        """Return the tensors of round 0, by name, in the dtypes in which they cross the wire."""
+        """Return the tensors of round 0 by name, in the dtypes in which they are sent.
+
+        Args:
+            feature_size: L.
+            num_classes: C.
+            seed: of random tensors.
+        """
+        del feature_size
+        return self.aggregate([], {}, num_classes=num_classes, seed=seed)
 
     def aggregate(
         self,
@@ -120,19 +132,27 @@ class Algorithm(Protocol):
         num_classes: int,
         seed: int,
     ) -> dict[str, NDArray[Any]]:
-        """Pool what a round brought into the tensors of the next one.
+        """Return the tensors of the next round.
 
         Law: the order of the contributions does not matter.
 
         Args:
-            contributions: at most one a device; none is an empty round.
+            contributions: at most one per device; none is an empty round.
             previous: the tensors of the round that closes.
             num_classes: C.
-            seed: of this pooling, should it draw: another one for every round.
+            seed: of random draws; another one for every round.
         """
+        raise NotImplementedError
 
     def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
-        """Return what devices run; imports torch."""
+        """Return what devices run; imports torch.
+
+        Args:
+            feature_size: L.
+            num_classes: C.
+            seed: of the initial weights, the same on every device.
+        """
+        raise NotImplementedError
 
 
 def by_device(contributions: Sequence[Contribution]) -> list[Contribution]:

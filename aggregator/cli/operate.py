@@ -68,7 +68,7 @@ def release_command(*, device: str, state: Path) -> None:
 
 
 def _command(state: Path, kind: "CommandKind", version: int | None = None) -> None:
-    from aggregator.heads.operator_commands import order
+    from aggregator.heads.operator_commands import submit_command
 
     with existing_state(state) as store:
-        click.echo(order(store, kind, version))
+        click.echo(submit_command(store, kind, version))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import TaskFile
 
 Problem = tuple[tuple[str, ...], str]
@@ -39,7 +40,7 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
 
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
     only_rounds, only_fedtc = {"rounds"}, {"training", "retrain_after", "robust"}
-    unused = {"fedpcl", "fpl", *(only_rounds if task.learning is None else only_fedtc)} - {task.algorithm}
+    unused = {*ALGORITHMS, *(only_rounds if task.learning is None else only_fedtc)} - {task.algorithm}
     paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
     if task.learning is not None:
         paths += [

@@ -1,15 +1,15 @@
 """The tables of the task file, except those defined where they are used.
 
-The others are `[rollout]`, `[privacy.perturbation]`, `[fedpcl]` and `[fpl]`.
+The others are `[rollout]`, `[privacy.perturbation]` and those of the algorithms of rounds.
 """
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from aggregator.algorithms.fedpcl import FedPCL
-from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.program import Algorithm
+from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.coordination.rollout import Settings as RolloutSettings
 from aggregator.coordination.rounds import Settings as RoundSettings
 from protocol.wire.messages import MAX_CLASSES, ClassName, Name, Natural, Perturbation
@@ -71,14 +71,14 @@ class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
     dp: PrivacyBudget | None = None
 
 
-class TaskFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A task file."""
+class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A task file without the tables of the algorithms of rounds."""
 
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
     backbones: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)]
     """Paths of ONNX files, relative to the task file's folder."""
     fleet: Name = "default"
-    algorithm: Literal["fedtc", "fedpcl", "fpl"] = "fedtc"
+    algorithm: str = "fedtc"
     quorum: Annotated[int, Meta(ge=1)] = 1
     deadline_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
     retrain_after: Annotated[int, Meta(ge=1)] = 1
@@ -92,14 +92,12 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True):
     rounds: Rounds = Rounds()
     rollout: RolloutSettings = RolloutSettings()
     privacy: PrivacySettings = PrivacySettings()
-    fedpcl: FedPCL = FedPCL()
-    fpl: FPL = FPL()
 
     @property
-    def learning(self) -> FedPCL | FPL | None:
+    def learning(self) -> Algorithm | None:
         """The settings of the algorithm by which devices train in rounds; None for fedtc, which has no rounds."""
-        algorithms: dict[str, FedPCL | FPL] = {"fedpcl": self.fedpcl, "fpl": self.fpl}
-        return algorithms.get(self.algorithm)
+        found: Algorithm | None = getattr(self, self.algorithm) if self.algorithm in ALGORITHMS else None
+        return found
 
     @property
     def settings(self) -> RoundSettings:
@@ -115,3 +113,20 @@ class TaskFile(msgspec.Struct, frozen=True, kw_only=True):
             devices=None if self.devices is None else frozenset(self.devices),
             **msgspec.structs.asdict(self.rounds),
         )
+
+
+if TYPE_CHECKING:
+    TaskFile = CommonSettings
+else:
+    TaskFile = msgspec.defstruct(
+        "TaskFile",
+        [
+            ("algorithm", Literal["fedtc", *ALGORITHMS], "fedtc"),
+            *((name, kind, kind()) for name, kind in ALGORITHMS.items()),
+        ],
+        bases=(CommonSettings,),
+        module=__name__,
+        namespace={"__doc__": "A task file, with one table for each algorithm of rounds."},
+        frozen=True,
+        kw_only=True,
+    )

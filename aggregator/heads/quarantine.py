@@ -1,4 +1,4 @@
-"""Who is quarantined: what a training finds is stored and told, and an operator may know better."""
+"""The quarantine: stores and logs what outlier detection decides; an operator may release a device."""
 
 import logging
 import time
@@ -8,51 +8,51 @@ from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.training.jobs import Result
 from protocol.errors import ConfigError
+from protocol.log import event
 
 log = logging.getLogger(__name__)
 
 
-def keep_asides(store: Store, head: HeadRecord, result: Result) -> None:
-    """Store who was quarantined for a head, and that others no longer are; say what is new.
+def update_quarantine(store: Store, head: HeadRecord, result: Result) -> None:
+    """Quarantine the devices that a training excluded, and end the quarantine of those that it did not.
 
-    Who was readmitted while the head was trained stays readmitted, and who was revoked stays out.
+    A device that was released meanwhile stays released, and a revoked one stays quarantined.
 
     Raises:
         StateError: it cannot be stored.
     """
     known = store.quarantine.all(head.task)
     for device in sorted({**head.members, **head.quarantined}):
-        before = known.get(device)
-        if before is not None and (before.released_s is not None or before.reason == REVOKED):
+        entry = known.get(device)
+        if entry is not None and (entry.released_s is not None or entry.reason == REVOKED):
             continue
         if device in head.quarantined:
-            store.quarantine.add(head.task, device, reason=result.aside[device], now_s=head.trained_s)
-            if before is None:
-                log.warning(
-                    "%s is quarantined: %s; `aggregator release %s` releases it",
-                    *(device, result.aside[device], device),
-                )
-        elif before is not None:
+            reason = result.quarantined[device]
+            store.quarantine.add(head.task, device, reason=reason, now_s=head.trained_s)
+            if entry is None:
+                what_to_do = "device quarantined: `aggregator release DEVICE` includes it again"
+                event(log, logging.WARNING, what_to_do, device=device, reason=reason)
+        elif entry is not None:
             store.quarantine.delete(head.task, device)
-            log.info("%s is no longer quarantined: what it has uploaded is like the others'", device)
-    if result.doubt:
-        log.warning("%s", result.doubt)
+            event(log, logging.INFO, "device no longer quarantined", device=device)
+    if result.warning:
+        event(log, logging.WARNING, "outlier detection without effect", reason=result.warning)
 
 
 def release(store: Store, device: str) -> str:
-    """Release a device from quarantine; returns the outcome for the operator.
+    """Release a device from quarantine; return the outcome in words.
 
     Raises:
         ConfigError: it is not quarantined, or was revoked.
         StateError: there is no task yet, or the state cannot be written.
     """
     task = store.served_task().digest
-    aside = store.quarantine.all(task).get(device)
-    if aside is None:
+    entry = store.quarantine.all(task).get(device)
+    if entry is None:
         raise ConfigError(f"{device} is not quarantined: `aggregator status` lists quarantined devices")
-    if aside.released_s is not None:
+    if entry.released_s is not None:
         return f"{device} is already released"
-    if aside.reason == REVOKED:
+    if entry.reason == REVOKED:
         raise ConfigError(f"{device} is revoked: enroll it again with `aggregator enroll --renew`")
     store.quarantine.release(task, device, now_s=time.time())
     when = "" if store.is_locked() else " after the start of the aggregator"

@@ -6,7 +6,7 @@ import queue
 import time
 from itertools import groupby
 
-from aggregator.heads.orchestrator import Learning
+from aggregator.heads.orchestrator import HeadTraining
 from aggregator.heads.releases import Releases
 from aggregator.ingest.receiver import Receiver
 from aggregator.messaging.blob_sender import BlobSender
@@ -66,7 +66,7 @@ class Aggregator:
             max_bytes=int(task.file.max_submission_mb * 1024**2),
             unfinished_s=task.file.unfinished_h * 3600,
         )
-        self._training = Learning(task, store, on_event=self._events.put)
+        self._training = HeadTraining(task, store, on_event=self._events.put)
         self._releases = Releases(task, store)
         self._publisher = Publisher(
             broker, access=access, fleet=task.file.fleet, epoch=epoch, on_event=self._events.put
@@ -138,12 +138,12 @@ class Aggregator:
             with self._store.transaction():
                 for message in messages:
                     self._handle_message(message)
-                self._training.settle()
+                self._training.flush()
             self._receiver.commit()
         except StateError as error:
             self._receiver.stop(error)
-            self._training.go_back()
-            self._releases.go_back()
+            self._training.reload()
+            self._releases.reload()
             self._messages.receipts.clear()
             for message in messages:  # again, now that the intake is stopped
                 with self._receiver.guard():
@@ -180,7 +180,7 @@ class Aggregator:
             case mqtt.Drained():
                 self._blob_sender.drained()
             case Progress(figures=figures):
-                self._training.show_progress(figures)
+                self._training.store_progress(figures)
             case Finished() as finished:
                 if self._training.finish(finished):
                     self._announcements.open_round()

@@ -2,7 +2,7 @@
 
 import time
 
-from aggregator.heads.orchestrator import Learning
+from aggregator.heads.orchestrator import HeadTraining
 from aggregator.heads.releases import Releases
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.refusals import count_refusal
@@ -44,7 +44,7 @@ class Announcements:
         epoch: int,
         publisher: Publisher,
         receiver: Receiver,
-        training: Learning,
+        training: HeadTraining,
         releases: Releases,
     ) -> None:
         self.is_connected = False

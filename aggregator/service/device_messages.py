@@ -10,7 +10,7 @@ from typing import get_args
 import msgspec
 
 from aggregator.coordination import rounds
-from aggregator.heads.orchestrator import Learning
+from aggregator.heads.orchestrator import HeadTraining
 from aggregator.heads.releases import Releases
 from aggregator.ingest.authentication import FrameAuthenticator
 from aggregator.ingest.reassembly import Complete
@@ -64,7 +64,7 @@ class DeviceMessages:
         store: Store,
         *,
         receiver: Receiver,
-        training: Learning,
+        training: HeadTraining,
         releases: Releases,
         blob_sender: BlobSender,
         announcements: Announcements,
@@ -183,7 +183,7 @@ class DeviceMessages:
             prototypes=len(labels),
             per_class=Counter(labels.tolist()),
         )
-        verdict = self._training.take(record, upload.payload)
+        verdict = self._training.submit(record, upload.payload)
         self._check_verdict(verdict, submission.round)
         if submission.privacy is not None:
             self._store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
@@ -218,7 +218,7 @@ class DeviceMessages:
         else:
             event(log, logging.INFO, "head in use", device=device, head=version)
         # What follows from it first: once stored, the same evaluation is not looked at again.
-        self._releases.take(device, evaluation)
+        self._releases.evaluate(device, evaluation)
         self._store.evaluations.put(device, evaluation, digest=digest, now_s=time.time())
         return Receipt(digest=digest, status="received")
 

@@ -46,7 +46,7 @@ def collect_status(store: Store) -> model.Status:
         waiting=len(rounds.waiting(state, settings)),
         closes_at_s=rounds.closes_at_s(state, settings),
         round=_round(state, settings),
-        rollout=_rollout(used, requested=operator_commands.ordered(store, task)),
+        rollout=_rollout(used, requested=operator_commands.commanded_version(store, task)),
         devices=tuple(_devices(store, task, submissions, used)),
         coverage=_coverage(served.classes, submissions.values()),
         quarantine=tuple(

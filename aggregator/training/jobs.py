@@ -1,4 +1,4 @@
-"""What the daemon has done by processes of their own, and what these say: files in a folder, lines on stdout."""
+"""Jobs that the aggregator runs as processes: inputs and outputs are files in a folder, progress goes to stdout."""
 
 import json
 import sys
@@ -9,45 +9,84 @@ from typing import TypeVar
 import msgspec
 
 from aggregator.config.schema import Robust, TaskFile, Training
+from aggregator.graphs.fuse import fuse
+from aggregator.ingest.validation import read_message
 from protocol.errors import ProtofleetError
-from protocol.storage.blobstore import write_atomically
+from protocol.metadata import HeadMetadata
+from protocol.storage.blobstore import BlobStore, write_atomically
+from protocol.wire.codec import decode
+from protocol.wire.messages import MAX_MANIFEST_BYTES, Submission, TaskManifest
 
 
-class HeadJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Train head `version` on prototypes: `head.onnx`, and with one backbone `model.onnx`."""
+class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Make head `version` of submissions: `head.onnx`, and with one backbone `model.onnx`."""
 
     version: int
     task: str
-    """Hex digest of the task manifest, which is a blob."""
+    """Hex digest of the task manifest, a blob."""
     members: dict[str, str]
-    """Device to the hex digest of its submission, which is a blob, in the order to train on."""
-    readmitted: tuple[str, ...] = ()
-    """Devices that are not quarantined, whatever is found."""
+    """Device to the hex digest of its submission, a blob, in the order to train on."""
     blobs: str
     feature_size: int
+    folder: str
+
+    def manifest(self) -> TaskManifest:
+        """Read the task manifest."""
+        data = BlobStore(Path(self.blobs)).read(bytes.fromhex(self.task))
+        return decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+
+    def submissions(self) -> dict[str, Submission]:
+        """Read the submission of each device.
+
+        Raises:
+            ProtofleetError: a blob is missing, or is no submission.
+        """
+        blobs, found = BlobStore(Path(self.blobs)), {}
+        for device, digest in self.members.items():
+            message = read_message(blobs.read(bytes.fromhex(digest)))
+            if not isinstance(message, Submission):
+                raise ProtofleetError("expected a stored submission, got an evaluation")
+            found[device] = message
+        return found
+
+    def metadata(self, manifest: TaskManifest, training: dict[str, float]) -> HeadMetadata:
+        """Return the head's metadata."""
+        return HeadMetadata(
+            classes=manifest.classes,
+            version=self.version,
+            task=self.task,
+            backbones=tuple(backbone.digest.hex() for backbone in manifest.backbones),
+            feature_size=self.feature_size,
+            training=training,
+        )
+
+    def write_head(self, head: bytes, manifest: TaskManifest) -> None:
+        """Write `head.onnx`, and with one backbone `model.onnx`."""
+        write_atomically(Path(self.folder) / "head.onnx", head)
+        if len(manifest.backbones) == 1:
+            backbone = BlobStore(Path(self.blobs)).read(manifest.backbones[0].digest)
+            write_atomically(Path(self.folder) / "model.onnx", fuse(backbone, head))
+
+
+class HeadJob(SubmissionsJob, frozen=True, kw_only=True):
+    """Train a head on prototypes."""
+
+    released: tuple[str, ...] = ()
+    """Devices that are not quarantined, whatever outlier detection finds."""
     training: Training
     robust: Robust = Robust()
-    folder: str
 
 
-class RoundJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Pool round `version - 1`: `tensors.bin` for the next one, `head.onnx`, and with one backbone `model.onnx`."""
+class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
+    """Close round `version - 1`: also write `tensors.bin`, which the next round starts from."""
 
-    version: int
-    task: str
-    """Hex digest of the task manifest, which is a blob."""
     task_file: TaskFile
-    members: dict[str, str]
-    """Device to the hex digest of its submission, which is a blob."""
     tensors: str
-    """Hex digest of the round's tensors, which are a blob."""
-    blobs: str
-    feature_size: int
-    folder: str
+    """Hex digest of the round's tensors, a blob."""
 
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Make the graphs that devices run: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
+    """Build the graphs that devices run: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
 
     task_file: TaskFile
     feature_size: int
@@ -59,18 +98,18 @@ J = TypeVar("J", HeadJob, RoundJob, CompileJob)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out, beside the files."""
+    """A job's result beside its files."""
 
     metrics: dict[str, float]
     prototypes: int = 0
-    aside: dict[str, str] = {}
-    """Devices that were quarantined, and why: the head was made without them."""
-    doubt: str = ""
-    """Why nobody was quarantined although somebody is far off; empty if that is not so."""
+    quarantined: dict[str, str] = {}
+    """Devices that the head was made without, with reasons."""
+    warning: str = ""
+    """Why no device was quarantined although some are outliers; empty if none is."""
 
 
-def say(figures: dict[str, float | str]) -> None:
-    """Tell the daemon how far a job is."""
+def report_progress(figures: dict[str, float | str]) -> None:
+    """Send progress to the aggregator."""
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stdout.flush()
 

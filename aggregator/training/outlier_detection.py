@@ -1,8 +1,8 @@
-"""Which devices' prototypes are not like the others', pure: by robust statistics, class by class.
+"""Outlier detection, pure: finds devices whose prototypes differ from the others', by robust statistics per class.
 
-What is compared is a device's mean of a class. It scatters about the mean of all the less, the more images it is of,
-and about that of its own place besides: a device that is honest, but elsewhere, is no outlier among others that are
-elsewhere too. Medians take the place of means, so that less than half of the devices cannot move what is judged by.
+A device's mean of a class is compared with the other devices'. It varies with the number of images, and from place to
+place: an honest device in another place is no outlier among devices in different places. Medians replace means, so
+that fewer than half of the devices cannot shift the reference.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,27 +15,27 @@ from scipy.stats import median_abs_deviation
 from aggregator.ingest.validation import Prototypes
 
 MIN_DEVICES = 5
-"""Devices that a class must have before it says anything of one of them."""
+"""Devices that a class needs for one of them to be an outlier."""
 
 LEAST_DEVIATION = 0.1
-"""Of distances that are nearly equal, as they are in many dimensions, a deviation this large is nothing yet."""
+"""Smallest deviation, relative to the median: in many dimensions, distances are nearly equal."""
 
 PRECISION = 1e-3
-"""Relative to the values: nearer than this, float16 and images drawn anew make the difference."""
+"""Relative difference of values that float16 rounding and a new draw of images explain."""
 
-MOST_TOLD = 10_000
-"""Robust standard deviations beyond which one need not know how many."""
+MAX_REPORTED = 10_000
+"""Robust standard deviations beyond which the number is not reported."""
 
 MAX_SHARE = 0.5
-"""Of the devices: where more of them would be quarantined than this, it is not known who the others are."""
+"""Share of devices above which none is quarantined: then it is unknown which devices are the outliers."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is odd about a device, in words, and by how many robust standard deviations."""
+    """A device's distance from the others in robust standard deviations, and a description."""
 
     deviations: float
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class _Class:
         devices: their names.
         means: float64 (K, L), count-weighted.
         images: float64 (K,).
-        variances: float64 (K,), of an image about its device's mean, summed over dimensions; NaN where a single
-            prototype does not tell.
+        variances: float64 (K,), of an image about its device's mean, summed over dimensions; NaN for a single
+            prototype.
     """
 
     devices: tuple[str, ...]
@@ -58,10 +58,15 @@ class _Class:
 
 @dataclass(frozen=True)
 class Judgment:
-    """Who is quarantined and why, in words; and if nobody is although somebody is far off, why that is."""
+    """The devices to quarantine, with reasons.
 
-    aside: Mapping[str, str]
-    doubt: str = ""
+    Args:
+        quarantined: device to reason.
+        warning: why no device is quarantined although some are outliers; empty if none is.
+    """
+
+    quarantined: Mapping[str, str]
+    warning: str = ""
 
 
 def judge(
@@ -69,38 +74,40 @@ def judge(
     *,
     classes: Sequence[str],
     threshold: float,
-    readmitted: Collection[str] = (),
+    released: Collection[str] = (),
 ) -> Judgment:
-    """Return the devices to quarantine, with reasons; none where that would be most of them."""
-    found = far_off(parts, classes=classes, threshold=threshold)
+    """Return the devices to quarantine, except released ones; none if that would be most of them."""
+    found = outliers(parts, classes=classes, threshold=threshold)
     if len(found) > MAX_SHARE * len(parts):
         worst = next(iter(found.items()))
         return Judgment(
             {},
-            f"{len(found)} of {len(parts)} devices are far from each other, so nobody is quarantined; "
-            f"{worst[0]}: {worst[1].why}",
+            f"{len(found)} of {len(parts)} devices are far from each other, so none is quarantined; "
+            f"{worst[0]}: {worst[1].reason}",
         )
-    return Judgment({device: one.why for device, one in found.items() if device not in readmitted})
+    return Judgment({device: finding.reason for device, finding in found.items() if device not in released})
 
 
-def far_off(
+def outliers(
     parts: Mapping[str, Prototypes], *, classes: Sequence[str], threshold: float
 ) -> dict[str, Finding]:
-    """The devices that are farther from the others than a threshold, each with the worst that was found.
+    """Return the devices that are farther from the others than a threshold, each with its greatest distance.
 
     Args:
-        parts: what each device has uploaded.
-        classes: their names, by label.
-        threshold: robust standard deviations: median absolute deviations, times 1.4826.
+        parts: the prototypes of each device.
+        classes: names, by label.
+        threshold: in robust standard deviations: median absolute deviations times 1.4826.
     """
     found: dict[str, Finding] = {}
 
     def take(devices: Sequence[str], deviations: NDArray[np.float64], *, what: str, how: str) -> None:
         for device, value in zip(devices, deviations, strict=True):
             if value > max(threshold, found[device].deviations if device in found else 0.0):
-                far = f"{value:.1f}" if value < MOST_TOLD else f"over {MOST_TOLD}"
-                why = f"{what}: {far} robust standard deviations {how} the median of {len(devices)} devices"
-                found[device] = Finding(float(value), why)
+                far = f"{value:.1f}" if value < MAX_REPORTED else f"over {MAX_REPORTED}"
+                reason = (
+                    f"{what}: {far} robust standard deviations {how} the median of {len(devices)} devices"
+                )
+                found[device] = Finding(float(value), reason)
 
     for label, name in enumerate(classes):
         one = _of_class(parts, label)
@@ -120,26 +127,24 @@ def _of_class(parts: Mapping[str, Prototypes], label: int) -> _Class:
         mine = part.labels == label
         if not mine.any():
             continue
-        values, counts = (
-            part.values[mine].astype(np.float64),
-            np.maximum(part.counts[mine], 1).astype(np.float64),
-        )
+        values = part.values[mine].astype(np.float64)
+        counts = np.maximum(part.counts[mine], 1).astype(np.float64)
         mean = np.average(values, axis=0, weights=counts)
         squares = ((values - mean) ** 2).sum(axis=1)
         devices.append(device)
         means.append(mean)
         images.append(counts.sum())
-        # A prototype of n images scatters by the variance of one over n.
+        # A prototype of n images has an n-th of the variance of one image.
         variances.append((counts * squares).sum() / (len(counts) - 1) if len(counts) > 1 else np.nan)
     return _Class(tuple(devices), np.array(means), np.array(images), np.array(variances))
 
 
 def _distances(one: _Class) -> NDArray[np.float64]:
-    """How far each mean (K,) is from the coordinate-wise median, in robust standard deviations.
+    """Return each mean's distance (K,) from the coordinate-wise median, in robust standard deviations.
 
     The squared distance of an honest device is expected to be v = t + s / n, with s an image's variance, n its
-    images, and t what places differ by; and the median's own error beside it, pi / 2 of the usual v over K. A
-    distance over the root of that is near one.
+    images, and t the variance between places, plus the median's own error, pi / 2 of the usual v over K. A distance
+    over the root of that is near one.
     """
     median = np.median(one.means, axis=0)
     squares = ((one.means - median) ** 2).sum(axis=1)
@@ -152,7 +157,7 @@ def _distances(one: _Class) -> NDArray[np.float64]:
 
 
 def _spreads(one: _Class) -> NDArray[np.float64]:
-    """How much wider each device's prototypes (K,) scatter than usual, in robust standard deviations; 0 if unknown."""
+    """Return the excess scatter (K,) of each device's prototypes in robust standard deviations; 0 if unknown."""
     wider = np.zeros(len(one.devices))
     known = np.isfinite(one.variances)
     if known.sum() >= MIN_DEVICES:
@@ -162,17 +167,19 @@ def _spreads(one: _Class) -> NDArray[np.float64]:
 
 
 def _lengths(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
-    """How much longer each device's prototypes are than usual, (K,), whatever their classes, in robust deviations."""
+    """Return the excess length (K,) of each device's prototypes of all classes, in robust standard deviations."""
     squares = [float((part.values.astype(np.float64) ** 2).sum(axis=1).mean()) for part in parts]
     return _standardized(np.sqrt(squares))
 
 
 def _standardized(values: NDArray[np.float64], *, unit: float = 0.0) -> NDArray[np.float64]:
-    """Values (K,), none of them negative, from their median in robust standard deviations.
+    """Return the distance of non-negative values (K,) from their median in robust standard deviations.
+
+    Law: a common factor of the values and the unit does not matter.
 
     Args:
-        values: if they and the unit are c times as large, the figures are the same.
-        unit: what is small against this is nothing.
+        values: (K,).
+        unit: a scale below which differences do not count.
     """
     median = float(np.median(values))
     deviation = float(median_abs_deviation(values, scale="normal"))

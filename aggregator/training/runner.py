@@ -1,4 +1,4 @@
-"""Starts jobs as processes of their own and reports what they say, as events."""
+"""Runs jobs as processes and reports their progress and end as events."""
 
 import contextlib
 import logging
@@ -25,19 +25,19 @@ PROGRAMS: dict[type[Job], str] = {
     RoundJob: "aggregator.training.aggregate_round",
     CompileJob: "aggregator.tasks.graph_cache",
 }
-"""The module that does each kind of job."""
+"""The module that runs each kind of job."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A line of a job: device, prototypes, epoch, epochs or loss."""
+    """A job's progress: device, prototypes, epoch, epochs or loss."""
 
     figures: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A job is over; without a result it failed, and `reason` says why."""
+    """A job has ended; without a result it has failed for `reason`."""
 
     job: Job
     result: Result | None
@@ -45,11 +45,11 @@ class Finished:
 
 
 class Trainer:
-    """At most one job at a time.
+    """Runs at most one job at a time.
 
     Args:
-        folder: each job gets a folder of its own in it.
-        on_event: called from a thread with Progress and Finished; it must only put them somewhere.
+        folder: contains each job's folder.
+        on_event: called from a thread with Progress and Finished; must only enqueue them.
     """
 
     def __init__(self, folder: Path, *, on_event: Callable[[Progress | Finished], None]) -> None:
@@ -58,10 +58,10 @@ class Trainer:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, job: Job) -> None:
-        """Begin a job.
+        """Start a job.
 
         Raises:
-            StateError: its folder cannot be written, or the system starts no process.
+            StateError: its folder cannot be written, or the process cannot be started.
         """
         folder = Path(job.folder)
         with state_errors(folder):
@@ -69,7 +69,7 @@ class Trainer:
             folder.mkdir(parents=True)
         write_atomically(folder / "job.json", msgspec.json.encode(job))
         with state_errors(folder), (folder / "training.log").open("wb") as errors:
-            # In a session of its own, so that Ctrl-C reaches the daemon alone, which then ends it.
+            # A new session, so that Ctrl-C reaches only the aggregator, which then stops the job.
             self._process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAMS[type(job)], str(folder / "job.json")],
                 stdin=subprocess.DEVNULL,
@@ -77,13 +77,13 @@ class Trainer:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
-                # Threads that spin while they wait made training 11 times as slow beside other programs.
+                # Spinning threads made training 11 times slower beside other programs.
                 env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
         threading.Thread(target=self._watch, args=(job, self._process), daemon=True).start()
 
     def stop(self) -> None:
-        """End a running job; it will be started again by the next run of the daemon."""
+        """Stop a running job; the aggregator's next start runs it again."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
@@ -96,7 +96,7 @@ class Trainer:
             try:
                 self._on_event(Progress(msgspec.json.decode(line, type=dict[str, Any])))
             except msgspec.MsgspecError:
-                log.debug("the job said: %s", line.rstrip())
+                log.debug("job output: %s", line.rstrip())
         code = process.wait()
         try:
             data = (Path(job.folder) / "result.json").read_bytes()
@@ -105,5 +105,5 @@ class Trainer:
             errors = ""
             with contextlib.suppress(OSError):
                 errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
-            last = errors.splitlines()[-1] if errors else "it said nothing"
+            last = errors.splitlines()[-1] if errors else "no error message"
             self._on_event(Finished(job, None, f"exit status {code}: {last}"))

@@ -209,8 +209,8 @@ class _FPL:
     """FPL as one writes it in torch."""
 
     def __init__(self, settings: FPL, feature_size: int, tensors: Arrays) -> None:
-        self.adapter = nn.Linear(feature_size, settings.adapter_size)
-        self.classifier = nn.Linear(settings.adapter_size, CLASSES)
+        self.adapter = nn.Linear(feature_size, settings.projection_size)
+        self.classifier = nn.Linear(settings.projection_size, CLASSES)
         self.optimizer = torch.optim.SGD(
             [*self.adapter.parameters(), *self.classifier.parameters()],
             lr=settings.learning_rate,

@@ -11,7 +11,7 @@ import numpy as np
 from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import judge
-from aggregator.training.robust_training_set import withstanding
+from aggregator.training.robust_training_set import combine
 from aggregator.training.train_head import recipe_of, torch_device
 from benchmarks.accuracy.fedtc import partitions_of
 from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, take_fleet, train_on
@@ -153,7 +153,7 @@ def run(
         for device, part in parts.items()
     }
     classes = [str(label) for label in range(features.classes)]
-    aside = judge(told, classes=classes, threshold=threshold).aside.keys()
+    aside = judge(told, classes=classes, threshold=threshold).quarantined.keys()
     kept = [part for device, part in told.items() if device not in aside]
     accuracies: dict[str, float] = {}
     for method in methods:
@@ -161,7 +161,7 @@ def run(
             accuracies[method] = accuracies["none"]
             continue
         by = "none" if method == "check" else method
-        data = withstanding(kept if method == "check" else list(told.values()), by=by)
+        data = combine(kept if method == "check" else list(told.values()), by=by)
         accuracies[method] = accuracy_of(train_on(data, features, settings, seed=seed).module, features)
     return Result(
         partition=str(partition),

@@ -107,7 +107,7 @@ def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console:
         submissions=summary["submissions"],
         prototypes=head["prototypes"],
         bytes_up=sum(row["bytes"] for row in summary["devices"]),
-        onnx_max_abs_diff=head["metrics"]["onnx_max_abs_diff"],
+        onnx_max_difference=head["metrics"]["onnx_max_difference"],
         seconds=round(time.monotonic() - started_s, 2),
         held_out_images=len(images),
         head=summary["head_path"],

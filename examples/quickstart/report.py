@@ -47,7 +47,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     prototypes: int
     bytes_up: int
     """Bytes of all submissions."""
-    onnx_max_abs_diff: float
+    onnx_max_difference: float
     """Largest difference between head.onnx and the head in torch."""
     seconds: float
     held_out_images: int
@@ -108,7 +108,7 @@ def show(result: Result, folder: Folder, console: Console) -> None:
     console.print("", _devices(result), "", _verdict(result), "", sep="\n")
     for line in (
         f"Uploaded in all: {_kilobytes(result.bytes_up)} of averaged features, and no image.",
-        f"Maximum difference of head.onnx from PyTorch: {result.onnx_max_abs_diff:.0e}.",
+        f"Maximum difference of head.onnx from PyTorch: {result.onnx_max_difference:.0e}.",
         f"[bold]{head}[/]   features to probabilities",
         f"[bold]{model}[/]  images to probabilities",
         "",

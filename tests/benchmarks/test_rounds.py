@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from benchmarks.__main__ import cli
 from benchmarks.accuracy.rounds import run_rounds
@@ -39,10 +40,18 @@ def test_fedpcl_in_process(fleet: list[Client]) -> None:
 
 def test_fpl_in_process(fleet: list[Client]) -> None:
     """Devices end up with one model that suits all of them; what goes up is its change and the prototypes."""
-    outcome = run_rounds(FPL(rounds=4, adapter_size=32), fleet, classes=CLASSES, seed=0)
+    outcome = run_rounds(FPL(rounds=4, projection_size=32), fleet, classes=CLASSES, seed=0)
     assert outcome.accuracies.min() > 0.7
     values = 32 * 17 + 10 * 33 + 10 * 32
     assert 2 * values < outcome.up_bytes.min() <= outcome.up_bytes.max() < 2 * values + 1000
+
+
+def test_fedproto_in_process(fleet: list[Client]) -> None:
+    """Devices with models of their own learn, and upload prototypes only."""
+    settings = FedProto(rounds=4, projection_size=32, learning_rate=0.1)
+    outcome = run_rounds(settings, fleet, classes=CLASSES, seed=0)
+    assert outcome.accuracies.min() > 0.7
+    assert 10 * 32 * 2 < outcome.up_bytes.min() <= outcome.up_bytes.max() < 10 * 32 * 2 + 600
 
 
 def _report(*arguments: str, folder: Path) -> dict[str, Any]:

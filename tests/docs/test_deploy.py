@@ -16,6 +16,7 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Client, PrivacyBudget, Robust, Rounds, TaskFile, Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout import Settings
@@ -177,7 +178,7 @@ def test_the_task_file_names_every_setting_and_its_default(tmp_path: Path) -> No
         (written["rollout"], full.rollout, Settings()),
         (written["robust"], full.robust, Robust()),
     ):
-        assert set(default.__struct_fields__) - {"privacy", "rounds", "fedpcl", "fpl"} == set(table)
+        assert set(default.__struct_fields__) - {"privacy", "rounds", *ALGORITHMS} == set(table)
         for name in set(optional) & set(table):
             assert getattr(default, name) in (None, getattr(given, name)), name
 
@@ -200,13 +201,13 @@ def test_the_file_for_rounds_names_their_settings_and_defaults(tmp_path: Path) -
     """The aggregator takes deploy/rounds.toml with and without what stands behind #, which says what holds anyway."""
     file = DEPLOY / "rounds.toml"
     task = task_in(tmp_path, file.read_text(encoding="utf-8"))
-    assert (task.rounds, task.fedpcl) == (Rounds(), FedPCL())
+    assert (task.rounds, task.learning) == (Rounds(), FedPCL())
     full = task_in(tmp_path, uncommented(file))
     written = tomllib.loads(uncommented(file))
     for table, given, default in (
         ("rounds", full.rounds, Rounds()),
         ("rollout", full.rollout, Settings()),
-        ("fedpcl", full.fedpcl, FedPCL()),
+        ("fedpcl", full.learning, FedPCL()),
     ):
         assert set(default.__struct_fields__) == set(written[table])
         for name in default.__struct_fields__:

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from aggregator.algorithms.fedpcl import FedPCL
-from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.cli import cli as aggregator
 from aggregator.config.schema import (
     Client,
@@ -47,8 +46,7 @@ DEFAULTS = {
     "robust": Robust(),
     "privacy.perturbation": Perturbation(on="prototypes", scale=0.1),
     "privacy.dp": PrivacyBudget(epsilon=2.0, clip_norm=1.0, max_epsilon=8.0),
-    "fedpcl": FedPCL(),
-    "fpl": FPL(),
+    **{name: kind() for name, kind in ALGORITHMS.items()},
 }
 OTHER_VALUES: dict[str, dict[str, Any]] = {
     "": {

@@ -220,7 +220,7 @@ def test_fleet_is_more_accurate_than_a_device_alone(demo: tuple[Path, str, dict[
     assert (result["devices"], result["submissions"]) == (5, 5)
     assert result["accuracy"] >= 0.95
     assert 0.1 < result["alone_accuracy"] < 0.25
-    assert result["onnx_max_abs_diff"] <= 1e-4
+    assert result["onnx_max_difference"] <= 1e-4
     assert result["bytes_up"] == sum(row["bytes_up"] for row in result["per_device"])
     assert result["bytes_up"] <= 1.03 * result["prototypes"] * 256 * 2
     assert result["seconds"] > 0
@@ -260,7 +260,7 @@ def test_table_fits_80_columns(tmp_path: Path) -> None:
     )  # fmt: skip
     result = Result(
         accuracy=0.981, alone_accuracy=0.2, devices=10, submissions=10, prototypes=230, bytes_up=119690,
-        onnx_max_abs_diff=1e-6, seconds=40.0, held_out_images=359, head="/h.onnx", model="/m.onnx",
+        onnx_max_difference=1e-6, seconds=40.0, held_out_images=359, head="/h.onnx", model="/m.onnx",
         per_device=(row,) * 10,
     )  # fmt: skip
     console = Console(width=80, record=True)

@@ -49,7 +49,7 @@ grace_s = 0
 staleness = 1
 [fpl]
 rounds = 3
-adapter_size = 4
+projection_size = 4
 """
 """Task settings of three rounds, each closed by two devices."""
 E = TypeVar("E", bound=Event)

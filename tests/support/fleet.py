@@ -73,10 +73,8 @@ def aggregator_status(state: Path) -> dict[str, Any]:
 
 def counted_submissions(aggregator_log: str) -> list[tuple[str, int]]:
     """Return device and images of each submission that the aggregator has logged as counted."""
-    found = re.findall(
-        r"(\S+): \d+ prototypes of (\d+) images|device=(\S+).* prototypes=\d+ images=(\d+)", aggregator_log
-    )
-    return [(old or new, int(images or number)) for old, images, new, number in found]
+    found = re.findall(r"submission accepted device=(\S+) .*?images=(\d+)", aggregator_log)
+    return [(device, int(images)) for device, images in found]
 
 
 def wait_until(

@@ -44,7 +44,7 @@ def test_three_devices_get_a_head(fleet: Fleet, tmp_path: Path) -> None:
     assert summary["submissions"] == 3
     assert [head["devices"] for head in summary["heads"]] == [3]
     assert summary["heads"][0]["held_out"]["devices"] == 3
-    assert summary["heads"][0]["metrics"]["onnx_max_abs_diff"] <= 1e-4
+    assert summary["heads"][0]["metrics"]["onnx_max_difference"] <= 1e-4
     assert all(covered["prototypes"] > 0 for covered in summary["coverage"].values())
     assert summary["refusals"] == []
     fleet.stop("aggregator")

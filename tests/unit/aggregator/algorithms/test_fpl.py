@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fpl import FPL, cluster_means
-from aggregator.algorithms.fpl_step import PARAMETERS, loss
+from aggregator.algorithms.adapter_model import PARAMETERS
+from aggregator.algorithms.fpl import FPL, cluster_means, loss
 from aggregator.algorithms.program import Contribution
 from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
 
-SETTINGS = FPL(adapter_size=4, tau=0.02, regularization=0.7)
+SETTINGS = FPL(projection_size=4, tau=0.02, regularization=0.7)
 CLASSES = 3
 SHARED = SETTINGS.first_tensors(feature_size=5, num_classes=CLASSES, seed=0)
 
@@ -65,7 +65,7 @@ def test_clusters_and_unbiased_prototypes_by_hand() -> None:
     means = np.array([[1, 0], second])
     np.testing.assert_allclose(cluster_means(values), means, atol=1e-6)
 
-    settings = FPL(adapter_size=2)
+    settings = FPL(projection_size=2)
     first = settings.first_tensors(feature_size=5, num_classes=2, seed=0)
     changes = {name: np.zeros_like(first[name]) for name in PARAMETERS}
     one = np.ones(1, dtype=np.int64)
@@ -155,34 +155,33 @@ def test_the_loss_is_that_of_the_paper(owned: list[list[int]]) -> None:
     hidden = random.normal(size=(6, 4)) + 0.5
     weight, bias = random.normal(size=(CLASSES, 4)), random.normal(size=CLASSES)
     labels = [0, 1, 2, 0, 1, 2]
+    features = np.maximum(hidden, 0)
+    logits = features @ weight.T + bias
     found = loss(
         SETTINGS,
         {**to_torch(pooled), "labels": torch.tensor(labels)},
-        torch.tensor(hidden, dtype=torch.float32),
-        torch.tensor(weight, dtype=torch.float32),
-        torch.tensor(bias, dtype=torch.float32),
+        torch.tensor(features, dtype=torch.float32),
+        torch.tensor(logits, dtype=torch.float32),
     )
-    features = np.maximum(hidden, 0)
     shared = {
         "clusters": pooled["clusters"].tolist(),
         "cluster_labels": pooled["cluster_labels"].tolist() if any(owned) else [],
         "unbiased": pooled["unbiased"].tolist(),
     }
-    expected = written_out(features, features @ weight.T + bias, labels, shared)
+    expected = written_out(features, logits, labels, shared)
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_dead_feature_is_no_nan() -> None:
     """A sample that the adapter's ReLU turns into zeros has a finite loss and gradient, at the lowest temperature."""
-    settings = FPL(adapter_size=4, tau=0.001, regularization=1)
+    settings = FPL(projection_size=4, tau=0.001, regularization=1)
     pooled = to_torch(pool(device("a", classes=[0, 1]), device("b", classes=[1], seed=1)))
     hidden = torch.full((2, 4), -1.0).requires_grad_()
     value = loss(
         settings,
         {**pooled, "labels": torch.tensor([1, 2])},
-        hidden,
-        torch.ones(CLASSES, 4),
-        torch.ones(CLASSES),
+        hidden.relu(),
+        torch.ones(2, CLASSES),
     )
     torch.autograd.backward(value)
     assert math.isfinite(value.item())
@@ -206,7 +205,7 @@ def test_every_round_trains() -> None:
     assert [FPL(epochs=4).epochs_of(number) for number in range(2)] == [4, 4]
 
 
-@pytest.mark.parametrize("wrong", [{"tau": 0}, {"momentum": 1}, {"adapter_size": 0}, {"temperature": 1}])
+@pytest.mark.parametrize("wrong", [{"tau": 0}, {"momentum": 1}, {"projection_size": 0}, {"temperature": 1}])
 def test_settings_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
     """A table of the task file with a wrong or unknown value does not become settings."""
     with pytest.raises(msgspec.ValidationError):

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.program import Algorithm, Contribution
 from aggregator.graphs.parity import TOLERANCE, check
@@ -24,7 +25,8 @@ ROLES = ("init", "step", "project", "head")
 L, C, D = 12, 4, 8
 ALGORITHMS: dict[str, Algorithm] = {
     "fedpcl": FedPCL(projection_size=D, tau=0.1, learning_rate=1e-2),
-    "fpl": FPL(adapter_size=D, tau=0.1, learning_rate=1e-2, regularization=1, standardize=True),
+    "fpl": FPL(projection_size=D, tau=0.1, learning_rate=1e-2, regularization=1, standardize=True),
+    "fedproto": FedProto(projection_size=D),
 }
 METADATA = HeadMetadata(
     classes=("ant", "bee", "crow", "dog"),
@@ -288,7 +290,7 @@ def test_a_graph_that_computes_something_else_is_not_published(
             ),
             3,
         ),
-        (FPL(adapter_size=D, standardize=False, momentum=0.0, tau=0.004, learning_rate=0.5), 3),
+        (FPL(projection_size=D, standardize=False, momentum=0.0, tau=0.004, learning_rate=0.5), 3),
     ],
 )
 def test_settings_far_from_the_defaults_make_programs_too(algorithm: Algorithm, classes: int) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from aggregator.config.task_file import load_task
 from aggregator.coordination import rounds
-from aggregator.heads import orchestrator as learning_module
-from aggregator.heads.orchestrator import Learning
+from aggregator.heads import orchestrator
+from aggregator.heads.orchestrator import HeadTraining
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task import Task, prepare_task
@@ -39,15 +39,15 @@ def task(store: Store) -> Task:
     return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
 
 
-def _take(learning: Learning, task: Task, device: str, *, number: int = 0) -> rounds.SubmissionVerdict:
+def _take(training: HeadTraining, task: Task, device: str, *, number: int = 0) -> rounds.SubmissionVerdict:
     submission = round_submission(
         task=task.digest, number=number, shapes=task.expectation.tensors, seed=ord(device)
     )
     payload = encode(submission)
     entry = rounds.Entry(1, digest_of(payload), time.time(), number)
-    answer = learning.take(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
-    learning.settle()
-    learning.tick()
+    answer = training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+    training.flush()
+    training.tick()
     return answer
 
 
@@ -63,48 +63,48 @@ def test_a_round_that_fails_is_told_and_tried_again(
     """One line with the reason; the round stays open, and a further submission begins the pooling anew."""
     caplog.set_level(logging.INFO)
     events: Events = queue.SimpleQueue()
-    learning = Learning(task, store, on_event=events.put)
+    training = HeadTraining(task, store, on_event=events.put)
     assert task.first_tensors is not None
     blob = store.blobs.path(task.first_tensors.digest)
     whole = blob.read_bytes()
     blob.write_bytes(b"damaged")
     for device in "ab":
-        assert _take(learning, task, device).verdict == "new"
-    assert not learning.finish(_end(events))
-    assert "round 0 failed: exit status 1: " in caplog.text
+        assert _take(training, task, device).verdict == "new"
+    assert not training.finish(_end(events))
+    assert 'closing a round failed round=0 reason="exit status 1: ' in caplog.text
     assert "was damaged on disk" in caplog.text
-    assert "tried again in 1000 s, when a submission comes" in caplog.text
+    assert "in 1000 s, at the next submission" in caplog.text
     assert store.round_state(task.digest).training is None
-    assert (learning.round is not None and learning.round.number, store.heads.all()) == (0, [])
-    learning.tick()
+    assert (training.round is not None and training.round.number, store.heads.all()) == (0, [])
+    training.tick()
     assert events.empty()
     blob.write_bytes(whole)
-    _take(learning, task, "c")
-    assert learning.finish(_end(events))
+    _take(training, task, "c")
+    assert training.finish(_end(events))
     assert [len(head.members) for head in store.heads.all()] == [3]
 
 
 def test_a_failure_that_cannot_be_stored_holds_nothing_up(task: Task, store: Store) -> None:
     """The disk is full when a pooling fails and when the next batch comes; with room again, it is done."""
     events: Events = queue.SimpleQueue()
-    learning = Learning(task, store, on_event=events.put)
+    training = HeadTraining(task, store, on_event=events.put)
     assert task.first_tensors is not None
     blob = store.blobs.path(task.first_tensors.digest)
     whole = blob.read_bytes()
     blob.write_bytes(b"damaged")
     for device in "ab":
-        _take(learning, task, device)
-    learning.settle()
-    learning.tick()
+        _take(training, task, device)
+    training.flush()
+    training.tick()
     failure = _end(events)
     store.database.write("PRAGMA query_only = 1")
-    assert not learning.finish(failure)
-    learning.go_back()
+    assert not training.finish(failure)
+    training.reload()
     store.database.write("PRAGMA query_only = 0")
     blob.write_bytes(whole)
-    learning.retry()
-    learning.tick()
-    assert learning.finish(_end(events))
+    training.retry()
+    training.tick()
+    assert training.finish(_end(events))
     assert [len(head.members) for head in store.heads.all()] == [2]
 
 
@@ -113,13 +113,13 @@ def test_a_pooling_that_was_cut_off_is_done_again(
 ) -> None:
     """On the very same submissions: who came after the round had closed is in the next one."""
     caplog.set_level(logging.INFO)
-    before = Learning(task, store, on_event=lambda _: None)
+    before = HeadTraining(task, store, on_event=lambda _: None)
     for device in "abc":
         _take(before, task, device)
     before.stop()
     events: Events = queue.SimpleQueue()
-    after = Learning(task, store, on_event=events.put)
-    assert "going on with head 1, which was cut off" in caplog.text
+    after = HeadTraining(task, store, on_event=events.put)
+    assert "interrupted training resumed version=1" in caplog.text
     finished = _end(events)
     assert isinstance(finished.job, RoundJob)
     assert sorted(finished.job.members) == ["a", "b"]
@@ -130,9 +130,9 @@ def test_a_pooling_that_was_cut_off_is_done_again(
 
 def test_what_is_refused_leaves_nothing(task: Task, store: Store) -> None:
     """A submission for a round to come is neither stored nor counted."""
-    learning = Learning(task, store, on_event=lambda _: None)
+    training = HeadTraining(task, store, on_event=lambda _: None)
     before = set(store.blobs.digests())
-    assert _take(learning, task, "a", number=1).verdict == "unknown_round"
+    assert _take(training, task, "a", number=1).verdict == "unknown_round"
     assert set(store.blobs.digests()) == before
     assert store.submissions.all(task.digest) == {}
 
@@ -140,26 +140,26 @@ def test_what_is_refused_leaves_nothing(task: Task, store: Store) -> None:
 def test_what_could_not_be_stored_was_never_taken(task: Task, store: Store) -> None:
     """A batch that is taken back closes no round, and leaves neither blob nor row; it can come again."""
     events: Events = queue.SimpleQueue()
-    learning = Learning(task, store, on_event=events.put)
+    training = HeadTraining(task, store, on_event=events.put)
     before = set(store.blobs.digests())
     with pytest.raises(StateError), store.transaction():
-        _take_both(learning, task)
-    learning.go_back()
-    learning.tick()
-    assert learning.state == store.round_state(task.digest) == rounds.State()
+        _take_both(training, task)
+    training.reload()
+    training.tick()
+    assert training.state == store.round_state(task.digest) == rounds.State()
     assert (set(store.blobs.digests()), events.empty()) == (before, True)
     for device in "ab":
-        assert _take(learning, task, device).verdict == "new"
-    assert learning.finish(_end(events))
+        assert _take(training, task, device).verdict == "new"
+    assert training.finish(_end(events))
 
 
-def _take_both(learning: Learning, task: Task) -> None:
+def _take_both(training: HeadTraining, task: Task) -> None:
     for device in "ab":
         payload = encode(
             round_submission(task=task.digest, shapes=task.expectation.tensors, seed=ord(device))
         )
         entry = rounds.Entry(1, digest_of(payload), time.time(), 0)
-        learning.take(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+        training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
     raise StateError("the disk is full")
 
 
@@ -167,17 +167,17 @@ def test_what_is_replaced_does_not_fill_the_disk(
     task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that uploads all day leaves a bounded number of submissions, and its newest one among them."""
-    learning = Learning(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
+    training = HeadTraining(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, number=0, shapes=task.expectation.tensors)
     size_bytes = len(encode(message))
-    monkeypatch.setattr(learning_module, "MAX_REPLACED_BYTES", 3 * size_bytes)
+    monkeypatch.setattr(orchestrator, "MAX_REPLACED_BYTES", 3 * size_bytes)
     for number in range(1, 30):
         payload = encode(msgspec.structs.replace(message, sequence=number))
         entry = rounds.Entry(number, digest_of(payload), time.time())
-        learning.take(SubmissionRecord("a", entry, len(payload), 10, 2, {0: 1}), payload)
-        learning.settle()
-        learning.tick()
+        training.submit(SubmissionRecord("a", entry, len(payload), 10, 2, {0: 1}), payload)
+        training.flush()
+        training.tick()
         left = set(store.blobs.digests())
         assert entry.digest in left
         assert before <= left

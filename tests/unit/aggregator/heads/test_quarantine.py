@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from aggregator.coordination.rounds import DeviceDecisions
-from aggregator.heads.quarantine import keep_asides, release
+from aggregator.heads.quarantine import release, update_quarantine
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.quarantine import REVOKED
@@ -32,50 +32,50 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def _keep(store: Store, version: int, *, aside: dict[str, str], doubt: str = "") -> None:
+def _keep(store: Store, version: int, *, quarantined: dict[str, str], warning: str = "") -> None:
     """A head of a, b and c, without those that are quarantined."""
     digests = {device: device.encode().hex() for device in "abc"}
     head = HeadRecord(
         *(version, TASK, bytes(32), 9, float(version), 1),
-        members={device: digest for device, digest in digests.items() if device not in aside},
+        members={device: digest for device, digest in digests.items() if device not in quarantined},
         metrics={},
-        quarantined={device: digest for device, digest in digests.items() if device in aside},
+        quarantined={device: digest for device, digest in digests.items() if device in quarantined},
     )
-    keep_asides(store, head, Result(metrics={}, aside=aside, doubt=doubt))
+    update_quarantine(store, head, Result(metrics={}, quarantined=quarantined, warning=warning))
 
 
 def test_every_training_judges_anew(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """Who is like the others again comes back; what is new is said once."""
     caplog.set_level(logging.INFO)
-    _keep(store, 1, aside={"a": "far off", "b": "far off"})
-    assert [device for device in "abc" if f"{device} is quarantined: far off" in caplog.text] == ["a", "b"]
+    _keep(store, 1, quarantined={"a": "far off", "b": "far off"})
+    assert [device for device in "abc" if f"device={device} reason=" in caplog.text] == ["a", "b"]
     caplog.clear()
-    _keep(store, 2, aside={"a": "farther off"})
-    assert "is quarantined" not in caplog.text
-    assert "b is no longer quarantined" in caplog.text
+    _keep(store, 2, quarantined={"a": "farther off"})
+    assert "device quarantined" not in caplog.text
+    assert "device no longer quarantined device=b" in caplog.text
     assert {device: (one.reason, one.since_s) for device, one in store.quarantine.all(TASK).items()} == {
         "a": ("farther off", 1.0)
     }
-    _keep(store, 3, aside={}, doubt="all of them are far off")
+    _keep(store, 3, quarantined={}, warning="all of them are far off")
     assert store.quarantine.all(TASK) == {}
     assert "all of them are far off" in caplog.text
 
 
 def test_a_readmission_outlives_trainings(store: Store) -> None:
     """Also one that had begun before."""
-    _keep(store, 1, aside={"a": "far off"})
+    _keep(store, 1, quarantined={"a": "far off"})
     assert release(store, "a") == "released a: the next head after the start of the aggregator includes it"
     assert release(store, "a") == "a is already released"
-    _keep(store, 2, aside={"a": "far off"})
-    _keep(store, 3, aside={})
+    _keep(store, 2, quarantined={"a": "far off"})
+    _keep(store, 3, quarantined={})
     assert store.decisions(TASK) == DeviceDecisions(released=frozenset("a"))
 
 
 def test_a_revoked_device_stays_out(store: Store) -> None:
     """Whatever a training that had begun before has found; only another enrollment helps."""
     store.quarantine.add(TASK, "a", reason=REVOKED, now_s=1.0)
-    _keep(store, 1, aside={})
-    _keep(store, 2, aside={"a": "far off"})
+    _keep(store, 1, quarantined={})
+    _keep(store, 2, quarantined={"a": "far off"})
     assert store.decisions(TASK) == DeviceDecisions(quarantined=frozenset("a"))
     with pytest.raises(ConfigError, match="a is revoked: enroll it again"):
         release(store, "a")
@@ -121,7 +121,7 @@ def test_from_flipped_labels_to_readmission(tmp_path: Path) -> None:
         summary = daemon.until(lambda summary: len(summary["heads"]) == 1)
         assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
         assert [one["device"] for one in summary["quarantine"]] == ["liar"]
-        assert "liar is quarantined: class '" in daemon.log()
+        assert "device=liar reason=\"class '" in daemon.log()
         done = run_aggregator("release", "liar", "--state", str(daemon.state))
         assert (done.returncode, done.stdout) == (0, "released liar: the next head includes it\n")
         summary = daemon.until(lambda summary: len(summary["heads"]) == 2)

@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
-from aggregator.heads.operator_commands import order
+from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.releases import Releases
 from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
 from aggregator.storage.heads import HeadRecord
@@ -133,7 +133,7 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: BrokerAddress, tmp_path: P
             back = _manifest(first, after=trial)
             assert (back.current.version, back.candidate) == (1, None)
             why = "accuracy 70.0% (7/10) on 1 canary, 80.0% (8/10) with the previous head"
-            assert f"head 2 is rejected, head 1 stays: {why}" in daemon.log()
+            assert f'head rejected version=2 current=1 reason="{why}"' in daemon.log()
             heads = daemon.status()["heads"]
             assert [(head["state"], head["reason"]) for head in heads] == [("current", ""), ("rejected", why)]
             daemon.stop()
@@ -346,7 +346,7 @@ def test_an_order_is_carried_out_once(tmp_path: Path) -> None:
 
 def _look(releases: Releases) -> None:
     """Let it look for orders now."""
-    releases._look_s = 0.0
+    releases._poll_s = 0.0
     releases.tick(3)
 
 
@@ -369,7 +369,7 @@ def test_a_head_whose_blob_is_gone_cannot_be_gone_back_to(tmp_path: Path) -> Non
         store.heads.add(HeadRecord(version, task, digest, 6, 0.0, 1, {"a": ""}, {}, file=digest))
     store.blobs.path(digest_of(b"head 1")).unlink()
     with pytest.raises(ConfigError, match=r"head 1 cannot be used any more: its files were deleted"):
-        order(store, "rollback")
+        submit_command(store, "rollback")
     empty = tmp_path / "empty"
     done = subprocess.run(
         [sys.executable, "-m", "aggregator.cli", "rollback", "--state", str(empty)],

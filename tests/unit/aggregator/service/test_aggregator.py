@@ -121,10 +121,10 @@ def test_failed_training_is_logged_and_not_repeated(amqtt_broker: BrokerAddress,
         device.aggregator_is("online")
         task = digest_of(device.task())
         assert device.upload(_separable(task)).status == "received"
-        daemon.until(lambda _: "training head 1 failed" in daemon.log())
+        daemon.until(lambda _: "head training failed version=1" in daemon.log())
         daemon.until(lambda summary: summary["training"] is None)
         assert device.upload(_separable(task)).status == "received"
-        assert daemon.log().count("training head 1 failed") == 1
+        assert daemon.log().count("head training failed version=1") == 1
         assert "Traceback" not in daemon.log()
         assert daemon.status()["heads"] == []
 
@@ -230,7 +230,7 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
     daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
     entries = {"a": Entry(1, b"a", 0.0)}
     daemon._training.state = State(submissions=entries, training=entries)
-    metrics = {"seconds": 1.0, "onnx_max_abs_diff": 0.0}
+    metrics = {"seconds": 1.0, "onnx_max_difference": 0.0}
     job = HeadJob(
         version=1,
         task="",

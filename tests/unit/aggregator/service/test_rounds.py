@@ -14,7 +14,7 @@ import pytest
 
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
-from aggregator.heads.operator_commands import order
+from aggregator.heads.operator_commands import submit_command
 from aggregator.storage.store import Store
 from protocol.metadata import GraphMetadata, HeadMetadata, read_metadata
 from protocol.mqtt.session import BrokerAddress
@@ -88,8 +88,8 @@ def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
             assert (head.head, head.tensors) == (task.program.head, opened.tensors)
             before = after
         assert (opened.number, opened.rounds, opened.epochs) == (3, 3, 0)
-        assert "round 2 of 3: 2 devices (0 from earlier rounds), 2 classes" in daemon.log()
-        assert "all 3 rounds are over; head 3 is the last" in daemon.log()
+        assert "round closed round=2 rounds=3 devices=2" in daemon.log()
+        assert "last round closed rounds=3 head=3" in daemon.log()
         late = _upload(a, 2, sequence=2)
         assert (late.status, late.reason) == ("refused", "late")
         assert late.detail == "the submission is for round 2, but all 3 rounds are over"
@@ -200,7 +200,7 @@ def test_late_submission_counts_until_it_is_stale(amqtt_broker: BrokerAddress, t
             assert _upload(device, 1).status == "received"
         head = c.head(2)
         assert (head.devices, head.metrics["carried"]) == (3, 1.0)
-        assert "round 1 of 3: 3 devices (1 from earlier rounds), 2 classes" in daemon.log()
+        assert "round closed round=1 rounds=3 devices=3" in daemon.log()
         receipt = _upload(c, 0, sequence=2)
         assert (receipt.status, receipt.reason) == ("refused", "late")
         assert receipt.detail == "the submission is for round 0, but round 2 is open"
@@ -343,7 +343,7 @@ def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) 
         for device in (a, b):
             device.aggregator_is("online")
         first, second = (_head_of(number, a, b) for number in range(2))
-        assert order(Store(daemon.state), "rollback") == "head 1 is current"
+        assert submit_command(Store(daemon.state), "rollback") == "head 1 is current"
         back = a.wait(fleet_topic(FLEET, "head"), HeadManifest, when=lambda head: head != second)
         assert (back.current, back.candidate) == (first.current, None)
         assert back.current.tensors is not None

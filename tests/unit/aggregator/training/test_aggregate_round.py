@@ -158,4 +158,4 @@ def test_the_settings_travel_with_the_job(task: Task, folder: Path, out: Path) -
     job = _job(task, folder, out, {})
     again = msgspec.json.decode(msgspec.json.encode(job), type=RoundJob)
     assert again == job
-    assert again.task_file.learning == FPL(rounds=3, adapter_size=4)
+    assert again.task_file.learning == FPL(rounds=3, projection_size=4)

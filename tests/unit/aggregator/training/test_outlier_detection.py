@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.outlier_detection import MIN_DEVICES, far_off, judge
+from aggregator.training.outlier_detection import MIN_DEVICES, judge, outliers
 from tests.support.prototype_sets import CLASSES, fleet, flipped, honest
 from tests.support.submissions import FEATURE_SIZE
 
@@ -15,7 +15,7 @@ THRESHOLD = 8.0
 
 
 def _judged(parts: dict[str, Prototypes], **more: tuple[str, ...]) -> dict[str, str]:
-    return dict(judge(parts, classes=CLASSES, threshold=THRESHOLD, **more).aside)
+    return dict(judge(parts, classes=CLASSES, threshold=THRESHOLD, **more).quarantined)
 
 
 def _changed(part: Prototypes, factor: float = 1.0, offset: float = 0.0, noise: float = 0.0) -> Prototypes:
@@ -70,7 +70,7 @@ def test_too_few_devices_say_nothing() -> None:
 def test_who_is_readmitted_is_not_set_aside_again() -> None:
     """The others are."""
     parts = {**fleet(8), "x": flipped(honest(9)), "y": _changed(honest(10), offset=50)}
-    assert _judged(parts, readmitted=("x",)).keys() == {"y"}
+    assert _judged(parts, released=("x",)).keys() == {"y"}
 
 
 def test_where_most_are_far_off_nobody_is_set_aside() -> None:
@@ -78,12 +78,12 @@ def test_where_most_are_far_off_nobody_is_set_aside() -> None:
     parts = {f"dev{device}": honest(device, labels=(device // 5,)) for device in range(15)}
     for device in (*range(3, 5), *range(8, 10), *range(13, 15)):
         parts[f"dev{device}"] = _changed(parts[f"dev{device}"], offset=100.0 + device)
-    far = far_off(parts, classes=CLASSES, threshold=0.0)
+    far = outliers(parts, classes=CLASSES, threshold=0.0)
     judgment = judge(parts, classes=CLASSES, threshold=0.0)
     assert len(far) > 7
-    assert judgment.aside == {}
-    assert judgment.doubt.startswith(
-        f"{len(far)} of 15 devices are far from each other, so nobody is quarantined"
+    assert judgment.quarantined == {}
+    assert judgment.warning.startswith(
+        f"{len(far)} of 15 devices are far from each other, so none is quarantined"
     )
 
 
@@ -117,12 +117,12 @@ def test_whatever_comes_is_judged_whatever_the_order(parts: dict[str, Prototypes
     """Figures are numbers, never NaN, and never of a device that is not there."""
     shuffled = list(parts.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    found = far_off(parts, classes=CLASSES, threshold=0.0)
-    assert far_off(dict(shuffled), classes=CLASSES, threshold=0.0) == found
+    found = outliers(parts, classes=CLASSES, threshold=0.0)
+    assert outliers(dict(shuffled), classes=CLASSES, threshold=0.0) == found
     assert found.keys() <= parts.keys()
     assert all(one.deviations > 0 for one in found.values())
     judgment = judge(parts, classes=CLASSES, threshold=THRESHOLD)
-    assert len(judgment.aside) <= len(parts) / 2
+    assert len(judgment.quarantined) <= len(parts) / 2
 
 
 @given(st.integers(0, 1000), st.integers(-20, 20))
@@ -132,9 +132,9 @@ def test_the_scale_of_features_does_not_matter(seed: int, exponent: int) -> None
     parts = {f"dev{device}": honest(seed + device) for device in range(7)} | {
         "liar": flipped(honest(seed + 9))
     }
-    found = far_off(parts, classes=CLASSES, threshold=0.0)
+    found = outliers(parts, classes=CLASSES, threshold=0.0)
     scaled = {device: _changed(part, factor=2.0**exponent) for device, part in parts.items()}
-    again = far_off(scaled, classes=CLASSES, threshold=0.0)
+    again = outliers(scaled, classes=CLASSES, threshold=0.0)
     assert again.keys() == found.keys()
     for device, one in found.items():
         assert again[device].deviations == pytest.approx(one.deviations, rel=1e-6)

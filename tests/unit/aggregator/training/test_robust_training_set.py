@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_training_set import TRIMMED_SHARE, pool, withstanding
+from aggregator.training.robust_training_set import TRIMMED_SHARE, combine, pool
 from tests.support.prototype_sets import fleet, flipped, honest
 
 
@@ -16,7 +16,7 @@ def _class_mean(data: Prototypes, label: int) -> np.ndarray:
 def test_by_default_all_is_taken_as_it_is() -> None:
     """One part after the other."""
     parts = list(fleet(3).values())
-    data = withstanding(parts, by="none")
+    data = combine(parts, by="none")
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
 
@@ -24,7 +24,7 @@ def test_by_default_all_is_taken_as_it_is() -> None:
 def test_what_is_farthest_is_trimmed() -> None:
     """A fifth of each class, and of those first what a liar has sent."""
     parts = [*fleet(6).values(), flipped(honest(9))]
-    data = withstanding(parts, by="trimmed")
+    data = combine(parts, by="trimmed")
     everything = pool(parts)
     for label in range(3):
         before, after = (int((one.labels == label).sum()) for one in (everything, data))
@@ -36,7 +36,7 @@ def test_what_is_farthest_is_trimmed() -> None:
 def test_means_are_moved_to_their_median() -> None:
     """Nothing is left out; what a device's prototypes differ by from each other stays."""
     parts = [*fleet(6).values(), flipped(honest(9))]
-    data = withstanding(parts, by="median")
+    data = combine(parts, by="median")
     everything = pool(parts)
     assert np.array_equal(data.labels, everything.labels)
     for label in range(3):
@@ -51,7 +51,7 @@ def test_means_are_moved_to_their_median() -> None:
 def test_a_class_of_few_devices_stays_as_it_is(by: str) -> None:
     """Of two devices that differ, nobody knows which one is right."""
     parts = [honest(1), honest(2, labels=(0,)), honest(3, labels=(0,))]
-    data = withstanding(parts, by="trimmed" if by == "trimmed" else "median")
+    data = combine(parts, by="trimmed" if by == "trimmed" else "median")
     everything = pool(parts)
     for label in (1, 2):
         assert np.array_equal(

@@ -114,4 +114,4 @@ def test_a_training_whose_folder_vanishes_has_an_end(tmp_path: Path, monkeypatch
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     finished, _ = _end(_job(tmp_path), tmp_path)
-    assert finished.reason == "exit status 4: it said nothing"
+    assert finished.reason == "exit status 4: no error message"

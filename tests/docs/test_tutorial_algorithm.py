@@ -1,0 +1,45 @@
+"""docs/tutorial-algorithm.md quotes the code that runs, and what it claims about adding an algorithm is true."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from aggregator.algorithms.fedproto import FedProto
+from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.config.schema import TaskFile
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorial-algorithm.md").read_text(encoding="utf-8")
+
+
+def test_code_on_the_page_is_the_code_that_runs() -> None:
+    """The Python blocks are sections of the algorithm's file and of the registry, and leave out only its head."""
+    algorithms = ROOT / "aggregator" / "algorithms"
+    file, registry = (
+        (algorithms / name).read_text(encoding="utf-8") for name in ("fedproto.py", "registry.py")
+    )
+    *sections, entry = re.findall(r"(?ms)^```python\n(.*?)\n^```", PAGE)
+    assert entry in registry
+    rest = file[file.index("class FedProto") :]
+    for section in sections:
+        assert section in rest
+        rest = rest.replace(section, "")
+    assert not rest.strip()
+
+
+def test_no_other_file_of_the_product_knows_the_algorithm() -> None:
+    """Only its own file and the registry name it; no device program does."""
+    packages = ("aggregator", "edge_client", "protocol", "export")
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    naming = {file.name for file in files if "FedProto(" in (text := file.read_text()) or "fedproto" in text}
+    assert naming == {"fedproto.py", "registry.py"}
+
+
+def test_task_file_on_the_page_selects_the_algorithm() -> None:
+    """Its table becomes the algorithm's settings, with defaults for the others."""
+    (text,) = re.findall(r"(?ms)^```toml\n(.*?)^```", PAGE)
+    task = msgspec.convert(tomllib.loads(text), TaskFile)
+    assert task.learning == FedProto(rounds=20, pull=1.0)
+    assert ALGORITHMS["fedproto"] is FedProto
