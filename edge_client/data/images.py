@@ -1,4 +1,4 @@
-"""Folders and lists of labeled images: what is there, what is held out, and one image decoded."""
+"""Labeled images in folders or CSV lists: found, held out, decoded."""
 
 import csv
 import difflib
@@ -17,9 +17,9 @@ from protocol.errors import ConfigError, UnreadableImage
 IMAGE_SUFFIXES = (
     ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp",
 )  # fmt: skip
-"""What counts as an image in a folder, in upper or lower case. A list may name files of any suffix."""
+"""Suffixes of images in a folder, in upper or lower case. A list may name files of any suffix."""
 
-# Every other format of Pillow is left out: some start other programs (EPS), none comes out of a camera.
+# No other formats of Pillow: some start other programs (EPS), and no camera writes them.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
 UNLABELED = -1
@@ -27,42 +27,44 @@ UNLABELED = -1
 
 @dataclass(frozen=True, slots=True)
 class LabeledImage:
-    """One labeled image as it lay on the disk when it was found."""
+    """A labeled image file as it was when it was found.
+
+    Args:
+        folder: of all classes, or of the list.
+        relative: path in that folder.
+        label: index into the task's classes, or UNLABELED.
+    """
 
     folder: Path
-    """Where the search began: the folder of all classes, or the list's."""
     relative: str
-    """Its path from there."""
     label: int
-    """Index into the task's classes, or UNLABELED."""
     size_bytes: int
     mtime_ns: int
 
     @property
     def path(self) -> Path:
-        """Where it lies; made when asked for, since there may be very many images."""
+        """Its full path, built on demand to save memory."""
         return self.folder / self.relative
 
     @property
     def identity(self) -> str:
-        """Key of what was computed from it: another file, or the same file changed, has another one."""
+        """Identifies its content: another file, or the same file changed, has another identity."""
         return f"{self.size_bytes}-{self.mtime_ns}-{self.relative}"
 
 
 def find_images(
     source: Path, classes: Sequence[str], *, may_be_none: bool = False
 ) -> tuple[LabeledImage, ...]:
-    """Find the labeled images of a device, in order of their relative paths.
+    """Return the labeled images of a device, in order of their relative paths.
 
     Args:
-        source: a folder with one sub-folder per class (images may lie deeper in it; hidden files and files
-            without one of IMAGE_SUFFIXES are not looked at), or a CSV file with the columns `path` and
-            `label`, the paths relative to the file.
-        classes: the task's class names; labels are indices into them.
-        may_be_none: no image at all is no error.
+        source: a folder with one sub-folder per class, searched recursively and ignoring hidden files and files
+            without one of IMAGE_SUFFIXES, or a CSV file with the columns `path` (relative to the file) and `label`.
+        classes: the task's class names.
+        may_be_none: no images at all are no error.
 
     Raises:
-        ConfigError: there is nothing to be found, or something that is not of the task.
+        ConfigError: there are no images, or classes that are not the task's.
     """
     labels = {_normal(name): label for label, name in enumerate(classes)}
     try:
@@ -80,27 +82,24 @@ def find_images(
 
 
 def unlabeled(path: Path) -> LabeledImage:
-    """Take a single file as an image of no known class."""
+    """Return a single file as an image of unknown class."""
     return _image(Path(), str(path), UNLABELED)
 
 
 def held_out(image: LabeledImage, fraction: float) -> bool:
-    """Tell whether an image is kept out of the prototypes, to evaluate heads on.
+    """Return whether an image is held out of the prototypes, to evaluate heads on.
 
-    It depends on the relative path alone, so that no other image, and no restart, ever moves one across.
+    This depends only on its relative path, so that neither other images nor a restart change it.
     """
     drawn = hashlib.sha256(os.fsencode(image.relative)).digest()[:8]
     return int.from_bytes(drawn, "big") < fraction * 2**64
 
 
 def decode(path: Path) -> Image.Image:
-    """Read one image whole, turned upright by its EXIF orientation; the first frame of several.
-
-    Returns:
-        A loaded Pillow image in its own mode, one that `preprocess` takes.
+    """Return one image in its own mode, fully loaded and upright by its EXIF orientation; the first frame of several.
 
     Raises:
-        UnreadableImage: names the file and why: not an image, truncated, corrupt, too large.
+        UnreadableImage: it is not an image, truncated, corrupt, or too large; the message names the file.
     """
     try:
         with path.open("rb") as file, Image.open(file, formats=IMAGE_FORMATS) as image:
@@ -114,7 +113,7 @@ def decode(path: Path) -> Image.Image:
         raise UnreadableImage(f"{path}: it is none of {', '.join(IMAGE_FORMATS)}") from error
     except OSError as error:
         raise UnreadableImage(f"{path}: {error.strerror or error}") from error
-    except Exception as error:  # a broken file can raise nearly anything inside a decoder
+    except Exception as error:  # decoders raise errors of many classes on broken files
         raise UnreadableImage(f"{path}: {error or type(error).__name__}") from error
 
 
@@ -125,12 +124,11 @@ def _check_kind(image: Image.Image) -> None:
             f"{image.width} x {image.height} pixels are more than the {most} that are decoded"
         )
     if image.mode in {"I", "F"}:
-        raise UnreadableImage("its 32-bit pixels have no agreed white; save it with 8 bits a channel")
+        raise UnreadableImage("the white level of 32-bit pixels is undefined; save it with 8 bits a channel")
 
 
 def _image(folder: Path, relative: str, label: int) -> LabeledImage:
-    """Describe a file; one that cannot be looked at is found all the same, and refused when it is read."""
-    try:
+    try:  # a file without permission is found all the same, and refused when it is read
         status = (folder / relative).stat()
     except OSError:
         return LabeledImage(folder, relative, label, size_bytes=0, mtime_ns=0)
@@ -148,7 +146,7 @@ def _in_folders(source: Path, labels: Mapping[str, int]) -> Iterator[LabeledImag
 
 
 def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[str]:
-    """Yield the images in a folder and below; a folder reached once more through a link is not entered."""
+    """Yield the images in a folder and below; folders already seen, through links, are skipped."""
     folders = [str(folder)]
     while folders:
         deeper = []
@@ -170,7 +168,7 @@ def _is_shown(entry: os.DirEntry[str]) -> bool:
 
 
 def _may_be_read(entry: os.DirEntry[str]) -> bool:
-    """Leave out pipes and devices, which could block for ever; a dangling link stays, to be named later."""
+    """Exclude pipes and devices, which could block forever; keep dangling links, to be named later."""
     try:
         return S_ISREG(entry.stat().st_mode)
     except OSError:
@@ -193,7 +191,7 @@ def _listed(source: Path, labels: Mapping[str, int]) -> Iterator[LabeledImage]:
                 where = f"{source} line {rows.line_num}"
                 image = _listed_image(row, where, source.parent, labels)
                 if image.relative in lines:
-                    raise ConfigError(f"{where}: {image.relative} is in line {lines[image.relative]} already")
+                    raise ConfigError(f"{where}: {image.relative} is already in line {lines[image.relative]}")
                 lines[image.relative] = rows.line_num
                 yield image
     except (UnicodeError, csv.Error) as error:
@@ -223,7 +221,7 @@ def _label_of(name: str, labels: Mapping[str, int], *, where: str | Path) -> int
 
 
 def _normal(name: str) -> str:
-    """Give the same name for the same letters: some file systems take accents apart."""
+    """Normalize accents, which some file systems decompose."""
     return unicodedata.normalize("NFC", name)
 
 

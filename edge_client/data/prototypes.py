@@ -1,4 +1,4 @@
-"""Prototypes out of features: FedTC's, several of a class without its outliers, and plain means of classes."""
+"""Prototypes of features: FedTC's batch-level prototypes without outliers, and class means."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +12,10 @@ from protocol.errors import ConfigError, ProtofleetError
 
 Chunks: TypeAlias = Callable[[], Iterable[NDArray[np.float32]]]
 
-# Rows are added up in blocks of this size however they arrive, so that not even the last bit of a score,
-# which may decide between two images, depends on how the caller cuts its features.
+# Rows are summed in blocks of this size, so that not even the last bit of a score, which may decide between two
+# images, depends on how the caller cuts its features into chunks.
 BLOCK_ROWS = 256
-LEFT_OUT = -1
+OMITTED = -1
 
 
 def batch_prototypes(
@@ -24,22 +24,22 @@ def batch_prototypes(
     """Average the features of one class on one device into batch-level prototypes (FedTC eq. 1-4).
 
     Laws: the counts add up to the images kept; the count-weighted mean of the prototypes is the mean of the
-    kept features; the result is the same however the features are cut into chunks.
+    kept features; the result does not depend on how the features are cut into chunks.
 
     Args:
-        chunks: gives the class's features, (any, L) float32 at a time, in the same order at each of three
-            calls; memory grows with the prototypes, not with the features. An array is `lambda: [array]`.
+        chunks: called three times, returns the class's features, float32 (any, L) each, in the same order. Memory
+            grows with the prototypes, not with the features.
         alpha: share of the features to keep, in (0, 1]: those whose cosine to the class mean is highest.
-        batch_size: features in a prototype, B. What remains joins the last one.
-        min_images: fewer kept features than this send nothing; at most `batch_size`.
-        rng: deals the kept features out to the prototypes.
+        batch_size: features in a prototype, B. The remainder joins the last one.
+        min_images: fewer kept features give no prototype; at most `batch_size`.
+        rng: assigns the kept features to prototypes.
 
     Returns:
-        Prototypes (m, L) float32 and the number of images in each, (m,) uint32. From fewer than B kept
-        features comes one prototype, from fewer than `min_images` none.
+        Prototypes float32 (m, L) and the number of images in each, uint32 (m,): one prototype from fewer than B
+        kept features, none from fewer than `min_images`.
 
     Raises:
-        ConfigError: a setting out of its range.
+        ConfigError: a setting is out of range.
         ProtofleetError: a feature is not finite.
     """
     _check_settings(alpha=alpha, batch_size=batch_size, min_images=min_images)
@@ -52,16 +52,16 @@ def batch_prototypes(
 def class_means(
     projection: NDArray[np.float32], labels: NDArray[np.int64], *, num_classes: int, min_images: int
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """Average all images of each class (FedPCL eq. 5, FPL eq. 2).
+    """Return the mean of each class (FedPCL eq. 5, FPL eq. 2).
 
     Args:
         projection: float32 (n, D).
         labels: int64 (n,), below `num_classes`.
         num_classes: C.
-        min_images: a class with fewer images, or with none, has no mean.
+        min_images: a class with fewer images, or none, has no mean.
 
     Returns:
-        Means (p, D) float32, their classes (p,) uint32 in ascending order, and the images in each (p,) uint32.
+        Means float32 (p, D), their classes uint32 (p,) in ascending order, and the images in each uint32 (p,).
     """
     counts = np.bincount(labels, minlength=num_classes)
     classes = np.flatnonzero(counts >= max(min_images, 1))
@@ -82,7 +82,7 @@ def _check_settings(*, alpha: float, batch_size: int, min_images: int) -> None:
 
 
 def _blocks(chunks: Chunks) -> Iterator[NDArray[np.float64]]:
-    """Cut chunks of any size into blocks of BLOCK_ROWS features, the last one with what remains."""
+    """Cut chunks of any size into blocks of BLOCK_ROWS features and a last one with the remainder."""
     rest: NDArray[np.float32] | None = None
     for chunk in chunks():
         rows = chunk if rest is None else np.concatenate([rest, chunk])
@@ -102,7 +102,7 @@ def _sum_features(chunks: Chunks) -> tuple[NDArray[np.float64], int]:
         total = block.sum(axis=0) + (total if features else 0.0)
         features += len(block)
     if not np.isfinite(total).all():
-        raise ProtofleetError("features must be finite; leave out the images whose features are not")
+        raise ProtofleetError("features must be finite; omit the images whose features are not")
     return total, features
 
 
@@ -126,10 +126,10 @@ def _closest(scores: NDArray[np.float64], keep: int) -> NDArray[np.bool_]:
 def _deal(
     kept: NDArray[np.bool_], *, batch_size: int, min_images: int, rng: np.random.Generator
 ) -> NDArray[np.intp]:
-    """Return the number of the prototype that each feature goes into, (n,), or LEFT_OUT."""
+    """Return the number of each feature's prototype, (n,), or OMITTED."""
     images = int(kept.sum())
     prototypes = max(images // batch_size, int(images >= min_images))
-    dealt = np.full(len(kept), LEFT_OUT, dtype=np.intp)
+    dealt = np.full(len(kept), OMITTED, dtype=np.intp)
     if prototypes:
         shuffled = rng.permutation(np.flatnonzero(kept))
         dealt[shuffled] = np.minimum(np.arange(images) // batch_size, prototypes - 1)
@@ -139,12 +139,12 @@ def _deal(
 def _average(
     chunks: Chunks, dealt: NDArray[np.intp], feature_size: int
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-    """Average the features dealt to each prototype (eq. 4)."""
-    counts = np.bincount(dealt[dealt != LEFT_OUT])
+    """Return the average of each prototype's features (eq. 4)."""
+    counts = np.bincount(dealt[dealt != OMITTED])
     sums = np.zeros((len(counts), feature_size))
     start = 0
     for block in _blocks(chunks):
         into = dealt[start : start + len(block)]
-        np.add.at(sums, into[into != LEFT_OUT], block[into != LEFT_OUT])
+        np.add.at(sums, into[into != OMITTED], block[into != OMITTED])
         start += len(block)
     return (sums / counts[:, None]).astype(np.float32), counts.astype(np.uint32)

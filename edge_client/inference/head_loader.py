@@ -1,4 +1,4 @@
-"""The head that a device has in use, opened again from what is remembered of it."""
+"""The installed head, opened from its stored description."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,17 @@ from protocol.wire.messages import BlobRef
 
 
 def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequence[Backbone]) -> Head:
-    """Open a head, bound to its round's tensors and to what the device has learned where it has rounds.
+    """Open a head; in tasks with rounds, bind it to the round's tensors and the local model.
 
     Args:
         blobs: has all of its parts.
-        installed: what is remembered of it.
-        backbones: of the task, for a head that nothing is bound to.
+        installed: its stored description.
+        backbones: the task's, for a head without bound tensors.
 
     Raises:
         BackboneMismatch: it is not for these backbones or classes.
         GraphRefused: it cannot be used.
-        StateError: a part of it is gone.
+        StateError: a part of it is missing.
     """
     if not installed.tensors:
         file = blobs.read(installed.head)

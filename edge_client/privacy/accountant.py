@@ -1,4 +1,4 @@
-"""What releases cost together, by dp-accounting, which is imported when a task asks for it and not before."""
+"""The privacy loss of several releases, by dp-accounting, which is imported only for tasks that need it."""
 
 import functools
 import math
@@ -12,24 +12,23 @@ NO_ACCOUNTANT = (
 )
 
 MOST_LOSS = 50.0
-"""Sum of 1 / z^2 of all releases, beyond which epsilon is above 40 at any delta allowed, and is not worked out."""
+"""Sum of 1 / z^2 of all releases above which epsilon exceeds 40 at any allowed delta, and is not computed."""
 
 
 def epsilon_of(releases: Mapping[float, int], *, delta: float) -> float:
-    """Epsilon of Gaussian releases of the same images, whatever each was chosen by (composition of privacy losses).
+    """Return an upper bound of epsilon of adaptively chosen Gaussian releases of the same images.
+
+    It is infinite where the noise is too little to compute one.
 
     Args:
-        releases: how many there were of each noise multiplier.
-        delta: at which epsilon holds.
-
-    Returns:
-        An upper bound; infinite where too little noise makes it pointless to ask.
+        releases: their number, by noise multiplier.
+        delta: the delta at which epsilon holds.
 
     Raises:
         PrivacyRefused: dp-accounting is not installed.
     """
     try:
-        import dp_accounting.pld  # noqa: F401 - what is remembered of earlier answers is not an accountant
+        import dp_accounting.pld  # noqa: F401 - the cache below must not answer without an accountant
     except ImportError as error:
         raise PrivacyRefused(NO_ACCOUNTANT) from error
     if not all(math.isfinite(multiplier) and multiplier > 0 for multiplier in releases):

@@ -1,7 +1,7 @@
-"""What a device has uploaded last, and whether enough has changed since: what two submissions differ in can be told.
+"""A guard against differencing: a class changes in a submission only once enough of its images have.
 
-The prototypes of a class, weighted by their counts, add up to the sum of its features. So what lies between two
-submissions is the sum of the features that came, less that of those that went: of one image, that is its feature.
+The prototypes of a class, weighted by their counts, add up to the sum of its features. The difference of two
+submissions is the sum of the added features minus that of the removed ones: for one image, its feature.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from protocol.wire.codec import decode, digest_of, to_array
 from protocol.wire.messages import Submission
 
 KEY_BYTES = 8
-"""Of an image's name as it is remembered: enough to tell one device's images apart."""
+"""Bytes of an image's key: enough to distinguish one device's images."""
 
 
 @dataclass(frozen=True)
@@ -26,30 +26,30 @@ class LastSubmission:
     """A device's last submission.
 
     Args:
-        images: of each class by name, the keys of the images behind its prototypes.
-        submission: it, if it is of the same task.
+        images: keys of the images in each class's prototypes, by class name.
+        submission: None if it belongs to another task.
     """
 
     images: Mapping[str, frozenset[str]] = field(default_factory=dict)
     submission: Submission | None = None
 
     def waiting(self, name: str, kept: Sequence[LabeledImage], *, least: int) -> int:
-        """Images of a class that have come or gone, if they are fewer than `least`; else 0, and they count.
+        """Return how many images of a class were added or removed, if fewer than `least`; else 0: they count.
 
-        All of a class may come at once, or go: a prototype of few is the task's to allow.
+        A whole class may appear or disappear at once: the task decides how few images may make a prototype.
         """
         before, now = self.images.get(name, frozenset()), keys_of(kept)
         changed = len(before ^ now)
         return changed if before and now and changed < least else 0
 
     def stays(self, name: str, kept: Sequence[LabeledImage]) -> list[LabeledImage] | None:
-        """Those of the images that were uploaded; None if some of those that were are gone."""
+        """Return the images that were uploaded; None if some of those are gone."""
         before = self.images.get(name, frozenset())
         same = [image for image in kept if key_of(image) in before]
         return same if len(same) == len(before) else None
 
     def rows(self, label: int) -> tuple[NDArray[np.float16], NDArray[np.uint32]] | None:
-        """A class's prototypes float16 (m, L) and counts uint32 (m,) as uploaded; None if not for this task."""
+        """Return a class's uploaded prototypes float16 (m, L) and counts uint32 (m,); None for another task."""
         if self.submission is None:
             return None
         mine = to_array(self.submission.labels) == label
@@ -61,12 +61,12 @@ NO_SUBMISSION = LastSubmission()
 
 
 def key_of(image: LabeledImage) -> str:
-    """What an image is remembered by; another one if the file was changed."""
+    """Return an image's key, which changes with its file."""
     return digest_of(image.identity.encode(errors="surrogateescape"))[:KEY_BYTES].hex()
 
 
 def keys_of(images: Iterable[LabeledImage]) -> frozenset[str]:
-    """What images are remembered by."""
+    """Return the keys of images."""
     return frozenset(map(key_of, images))
 
 

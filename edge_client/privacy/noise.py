@@ -1,7 +1,7 @@
-"""Noise that nobody outside can guess: a secret key, stretched by SHAKE-256, made normal or Laplacian.
+"""Noise that is unpredictable without its key: SHAKE-256 of a secret key, as normal or Laplacian values.
 
-The same key gives the same noise, and another key noise that has nothing to do with it. numpy's generators are left
-alone here: what they give can be told from a part of it.
+The same key gives the same noise, and another key independent noise. numpy's generators are not used here: their
+output can be predicted from a part of it.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ _TO_UNIT = 2.0**-53
 
 
 def subkey(secret: bytes, *parts: bytes) -> bytes:
-    """A key of its own for everything that is named otherwise, 32 bytes; the secret does not follow from it."""
+    """Return an independent key, 32 bytes, for each sequence of parts; it does not reveal the secret."""
     digests = b"".join(hashlib.sha256(part).digest() for part in parts)
     return hmac.digest(secret, digests, "sha256")
 
 
 def gaussian(key: bytes, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Independent normal values of deviation 1 (Box and Muller 1958), float64 of `shape`."""
+    """Return independent normal values of standard deviation 1 (Box and Muller 1958), float64 of `shape`."""
     size = math.prod(shape)
     pairs = (size + 1) // 2
     first, second = _uniform(key, (2, pairs))
@@ -33,7 +33,7 @@ def gaussian(key: bytes, shape: tuple[int, ...]) -> NDArray[np.float64]:
 
 
 def laplace(key: bytes, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Independent Laplacian values of scale 1, whose deviation is sqrt(2), float64 of `shape`."""
+    """Return independent Laplacian values of scale 1 (standard deviation sqrt(2)), float64 of `shape`."""
     first, second = _uniform(key, (2, *shape))
     made: NDArray[np.float64] = np.log(first) - np.log(second)
     return made
@@ -43,14 +43,14 @@ NOISES: dict[str, Callable[[bytes, tuple[int, ...]], NDArray[np.float64]]] = {
     "gaussian": gaussian,
     "laplace": laplace,
 }
-"""By the names that the wire has for them."""
+"""By their names on the wire."""
 
 
 def _uniform(key: bytes, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Independent values above 0 and up to 1 in steps of 2^-53, float64 of `shape`.
+    """Return independent uniform values above 0 and up to 1 in steps of 2^-53, float64 of `shape`.
 
     Raises:
-        ValueError: the key is too short to be a secret.
+        ValueError: the key does not have KEY_BYTES.
     """
     if len(key) != KEY_BYTES:
         raise ValueError(f"expected a key of {KEY_BYTES} bytes, got {len(key)}")

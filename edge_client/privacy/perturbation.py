@@ -1,9 +1,8 @@
-"""Perturbation as in FedTC (appendix C.2, eq. 6), pure: t <- t (1 - p) + e, on prototypes or on images.
+"""Perturbation as in FedTC (appendix C.2, eq. 6): t <- t (1 - p) + s e, on prototypes or images. Pure.
 
-It makes what leaves a device less exact, and that is all that can be said of it: it bounds nothing. The noise hangs on
-a secret of the device and on what it is added to, so that the same images make the same submission, and asking again
-averages nothing away. Other settings give noise that has nothing to do with it: of t (1 - p) + s e for two pairs
-of p and s with one e, anybody could solve for t.
+It makes uploads less exact, and guarantees nothing beyond that. The noise is derived from the device's secret and from
+the values it is added to: the same images give the same submission, and repeated requests do not average it away.
+Other settings give independent noise: from t (1 - p) + s e for two pairs of p and s with one e, t could be computed.
 """
 
 from typing import Any
@@ -24,16 +23,15 @@ MAX_FLOAT16 = 65504.0
 def perturb_prototypes(
     prototypes: NDArray[np.float32], labels: NDArray[np.uint32], how: Perturbation, *, secret: bytes
 ) -> NDArray[np.float16]:
-    """Perturb prototypes, each with noise of its own, which is the same for the same prototype of the same class.
+    """Return perturbed prototypes, float16 (m, L), clipped to its range.
+
+    Each prototype has independent noise, which is always the same for the same prototype of the same class.
 
     Args:
         prototypes: float32 (m, L), finite.
         labels: uint32 (m,).
-        how: what noise, and how much of it.
+        how: kind and amount of noise.
         secret: the device's, 32 bytes.
-
-    Returns:
-        float16 (m, L), finite: what grows past float16 becomes the greatest that it holds.
 
     Raises:
         PrivacyRefused: there is no secret, or a prototype is not finite.
@@ -49,17 +47,16 @@ def perturb_prototypes(
 def perturb_image(
     pixels: NDArray[np.uint8], how: Perturbation, *, identity: str, wanted: Preprocessing, secret: bytes
 ) -> NDArray[np.uint8]:
-    """Perturb an image as it is before the backbone, its values taken from 0 to 1, once and for all.
+    """Return a preprocessed image with noise on its values from 0 to 1, clipped and rounded, uint8 (H, W, 3).
+
+    The noise of an image is always the same.
 
     Args:
         pixels: uint8 (H, W, 3).
-        how: what noise, and how much of it.
+        how: kind and amount of noise.
         identity: the image's.
-        wanted: how it got its size, for a backbone that wants it otherwise gets other pixels.
+        wanted: its preprocessing; another one gives other pixels, and independent noise.
         secret: the device's, 32 bytes.
-
-    Returns:
-        uint8 (H, W, 3): what leaves the range from 0 to 1 is cut off, and the rest is rounded.
 
     Raises:
         PrivacyRefused: there is no secret.
@@ -72,12 +69,12 @@ def perturb_image(
 
 
 def cache_tag(how: Perturbation) -> str:
-    """What tells features of images perturbed in this way from all others in the cache."""
+    """Return the cache's tag of the features of images perturbed in this way."""
     return f"+{digest_of(msgspec.json.encode(how)).hex()[:32]}"
 
 
 def to_half(values: NDArray[np.floating[Any]]) -> NDArray[np.float16]:
-    """Finite values as float16; what it does not hold becomes the greatest that it does."""
+    """Return finite values as float16, clipped to its range."""
     half: NDArray[np.float16] = np.clip(values, -MAX_FLOAT16, MAX_FLOAT16).astype(np.float16)
     return half
 
@@ -92,8 +89,6 @@ def _perturb(
 
 def _check(secret: bytes, values: NDArray[np.float32] | NDArray[np.float64]) -> None:
     if len(secret) != KEY_BYTES:
-        raise PrivacyRefused(
-            "the task wants what leaves this device perturbed, and there is no secret for it"
-        )
+        raise PrivacyRefused("the task asks for perturbation, and this device has no secret for its noise")
     if not np.isfinite(values).all():
-        raise PrivacyRefused("what is to be perturbed is not finite: nothing is uploaded")
+        raise PrivacyRefused("a value to perturb is not finite: nothing is uploaded")

@@ -1,4 +1,4 @@
-"""What a device lets no task talk it into, and what it says of itself under differential privacy; pure."""
+"""The privacy settings that a device accepts, and the problems that it reports under differential privacy. Pure."""
 
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.storage.privacy_ledger import LOST
@@ -6,21 +6,17 @@ from protocol.errors import PrivacyRefused
 from protocol.wire.messages import TaskManifest
 
 MAX_DELTA = 1e-3
-"""Delta is the chance that epsilon says nothing: with more, a task could promise any epsilon and keep it."""
+"""Delta is the probability that epsilon does not hold: a task with a large one could keep any epsilon."""
 
-UPLOADS_MORE = "the task wants prototypes perturbed, and uploads parameters beside them that are not"
-BOTH = "the task asks for perturbation and for differential privacy: nothing is known of the two together"
-IN_ROUNDS = "the task asks for differential privacy in rounds, where what one image changes has no bound"
-FILTERS = (
-    "the task asks for differential privacy and filters outliers: what is left out hangs on other images"
-)
-LARGE_DELTA = (
-    f"the task asks for differential privacy at a delta above {MAX_DELTA}, which promises too little"
-)
-NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon takes no other"
-BUDGET = "what may be spent on privacy is spent: nothing new is uploaded"
-NOTHING = "with its noise, no class has enough images to upload a prototype"
-FAILED = "differential privacy has failed on this device: nothing is uploaded, and its own log says why"
+UPLOADS_MORE = "the task asks for perturbed prototypes, and uploads unperturbed parameters beside them"
+BOTH = "the task asks for perturbation and for differential privacy: the two cannot be combined"
+IN_ROUNDS = "the task asks for differential privacy in rounds, where the influence of one image is unbounded"
+FILTERS = "the task asks for differential privacy and filters outliers, which depends on other images"
+LARGE_DELTA = f"the task asks for differential privacy at a delta above {MAX_DELTA}, which is too weak"
+NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon requires it"
+BUDGET = "the privacy budget is spent: nothing new is uploaded"
+NO_PROTOTYPE = "with its noise, no class has enough images to upload a prototype"
+FAILED = "differential privacy has failed on this device: nothing is uploaded; see the device's log"
 
 PUBLIC_PROBLEMS = frozenset(
     [
@@ -31,23 +27,23 @@ PUBLIC_PROBLEMS = frozenset(
         LARGE_DELTA,
         NOT_PRIVATE,
         BUDGET,
-        NOTHING,
+        NO_PROTOTYPE,
         FAILED,
         LOST,
         NO_ACCOUNTANT,
     ]
 )
-"""Problems that say nothing of any image, word for word."""
+"""Problems whose texts reveal nothing about any image."""
 
-CANNOT = "this device cannot take part, and its own log says why"
-HEAD_REFUSED = "the head cannot be used on this device, and its own log says why"
+CANNOT = "this device cannot take part; see its log"
+HEAD_REFUSED = "the head cannot be used on this device; see its log"
 
 
 def check_task(manifest: TaskManifest, *, max_epsilon: float | None = None) -> None:
-    """See that what a task promises of privacy can be kept, and is what the device's owner wants.
+    """Check that a task's privacy settings can be honored, and satisfy the device's owner.
 
     Raises:
-        PrivacyRefused: it cannot, or is not.
+        PrivacyRefused: they cannot, or do not.
     """
     how, program, wanted = manifest.perturbation, manifest.program, manifest.differential_privacy
     problems = {
@@ -64,10 +60,10 @@ def check_task(manifest: TaskManifest, *, max_epsilon: float | None = None) -> N
 
 
 def is_private(manifest: TaskManifest | None) -> bool:
-    """Whether all that leaves the device has to be noisy or constant."""
+    """Return whether everything that leaves the device must be noisy or constant."""
     return manifest is not None and manifest.differential_privacy is not None
 
 
 def public_problem(problem: str, manifest: TaskManifest | None) -> str:
-    """What the aggregator is told of a problem, which may name images; empty if there is none."""
+    """Return the text to report for a problem: under differential privacy, none that could reveal an image."""
     return problem if not problem or problem in PUBLIC_PROBLEMS or not is_private(manifest) else CANNOT

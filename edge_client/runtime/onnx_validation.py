@@ -1,4 +1,4 @@
-"""An ONNX file taken apart, before ONNX Runtime sees it: what it says of itself, and what it may not have. Pure."""
+"""Validation of ONNX files before ONNX Runtime loads them, and their metadata. Pure."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from protocol.metadata import PROPERTY
 MAX_GRAPH_BYTES = 64 * 1024**2
 
 MAX_FIELDS = 2**18
-"""Fields of a graph's file: a tensor's values are one. So looking through it ends soon, whatever it is full of."""
+"""Fields of a file, which bounds the time of validation; all values of a tensor are one field."""
 
 MAX_ENTRY_FIELDS = 16
-"""Of a property: it has two."""
+"""Fields of a metadata property, which has two."""
 
 MAX_DEPTH = 100
-"""Messages in one another: protobuf's own limit, and so ONNX Runtime's."""
+"""Nested messages: the limit of protobuf, and so of ONNX Runtime."""
 
-# What holds what in ONNX's own format, by field number, as far as it leads to operators or tensors.
+# The fields of ONNX's messages, by number, that lead to operators or tensors.
 _DOMAIN, _EXTERNAL, _ENTRY = "domain", "external", "entry"
 _NESTED: dict[str, dict[int, str]] = {
     "model": {7: "graph", 8: "opset", 14: _ENTRY, 20: "training", 25: "function"},
@@ -33,13 +33,13 @@ _NESTED: dict[str, dict[int, str]] = {
 
 
 def check_graph(file: bytes | memoryview, *, max_bytes: int = MAX_GRAPH_BYTES) -> dict[str, str]:
-    """Look through an ONNX file before ONNX Runtime sees it; returns what it says of itself, if it does.
+    """Validate an ONNX file and return its `protofleet` metadata property, if there is one.
 
-    It is taken apart here, for there is no `onnx` on a device. Every occurrence of a field counts, also of one
-    that a reader would overwrite with a later one, and what a reader could understand in two ways is refused.
+    It is parsed here, since devices do not have `onnx`. Every occurrence of a field counts, even if a reader would
+    overwrite it with a later one, and encodings that readers could interpret in two ways are refused.
 
     Raises:
-        GraphRefused: it is too large, broken, uses operators outside ONNX's own, or refers to other files.
+        GraphRefused: it is too large, broken, has operators other than ONNX's own, or refers to other files.
     """
     if len(file) > max_bytes:
         raise GraphRefused(f"expected a graph of at most {max_bytes} bytes, got {len(file)}")
@@ -65,41 +65,43 @@ def check_graph(file: bytes | memoryview, *, max_bytes: int = MAX_GRAPH_BYTES) -
         else:
             open_messages.pop()
         if seen > MAX_FIELDS or len(open_messages) > MAX_DEPTH:
-            raise GraphRefused(f"expected a graph of at most {MAX_FIELDS} fields, {MAX_DEPTH} in one another")
+            raise GraphRefused(
+                f"expected a graph of at most {MAX_FIELDS} fields, nested at most {MAX_DEPTH} deep"
+            )
     return properties
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Take a protobuf message apart: each field's number and its value, an integer or bytes.
+    """Yield each field's number and value, an integer or bytes, of a protobuf message.
 
     Raises:
-        GraphRefused: it is none.
+        GraphRefused: it is malformed.
     """
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
         number, encoding = tag >> 3, tag & 7
         if not 0 < tag < 2**32 or encoding not in (0, 1, 2, 5):
-            raise GraphRefused("expected an ONNX file, got bytes that are none")
+            raise GraphRefused("expected an ONNX file, got other bytes")
         if encoding == 0:
             value, at = _varint(data, at)
             yield number, value
             continue
         size, at = _varint(data, at) if encoding == 2 else ({1: 8, 5: 4}[encoding], at)
         if at + size > len(data):
-            raise GraphRefused("expected an ONNX file, got one that ends in the middle, or none")
+            raise GraphRefused("expected an ONNX file, got a truncated one, or another file")
         yield number, data[at : at + size]
         at += size
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """An integer of seven bits a byte, and where it ends."""
+    """Return an integer of seven bits per byte, and the offset after it."""
     value = 0
     for place, byte in enumerate(data[at : at + 10]):
         value |= (byte & 0x7F) << 7 * place
         if byte < 0x80:
             return value, at + place + 1
-    raise GraphRefused("expected an ONNX file, got one that ends in the middle, or none")
+    raise GraphRefused("expected an ONNX file, got a truncated one, or another file")
 
 
 def _check_domain(value: memoryview) -> None:
@@ -109,7 +111,7 @@ def _check_domain(value: memoryview) -> None:
 
 
 def _own_property(value: memoryview) -> dict[str, str]:
-    """The property in an entry, if it is ours."""
+    """Return an entry's property if it is protofleet's."""
     fields = list(itertools.islice(_fields(value), MAX_ENTRY_FIELDS + 1))
     if len(fields) > MAX_ENTRY_FIELDS:
         raise GraphRefused(f"expected properties of at most {MAX_ENTRY_FIELDS} fields, got one of more")

@@ -17,7 +17,7 @@ from edge_client.privacy.accountant import epsilon_of
 from edge_client.privacy.gaussian_mechanism import COUNT_WEIGHT, Mechanism, private_prototypes
 from edge_client.privacy.noise import KEY_BYTES, subkey
 from edge_client.privacy.perturbation import to_half
-from edge_client.privacy.policy import BUDGET, FAILED, NOTHING
+from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
 from edge_client.storage.facts import ClassReport, PrivacySpent
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.privacy_ledger import Ledger, Release, multipliers
@@ -103,7 +103,7 @@ class PrivateSubmissions:
         ]
         sizes = [counts for _, counts in noisy]
         if not sum(map(len, sizes)):
-            raise PrivacyRefused(NOTHING)
+            raise PrivacyRefused(NO_PROTOTYPE)
         return PreparedSubmission(
             prototypes=to_half(np.concatenate([values for values, _ in noisy])),
             labels=np.repeat(np.arange(len(noisy), dtype=np.uint32), list(map(len, sizes))),

@@ -148,7 +148,7 @@ def test_a_list_names_images_and_classes(tmp_path: Path) -> None:
         ("path,label\n1.png\n", "line 2: '' is no class"),
         ("path,label\n\n2.png,cat\n", "line 3: there is no file .*2.png"),
         ("path,label\n,cat\n", "line 2: there is no file"),
-        ("path,label\n1.png,cat\n1.png,dog\n", "line 3: 1.png is in line 2 already"),
+        ("path,label\n1.png,cat\n1.png,dog\n", "line 3: 1.png is already in line 2"),
         ("path,label\n1.png,\xff\n", "cannot be read as a CSV file in UTF-8"),
     ],
 )

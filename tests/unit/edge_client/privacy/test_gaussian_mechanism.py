@@ -177,7 +177,7 @@ def test_a_feature_that_is_not_finite_sends_nothing(wrong: float) -> None:
         (replace(HOW, clip_norm=0.0), 30, "above 0"),
         (replace(HOW, noise_multiplier=0.0), 30, "above 0"),
         (replace(HOW, noise_multiplier=math.nan), 30, "above 0"),
-        (HOW, 29, "one feature of each image"),
+        (HOW, 29, "one feature per image"),
     ],
 )
 def test_what_bounds_nothing_is_refused(how: Mechanism, names: int, problem: str) -> None:

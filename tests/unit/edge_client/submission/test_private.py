@@ -26,8 +26,8 @@ from edge_client.privacy.policy import (
     HEAD_REFUSED,
     IN_ROUNDS,
     LARGE_DELTA,
+    NO_PROTOTYPE,
     NOT_PRIVATE,
-    NOTHING,
     check_task,
 )
 from edge_client.service.device import Device
@@ -408,7 +408,7 @@ def test_no_image_at_all_is_no_telling_difference(tmp_path: Path) -> None:
         reasons.add(built.reason)
         if built.item is not None:
             assert bench.read(built.item).images >= 3
-    assert reasons <= {"", NOTHING}
+    assert reasons <= {"", NO_PROTOTYPE}
     assert "" in reasons
     assert len(bench.kept.ledger.releases()) == 12, "nothing was paid for as well"
 
@@ -416,9 +416,9 @@ def test_no_image_at_all_is_no_telling_difference(tmp_path: Path) -> None:
 def test_noise_that_leaves_nothing_is_not_drawn_until_it_does(tmp_path: Path) -> None:
     """Too few images for a prototype: looking again is the same release, and costs nothing."""
     bench = Bench(tmp_path, count=3, batch_size=200)
-    assert [bench.refused(), bench.refused()] == [NOTHING, NOTHING]
+    assert [bench.refused(), bench.refused()] == [NO_PROTOTYPE, NO_PROTOTYPE]
     bench.restart()
-    assert bench.refused() == NOTHING
+    assert bench.refused() == NO_PROTOTYPE
     assert len(bench.kept.ledger.releases()) == 1
 
 
