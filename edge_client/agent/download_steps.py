@@ -2,23 +2,13 @@
 
 from dataclasses import replace
 
-from edge_client.agent import downloads
+from edge_client.agent import downloads, events
 from edge_client.agent.backoff import BROADCAST_WAIT_S, MAX_DAMAGED, retry_delay_s
-from edge_client.agent.events import (
-    Action,
-    AppendBlob,
-    DownloadFinished,
-    Exit,
-    FinishBlob,
-    Log,
-    OpenDownload,
-    RefuseHead,
-)
 from edge_client.agent.selectors import current_head, is_broadcast, required_blobs, submission_blobs
 from edge_client.agent.state import Download, State, head_key
 from protocol.wire.messages import BlobRef, Frame, Receipt
 
-Step = tuple[State, tuple[Action, ...]]
+Step = tuple[State, tuple[events.Action, ...]]
 
 
 def is_running(state: State, digest: bytes) -> bool:
@@ -33,7 +23,9 @@ def choose(state: State, _now_s: float) -> Step:
         return replace(state, download=None), ()
     if is_running(state, missing.digest):
         return state, ()
-    return replace(state, download=Download(missing, offset=0, due_s=float("inf"))), (OpenDownload(missing),)
+    return replace(state, download=Download(missing, offset=0, due_s=float("inf"))), (
+        events.OpenDownload(missing),
+    )
 
 
 def request_due(state: State, now_s: float) -> Step:
@@ -64,10 +56,13 @@ def receive(state: State, frame: Frame, now_s: float) -> Step:
     if not data:
         return state, ()
     is_complete = download.offset == download.blob.size_bytes
-    return state, (AppendBlob(frame.digest, data), *((FinishBlob(frame.digest),) if is_complete else ()))
+    return state, (
+        events.AppendBlob(frame.digest, data),
+        *((events.FinishBlob(frame.digest),) if is_complete else ()),
+    )
 
 
-def finished(state: State, event: DownloadFinished, now_s: float) -> Step:
+def finished(state: State, event: events.DownloadFinished, now_s: float) -> Step:
     """Take a verified blob; download a damaged one again, at most `MAX_DAMAGED` times."""
     if event.valid:
         return replace(state, stored=state.stored | {event.digest}), ()
@@ -76,7 +71,7 @@ def finished(state: State, event: DownloadFinished, now_s: float) -> Step:
     damaged, blob = state.download.damaged + 1, state.download.blob
     state = replace(state, download=Download(blob, offset=0, damaged=damaged, due_s=now_s))
     if damaged < MAX_DAMAGED:
-        return state, (Log(f"{blob.name} arrived damaged, downloading it again", error=True),)
+        return state, (events.Log(f"{blob.name} arrived damaged, downloading it again", error=True),)
     return _give_up(state, blob, f"{blob.name} arrived damaged {damaged} times: check the aggregator's state")
 
 
@@ -91,15 +86,15 @@ def refused(state: State, receipt: Receipt, now_s: float) -> Step:
     state = replace(state, download=replace(download, until=until, attempts=attempts, due_s=due_s))
     text = f"the aggregator refused to send {download.blob.name} ({receipt.reason}): {receipt.detail}"
     if receipt.reason in {"unknown_device", "revoked"}:
-        return state, (Exit(1, text),)
-    return state, (Log(text, error=True),) if attempts == 1 else ()
+        return state, (events.Exit(1, text),)
+    return state, (events.Log(text, error=True),) if attempts == 1 else ()
 
 
 def _give_up(state: State, blob: BlobRef, text: str) -> Step:
     """Refuse a head that always arrives damaged; exit if it is any other blob."""
     head, task, manifest = current_head(state), state.task, state.manifest
     if head is None or task is None or manifest is None or blob in submission_blobs(state):
-        return state, (Exit(1, text),)
+        return state, (events.Exit(1, text),)
     key, reason = head_key(head), f"head {head.version} refused, the previous head stays in use: {text}"
     state = replace(state, download=None, installing=key, refused=(key, reason))
-    return state, (RefuseHead(task, manifest, head, text),)
+    return state, (events.RefuseHead(task, manifest, head, text),)

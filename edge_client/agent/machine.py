@@ -10,33 +10,7 @@ One upload and one download run at a time: `upload_steps` and `download_steps`.
 
 from dataclasses import replace
 
-from edge_client.agent import download_steps, downloads, upload_steps, uploads
-from edge_client.agent.events import (
-    Action,
-    AggregatorReconnected,
-    AggregatorStarted,
-    Announce,
-    BuildSubmission,
-    Connected,
-    Disconnected,
-    DownloadFinished,
-    DownloadOpened,
-    Drained,
-    Event,
-    Exit,
-    FrameSeen,
-    HeadInstalled,
-    HeadSeen,
-    ImagesChanged,
-    InstallHead,
-    Log,
-    OutboxSeen,
-    ReceiptSeen,
-    RoundSeen,
-    SubmissionBuilt,
-    TaskSeen,
-    Unsendable,
-)
+from edge_client.agent import download_steps, downloads, events, upload_steps, uploads
 from edge_client.agent.selectors import (
     are_rounds_over,
     can_build,
@@ -50,10 +24,10 @@ from edge_client.agent.state import Mode, State, head_key
 from protocol.wire.messages import HeadRef, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 
-Step = tuple[State, tuple[Action, ...]]
+Step = tuple[State, tuple[events.Action, ...]]
 
 
-def step(state: State, event: Event, *, now_s: float) -> Step:
+def step(state: State, event: events.Event, *, now_s: float) -> Step:
     """Handle one event, then start everything that is possible and not under way.
 
     Args:
@@ -75,45 +49,45 @@ def step(state: State, event: Event, *, now_s: float) -> Step:
     return state, tuple(actions)
 
 
-def _react(state: State, event: Event, now_s: float) -> Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
+def _react(state: State, event: events.Event, now_s: float) -> Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
     match event:
-        case Connected(max_packet_bytes=limit):
+        case events.Connected(max_packet_bytes=limit):
             state = replace(_restart_transfers(state), connected=True, chunk_bytes=chunk_bytes(limit))
-            return state, () if state.mode is Mode.DRY_RUN else (Announce(),)
-        case Disconnected():
+            return state, () if state.mode is Mode.DRY_RUN else (events.Announce(),)
+        case events.Disconnected():
             return replace(state, connected=False), ()
-        case AggregatorReconnected():
+        case events.AggregatorReconnected():
             return _restart_transfers(state), ()
-        case AggregatorStarted():
+        case events.AggregatorStarted():
             # It may send now what it could not send, or sent wrong, before.
             return replace(_restart_transfers(upload_steps.confirm(state)), refused=None), ()
-        case Drained():
+        case events.Drained():
             return upload_steps.send_next(state, now_s)
-        case Unsendable(reason=reason):
+        case events.Unsendable(reason=reason):
             return upload_steps.unsendable(state, reason, now_s)
-        case TaskSeen():
+        case events.TaskSeen():
             return _new_task(state, event), ()
-        case OutboxSeen():
+        case events.OutboxSeen():
             return upload_steps.synchronize(state, event), ()
-        case RoundSeen(manifest=manifest):
+        case events.RoundSeen(manifest=manifest):
             return _new_round(state, manifest), ()
-        case HeadSeen(manifest=manifest):
+        case events.HeadSeen(manifest=manifest):
             return replace(state, head=manifest), ()
-        case DownloadOpened(digest=digest, offset=offset):
+        case events.DownloadOpened(digest=digest, offset=offset):
             return download_steps.opened(state, digest, offset, now_s), ()
-        case FrameSeen(frame=frame):
+        case events.FrameSeen(frame=frame):
             return download_steps.receive(state, frame, now_s)
-        case DownloadFinished():
+        case events.DownloadFinished():
             return download_steps.finished(state, event, now_s)
-        case ReceiptSeen(receipt=receipt):
+        case events.ReceiptSeen(receipt=receipt):
             if download_steps.is_running(state, receipt.digest) and receipt.status == "refused":
                 return download_steps.refused(state, receipt, now_s)
             return upload_steps.receipt(state, receipt, now_s)
-        case SubmissionBuilt():
+        case events.SubmissionBuilt():
             return _built(state, event)
-        case HeadInstalled():
+        case events.HeadInstalled():
             return _installed(state, event)
-        case ImagesChanged():
+        case events.ImagesChanged():
             return replace(state, images_changed=True), ()
     return state, ()
 
@@ -123,37 +97,37 @@ def _install_and_build(state: State, _now_s: float) -> Step:
     manifest, task, head = state.manifest, state.task, current_head(state)
     if manifest is None or task is None:
         return state, ()
-    actions: list[Action] = []
+    actions: list[events.Action] = []
     blobs = prediction_blobs(state)
     if head is not None and blobs and all(blob.digest in state.stored for blob in blobs):
         key = head_key(head)
         if key not in (state.installed, state.installing):
             state = replace(state, installing=key)
-            actions.append(InstallHead(task, manifest, head, is_canary(state)))
+            actions.append(events.InstallHead(task, manifest, head, is_canary(state)))
     if not can_build(state):
         return state, tuple(actions)
     if manifest.program is not None:
         seen = open_round(state)
         if seen is not None and state.joined_round != seen.number:
             state = replace(state, joined_round=seen.number, images_changed=False, building=True)
-            actions.append(BuildSubmission(task, manifest, seen))
+            actions.append(events.BuildSubmission(task, manifest, seen))
     elif state.images_changed and not state.building:
         state = replace(state, images_changed=False, building=True)
-        actions.append(BuildSubmission(task, manifest))
+        actions.append(events.BuildSubmission(task, manifest))
     return state, tuple(actions)
 
 
 def _exit_if_done(state: State, _now_s: float) -> Step:
     head = current_head(state)
     if state.mode is Mode.DRY_RUN and are_rounds_over(state):
-        return state, (Exit(1, "all rounds are over: nothing is left to upload"),)
+        return state, (events.Exit(1, "all rounds are over: nothing is left to upload"),)
     if state.mode is not Mode.ONCE or head is None or state.uploads or state.building:
         return state, ()
     if is_refused(state, head):
         busy = state.installing is not None or state.refused is None
-        return state, () if busy or state.refused is None else (Exit(1, state.refused[1]),)
+        return state, () if busy or state.refused is None else (events.Exit(1, state.refused[1]),)
     done = state.task_confirmed and state.evaluated == head_key(head) and _has_contributed(state, head)
-    return state, (Exit(0),) if done else ()
+    return state, (events.Exit(0),) if done else ()
 
 
 def _has_contributed(state: State, head: HeadRef) -> bool:
@@ -169,7 +143,7 @@ def _restart_transfers(state: State) -> State:
     return replace(state, uploads=tuple(map(uploads.restart, state.uploads)), download=download)
 
 
-def _new_task(state: State, seen: TaskSeen) -> State:
+def _new_task(state: State, seen: events.TaskSeen) -> State:
     state = replace(state, task_confirmed=state.task_confirmed or not seen.recalled)
     if seen.digest == state.task:
         return state
@@ -192,7 +166,7 @@ def _new_round(state: State, seen: RoundManifest) -> State:
     return replace(state, round=seen, building=state.building and not dropped)
 
 
-def _built(state: State, built: SubmissionBuilt) -> Step:
+def _built(state: State, built: events.SubmissionBuilt) -> Step:
     if built.task != state.task or built.round != state.joined_round:
         return state, ()
     state = replace(state, building=False)
@@ -203,16 +177,16 @@ def _built(state: State, built: SubmissionBuilt) -> Step:
         )
         continues = built.may_pass or has_submission or not state.task_confirmed
         if continues and state.mode is Mode.SERVICE:
-            return state, (Log(built.reason, error=True),)
-        return state, (Exit(1, built.reason),)
+            return state, (events.Log(built.reason, error=True),)
+        return state, (events.Exit(1, built.reason),)
     if state.mode is Mode.DRY_RUN:
-        return state, (Exit(0),)
+        return state, (events.Exit(0),)
     if built.item.received:
         state = replace(state, received_submission=built.item)
     return upload_steps.start(state, built.item), ()
 
 
-def _installed(state: State, installed: HeadInstalled) -> Step:
+def _installed(state: State, installed: events.HeadInstalled) -> Step:
     if installed.head != state.installing:
         return state, ()
     state = upload_steps.start(replace(state, installing=None), installed.report)
@@ -220,4 +194,4 @@ def _installed(state: State, installed: HeadInstalled) -> Step:
         return replace(state, installed=installed.head), ()
     # The previous head stays in use. With --once the program exits with this reason after the upload.
     state = replace(state, refused=(installed.head, installed.reason))
-    return state, () if state.mode is Mode.ONCE else (Log(installed.reason, error=True),)
+    return state, () if state.mode is Mode.ONCE else (events.Log(installed.reason, error=True),)

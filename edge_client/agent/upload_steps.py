@@ -2,17 +2,8 @@
 
 from dataclasses import replace
 
-from edge_client.agent import uploads
+from edge_client.agent import events, uploads
 from edge_client.agent.backoff import MAX_DAMAGED, retry_delay_s
-from edge_client.agent.events import (
-    Action,
-    BuildSubmission,
-    Exit,
-    Log,
-    OutboxSeen,
-    ReportBlocked,
-    StoreReceipt,
-)
 from edge_client.agent.selectors import open_round
 from edge_client.agent.state import Mode, State, Upload
 from edge_client.agent.upload_item import UploadItem
@@ -24,7 +15,7 @@ MAX_SEQUENCE = 2**53
 NO_SPACE = "the aggregator has no space for this device's upload"
 """A reason that is not published, because the aggregator knows it."""
 
-Step = tuple[State, tuple[Action, ...]]
+Step = tuple[State, tuple[events.Action, ...]]
 
 
 def query_due(state: State, now_s: float) -> Step:
@@ -51,7 +42,7 @@ def start(state: State, item: UploadItem) -> State:
     return replace(state, uploads=(*new, *others) if item.kind == "submission" else (*others, *new))
 
 
-def synchronize(state: State, seen: OutboxSeen) -> State:
+def synchronize(state: State, seen: events.OutboxSeen) -> State:
     """Upload the task's items in the outbox: running transfers continue, transfers of removed items stop."""
     if state.mode is Mode.DRY_RUN:
         return state
@@ -109,7 +100,7 @@ def receipt(state: State, receipt: Receipt, now_s: float) -> Step:
         return _with_upload(state, upload), () if send is None else (send,)
     if receipt.reason == "no_space":
         return _blocked(_with_upload(state, uploads.back_off(upload, now_s=now_s)), NO_SPACE)
-    actions: tuple[Action, ...] = (ReportBlocked(""),) if state.blocked_reason else ()
+    actions: tuple[events.Action, ...] = (events.ReportBlocked(""),) if state.blocked_reason else ()
     state = replace(state, blocked_reason="")
     if receipt.status == "refused":
         state, more = _refused(state, upload, receipt)
@@ -119,7 +110,7 @@ def receipt(state: State, receipt: Receipt, now_s: float) -> Step:
         state = replace(state, received_submission=item)
     elif item.head == state.installed:
         state = replace(state, evaluated=item.head)
-    return state, (*actions, StoreReceipt(item))
+    return state, (*actions, events.StoreReceipt(item))
 
 
 def _refused(state: State, upload: Upload, receipt: Receipt) -> Step:
@@ -129,7 +120,7 @@ def _refused(state: State, upload: Upload, receipt: Receipt) -> Step:
     state = _without_upload(state, upload)
     text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
     exits = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}
-    final: tuple[Action, ...] = (Exit(1, text),) if exits else (Log(text, error=True),)
+    final: tuple[events.Action, ...] = (events.Exit(1, text),) if exits else (events.Log(text, error=True),)
     if receipt.sequence > MAX_SEQUENCE:
         return state, final
     task, manifest, seen = state.task, state.manifest, open_round(state)
@@ -137,11 +128,11 @@ def _refused(state: State, upload: Upload, receipt: Receipt) -> Step:
     joined = seen is not None and seen.number == state.joined_round
     if receipt.reason == "superseded" and task and manifest and (manifest.program is None or joined):
         state = replace(state, building=True, images_changed=False)
-        return state, (BuildSubmission(task, manifest, seen, above=receipt.sequence),)
+        return state, (events.BuildSubmission(task, manifest, seen, above=receipt.sequence),)
     if receipt.reason in {"superseded", "late", "unknown_round"}:
-        return state, (Log(f"submission not counted, continuing: {receipt.detail or receipt.reason}"),)
+        return state, (events.Log(f"submission not counted, continuing: {receipt.detail or receipt.reason}"),)
     if receipt.reason == "unknown_task":
-        return state, (Log("the aggregator has another task: waiting for it"),)
+        return state, (events.Log("the aggregator has another task: waiting for it"),)
     return state, final
 
 
@@ -149,7 +140,7 @@ def _blocked(state: State, reason: str) -> Step:
     """Report once what prevents uploads."""
     if state.blocked_reason == reason:
         return state, ()
-    actions = (ReportBlocked(reason), Log(f"{reason}; retrying", error=True))
+    actions = (events.ReportBlocked(reason), events.Log(f"{reason}; retrying", error=True))
     return replace(state, blocked_reason=reason), actions
 
 

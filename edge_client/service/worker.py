@@ -13,7 +13,7 @@ from edge_client.data.images import find_images
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
-from edge_client.submission.features import FeatureExtractor
+from edge_client.submission.features import Workspace
 from edge_client.submission.head_installer import HeadInstaller
 from edge_client.submission.rounds import RoundTraining
 from protocol.errors import ProtofleetError, StateError
@@ -55,12 +55,10 @@ class Worker:
         self._data = settings.local.data
         self._emit = emit
         cache = FeatureCache(state.folder / "features.sqlite")
-        features = FeatureExtractor(settings, state, cache, dry_run=show is not None)
-        rounds = RoundTraining(settings.local, state, cache, dry_run=show is not None)
-        self._builder = SubmissionBuilder(
-            settings.local, state, cache, features=features, rounds=rounds, show=show
-        )
-        self._installer = HeadInstaller(settings.local, state, cache, features=features, rounds=rounds)
+        workspace = Workspace(settings, state, cache, dry_run=show is not None)
+        rounds = RoundTraining(workspace)
+        self._builder = SubmissionBuilder(workspace, rounds, show)
+        self._installer = HeadInstaller(workspace, rounds)
         self._newest_head: bytes | None = None
         self._manifest: TaskManifest | None = None
         self._images: tuple[str, ...] | None = None

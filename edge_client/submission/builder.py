@@ -7,15 +7,12 @@ from collections.abc import Callable
 
 from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.upload_item import UploadItem
-from edge_client.config import LocalSettings
 from edge_client.privacy.differencing_guard import LastSubmission, last_submission
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress import Progress
-from edge_client.storage.device_state import DeviceState
 from edge_client.storage.facts import SubmissionSequence, UploadedImages
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.features import FeatureExtractor
-from edge_client.submission.prepared import FoundImages, PreparedSubmission, encode_submission
+from edge_client.submission.features import Workspace
+from edge_client.submission.prepared import PreparedSubmission, encode_submission
 from edge_client.submission.private import PrivateSubmissions
 from edge_client.submission.prototypes import prepare_prototypes
 from edge_client.submission.rounds import RoundTraining
@@ -38,31 +35,17 @@ class SubmissionBuilder:
     """Builds submissions.
 
     Args:
-        local: the device's settings.
-        state: the device's state directory.
-        cache: has the features of the images.
-        features: computes them.
+        workspace: what they are built with.
         rounds: trains the rounds.
         show: in a dry run, takes what would be sent; nothing is stored.
     """
 
-    def __init__(
-        self,
-        local: LocalSettings,
-        state: DeviceState,
-        cache: FeatureCache,
-        *,
-        features: FeatureExtractor,
-        rounds: RoundTraining,
-        show: ShowDryRun | None,
-    ) -> None:
-        self._local = local
-        self._state = state
-        self._cache = cache
-        self._features = features
+    def __init__(self, workspace: Workspace, rounds: RoundTraining, show: ShowDryRun | None) -> None:
+        self._workspace = workspace
+        self._store = workspace.store
         self._rounds = rounds
         self._show = show
-        self._private = PrivateSubmissions(local, state.ledger, cache, dry_run=show is not None)
+        self._private = PrivateSubmissions(workspace)
         self._warned: set[str] = set()
 
     def build(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> SubmissionBuilt:
@@ -73,7 +56,7 @@ class SubmissionBuilder:
         """
         number = None if build.round is None else build.round.number
         try:
-            check_task(build.manifest, max_epsilon=self._local.max_epsilon)
+            check_task(build.manifest, max_epsilon=self._workspace.local.max_epsilon)
             item = self._existing_item(build) or self._new_item(build, should_stop)
         except StateError:
             raise
@@ -88,7 +71,7 @@ class SubmissionBuilder:
         return self._rounds.existing_submission(build.task, build.round, above=build.above)
 
     def _new_item(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> UploadItem:
-        found = self._features.extract(build.manifest, should_stop)
+        found = self._workspace.extract(build.manifest, should_stop)
         if build.round is not None:
             with contextlib.closing(Progress(f"training, round {build.round.number}")) as progress:
                 prepared = self._rounds.train(
@@ -100,53 +83,32 @@ class SubmissionBuilder:
                     should_stop=should_stop,
                 )
         elif is_private(build.manifest):
-            prepared = self._prepare_private(build, found)
+            prepared = self._private.prepare(build.task, build.manifest, found)
         else:
             prepared = prepare_prototypes(
                 task=build.manifest,
-                local=self._local,
+                local=self._workspace.local,
                 found=found,
-                cache=self._cache,
-                secret=self._features.secret(build.manifest),
+                cache=self._workspace.cache,
+                secret=self._workspace.secret(build.manifest),
                 last=self._last_submission(build.task),
             )
         self._warn(build.manifest, prepared)
-        return self._store(build, prepared) if self._show is None else self._dry_run(build, prepared)
-
-    def _prepare_private(self, build: BuildSubmission, found: FoundImages) -> PreparedSubmission:
-        backbones = self._features.backbones(build.manifest)
-        prepared = self._private.prepare(
-            build.task,
-            build.manifest,
-            found,
-            secret=self._features.secret(build.manifest),
-            feature_size=sum(backbone.metadata.feature_size for backbone in backbones),
-        )
-        if (cost := prepared.privacy) is not None:
-            event(
-                log,
-                logging.INFO,
-                "privacy spent",
-                epsilon=cost.epsilon,
-                total_epsilon=cost.total_epsilon,
-                delta=cost.delta,
-                releases=cost.releases,
-            )
-        return prepared
+        return self._put(build, prepared) if self._show is None else self._dry_run(build, prepared)
 
     def _last_submission(self, task: bytes) -> LastSubmission:
-        item = self._state.outbox.newest_submission()
-        payload = self._state.outbox.payload(item) if item is not None and item.task == task else None
-        return last_submission(self._state.get(UploadedImages), payload)
+        item = self._store.outbox.newest_submission()
+        payload = self._store.outbox.payload(item) if item is not None and item.task == task else None
+        return last_submission(self._store.get(UploadedImages), payload)
 
-    def _store(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
+    def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
         """Put a submission into the outbox; an equal one that is there already stays."""
-        outbox, last = self._state.outbox, self._state.outbox.newest_submission()
+        outbox, last = self._store.outbox, self._store.outbox.newest_submission()
         about = prepared.fingerprint if build.round is None else str(build.round.number)
         if last is not None and (last.task, last.about) == (build.task, about) and not build.above:
             return last
-        sequence = self._state.next_number(SubmissionSequence, above=build.above)
-        payload = self._encode(build, prepared, sequence)
+        sequence = self._store.next_number(SubmissionSequence, above=build.above)
+        payload, cost = self._encode(build, prepared, sequence), prepared.privacy
         if build.round is not None:
             item = self._rounds.store(build.task, build.round, prepared, payload)
         else:
@@ -159,10 +121,11 @@ class SubmissionBuilder:
             "submission built",
             task=build.task.hex()[:12],
             round=None if build.round is None else build.round.number,
-            rounds=None if build.round is None else build.round.rounds,
             prototypes=len(prepared.counts),
             images=sum(entry.images for entry in prepared.classes),
             loss=prepared.loss,
+            epsilon=cost and cost.epsilon,
+            total_epsilon=cost and cost.total_epsilon,
             bytes=len(payload),
         )
         return item
@@ -185,7 +148,7 @@ class SubmissionBuilder:
 
     def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:
         """Log each omission once, with its reason."""
-        data, used = self._local.data, {entry.name for entry in prepared.classes}
+        data, used = self._workspace.local.data, {entry.name for entry in prepared.classes}
         lines = [f"image omitted: {path}: {reason}" for path, reason in prepared.unusable]
         lines += [
             f"class omitted: {entry.name!r} has too few images ({entry.images})"

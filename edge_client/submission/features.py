@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,22 +27,24 @@ from protocol.wire.messages import BlobRef, TaskManifest
 log = logging.getLogger(__name__)
 
 
-class FeatureExtractor:
-    """Extracts the features of the device's images with the task's backbones.
+@dataclass
+class Workspace:
+    """What submissions and heads are built with: settings, state directory, feature cache and open backbones.
 
     Args:
-        settings: the device's settings.
-        state: has the backbones' files and the device's secret.
-        cache: stores the features.
-        dry_run: keep no new secret on disk.
+        dry_run: write nothing to the state directory.
     """
 
-    def __init__(self, settings: Settings, state: DeviceState, cache: FeatureCache, *, dry_run: bool) -> None:
-        self._settings = settings
-        self._state = state
-        self._cache = cache
-        self._dry_run = dry_run
-        self._backbones: dict[str, Backbone] = {}
+    settings: Settings
+    store: DeviceState
+    cache: FeatureCache
+    dry_run: bool = False
+    _backbones: dict[str, Backbone] = field(default_factory=dict, init=False)
+
+    @property
+    def local(self) -> LocalSettings:
+        """Return the settings for processing images."""
+        return self.settings.local
 
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
         """Return the task's open backbones; they stay open until another task needs others."""
@@ -59,8 +62,8 @@ class FeatureExtractor:
         with contextlib.closing(Progress("extracting features")) as progress:
             return extract_features(
                 task=manifest,
-                local=self._settings.local,
-                cache=self._cache,
+                local=self.local,
+                cache=self.cache,
                 open_backbone=lambda digest: (
                     self._open(blobs[digest]) if manifest.program else self._backbones[digest]
                 ),
@@ -76,7 +79,7 @@ class FeatureExtractor:
             PrivacyRefused: the task needs noise, and the secret can be neither generated nor stored.
         """
         try:
-            return self._state.secret(keep=not self._dry_run)
+            return self.store.secret(keep=not self.dry_run)
         except Exception as error:
             if manifest.perturbation is None and manifest.differential_privacy is None:
                 raise
@@ -85,14 +88,14 @@ class FeatureExtractor:
 
     def _open(self, blob: BlobRef) -> Backbone:
         backbone = open_backbone(
-            self._state.blobs.path(blob.digest),
-            provider=self._settings.provider,
-            threads=self._settings.threads,
+            self.store.blobs.path(blob.digest),
+            provider=self.settings.provider,
+            threads=self.settings.threads,
         )
         event(log, logging.INFO, "backbone opened", name=blob.name, provider=backbone.model.provider)
         if backbone.model.note:
             log.warning("%s", backbone.model.note)
-        self._state.set(BackboneProvider(backbone.model.provider))
+        self.store.set(BackboneProvider(backbone.model.provider))
         return backbone
 
 

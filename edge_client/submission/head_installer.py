@@ -9,16 +9,13 @@ import msgspec
 from edge_client.agent.events import HeadInstalled, InstallHead, RefuseHead
 from edge_client.agent.state import head_key
 from edge_client.agent.upload_item import UploadItem
-from edge_client.config import LocalSettings
 from edge_client.inference.head_loader import open_installed
 from edge_client.inference.predictor import Head
 from edge_client.privacy.policy import HEAD_REFUSED, is_private
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.device_state import DeviceState
 from edge_client.storage.facts import Heads, HeadTrial, InstalledHead
-from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.evaluation import evaluate_head
-from edge_client.submission.features import FeatureExtractor
+from edge_client.submission.features import Workspace
 from edge_client.submission.prepared import FoundImages
 from edge_client.submission.rounds import RoundTraining
 from edge_client.training.local_round import feature_size
@@ -34,29 +31,11 @@ MAX_CRASHES = 3
 
 
 class HeadInstaller:
-    """Installs heads.
+    """Installs heads; a round's head is bound to the local model of `rounds`."""
 
-    Args:
-        local: the device's settings.
-        state: the device's state directory.
-        cache: has the features of the images.
-        features: computes them, and opens backbones.
-        rounds: has the local model to which a round's head is bound.
-    """
-
-    def __init__(
-        self,
-        local: LocalSettings,
-        state: DeviceState,
-        cache: FeatureCache,
-        *,
-        features: FeatureExtractor,
-        rounds: RoundTraining,
-    ) -> None:
-        self._local = local
-        self._state = state
-        self._cache = cache
-        self._features = features
+    def __init__(self, workspace: Workspace, rounds: RoundTraining) -> None:
+        self._workspace = workspace
+        self._store = workspace.store
         self._rounds = rounds
 
     def install(self, install: InstallHead, should_stop: Callable[[], bool]) -> HeadInstalled:
@@ -85,7 +64,7 @@ class HeadInstaller:
             problem=HEAD_REFUSED if is_private(refuse.manifest) else refuse.reason[:256],
         )
         key = head_key(refuse.head)
-        report = self._state.outbox.keep("evaluation", encode(evaluation), task=refuse.task, about=key.hex())
+        report = self._store.outbox.keep("evaluation", encode(evaluation), task=refuse.task, about=key.hex())
         reason = f"head {refuse.head.version} refused, the previous head stays in use: {refuse.reason}"
         return HeadInstalled(key, report, reason)
 
@@ -96,32 +75,32 @@ class HeadInstaller:
         Raises:
             GraphRefused: the program ended in each of the last trials.
         """
-        last = self._state.get(HeadTrial)
+        last = self._store.get(HeadTrial)
         attempts = last.attempts + 1 if last.head == key else 1
-        self._state.set(HeadTrial(key, attempts))
+        self._store.set(HeadTrial(key, attempts))
         try:
             if attempts > MAX_CRASHES:
                 raise GraphRefused(f"the program ended {MAX_CRASHES} times while testing it")
             yield
         finally:
-            self._state.set(HeadTrial())
+            self._store.set(HeadTrial())
 
     def _install(self, install: InstallHead, should_stop: Callable[[], bool]) -> UploadItem:
-        state, reference = self._state, install.head
+        reference = install.head
         installed, previous = self._describe(install, should_stop), self._previous_head(install)
-        backbones = [] if reference.tensors else self._features.backbones(install.manifest)
+        backbones = [] if reference.tensors else self._workspace.backbones(install.manifest)
         evaluation = evaluate_head(
-            open_installed(state.blobs, installed, backbones),
+            open_installed(self._store.blobs, installed, backbones),
             task=install.task,
             manifest=install.manifest,
             version=reference.version,
-            local=self._local,
-            cache=self._cache,
+            local=self._workspace.local,
+            cache=self._workspace.cache,
             previous=self._open_previous(previous, backbones),
         )
         correct, total = sum(evaluation.correct), sum(evaluation.correct) + sum(evaluation.incorrect)
         installed = msgspec.structs.replace(installed, correct=correct, total=total)
-        report = state.outbox.keep(
+        report = self._store.outbox.keep(
             "evaluation",
             encode(evaluation),
             task=install.task,
@@ -141,13 +120,13 @@ class HeadInstaller:
 
     def _previous_head(self, install: InstallHead) -> InstalledHead | None:
         """Return the task's head in use before this one; this one may be in use already."""
-        heads, key = self._state.get(Heads), head_key(install.head)
+        heads, key = self._store.get(Heads), head_key(install.head)
         candidates = filter(None, (heads.installed, heads.previous))
         return next((head for head in candidates if head.task == install.task and head.key != key), None)
 
     def _open_previous(self, previous: InstalledHead | None, backbones: Sequence[Backbone]) -> Head | None:
         try:
-            return open_installed(self._state.blobs, previous, backbones) if previous else None
+            return open_installed(self._store.blobs, previous, backbones) if previous else None
         except ProtofleetError as error:
             event(log, logging.WARNING, "no comparison with the previous head", error=error)
             return None
@@ -157,7 +136,7 @@ class HeadInstaller:
         manifest, reference = install.manifest, install.head
         local_model, size = b"", 0
         if reference.tensors is not None:
-            size = feature_size(manifest, self._state.blobs)
+            size = feature_size(manifest, self._store.blobs)
             local_model = self._previous_local_model(install) or self._rounds.local_model_digest(install.task)
             if not local_model:
                 found = self._find_images(install, should_stop)
@@ -176,15 +155,15 @@ class HeadInstaller:
 
     def _previous_local_model(self, install: InstallHead) -> bytes:
         """Return the local model of the previous head if the device goes back to it; empty if it is gone."""
-        previous = self._state.get(Heads).previous
+        previous = self._store.get(Heads).previous
         if previous is None or previous.key != head_key(install.head):
             return b""
-        return previous.local_model if previous.local_model in self._state.blobs else b""
+        return previous.local_model if previous.local_model in self._store.blobs else b""
 
     def _find_images(self, install: InstallHead, should_stop: Callable[[], bool]) -> FoundImages:
         """Return the images of a device that trained in no round; it may have none."""
         try:
-            return self._features.extract(install.manifest, should_stop)
+            return self._workspace.extract(install.manifest, should_stop)
         except ConfigError as error:
             event(log, logging.WARNING, "no image to fit the head to", error=error)
             return FoundImages((), ())

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.config import LocalSettings
 from edge_client.data.extraction import Interrupted
 from edge_client.data.images import LabeledImage
 from edge_client.privacy.accountant import epsilon_of
@@ -19,9 +18,8 @@ from edge_client.privacy.noise import KEY_BYTES, subkey
 from edge_client.privacy.perturbation import to_half
 from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
 from edge_client.storage.facts import ClassReport, PrivacySpent
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.privacy_ledger import Ledger, Release, multipliers
-from edge_client.submission.features import backbone_digests
+from edge_client.storage.privacy_ledger import Release, multipliers
+from edge_client.submission.features import Workspace, backbone_digests
 from edge_client.submission.prepared import FoundImages, PreparedSubmission
 from protocol.errors import PrivacyRefused
 from protocol.log import event
@@ -34,52 +32,35 @@ _VERSION = b"1 %f" % COUNT_WEIGHT
 
 
 class PrivateSubmissions:
-    """Prepares submissions under differential privacy.
+    """Prepares submissions under differential privacy; a dry run charges nothing."""
 
-    Args:
-        local: the device's settings.
-        ledger: the earlier releases.
-        cache: has the features of the images.
-        dry_run: charge nothing, because nothing is sent.
-    """
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._ledger = workspace.store.ledger
 
-    def __init__(self, local: LocalSettings, ledger: Ledger, cache: FeatureCache, *, dry_run: bool) -> None:
-        self._local = local
-        self._ledger = ledger
-        self._cache = cache
-        self._dry_run = dry_run
-
-    def prepare(
-        self, task: bytes, manifest: TaskManifest, found: FoundImages, *, secret: bytes, feature_size: int
-    ) -> PreparedSubmission:
+    def prepare(self, task: bytes, manifest: TaskManifest, found: FoundImages) -> PreparedSubmission:
         """Return noisy prototypes of all training images; the same images give the same release again.
-
-        Args:
-            task: the task's digest.
-            manifest: the task, accepted by `check_task`.
-            found: the device's images, whose features are in the cache.
-            secret: the device's, 32 bytes.
-            feature_size: L, of all backbones together.
 
         Raises:
             PrivacyRefused: the budget is exceeded, or any step failed; the text reveals nothing about images.
             Interrupted: the work is out of date.
         """
         try:
-            return self._prepare(task, manifest, found, secret, feature_size)
+            return self._prepare(task, manifest, found)
         except (PrivacyRefused, Interrupted):
             raise
         except Exception as error:
             event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")
             raise PrivacyRefused(FAILED) from error
 
-    def _prepare(
-        self, task: bytes, manifest: TaskManifest, found: FoundImages, secret: bytes, feature_size: int
-    ) -> PreparedSubmission:
-        wanted = manifest.differential_privacy
+    def _prepare(self, task: bytes, manifest: TaskManifest, found: FoundImages) -> PreparedSubmission:
+        wanted, secret = manifest.differential_privacy, self._workspace.secret(manifest)
+        feature_size = sum(each.metadata.feature_size for each in self._workspace.backbones(manifest))
         if wanted is None or len(secret) != KEY_BYTES:
             raise PrivacyRefused(FAILED)
-        members = [found.for_training(self._local.holdout, label) for label in range(len(manifest.classes))]
+        members = [
+            found.for_training(self._workspace.local.holdout, label) for label in range(len(manifest.classes))
+        ]
         fingerprint = hashlib.sha256(_VERSION + task + hashlib.sha256(secret).digest())
         for images, features in self._features(manifest, members, feature_size):
             names = "\0".join(image.identity for image in images).encode(errors="surrogateescape")
@@ -125,18 +106,15 @@ class PrivateSubmissions:
         number = len(before) + 1
         release = Release(number, fingerprint, wanted.noise_multiplier, os.urandom(KEY_BYTES))
         cost = _cost(multipliers((*before, release)), wanted)
-        own_limit = math.inf if self._local.max_epsilon is None else self._local.max_epsilon
+        own_limit = (
+            math.inf if self._workspace.local.max_epsilon is None else self._workspace.local.max_epsilon
+        )
         limit = min(wanted.max_epsilon, own_limit)
         if not cost.total_epsilon <= limit:
-            event(
-                log,
-                logging.ERROR,
-                "privacy budget exceeded, nothing is uploaded",
-                total_epsilon=cost.total_epsilon,
-                max_epsilon=limit,
-            )
+            text = "privacy budget exceeded, nothing is uploaded"
+            event(log, logging.ERROR, text, total_epsilon=cost.total_epsilon, max_epsilon=limit)
             raise PrivacyRefused(BUDGET)
-        if not self._dry_run:
+        if not self._workspace.dry_run:
             spent = PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, number, limit)
             self._ledger.charge(release, spent)
         return release.key or b"", cost
@@ -147,7 +125,7 @@ class PrivateSubmissions:
         """Yield the images of each class with their features, float32 (n, L); one class is in memory at a time."""
         for images in members:
             identities = [image.identity for image in images]
-            yield images, self._cache.matrix(identities, *backbone_digests(manifest), size=size)
+            yield images, self._workspace.cache.matrix(identities, *backbone_digests(manifest), size=size)
 
 
 def _cost(releases: Counter[float], wanted: DifferentialPrivacy) -> Privacy:

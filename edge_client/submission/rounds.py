@@ -7,12 +7,9 @@ import msgspec
 import numpy as np
 
 from edge_client.agent.upload_item import UploadItem
-from edge_client.config import LocalSettings
 from edge_client.data.images import LabeledImage
-from edge_client.storage.device_state import DeviceState
 from edge_client.storage.facts import ClassReport, StoredInitialModel, StoredLocalModel, SubmissionSequence
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.features import training_feature_keys
+from edge_client.submission.features import Workspace, training_feature_keys
 from edge_client.submission.prepared import FoundImages, PreparedSubmission, require_prototype
 from edge_client.submission.prototypes import outgoing_prototypes
 from edge_client.training.local_round import (
@@ -37,34 +34,23 @@ log = logging.getLogger(__name__)
 
 
 class RoundTraining:
-    """Trains rounds on the device, each of them once across restarts.
+    """Trains rounds on the device, each of them once across restarts."""
 
-    Args:
-        local: the device's settings.
-        state: the device's state directory.
-        cache: has the features of the images.
-        dry_run: write nothing to disk.
-    """
-
-    def __init__(
-        self, local: LocalSettings, state: DeviceState, cache: FeatureCache, *, dry_run: bool
-    ) -> None:
-        self._local = local
-        self._state = state
-        self._cache = cache
-        self._dry_run = dry_run
-        self._checkpoint_file = state.folder / "training.checkpoint"
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._store = workspace.store
+        self._checkpoint_file = workspace.store.folder / "training.checkpoint"
 
     def existing_submission(self, task: bytes, manifest: RoundManifest, *, above: int) -> UploadItem | None:
         """Return the round's submission if it was built before, renumbered if its sequence must exceed `above`."""
-        outbox, last = self._state.outbox, self._state.outbox.newest_submission()
-        if self._dry_run or last is None or (last.task, last.about) != (task, str(manifest.number)):
+        outbox, last = self._store.outbox, self._store.outbox.newest_submission()
+        if self._workspace.dry_run or last is None or (last.task, last.about) != (task, str(manifest.number)):
             return None
         if not above:
             return last
         payload = outbox.payload(last) or b""
         message = decode(payload, Submission, max_bytes=len(payload))
-        sequence = self._state.next_number(SubmissionSequence, above=above)
+        sequence = self._store.next_number(SubmissionSequence, above=above)
         renumbered = encode(msgspec.structs.replace(message, sequence=sequence))
         return outbox.keep("submission", renumbered, task=task, about=last.about)
 
@@ -86,7 +72,7 @@ class RoundTraining:
             Interrupted: `should_stop` returned True.
             ProtofleetError: no class has enough images.
         """
-        images = found.for_training(self._local.holdout)
+        images = found.for_training(self._workspace.local.holdout)
         reports = list(_class_reports(manifest, found, images))
         require_prototype(manifest, reports, found)
         names = "\0".join(f"{image.label} {image.identity}" for image in images)
@@ -94,7 +80,7 @@ class RoundTraining:
         about = (task.hex(), round_manifest.number, round_manifest.tensors.digest.hex(), images_digest)
 
         def on_checkpoint(checkpoint: Checkpoint) -> None:
-            if not self._dry_run:
+            if not self._workspace.dry_run:
                 write_atomically(self._checkpoint_file, pack_checkpoint(checkpoint, about))
 
         result = train_round(
@@ -103,14 +89,14 @@ class RoundTraining:
             data=self._training_set(manifest, images),
             last=self._local_model(task),
             resumed=self._checkpoint(about),
-            blobs=self._state.blobs,
-            device_id=self._local.device_id,
+            blobs=self._store.blobs,
+            device_id=self._workspace.local.device_id,
             hooks=TrainingHooks(
                 on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress
             ),
         )
         values = result.prototypes.astype(np.float32)
-        secret = self._state.secret(keep=not self._dry_run) if manifest.perturbation else b""
+        secret = self._workspace.secret(manifest) if manifest.perturbation else b""
         return PreparedSubmission(
             prototypes=outgoing_prototypes(values, result.labels, task=manifest, secret=secret),
             labels=result.labels,
@@ -130,10 +116,10 @@ class RoundTraining:
         Raises:
             ProtofleetError: the submission does not fit the outbox.
         """
-        with self._state.keeping:
-            model = self._state.blobs.put(pack(prepared.local_model)) if prepared.local_model else b""
+        with self._store.keeping:
+            model = self._store.blobs.put(pack(prepared.local_model)) if prepared.local_model else b""
             facts = (StoredLocalModel(task, model), prepared.report(len(payload)))
-            item = self._state.outbox.keep(
+            item = self._store.outbox.keep(
                 "submission", payload, task=task, about=str(manifest.number), facts=facts
             )
         self._checkpoint_file.unlink(missing_ok=True)
@@ -141,29 +127,29 @@ class RoundTraining:
 
     def local_model_digest(self, task: bytes) -> bytes:
         """Return the digest of the task's local model; empty if there is none or it is lost."""
-        return self._state.get(StoredLocalModel).digest if self._local_model(task) else b""
+        return self._store.get(StoredLocalModel).digest if self._local_model(task) else b""
 
     def store_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: FoundImages) -> bytes:
         """Store the model to which a device that trained in no round binds a head; returns its digest."""
-        images = found.for_training(self._local.holdout)
+        images = found.for_training(self._workspace.local.holdout)
         data = self._training_set(manifest, images) if images else None
-        packed = pack(initial_model(manifest, tensors, data=data, blobs=self._state.blobs))
-        with self._state.keeping:
-            digest = self._state.blobs.put(packed)
-            self._state.set(StoredInitialModel(digest))
+        packed = pack(initial_model(manifest, tensors, data=data, blobs=self._store.blobs))
+        with self._store.keeping:
+            digest = self._store.blobs.put(packed)
+            self._store.set(StoredInitialModel(digest))
         return digest
 
     def _local_model(self, task: bytes) -> LocalModel | None:
-        stored = self._state.get(StoredLocalModel)
+        stored = self._store.get(StoredLocalModel)
         if not stored.digest or stored.task != task:
             return None
         try:
-            return unpack(self._state.blobs.read(stored.digest))
+            return unpack(self._store.blobs.read(stored.digest))
         except StateError as error:
             event(
                 log, logging.WARNING, "local model lost, training starts from the initial model", error=error
             )
-            self._state.set(StoredLocalModel())
+            self._store.set(StoredLocalModel())
             return None
 
     def _checkpoint(self, about: Sequence[str | int]) -> Checkpoint | None:
@@ -183,8 +169,8 @@ class RoundTraining:
 
     def _training_set(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:
         identities = [image.identity for image in images]
-        size = feature_size(manifest, self._state.blobs)
-        feature = self._cache.matrix(identities, *training_feature_keys(manifest), size=size)
+        size = feature_size(manifest, self._store.blobs)
+        feature = self._workspace.cache.matrix(identities, *training_feature_keys(manifest), size=size)
         return TrainingSet(feature, np.array([image.label for image in images], np.int64))
 
 

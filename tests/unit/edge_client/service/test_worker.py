@@ -114,16 +114,16 @@ def test_an_outdated_build_may_miss_its_blobs(tmp_path: Path) -> None:
 
     def extract(next_round: int) -> Callable[..., FoundImages]:
         def extract_and_advance(*_: object) -> FoundImages:
-            look_at(worker._builder._cache, take_images())
+            look_at(worker._builder._workspace.cache, take_images())
             worker.round = next_round
             return FoundImages(tuple(take_images()), ())
 
         return extract_and_advance
 
-    worker.round, worker._builder._features.extract = 0, extract(1)  # type: ignore[method-assign]
+    worker.round, worker._builder._workspace.extract = 0, extract(1)  # type: ignore[method-assign]
     worker._build(events.BuildSubmission(ROUNDS_TASK, manifest, opened))
     assert emitted == []
-    worker.round, worker._builder._features.extract = 0, extract(0)  # type: ignore[method-assign]
+    worker.round, worker._builder._workspace.extract = 0, extract(0)  # type: ignore[method-assign]
     with pytest.raises(StateError):
         worker._build(events.BuildSubmission(ROUNDS_TASK, manifest, opened))
 
@@ -212,7 +212,7 @@ def test_a_head_that_fails_on_the_devices_images_is_refused(bench: Bench) -> Non
     """It passes the trial run, and gives NaN for the held-out images."""
     huge, weights = np.full((1, 16), 3e38, dtype=np.float32), np.zeros((16, 2))
     weights[:, 0], weights[:, 1] = 9, -9
-    bench.worker._installer._cache.chunks = lambda *_: [huge]  # type: ignore[method-assign, assignment]
+    bench.worker._installer._workspace.cache.chunks = lambda *_: [huge]  # type: ignore[method-assign, assignment]
     installed, evaluation = bench.install(bench.head(2, weights))
     assert "NaN or infinity for held-out images" in evaluation.problem
     assert "head 2 refused" in installed.reason

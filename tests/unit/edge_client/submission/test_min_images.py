@@ -1,6 +1,7 @@
 """No prototype averages fewer than `min_images` images, checked in the bytes of encoded submissions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +11,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import read_message
-from edge_client.config import LocalSettings
 from edge_client.data.images import LabeledImage, held_out
 from edge_client.data.prototypes import class_means
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission import rounds
-from edge_client.submission.features import training_feature_keys
+from edge_client.submission.features import Workspace, training_feature_keys
 from edge_client.submission.prepared import FoundImages, encode_submission
 from edge_client.submission.prototypes import prepare_prototypes
 from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
+from tests.support.device_factory import make_settings
 
 CLASSES = ("ant", "bee", "cat", "dog")
 BLOB = BlobRef(digest=b"b" * 32, size_bytes=1, name="b")
@@ -73,7 +74,8 @@ def _sent(
 ) -> list[tuple[int, int, int]]:
     """Return what leaves a device with so many images per class; nothing if it has too few."""
     images = _images(counts)
-    local = LocalSettings(device_id="device", data=folder, holdout=holdout, batch_size=4, workers=1)
+    settings = make_settings(folder)
+    local = replace(settings.local, holdout=holdout)
     cache = FeatureCache(folder / "features.sqlite")
     (key,) = training_feature_keys(manifest)
     cache.put(key, [(image.identity, _feature(image)) for image in images], [])
@@ -82,10 +84,11 @@ def _sent(
         if manifest.program is None:
             prepared = prepare_prototypes(task=manifest, local=local, found=found, cache=cache)
         else:
+            workspace = Workspace(replace(settings, local=local), DeviceState(folder), cache, dry_run=True)
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(rounds, "train_round", _class_means)
                 patched.setattr(rounds, "feature_size", lambda *_: SIZE)
-                prepared = rounds.RoundTraining(local, DeviceState(folder), cache, dry_run=True).train(
+                prepared = rounds.RoundTraining(workspace).train(
                     b"t" * 32,
                     manifest,
                     RoundManifest(task=b"t" * 32, number=0, rounds=1, epochs=1, tensors=BLOB),

@@ -319,12 +319,12 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "the record cannot be read": (FAILED, lambda bench, _: _forget(bench, "DROP TABLE releases")),
     "a feature is not finite": (
         "a feature is not finite: nothing is uploaded",
-        lambda bench, patch: patch.setattr(bench.worker._builder._cache, "matrix", _not_a_number),
+        lambda bench, patch: patch.setattr(bench.worker._builder._workspace.cache, "matrix", _not_a_number),
     ),
     "features are gone": (
         FAILED,
         lambda bench, patch: patch.setattr(
-            bench.worker._builder._cache, "matrix", _fails(StateError("secret.png"))
+            bench.worker._builder._workspace.cache, "matrix", _fails(StateError("secret.png"))
         ),
     ),
     "clipping fails": (

@@ -11,12 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 from edge_client.agent.upload_item import UploadItem
-from edge_client.config import LocalSettings
 from edge_client.data.extraction import Interrupted
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.facts import StoredLocalModel, SubmissionReport, SubmissionSequence
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.submission.features import Workspace
 from edge_client.submission.prepared import FoundImages, PreparedSubmission, encode_submission
 from edge_client.submission.rounds import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
@@ -24,7 +24,7 @@ from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
-from tests.support.device_factory import payload_of
+from tests.support.device_factory import make_settings, payload_of
 from tests.support.machine import full_disk
 from tests.support.round_factory import (
     COUNTS,
@@ -53,10 +53,9 @@ class Device:
         """Start."""
         self.store = DeviceState(self.folder)
         self.cache = FeatureCache(self.folder / "features.sqlite")
-        local = LocalSettings(
-            device_id="device", data=Path("data"), holdout=self.holdout, batch_size=4, workers=1
-        )
-        self.rounds = RoundTraining(local, self.store, self.cache, dry_run=self.dry_run)
+        settings = make_settings(self.folder)
+        settings = replace(settings, local=replace(settings.local, holdout=self.holdout))
+        self.rounds = RoundTraining(Workspace(settings, self.store, self.cache, self.dry_run))
         self.steps: list[int] = []
 
     def train(
