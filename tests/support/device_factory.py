@@ -21,7 +21,7 @@ CLASSES = ("cat", "dog")
 
 
 def write_images(folder: Path, *, count: int, seed: int = 0, classes: tuple[str, ...] = CLASSES) -> Path:
-    """Write `count` noisy images a class, each class with a brightness of its own; returns the folder."""
+    """Write `count` noisy images per class, each class with its own brightness; returns the folder."""
     random = np.random.default_rng(seed)
     for label, name in enumerate(classes):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def payload_of(state: DeviceState, item: UploadItem) -> bytes:
 
 
 def tiny(folder: Path, *, seed: int = 0, feature_size: int = 16) -> Backbone:
-    """Open a real backbone that takes a millisecond."""
+    """Open a backbone that runs in a millisecond."""
     path = folder / f"tiny-{seed}.onnx"
     path.write_bytes(tiny_backbone(feature_size=feature_size, seed=seed))
     return open_backbone(path, provider="cpu", threads=1)
@@ -90,7 +90,7 @@ def linear_head(
     classes: tuple[str, ...] = CLASSES,
     sha256s: tuple[str, ...] = (),
 ) -> bytes:
-    """A head file that is one matrix, float32 (L, C), for some backbones."""
+    """Return a head file with one matrix, float32 (L, C), for some backbones."""
     size = sum(backbone.metadata.feature_size for backbone in backbones)
     outcome = "Softmax" if softmax else "Identity"
     graph = helper.make_graph(

@@ -1,4 +1,4 @@
-"""A task that learns by least squares in rounds, its blobs on a disk, images for it, and a watch that interrupts."""
+"""A task that learns least squares in rounds, with its blobs, images, and interrupting hooks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ ROLES: tuple[Role, ...] = ("init", "step", "project", "head")
 
 
 def stored(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
-    """Put a blob on the disk, as if it had been fetched."""
+    """Store a blob, as if it was downloaded."""
     return BlobRef(digest=blobs.put(data), size_bytes=len(data), name=name)
 
 
@@ -38,7 +38,7 @@ def make_task(
     min_images: int = 1,
     graphs: Mapping[str, bytes] | None = None,
 ) -> TaskManifest:
-    """A task with the least squares program; `graphs` take the places of its own."""
+    """Return a least-squares task; `graphs` replaces some of its programs."""
     files: dict[str, bytes] = {role: file(role) for role in ROLES}
     files |= graphs or {}
     program = Program(
@@ -61,7 +61,7 @@ def make_task(
 
 
 def tensors_blob(values: Mapping[str, NDArray[Any]]) -> bytes:
-    """What a round brings, as it comes over the wire."""
+    """Return a round's encoded tensors."""
     return encode(Tensors(values={name: to_tensor(array) for name, array in values.items()}))
 
 
@@ -73,7 +73,7 @@ def open_round(
     tensors: Mapping[str, NDArray[Any]] | None = None,
     payload: bytes | None = None,
 ) -> RoundManifest:
-    """A round with its tensors on the disk, or with `payload` in their place."""
+    """Return a round whose tensors, or `payload` instead, are stored."""
     data = tensors_blob({**round_tensors(), **(tensors or {})}) if payload is None else payload
     reference = stored(blobs, data, f"tensors-{number}")
     return RoundManifest(task=TASK, number=number, rounds=9, epochs=epochs, tensors=reference)
@@ -93,7 +93,7 @@ def watching(
 
 
 def same_bits(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> bool:
-    """Whether all arrays are the same, bit for bit."""
+    """Return whether all arrays are equal, bit for bit."""
     return one.keys() == other.keys() and all(
         array.dtype == other[name].dtype
         and array.shape == other[name].shape
@@ -103,7 +103,7 @@ def same_bits(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]
 
 
 def take_images(counts: Sequence[int] = COUNTS) -> list[LabeledImage]:
-    """So many images of each class, in order of their names as they are found."""
+    """Return images of each class, in the order of their names."""
     return [
         LabeledImage(Path("data"), f"{label}/{number:03d}.png", label, 100, 1_000)
         for label, count in enumerate(counts)
@@ -112,7 +112,7 @@ def take_images(counts: Sequence[int] = COUNTS) -> list[LabeledImage]:
 
 
 def look_at(cache: FeatureCache, images: Sequence[LabeledImage]) -> None:
-    """Put features of images into the cache, always the same for the same file."""
+    """Put features of images into the cache; they depend on the file's name only."""
     features = [
         (image.identity, np.random.default_rng(list(image.identity.encode())).normal(size=FEATURES))
         for image in images

@@ -1,6 +1,6 @@
-"""A device, an aggregator, and a network between them that loses, doubles and shuffles; time is simulated.
+"""A device and an aggregator on a network that loses, duplicates and reorders messages, in simulated time.
 
-The power may go off between any two of the device's actions: what it has on its disk is what it goes on with.
+The power may fail between any two of the device's actions; it restarts from its disk.
 """
 
 import functools
@@ -21,38 +21,38 @@ from protocol.wire.transfer import Ranges, chunk_bytes, frames_of
 
 
 def reference(data: bytes, name: str) -> BlobRef:
-    """How a manifest names a blob."""
+    """Return a manifest's reference to a blob."""
     return BlobRef(digest=digest_of(data), size_bytes=len(data), name=name)
 
 
 def item_of(
     payload: bytes, *, kind: Kind = "submission", task: bytes = b"t" * 32, about: str = ""
 ) -> UploadItem:
-    """How an outbox names what it holds."""
+    """Return a payload's item in the outbox."""
     return UploadItem(digest_of(payload), len(payload), kind, task, about)
 
 
 @dataclass
 class World:
-    """What is around `agent.step`, and does what it decides.
+    """The world around `machine.step`, which performs its actions.
 
     Args:
         state: the device's.
-        random: decides what gets lost.
-        loss: share of the messages that is lost; as many come twice.
-        submission: what a build makes.
-        evaluation: what an installed head leads to.
+        random: decides what is lost.
+        loss: fraction of messages lost; the same fraction is duplicated.
+        submission: the payload of every build.
+        evaluation: the payload of every evaluation.
         served: the blobs that the aggregator has, by digest.
-        packets: sizes of the largest packet that the broker of a connection may take; None where it does not say.
-        chunks: bytes in the frames of an answer.
-        full_until_s: so long the aggregator has no space.
-        crashes: numbers of the device's actions, each counted from the one before, after which the power goes off.
-        greets: what the broker says after every connect.
-        pending: what happens next, before any time passes.
+        packets: packet limits from which a connection's broker has one; None for no limit.
+        chunks: frame sizes of an answer.
+        full_until_s: time until which the aggregator has no space.
+        crashes: numbers of actions from one power failure to the next.
+        greets: what the broker delivers after every connect.
+        pending: events that follow before time passes.
         disk: the device's blobs and unfinished downloads.
-        box: the device's outbox: of each kind, what waits and what was received last.
-        in_use: key of the head that the device remembers to have in use.
-        evaluated: key of the head whose evaluation it remembers to have been received.
+        box: the device's outbox: of each kind, the pending item and the one received last.
+        in_use: key of the installed head on the device's disk.
+        evaluated: key of the evaluated head on its disk.
     """
 
     state: State
@@ -84,15 +84,15 @@ class World:
         return Reassembly(max_bytes=10**7, holds=lambda _, digest: digest in self.taken)
 
     def arrives(self) -> bool:
-        """Whether the network delivers the next message."""
+        """Return whether the network delivers the next message."""
         return self.random.random() >= self.loss
 
     def copies(self) -> int:
-        """How often the network delivers the next message."""
+        """Return how often the network delivers the next message."""
         return self.arrives() + (not self.arrives())
 
     def run(self, *, steps: int = 40_000) -> None:
-        """Live until the program exits, one second a step where nothing else happens."""
+        """Run until the program exits, one second per step if nothing else happens."""
         for _ in range(steps):
             if self.pending:
                 self.take(self.pending.pop(0))
@@ -104,10 +104,10 @@ class World:
                 return
 
     def tick(self) -> None:
-        """What happens beside the device as time passes."""
+        """Do what happens beside the device as time passes."""
 
     def take(self, event: events.Event) -> None:
-        """Let the device take an event, and do what it decides, as far as its power lasts."""
+        """Let the device take an event, and perform its actions until the power fails."""
         before = self.state
         self.state, actions = step(self.state, event, now_s=self.now_s)
         if self.state.task != before.task:
@@ -122,12 +122,12 @@ class World:
                     return
 
     def connect(self) -> list[events.Event]:
-        """What the device sees when it is connected."""
+        """Return what the device sees when it connects."""
         self.packet_bytes = self.random.choice(self.packets)
         return [events.Connected(self.packet_bytes), *self.greets]
 
     def cut(self) -> None:
-        """Lose the connection, and what was on it, and get another."""
+        """Lose the connection and the messages on it, and connect again."""
         own = (
             events.AggregatorStarted | events.OutboxSeen | events.DownloadOpened | events.DownloadFinished
             | events.SubmissionBuilt | events.HeadInstalled
@@ -136,7 +136,7 @@ class World:
         self.pending += [events.Disconnected(), *self.connect()]
 
     def restart(self) -> None:
-        """Take the device's power away, and start its program on what is on its disk."""
+        """Kill the device program and start it from its disk."""
         stored = {digest for digest, data in self.disk.items() if digest_of(data) == digest}
         reported = {self.evaluated, *(item.head for item in self.box.values())}
         self.state = State(
@@ -152,7 +152,7 @@ class World:
         self.pending = [*recalled, *self.connect(), events.AggregatorStarted()]
 
     def restart_aggregator(self) -> None:
-        """Forget what was on its way."""
+        """Lose the aggregator's unfinished transfers."""
         self.__dict__.pop("reassembly", None)
         self.pending.append(events.AggregatorStarted())
 
@@ -183,14 +183,14 @@ class World:
     # The device's disk.
 
     def keep(self, kind: Kind, payload: bytes, *, task: bytes = b"t" * 32, about: str = "") -> UploadItem:
-        """Put something in the outbox."""
+        """Put an item into the outbox."""
         item = item_of(payload, kind=kind, task=task, about=about)
         self.payloads[item.digest] = payload
         self.box[kind, False] = item
         return item
 
     def keep_receipt(self, item: UploadItem) -> None:
-        """Remember that something was received."""
+        """Store that an item was received."""
         waiting = self.box.get((item.kind, False))
         if waiting is None or waiting.digest != item.digest:
             return
@@ -201,15 +201,15 @@ class World:
             self.evaluated = item.head
 
     def newest_submission(self) -> UploadItem | None:
-        """What waits, or else what was received last."""
+        """Return the pending submission, or the one received last."""
         return self.box.get(("submission", False), self.box.get(("submission", True)))
 
     def outbox_seen(self) -> events.OutboxSeen:
-        """What the device program tells of its outbox."""
+        """Return the event that lists the outbox."""
         return events.OutboxSeen(tuple(self.box.values()))
 
     def open_download(self, blob: BlobRef) -> None:
-        """Go on from what is on the disk, before anything else happens."""
+        """Resume at the bytes on disk, before anything else happens."""
         offset = len(self.disk.get(blob.digest, b""))
         if offset >= blob.size_bytes:
             self.pending.append(events.DownloadFinished(blob.digest, valid=True))
@@ -217,14 +217,14 @@ class World:
             self.pending.insert(0, events.DownloadOpened(blob.digest, offset))
 
     def build(self, build: events.BuildSubmission) -> None:
-        """Make a submission, or find it made."""
+        """Build a submission, or find it built."""
         standing = self.newest_submission()
         if standing is None or standing.digest != digest_of(self.submission):
             standing = self.keep("submission", self.submission, task=build.task)
         self.pending.append(events.SubmissionBuilt(build.task, standing))
 
     def install(self, install: events.InstallHead) -> None:
-        """Take a head into use."""
+        """Install a head."""
         self.in_use = head_key(install.head)
         report = self.keep("evaluation", self.evaluation, task=install.task, about=self.in_use.hex())
         self.pending.append(events.HeadInstalled(self.in_use, report))
@@ -232,7 +232,7 @@ class World:
     # The network, and the aggregator.
 
     def answer(self, digest: bytes, ranges: Ranges) -> None:
-        """Let a request travel up, and what was asked for down."""
+        """Deliver a request, and the frames that answer it."""
         if not self.arrives():
             return
         if digest not in self.served:
@@ -244,7 +244,7 @@ class World:
         self.pending.extend(events.FrameSeen(frame) for frame in frames for _ in range(self.copies()))
 
     def upload(self, item: UploadItem, ranges: Ranges) -> None:
-        """Let frames travel up, and the answers down."""
+        """Deliver frames, and the receipts that answer them."""
         assert len(ranges) <= WINDOW_FRAMES
         if item.digest not in {kept.digest for kept in self.box.values()}:
             self.pending.append(self.outbox_seen())
@@ -262,7 +262,7 @@ class World:
         self.pending.append(events.Drained())
 
     def hear(self, frame: Frame) -> Receipt | None:
-        """What the aggregator says to a frame."""
+        """Return the aggregator's receipt for a frame."""
         if self.now_s < self.full_until_s:
             return Receipt(digest=frame.digest, status="refused", reason="no_space")
         try:
@@ -272,6 +272,6 @@ class World:
         return self.receive(outcome) if isinstance(outcome, Complete) else outcome
 
     def receive(self, complete: Complete) -> Receipt:
-        """The aggregator's word on a payload that is whole."""
+        """Return the aggregator's receipt for a complete payload."""
         self.taken.append(complete.digest)
         return Receipt(digest=complete.digest, status="received")

@@ -1,4 +1,4 @@
-"""An enrollment on the device's command line: what it fills in, what goes before it, and what contradicts it."""
+"""Enrollments on the command line: what they set, and what overrides or contradicts them."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from protocol.mqtt.session import BrokerAddress
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The enrollment of a device, beside a folder with an image's name in it."""
+    """Return a device's enrollment, beside a data folder."""
     store = Store(tmp_path / "aggregator")
     enroll(store, "shed-1", broker="broker.example", fleet="orchard", out=tmp_path / "shed-1")
     store.close()
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings with which the program would have begun to work."""
+    """Return the settings with which the program was started."""
     settings: list[Settings] = []
 
     class Still:
@@ -46,15 +46,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> None:
-    """Start the program as far as its settings; an error is raised."""
+    """Start the program up to its settings; errors are raised."""
     options = ["--data", str(folder.parent / "data"), "--state", str(folder.parent / "state"), *arguments]
     done = CliRunner(env=environment).invoke(cli, options, standalone_mode=False)
     if done.exception is not None:
         raise done.exception
 
 
-def test_a_folder_says_it_all(folder: Path, started: list[Settings]) -> None:
-    """Name, fleet, broker with the port of TLS, files and both keys; from an option or the environment."""
+def test_an_enrollment_sets_everything(folder: Path, started: list[Settings]) -> None:
+    """Device id, fleet, broker, certificates and keys, from the option or the environment."""
     run(folder, "--enrollment", str(folder))
     run(folder, PROTOFLEET_ENROLLMENT=str(folder))
     enrollment = read_enrollment(folder)
@@ -67,8 +67,8 @@ def test_a_folder_says_it_all(folder: Path, started: list[Settings]) -> None:
     assert len(started) == 2
 
 
-def test_what_is_said_goes_before_it(folder: Path, started: list[Settings]) -> None:
-    """Another broker, authority, certificate, aggregator's key, or a password besides."""
+def test_options_override_the_enrollment(folder: Path, started: list[Settings]) -> None:
+    """Broker, authority, certificate, aggregator key and password."""
     files = ("--ca", "other.crt", "--cert", "a.crt", "--key", "a.key")
     key = ("--aggregator-key", "0a" * 32)
     run(folder, "--enrollment", str(folder), "--broker", "10.0.0.1:1", *files, *key, "--username", "shed-1")
@@ -81,8 +81,8 @@ def test_what_is_said_goes_before_it(folder: Path, started: list[Settings]) -> N
     assert settings.signing_key == read_enrollment(folder).signing_key
 
 
-def test_what_contradicts_it_is_refused(folder: Path, started: list[Settings]) -> None:
-    """Another name or fleet than the certificate has, also the default one if it is said; the same is no harm."""
+def test_other_names_than_the_enrolled_ones_are_refused(folder: Path, started: list[Settings]) -> None:
+    """Also the default fleet if it is given; equal names are accepted."""
     for option, value in (("--device-id", "shed-2"), ("--fleet", "vineyard"), ("--fleet", "default")):
         with pytest.raises(ConfigError, match=f"omit {option}, or use the other enrollment"):
             run(folder, "--enrollment", str(folder), option, value)
@@ -91,8 +91,8 @@ def test_what_contradicts_it_is_refused(folder: Path, started: list[Settings]) -
     assert len(started) == 1
 
 
-def test_without_a_broker_in_it_one_is_asked_for(tmp_path: Path, folder: Path) -> None:
-    """The line is that of a device without an enrollment."""
+def test_an_enrollment_without_a_broker_needs_the_option(tmp_path: Path, folder: Path) -> None:
+    """The error is that of a device without an enrollment."""
     store = Store(tmp_path / "aggregator")
     enroll(store, "shed-2", fleet="orchard", out=tmp_path / "shed-2")
     store.close()
@@ -103,7 +103,7 @@ def test_without_a_broker_in_it_one_is_asked_for(tmp_path: Path, folder: Path) -
 def test_status_finds_the_state_of_an_enrolled_device(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of the state has the fleet's name in it, which the enrollment knows."""
+    """The default state directory depends on the enrolled fleet."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("STATE_DIRECTORY", raising=False)
     DeviceState(tmp_path / "protofleet" / "orchard").set(DeviceName("shed-1"))
@@ -111,15 +111,15 @@ def test_status_finds_the_state_of_an_enrolled_device(
     assert done.output.startswith("device     shed-1, "), done.output
 
 
-def test_a_folder_that_is_none_is_told(tmp_path: Path, folder: Path) -> None:
-    """With its path."""
+def test_a_missing_enrollment_is_an_error(tmp_path: Path, folder: Path) -> None:
+    """It names the folder."""
     with pytest.raises(ConfigError, match="no enrollment in"):
         run(folder, "--enrollment", str(tmp_path / "none"))
 
 
 @pytest.mark.usefixtures("started")
-def test_secrets_that_everybody_can_read_are_told(folder: Path) -> None:
-    """Both of them: the one for the broker, and the one for the aggregator."""
+def test_secrets_readable_by_others_are_logged(folder: Path) -> None:
+    """Both the certificate's key and the signing key."""
     options = ["--data", str(folder.parent / "data"), "--state", str(folder.parent / "state")]
     for name in ("device.key", "signing.key"):
         (folder / name).chmod(0o644)

@@ -1,4 +1,4 @@
-"""One transfer down: what comes ahead of its turn is kept, and only gaps are asked for again."""
+"""Downloads: frames ahead of their turn are held, and only gaps are requested again."""
 
 import random
 from dataclasses import dataclass, replace
@@ -21,38 +21,38 @@ REFERENCE = reference(BLOB, "blob")
 
 
 def frame(start: int, stop: int) -> Frame:
-    """Some bytes of the blob."""
+    """Return a frame of the blob."""
     return Frame(v=1, digest=REFERENCE.digest, size_bytes=len(BLOB), offset=start, data=BLOB[start:stop])
 
 
 def answer(request: RequestBlob, *, chunk_bytes: int = MAX_CHUNK_BYTES) -> list[Frame]:
-    """What a request is answered with."""
+    """Return the frames that answer a request."""
     ranges = ((request.offset, request.offset + request.length),)
     return list(frames_of(BLOB, digest=REFERENCE.digest, ranges=ranges, chunk_bytes=chunk_bytes))
 
 
 def in_chunks(requests: tuple[RequestBlob, ...]) -> list[tuple[int, int]]:
-    """Offsets and lengths of requests, in full frames."""
+    """Return the offsets and lengths of requests, in full frames."""
     return [(each.offset // MAX_CHUNK_BYTES, each.length // MAX_CHUNK_BYTES) for each in requests]
 
 
 @dataclass
 class Receiver:
-    """A download, and the file that it ends in."""
+    """A download and the file that it is written to."""
 
     download: Download
     file: bytes = b""
     now_s: float = 0.0
 
     def ask(self) -> tuple[RequestBlob, ...]:
-        """What is asked for, if it is time to."""
+        """Return the requests that are due."""
         if not downloads.is_due(self.download, now_s=self.now_s):
             return ()
         self.download, requests = downloads.request(self.download, now_s=self.now_s)
         return requests
 
     def take(self, frame: Frame) -> None:
-        """Write what comes next."""
+        """Write the next bytes."""
         self.download, data = downloads.receive(self.download, frame, now_s=self.now_s)
         self.file += data
         assert len(self.file) == self.download.offset
@@ -61,7 +61,7 @@ class Receiver:
 
 @pytest.fixture
 def receiver() -> Receiver:
-    """A download that begins."""
+    """Return a download that begins."""
     return Receiver(Download(REFERENCE, offset=0))
 
 
@@ -72,10 +72,10 @@ def receiver() -> Receiver:
     shuffled=st.booleans(),
     chunks=st.lists(st.sampled_from([MAX_CHUNK_BYTES, 20_000, 7_777]), min_size=1, max_size=3),
 )
-def test_any_order_and_any_loss_gives_the_blob(
+def test_any_order_and_loss_gives_the_blob(
     seed: int, loss: float, chunks: list[int], *, shuffled: bool
 ) -> None:
-    """Frames of whatever size get lost, come twice or in another order; in the end every byte is there, in its turn."""
+    """Frames of any size are lost, duplicated or reordered; every byte is written once, in order."""
     chance = random.Random(seed)
     receiver = Receiver(Download(REFERENCE, offset=0))
     for _ in range(5_000):
@@ -93,7 +93,7 @@ def test_any_order_and_any_loss_gives_the_blob(
     assert receiver.file == BLOB
 
 
-def test_a_gap_is_asked_for_at_once_and_alone(receiver: Receiver) -> None:
+def test_a_gap_is_requested_at_once(receiver: Receiver) -> None:
     """The last frame that was asked for says that what has not come before it will not come.
 
     With the gaps goes the question for what follows, so that there is never more than a window on its way.
@@ -116,8 +116,8 @@ def test_a_gap_is_asked_for_at_once_and_alone(receiver: Receiver) -> None:
     assert following.offset == 19 * MAX_CHUNK_BYTES
 
 
-def test_a_lost_end_is_asked_for_in_its_time(receiver: Receiver) -> None:
-    """Nothing tells that it will not come; of the rest nothing is asked for again."""
+def test_a_lost_end_is_requested_after_the_delay(receiver: Receiver) -> None:
+    """Nothing before it is requested again."""
     frames = answer(receiver.ask()[0])
     for each in (*frames[:2], *frames[3:-1]):
         receiver.take(each)
@@ -126,8 +126,8 @@ def test_a_lost_end_is_asked_for_in_its_time(receiver: Receiver) -> None:
     assert in_chunks(receiver.ask()) == [(2, 1), (15, 3)]
 
 
-def test_a_cut_costs_what_was_on_its_way(receiver: Receiver) -> None:
-    """What is held ahead stays in memory; after a restart the file tells where to go on."""
+def test_a_reconnect_requests_frames_in_flight_only(receiver: Receiver) -> None:
+    """Held frames stay in memory; after a restart the file decides."""
     frames = answer(receiver.ask()[0])
     for each in (frames[0], frames[2]):
         receiver.take(each)
@@ -138,8 +138,8 @@ def test_a_cut_costs_what_was_on_its_way(receiver: Receiver) -> None:
     assert (request.offset, request.length) == (MAX_CHUNK_BYTES, WINDOW_BYTES)
 
 
-def test_of_what_is_sent_to_everybody_only_gaps_are_asked_for(receiver: Receiver) -> None:
-    """It comes without being asked for, and its last frame ends the wait; more than a window is held."""
+def test_only_gaps_of_a_broadcast_are_requested(receiver: Receiver) -> None:
+    """Its last frame ends the wait; more than a window is held."""
     receiver.download = replace(receiver.download, until=len(BLOB), due_s=3.0)
     frames = list(frames_of(BLOB, digest=REFERENCE.digest))
     lost = {0, 20, len(frames) - 2}
@@ -157,8 +157,8 @@ def test_of_what_is_sent_to_everybody_only_gaps_are_asked_for(receiver: Receiver
     assert sum(request.length for request in asked) == 3 * MAX_CHUNK_BYTES
 
 
-def test_what_is_held_is_bounded(receiver: Receiver) -> None:
-    """In bytes and in pieces; what does not fit is asked for when its time comes."""
+def test_held_frames_are_limited(receiver: Receiver) -> None:
+    """In bytes and in number; the rest is requested in its turn."""
     huge = reference(bytes(2 * MAX_AHEAD_BYTES), "huge")
     for size in (MAX_CHUNK_BYTES, 256):
         receiver.download = Download(huge, offset=0)
@@ -172,8 +172,8 @@ def test_what_is_held_is_bounded(receiver: Receiver) -> None:
         assert len(held) == MAX_AHEAD or sum(held) > MAX_AHEAD_BYTES - size
 
 
-def test_many_gaps_are_asked_for_some_at_a_time(receiver: Receiver) -> None:
-    """So that one bad window is not answered with a flood of requests."""
+def test_requests_for_gaps_are_limited(receiver: Receiver) -> None:
+    """One bad window does not cause a flood."""
     (request,) = receiver.ask()
     for each in answer(request, chunk_bytes=5_000)[1::2]:
         receiver.take(each)
@@ -190,7 +190,7 @@ def test_many_gaps_are_asked_for_some_at_a_time(receiver: Receiver) -> None:
         Frame(v=1, digest=REFERENCE.digest, size_bytes=len(BLOB), offset=7, data=b""),
     ],
 )
-def test_what_is_none_of_it_is_ignored(receiver: Receiver, wrong: Frame) -> None:
+def test_foreign_frames_are_ignored(receiver: Receiver, wrong: Frame) -> None:
     """Of another blob, of another size, past the end, or empty."""
     receiver.ask()
     before = receiver.download
@@ -198,8 +198,8 @@ def test_what_is_none_of_it_is_ignored(receiver: Receiver, wrong: Frame) -> None
     assert receiver.download == before
 
 
-def test_what_is_there_already_says_nothing(receiver: Receiver) -> None:
-    """A frame that comes once more is no sign that those before it are lost."""
+def test_duplicate_frames_are_ignored(receiver: Receiver) -> None:
+    """They do not mean that earlier frames are lost."""
     frames = answer(receiver.ask()[0])
     for each in frames:
         receiver.take(each)

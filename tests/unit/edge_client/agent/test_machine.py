@@ -1,4 +1,4 @@
-"""The life of a device, against a simulated aggregator on a network that loses what it likes."""
+"""The state machine against a simulated aggregator and a lossy network."""
 
 import itertools
 import random
@@ -53,7 +53,7 @@ LIMITS = (None, 2_000_000, 20_000, 3_000)
 
 
 def replace_task(manifest: TaskManifest) -> TaskManifest:
-    """Another task on the same backbone."""
+    """Return another task on the same backbone."""
     return msgspec.structs.replace(manifest, seed=manifest.seed + 1)
 
 
@@ -68,15 +68,15 @@ def _begin(mode: Mode = Mode.ONCE, *, loss: float = 0.0, seed: int = 0, **more: 
 
 
 def _check_end(world: World) -> None:
-    """The device has done what it was started for, and everything has counted once."""
+    """Check that the device exited with its submission and evaluation received once."""
     assert world.exit == events.Exit(0)
     assert sorted(world.taken) == sorted([digest_of(SUBMISSION), digest_of(EVALUATION)])
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), loss=st.floats(0, 0.5))
-def test_every_loss_is_made_up_for(seed: int, loss: float) -> None:
-    """However many messages get lost or doubled, the device ends with its submission and evaluation counted once."""
+def test_lost_messages_are_repeated(seed: int, loss: float) -> None:
+    """However many messages are lost or duplicated, the submission and the evaluation count once."""
     world = _begin(loss=loss, seed=seed)
     world.run()
     _check_end(world)
@@ -90,10 +90,10 @@ def test_every_loss_is_made_up_for(seed: int, loss: float) -> None:
     chunks=st.lists(st.sampled_from([61_440, 19_000, 4_321]), min_size=1, max_size=3),
     forgets=st.booleans(),
 )
-def test_a_cut_at_any_moment_is_resumed(
+def test_transfers_resume_after_a_reconnect(
     seed: int, cuts: list[int], packets: list[int | None], chunks: list[int], *, forgets: bool
 ) -> None:
-    """A connection that ends and comes back, to a broker that takes other sizes, delays and loses nothing."""
+    """The new broker may have another packet limit, and the aggregator may have restarted."""
     world = _begin(loss=0.1, seed=seed, packets=packets, chunks=chunks)
     for cut in cuts:
         world.run(steps=cut)
@@ -113,10 +113,10 @@ def test_a_cut_at_any_moment_is_resumed(
     packets=st.lists(st.sampled_from(LIMITS), min_size=1, max_size=2),
     full_until_s=st.sampled_from([0.0, 100.0, 3_000.0]),
 )
-def test_the_power_may_go_at_any_moment(
+def test_power_loss_at_any_action_is_recovered(
     seed: int, loss: float, crashes: list[int], packets: list[int | None], full_until_s: float
 ) -> None:
-    """Between any two actions, also while the aggregator has no space: the submission counts, and once."""
+    """Also while the aggregator has no space; the submission counts once."""
     world = _begin(loss=loss, seed=seed, packets=packets, full_until_s=full_until_s, crashes=crashes)
     world.run()
     _check_end(world)
@@ -128,10 +128,10 @@ def test_the_power_may_go_at_any_moment(
     lost_after=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     crashes=st.lists(st.integers(1, 40), max_size=4),
 )
-def test_an_aggregator_that_lost_everything_gets_it_again(
+def test_an_aggregator_without_state_receives_the_submission_again(
     seed: int, lost_after: list[int], crashes: list[int]
 ) -> None:
-    """Whenever it comes back with nothing, it has the submission in the end, and counts it once."""
+    """Whenever it restarts without its state, the submission is received once more."""
     world = _begin(Mode.SERVICE, loss=0.1, seed=seed, crashes=crashes)
     for steps in lost_after:
         world.run(steps=steps)
@@ -143,15 +143,15 @@ def test_an_aggregator_that_lost_everything_gets_it_again(
 
 
 @pytest.mark.parametrize("number", range(1, 30))
-def test_a_crash_after_each_single_action(number: int) -> None:
-    """The life that nothing else happens in, cut off after each of its actions."""
+def test_a_crash_after_each_action_is_recovered(number: int) -> None:
+    """An otherwise undisturbed run is killed after each of its actions."""
     world = _begin(crashes=[number])
     world.run()
     _check_end(world)
 
 
-def test_nothing_is_sent_before_there_is_a_connection() -> None:
-    """Without a broker the device makes its submission and keeps it."""
+def test_nothing_is_sent_without_a_connection() -> None:
+    """The submission is built and kept."""
     state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
     state, actions = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     assert actions == (events.BuildSubmission(TASK, MANIFEST),)
@@ -161,8 +161,8 @@ def test_nothing_is_sent_before_there_is_a_connection() -> None:
     assert actions == (events.Announce(), QUESTION)
 
 
-def test_a_download_goes_on_where_it_ended() -> None:
-    """What is on the disk already is not asked for again."""
+def test_a_download_resumes_at_the_bytes_on_disk() -> None:
+    """They are not requested again."""
     world = _begin()
     world.disk[digest_of(BACKBONE)] = BACKBONE[:70_000]
     world.run()
@@ -170,8 +170,8 @@ def test_a_download_goes_on_where_it_ended() -> None:
     assert asked[0] == events.RequestBlob(digest_of(BACKBONE), 70_000, len(BACKBONE) - 70_000)
 
 
-def test_damaged_blob_is_fetched_again_and_then_given_up() -> None:
-    """A blob that keeps arriving with another digest ends the program with a line about it."""
+def test_a_blob_that_stays_damaged_ends_the_program() -> None:
+    """It is downloaded again first."""
     state, _ = step(State(mode=Mode.SERVICE), events.TaskSeen(TASK, MANIFEST), now_s=0)
     said: list[events.Action] = []
     for _ in range(MAX_DAMAGED):
@@ -182,23 +182,23 @@ def test_damaged_blob_is_fetched_again_and_then_given_up() -> None:
     assert said[-1].code == 1
 
 
-def _handing_in(mode: Mode = Mode.SERVICE) -> State:
+def _uploading(mode: Mode = Mode.SERVICE) -> State:
     state = State(mode=mode, stored=frozenset({digest_of(BACKBONE)}), connected=True)
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     state, _ = step(state, events.SubmissionBuilt(TASK, ITEM), now_s=0)
     return state
 
 
-def test_superseded_submission_is_made_again_with_a_greater_sequence() -> None:
-    """A device that lost its count is told the standing one and goes above it."""
+def test_a_superseded_submission_is_built_again_above_the_reported_sequence() -> None:
+    """The device may have lost its own count."""
     receipt = Receipt(digest=digest_of(SUBMISSION), status="refused", reason="superseded", sequence=41)
-    _, actions = step(_handing_in(), events.ReceiptSeen(receipt), now_s=0)
+    _, actions = step(_uploading(), events.ReceiptSeen(receipt), now_s=0)
     assert actions == (events.BuildSubmission(TASK, MANIFEST, above=41),)
 
 
 @pytest.mark.parametrize("sequence", [2**63 - 1, 2**63 - 2, 2**62])
-def test_no_receipt_uses_up_a_devices_numbers(sequence: int) -> None:
-    """Whoever says that such a one stands: a device that went above it could never upload again."""
+def test_an_extreme_sequence_is_not_exceeded(sequence: int) -> None:
+    """A device above it could never upload again."""
     receipt = Receipt(
         digest=digest_of(SUBMISSION),
         status="refused",
@@ -206,27 +206,29 @@ def test_no_receipt_uses_up_a_devices_numbers(sequence: int) -> None:
         sequence=sequence,
         detail="stands",
     )
-    state, actions = step(_handing_in(), events.ReceiptSeen(receipt), now_s=0)
+    state, actions = step(_uploading(), events.ReceiptSeen(receipt), now_s=0)
     (told,) = actions
     assert isinstance(told, events.Log)
     assert (told.error, state.uploads) == (True, ())
 
 
 @pytest.mark.parametrize(("mode", "kind"), [(Mode.ONCE, events.Exit), (Mode.SERVICE, events.Log)])
-def test_refusal_reaches_a_person(mode: Mode, kind: type[events.Action]) -> None:
-    """A submission refused for what it is ends a single run, and is told by a service that goes on."""
+def test_a_refusal_ends_a_single_run_and_is_logged_by_a_service(
+    mode: Mode, kind: type[events.Action]
+) -> None:
+    """The line has the aggregator's detail."""
     receipt = Receipt(
         digest=digest_of(SUBMISSION), status="refused", reason="shape", detail="expected (m, 8)"
     )
-    state, actions = step(_handing_in(mode), events.ReceiptSeen(receipt), now_s=0)
+    state, actions = step(_uploading(mode), events.ReceiptSeen(receipt), now_s=0)
     assert isinstance(actions[0], kind)
     assert "expected (m, 8)" in str(actions[0])
     assert state.uploads == ()
 
 
-def test_new_images_replace_what_was_not_sent_yet() -> None:
-    """A newer submission takes the place of an older one that has no receipt yet."""
-    state, actions = step(_handing_in(), events.ImagesChanged(), now_s=1)
+def test_a_newer_submission_replaces_a_pending_one() -> None:
+    """It is uploaded instead."""
+    state, actions = step(_uploading(), events.ImagesChanged(), now_s=1)
     assert actions == (events.BuildSubmission(TASK, MANIFEST),)
     newer = item_of(b"newer")
     state, actions = step(state, events.SubmissionBuilt(TASK, newer), now_s=2)
@@ -234,9 +236,9 @@ def test_new_images_replace_what_was_not_sent_yet() -> None:
     assert actions == (events.SendFrames(newer, ((0, newer.size_bytes),)),)
 
 
-def test_new_task_ends_the_old_ones_transfers() -> None:
-    """Another task means another submission, and nothing of the old one is sent any more."""
-    state, actions = step(_handing_in(), events.TaskSeen(b"u" * 32, MANIFEST), now_s=1)
+def test_a_new_task_ends_the_transfers_of_the_old_one() -> None:
+    """Another submission is built, and a late result of the old task is dropped."""
+    state, actions = step(_uploading(), events.TaskSeen(b"u" * 32, MANIFEST), now_s=1)
     assert state.uploads == ()
     assert events.BuildSubmission(b"u" * 32, MANIFEST) in actions
     state, actions = step(state, events.SubmissionBuilt(TASK, ITEM), now_s=2)
@@ -244,13 +246,13 @@ def test_new_task_ends_the_old_ones_transfers() -> None:
 
 
 def _report(world: World, head: HeadRef) -> UploadItem:
-    """Put why a head is refused in the outbox."""
+    """Put a report of a refused head into the outbox."""
     return world.keep("evaluation", b"report", about=head_key(head).hex())
 
 
-def test_a_refused_head_is_told_and_not_tried_again() -> None:
-    """The aggregator hears of it, the old head stays in use, and the device does not go round in circles."""
-    state = _handing_in()
+def test_a_refused_head_is_reported_and_not_installed_again() -> None:
+    """The previous head stays in use until the aggregator restarts."""
+    state = _uploading()
     state, _ = step(state, events.HeadSeen(HEAD_MANIFEST), now_s=0)
     state, actions = step(
         state, events.DownloadFinished(HEAD_MANIFEST.current.head.digest, valid=True), now_s=0
@@ -269,7 +271,7 @@ def test_a_refused_head_is_told_and_not_tried_again() -> None:
 
 
 def test_a_single_run_reports_a_refused_head_before_it_ends() -> None:
-    """It ends with an error and the reason, once the aggregator knows."""
+    """It exits with the reason once the report is received."""
     world = _begin(loss=0.3)
     world.install = lambda install: world.pending.append(  # type: ignore[method-assign]
         events.HeadInstalled(head_key(install.head), _report(world, install.head), reason="it predicts NaN")
@@ -279,8 +281,8 @@ def test_a_single_run_reports_a_refused_head_before_it_ends() -> None:
     assert sorted(set(world.taken)) == sorted([digest_of(SUBMISSION), digest_of(b"report")])
 
 
-def test_a_head_that_does_not_come_whole_is_refused() -> None:
-    """The device gives it up, says so, and goes on with what it has; the next head is taken."""
+def test_a_head_that_stays_damaged_is_refused() -> None:
+    """The device continues, and installs the next head."""
     good = HeadRef(version=2, head=reference(b"good head", "head"), devices=1, prototypes=1)
     world = _begin(Mode.SERVICE)
     world.served[digest_of(HEAD)] = HEAD[:-1] + b"x"
@@ -316,11 +318,11 @@ def _rollout(*, below: int) -> HeadManifest:
     )
 
 
-def test_canaries_take_the_candidate_and_others_do_not() -> None:
-    """Which of the two a device takes depends on its rank for the candidate's version."""
+def test_only_canaries_install_the_candidate() -> None:
+    """The device's rank for the candidate's version decides."""
     rank = canary_rank("device", 2)
     for below, version in ((rank + 1, 2), (rank, 1), (0, 1)):
-        state = replace(_handing_in(), device="device")
+        state = replace(_uploading(), device="device")
         state, _ = step(state, events.HeadSeen(_rollout(below=below)), now_s=0)
         head = selectors.current_head(state)
         assert head is not None
@@ -329,8 +331,8 @@ def test_canaries_take_the_candidate_and_others_do_not() -> None:
         assert len(selectors.prediction_blobs(state)) == 2
 
 
-def test_a_canary_goes_back_when_it_is_told_to() -> None:
-    """The manifest goes back to the current head, and the device follows it."""
+def test_a_canary_goes_back_to_the_current_head() -> None:
+    """The manifest without a candidate decides."""
     stored = frozenset({digest_of(BACKBONE), digest_of(HEAD), digest_of(b"candidate")})
     state = State(mode=Mode.SERVICE, device="device", stored=stored)
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
@@ -343,8 +345,8 @@ def test_a_canary_goes_back_when_it_is_told_to() -> None:
         assert state.installed == head_key(install.head)
 
 
-def test_dry_run_announces_and_sends_nothing() -> None:
-    """A dry run fetches what it needs, makes its submission, and exits without handing anything in."""
+def test_a_dry_run_publishes_nothing() -> None:
+    """It downloads, builds and exits."""
     world = _begin(Mode.DRY_RUN)
     world.run()
     assert world.exit == events.Exit(0)
@@ -352,9 +354,9 @@ def test_dry_run_announces_and_sends_nothing() -> None:
     assert not [action for action in world.done if isinstance(action, sent)]
 
 
-def test_silence_is_met_with_growing_patience() -> None:
-    """A device whose aggregator is away asks ever more rarely, and at once when it comes back."""
-    state = _handing_in()
+def test_the_retry_delay_grows_until_the_aggregator_restarts() -> None:
+    """The next query is sent at once then."""
+    state = _uploading()
     asked: list[int] = []
     for second in range(1, 2000):
         state, actions = step(state, events.Drained(), now_s=second)
@@ -366,8 +368,8 @@ def test_silence_is_met_with_growing_patience() -> None:
     assert [type(action) for action in actions] == [events.SendFrames]
 
 
-def test_a_blob_that_is_refused_is_asked_for_ever_more_rarely() -> None:
-    """An aggregator that has no such blob is not asked again at once, and the person is told once."""
+def test_requests_for_a_refused_blob_back_off() -> None:
+    """The refusal is logged once."""
     state = State(mode=Mode.SERVICE, connected=True)
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     refusal = Receipt(digest=digest_of(BACKBONE), status="refused", reason="unknown_blob", detail="none")
@@ -383,8 +385,8 @@ def test_a_blob_that_is_refused_is_asked_for_ever_more_rarely() -> None:
     assert 5 < len(asked) < 20
 
 
-def test_an_unwanted_device_ends_and_says_so() -> None:
-    """A device that the fleet does not know is told, instead of asking for ever."""
+def test_an_unknown_device_exits() -> None:
+    """The line has the aggregator's detail."""
     state = State(mode=Mode.SERVICE, connected=True)
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST), now_s=0)
     refusal = Receipt(digest=digest_of(BACKBONE), status="refused", reason="unknown_device", detail="who?")
@@ -393,8 +395,8 @@ def test_an_unwanted_device_ends_and_says_so() -> None:
     assert "who?" in actions[0].text
 
 
-def test_a_recalled_task_that_fails_is_no_reason_to_end() -> None:
-    """A service whose remembered task cannot be worked on stays until it has heard whether there is a better one."""
+def test_a_failing_stored_task_does_not_end_a_service() -> None:
+    """The broker may have a newer task."""
     better = replace_task(MANIFEST)
     state = replace(State(mode=Mode.SERVICE), stored=frozenset({MANIFEST.backbones[0].digest}))
     state, _ = step(state, events.TaskSeen(TASK, MANIFEST, recalled=True), now_s=0)
@@ -406,8 +408,8 @@ def test_a_recalled_task_that_fails_is_no_reason_to_end() -> None:
     assert actions == (events.Exit(1, "no such class"),)
 
 
-def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
-    """A single run works on the task it knew, and does not end before the broker has said which task it is."""
+def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
+    """A single run exits only after the broker has sent the same task."""
     stored = frozenset({digest_of(BACKBONE), HEAD_MANIFEST.current.head.digest})
     done = HEAD_MANIFEST.current.head.digest
     state = State(mode=Mode.ONCE, stored=stored, installed=done, evaluated=done)
@@ -422,9 +424,9 @@ def test_a_recalled_task_is_begun_and_not_trusted_to_be_the_fleets() -> None:
     assert actions == (events.Exit(0),)
 
 
-def test_what_met_no_aggregator_is_asked_again_once_it_is_back() -> None:
-    """After a broker's restart a device may be there first; it does not wait for its patience to end."""
-    state, actions = step(_handing_in(), events.Ticked(), now_s=1)
+def test_a_reconnected_aggregator_is_queried_at_once() -> None:
+    """The device may have connected before it."""
+    state, actions = step(_uploading(), events.Ticked(), now_s=1)
     assert actions == ()
     state, actions = step(state, events.AggregatorReconnected(), now_s=2)
     assert actions == (QUESTION,)
@@ -432,10 +434,10 @@ def test_what_met_no_aggregator_is_asked_again_once_it_is_back() -> None:
     assert actions == ()
 
 
-def test_an_aggregator_that_lost_its_state_gets_the_submission_again() -> None:
-    """Whenever the aggregator starts, the device asks whether its submission stands, and sends it if not."""
+def test_a_restarted_aggregator_is_asked_for_missing_ranges() -> None:
+    """A received submission is queried again, and sent if it is missing."""
     state, _ = step(
-        _handing_in(), events.ReceiptSeen(Receipt(digest=digest_of(SUBMISSION), status="received")), now_s=1
+        _uploading(), events.ReceiptSeen(Receipt(digest=digest_of(SUBMISSION), status="received")), now_s=1
     )
     assert state.uploads == ()
     state, actions = step(state, events.AggregatorStarted(), now_s=2)

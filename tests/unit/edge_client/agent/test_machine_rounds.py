@@ -1,4 +1,4 @@
-"""The life of a device in rounds, against a simulated aggregator that goes from round to round without waiting."""
+"""The state machine in rounds, against a simulated aggregator that does not wait for the device."""
 
 import random
 from collections.abc import Mapping
@@ -57,13 +57,13 @@ ITEM = item_of(b"submission", about="0")
 
 
 def round_manifest(number: int) -> RoundManifest:
-    """What the fleet is told of a round."""
+    """Return a round's manifest."""
     tensors = reference(TENSORS[number], f"tensors-{number}")
     return RoundManifest(task=TASK, number=number, rounds=ROUNDS, epochs=1, tensors=tensors)
 
 
 def head_manifest(number: int) -> HeadManifest:
-    """What the fleet is told of the head that the round of a number has led to."""
+    """Return the manifest of the head of a round."""
     return HeadManifest(
         task=TASK,
         current=HeadRef(
@@ -113,7 +113,7 @@ class RoundsWorld(World):
     # The fleet.
 
     def tick(self) -> None:
-        """Let rounds close and pieces of work end."""
+        """Let rounds close and jobs finish."""
         if self.number < ROUNDS and self.now_s >= self.closes_s:
             self.number += 1
             self.closes_s = self.now_s + self.lasts_s[min(self.number, ROUNDS - 1)]
@@ -132,7 +132,7 @@ class RoundsWorld(World):
             self.finish(self.jobs.pop(0)[1])
 
     def announce(self, *, cast: bool = True) -> None:
-        """Tell of the round, send its tensors to the whole fleet, and tell of the head."""
+        """Publish the round, broadcast its tensors, and publish the head."""
         self.pending.append(events.RoundSeen(round_manifest(self.number)))
         if cast:
             self.cast(TENSORS[self.number])
@@ -140,7 +140,7 @@ class RoundsWorld(World):
             self.pending.append(events.HeadSeen(head_manifest(self.number - 1)))
 
     def cast(self, data: bytes) -> None:
-        """Send a blob to the whole fleet: frames get lost, come twice, or in another order."""
+        """Broadcast a blob; frames are lost, duplicated or reordered."""
         digest = digest_of(data)
         sent = list(frames_of(data, digest=digest))
         frames = [frame for frame in sent if self.arrives()]
@@ -157,7 +157,7 @@ class RoundsWorld(World):
             self.whole.add(digest)
 
     def receive(self, complete: Complete) -> Receipt:
-        """Take a submission for the open round, or for one that is not too old; of several, the last one."""
+        """Take a submission for the open round or a recent one; the newest counts."""
         kind, *numbers = complete.payload.split()
         number, sequence = map(int, numbers)
         if kind == b"submission":
@@ -170,7 +170,7 @@ class RoundsWorld(World):
         return super().receive(complete)
 
     def verdict(self, number: int, sequence: int) -> Reason | None:
-        """Why a submission is refused."""
+        """Return why a submission is refused."""
         if self.number >= ROUNDS or number < self.number - STALENESS:
             return "late"
         if number > self.number:
@@ -178,7 +178,7 @@ class RoundsWorld(World):
         return "superseded" if sequence < self.standing.get(number, 0) else None
 
     def restart_aggregator(self) -> None:
-        """Forget what was on its way."""
+        """Lose unfinished transfers."""
         super().restart_aggregator()
         started = self.pending.pop()
         if self.state.connected:
@@ -189,13 +189,13 @@ class RoundsWorld(World):
     # The device program.
 
     def take(self, event: events.Event) -> None:
-        """Let the worker know of the round before the agent does, as the program does."""
+        """Tell the worker about the round before the agent, as the program does."""
         if isinstance(event, events.RoundSeen):
             self.seen = event.manifest.number
         super().take(event)
 
     def build(self, build: events.BuildSubmission) -> None:
-        """Begin to train, after what is being done."""
+        """Queue a training."""
         assert build.round is not None
         assert all(
             blob.digest in self.state.stored
@@ -206,11 +206,11 @@ class RoundsWorld(World):
         self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), build))
 
     def install(self, install: events.InstallHead) -> None:
-        """Begin to take a head into use."""
+        """Queue the installation of a head."""
         self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), install))
 
     def finish(self, job: events.BuildSubmission | events.InstallHead) -> None:
-        """End a piece of work; one for a round that is not the newest any more comes to nothing."""
+        """Finish a job; one for an older round has no result."""
         if isinstance(job, events.InstallHead):
             self.in_use = head_key(job.head)
             payload = b"evaluation %d 0" % job.head.version
@@ -236,7 +236,7 @@ class RoundsWorld(World):
         self.pending.append(events.SubmissionBuilt(job.task, standing, number))
 
     def cut(self) -> None:
-        """Lose the connection, and what was on it."""
+        """Lose the connection and the messages on it."""
         kept = (
             events.OutboxSeen
             | events.DownloadOpened
@@ -250,7 +250,7 @@ class RoundsWorld(World):
         self.pending.append(events.Disconnected())
 
     def restart(self) -> None:
-        """Kill the device program, and start it on what is on its disk."""
+        """Kill the device program and start it from its disk."""
         self.cut()
         was = self.state
         super().restart()
@@ -283,7 +283,7 @@ mishaps = st.lists(
 
 
 def live(world: RoundsWorld, happens: list[Mishap]) -> None:
-    """Let things happen, and then everything come to its end."""
+    """Run the world with its mishaps until the end."""
     for mishap in happens:
         world.run(steps=mishap.after)
         if world.exit is None:
@@ -292,12 +292,12 @@ def live(world: RoundsWorld, happens: list[Mishap]) -> None:
 
 
 def begin(mode: Mode = Mode.ONCE, *, seed: int = 0, loss: float = 0.0, **more: object) -> RoundsWorld:
-    """A device that has never seen the fleet."""
+    """Return a device that has never seen the fleet."""
     return RoundsWorld(State(mode=mode), random.Random(seed), loss, **more)  # type: ignore[arg-type]
 
 
 def check_laws(world: RoundsWorld) -> None:
-    """What holds in every life."""
+    """Check what holds in every run."""
     assert len(world.counted) == len(set(world.counted)), "one submission a round"
     assert all(number == seen for number, seen in world.begun), (
         "no work for an older round than the newest seen"
@@ -331,7 +331,7 @@ def check_laws(world: RoundsWorld) -> None:
         }
     ),
 )
-def test_every_run_ends(
+def test_a_single_run_ends_with_the_last_rounds_head(
     seed: int,
     loss: float,
     lasts_s: tuple[float, ...],
@@ -340,7 +340,7 @@ def test_every_run_ends(
     happens: list[Mishap],
     more: dict[str, Any],
 ) -> None:
-    """Whatever is lost, cut, full or restarted, a single run ends with the last round's head evaluated."""
+    """Whatever is lost, cut, full or restarted."""
     world = begin(seed=seed, loss=loss, lasts_s=lasts_s, joins_s=joins_s, works_s=works_s, **more)
     live(world, happens)
     assert world.exit == events.Exit(0)
@@ -352,10 +352,10 @@ def test_every_run_ends(
 @given(
     seed=st.integers(0, 10**6), lasts_s=open_for_s, failing=st.dictionaries(st.integers(0, 3), st.just(True))
 )
-def test_a_round_that_fails_is_left_to_the_others(
+def test_a_service_continues_after_failed_rounds(
     seed: int, lasts_s: tuple[float, ...], failing: dict[int, bool]
 ) -> None:
-    """A service whose training diverges in some rounds says so, takes part in the others, and has the last head."""
+    """It joins the other rounds, and has the last head."""
     world = begin(Mode.SERVICE, seed=seed, loss=0.1, lasts_s=lasts_s, failing=failing)
     world.run(steps=1_500)
     assert world.exit is None
@@ -367,15 +367,15 @@ def test_a_round_that_fails_is_left_to_the_others(
 
 
 @pytest.mark.parametrize(("mode", "may_pass"), [(Mode.ONCE, True), (Mode.ONCE, False), (Mode.SERVICE, False)])
-def test_a_first_failure_that_a_person_has_to_see_ends_the_program(mode: Mode, *, may_pass: bool) -> None:
-    """A single run ends with the reason, and so does a service that has nothing to go on with."""
+def test_a_first_failure_ends_the_program(mode: Mode, *, may_pass: bool) -> None:
+    """Unless it may pass in a later round of a service."""
     world = begin(mode, failing={0: may_pass})
     world.run(steps=1_500)
     assert world.exit == events.Exit(1, "no")
 
 
-def test_a_later_failure_is_told_and_the_next_round_joined() -> None:
-    """Once something was uploaded, not even a failure that will not pass by itself ends a service."""
+def test_a_later_failure_is_logged_and_the_next_round_joined() -> None:
+    """After a submission, no failure ends a service."""
     world = begin(Mode.SERVICE, failing={1: False})
     world.run(steps=1_500)
     assert world.exit is None
@@ -385,8 +385,8 @@ def test_a_later_failure_is_told_and_the_next_round_joined() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), standing=st.dictionaries(st.integers(0, 3), st.integers(1, 99)))
-def test_a_device_that_lost_its_count_goes_above_it(seed: int, standing: dict[int, int]) -> None:
-    """What is superseded is uploaded once more for the same round, with a greater sequence."""
+def test_a_superseded_round_submission_is_renumbered(seed: int, standing: dict[int, int]) -> None:
+    """It is uploaded again for the same round."""
     world = begin(seed=seed, standing=dict(standing))
     world.run()
     assert world.exit == events.Exit(0)
@@ -394,8 +394,8 @@ def test_a_device_that_lost_its_count_goes_above_it(seed: int, standing: dict[in
     assert all(world.standing[number] >= sequence for number, sequence in standing.items())
 
 
-def test_a_device_that_comes_late_joins_the_round_that_is_open() -> None:
-    """It makes nothing up for the rounds that it missed."""
+def test_a_late_device_joins_the_open_round() -> None:
+    """It does not train the rounds it missed."""
     world = begin(joins_s=150)
     world.run()
     assert world.exit == events.Exit(0)
@@ -403,8 +403,8 @@ def test_a_device_that_comes_late_joins_the_round_that_is_open() -> None:
     assert world.counted == [2, 3]
 
 
-def test_a_device_that_comes_after_the_rounds_takes_their_head() -> None:
-    """There is nothing to upload any more, and the head is evaluated."""
+def test_a_device_after_the_last_round_installs_its_head() -> None:
+    """Nothing is uploaded except the evaluation."""
     world = begin(joins_s=1_000)
     world.run()
     assert world.exit == events.Exit(0)
@@ -414,8 +414,8 @@ def test_a_device_that_comes_after_the_rounds_takes_their_head() -> None:
     ]
 
 
-def test_what_is_for_the_whole_fleet_is_asked_for_where_it_does_not_come() -> None:
-    """A device that hears of a round waits for its tensors a moment before it asks for them alone."""
+def test_a_broadcast_that_does_not_arrive_is_requested() -> None:
+    """After a short wait."""
     digest = digest_of(TENSORS[1])
     state, actions = step(uploaded(), events.RoundSeen(round_manifest(1)), now_s=0)
     assert actions == (events.OpenDownload(round_manifest(1).tensors),)
@@ -429,7 +429,7 @@ def test_what_is_for_the_whole_fleet_is_asked_for_where_it_does_not_come() -> No
 
 @pytest.mark.parametrize("lasts_s", [60.0, 7.0])
 def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
-    """It ends with the first round that it could have uploaded for."""
+    """It exits after the first round that it could have joined."""
     world = begin(Mode.DRY_RUN, lasts_s=(lasts_s,) * (ROUNDS - 1) + (60.0,))
     world.run()
     assert world.exit == events.Exit(0)
@@ -438,8 +438,8 @@ def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
     assert world.counted == []
 
 
-def test_a_dry_run_after_the_last_round_says_so() -> None:
-    """There is nothing that would leave the device."""
+def test_a_dry_run_after_the_last_round_exits_with_the_reason() -> None:
+    """Nothing would be uploaded."""
     world = begin(Mode.DRY_RUN, joins_s=1_000)
     world.run()
     assert isinstance(world.exit, events.Exit)
@@ -447,7 +447,7 @@ def test_a_dry_run_after_the_last_round_says_so() -> None:
 
 
 def uploaded() -> State:
-    """A device in a single run whose submission for round 0 is on its way."""
+    """Return a single run that is uploading its submission for round 0."""
     stored = frozenset(digest_of(data) for data in (*GRAPHS.values(), BACKBONE, TENSORS[0]))
     state = State(mode=Mode.ONCE, stored=stored, connected=True)
     for event in (
@@ -461,8 +461,8 @@ def uploaded() -> State:
 
 
 @pytest.mark.parametrize("reason", ["late", "unknown_round"])
-def test_a_submission_of_the_wrong_round_is_given_up(reason: Reason) -> None:
-    """It is no fault of the device's: it says so, sends it no more, and waits for the round that comes."""
+def test_a_late_submission_is_dropped(reason: Reason) -> None:
+    """It is logged, and the next round is awaited."""
     receipt = Receipt(digest=ITEM.digest, status="refused", reason=reason)
     state, actions = step(uploaded(), events.ReceiptSeen(receipt), now_s=1)
     assert [type(action) for action in actions] == [events.Log]
@@ -472,8 +472,8 @@ def test_a_submission_of_the_wrong_round_is_given_up(reason: Reason) -> None:
     assert actions == (events.BuildSubmission(TASK, MANIFEST, round_manifest(1)),)
 
 
-def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
-    """The newer round's tensors may not be there yet; its submission is made when they are, and once."""
+def test_a_superseded_submission_of_an_old_round_is_not_built_again() -> None:
+    """The newer round's submission is built once its tensors are stored."""
     state, _ = step(uploaded(), events.RoundSeen(round_manifest(1)), now_s=1)
     receipt = Receipt(digest=ITEM.digest, status="refused", reason="superseded", sequence=41)
     state, actions = step(state, events.ReceiptSeen(receipt), now_s=1)
@@ -482,8 +482,8 @@ def test_what_is_superseded_in_a_round_that_is_over_is_not_made_again() -> None:
     assert actions == (events.BuildSubmission(TASK, MANIFEST, round_manifest(1)),)
 
 
-def test_a_submission_that_is_newer_takes_the_place_of_an_older_one() -> None:
-    """What was not received of the last round is not sent any more once there is something for this one."""
+def test_a_newer_rounds_submission_replaces_an_older_one() -> None:
+    """The older one is not sent any more."""
     state = replace(uploaded(), stored=uploaded().stored | {digest_of(TENSORS[1])})
     state, _ = step(state, events.RoundSeen(round_manifest(1)), now_s=1)
     newer = item_of(b"newer", about="1")

@@ -1,4 +1,4 @@
-"""Which manifests a device believes: one aggregator's, and nothing older than what it has seen."""
+"""Manifest trust: one aggregator, and no release older than the last one."""
 
 import contextlib
 
@@ -17,12 +17,12 @@ CHANNELS: tuple[FleetChannel, ...] = ("task", "round", "head")
 
 
 def said(release: int, body: bytes = b"", *, key: bytes = KEY) -> Signed:
-    """What stands on a topic; whether its signature is right was looked at before."""
+    """Return a manifest whose signature was verified before."""
     return Signed(key=key, release=release, signature=bytes(64), body=body)
 
 
 def stored(known: ManifestTrust) -> ManifestTrust:
-    """Return what the device's state keeps of it."""
+    """Return the trust after a restart."""
     return msgspec.json.decode(msgspec.json.encode(known), type=ManifestTrust)
 
 
@@ -41,7 +41,7 @@ _heard = st.lists(
 def test_any_order_leads_to_the_greatest_release(
     messages: list[tuple[FleetChannel, int, bytes, bytes]],
 ) -> None:
-    """On each channel, nothing that is older than what was believed is believed again; nor is another aggregator."""
+    """On each channel an older release is refused, and so is another aggregator."""
     known = ManifestTrust(KEY)
     believed: dict[str, tuple[int, bytes]] = {}
     for channel, release, body, key in messages:
@@ -58,8 +58,8 @@ def test_any_order_leads_to_the_greatest_release(
     assert known.key == KEY
 
 
-def test_the_first_aggregator_is_believed_and_then_no_other() -> None:
-    """Where no key was given: on every channel, the one that was heard first counts."""
+def test_the_first_key_is_trusted_and_no_other() -> None:
+    """On every channel, unless the operator gave one."""
     known = verify(ManifestTrust(), "task", said(5))
     assert known.key == KEY
     for channel in CHANNELS:
@@ -69,8 +69,8 @@ def test_the_first_aggregator_is_believed_and_then_no_other() -> None:
     assert "--aggregator-key" in str(caught.value)
 
 
-def test_the_same_release_says_the_same() -> None:
-    """A repetition is believed; something else under its number is not, nor is anything smaller."""
+def test_a_release_has_one_content() -> None:
+    """A repetition is accepted, other content and older releases are not."""
     known = verify(ManifestTrust(), "head", said(5, b"this"))
     assert verify(known, "head", said(5, b"this")) == known
     for release, body in ((5, b"that"), (4, b"this")):
@@ -79,14 +79,14 @@ def test_the_same_release_says_the_same() -> None:
         assert caught.value.reason == "replayed"
 
 
-def test_channels_are_numbered_each_for_itself() -> None:
-    """What was said on one topic is no reason to pass over another."""
+def test_channels_have_separate_releases() -> None:
+    """A release on one does not refuse one on another."""
     known = verify(ManifestTrust(), "task", said(9))
     assert verify(known, "head", said(1)).seen.keys() == {"task", "head"}
 
 
-def test_a_key_that_is_given_takes_the_place_of_the_one_that_was_kept() -> None:
-    """With all that was heard; the same key again changes nothing, and so does none."""
+def test_an_operator_key_replaces_the_stored_one() -> None:
+    """Another key resets the releases seen."""
     known = verify(ManifestTrust(), "head", said(9))
     assert manifest_trust.with_operator_key(known, OTHER) == ManifestTrust(OTHER)
     assert (
@@ -97,8 +97,8 @@ def test_a_key_that_is_given_takes_the_place_of_the_one_that_was_kept() -> None:
         verify(manifest_trust.with_operator_key(ManifestTrust(), OTHER), "head", said(1))
 
 
-def test_what_is_remembered_is_what_was_known() -> None:
-    """Nothing is remembered of nothing."""
+def test_trust_survives_storage() -> None:
+    """Also without a key."""
     assert stored(ManifestTrust()) == ManifestTrust()
     known = ManifestTrust(KEY, {"head": (7, b"d" * 32)})
     assert stored(known) == known

@@ -1,4 +1,4 @@
-"""One transfer up: few bytes ask, and what is missing goes out in windows with the question behind it."""
+"""Uploads: short queries, and missing ranges in windows that end with a query."""
 
 from collections.abc import Iterable
 
@@ -21,27 +21,27 @@ QUESTION = (SIZE - QUERY_BYTES, SIZE)
 
 
 def begin(mode: Mode = Mode.SERVICE, **more: object) -> State:
-    """A device that has something to upload, and a connection."""
+    """Return a connected device with a submission to upload."""
     state = State(mode=mode, task=ITEM.task, uploads=(Upload(ITEM),), **more)  # type: ignore[arg-type]
     state, _ = step(state, events.Connected(), now_s=0)
     return state
 
 
 def answer(state: State, missing: Ranges, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
-    """Let the aggregator say what it misses; returns what is sent then."""
+    """Report missing ranges; returns the state and the windows sent."""
     receipt = Receipt(digest=ITEM.digest, status="missing", missing=missing)
     state, actions = step(state, events.ReceiptSeen(receipt), now_s=now_s)
     return state, sent(actions)
 
 
 def drain(state: State, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
-    """Let all that was sent reach the broker; returns what is sent then."""
+    """Let the broker acknowledge everything; returns the state and the windows sent."""
     state, actions = step(state, events.Drained(), now_s=now_s)
     return state, sent(actions)
 
 
 def sent(actions: Iterable[events.Action]) -> list[Ranges]:
-    """The ranges of each window."""
+    """Return the ranges of each window."""
     return [action.ranges for action in actions if isinstance(action, events.SendFrames)]
 
 
@@ -50,8 +50,8 @@ def sent(actions: Iterable[events.Action]) -> list[Ranges]:
     chunk_bytes=st.integers(256, MAX_CHUNK_BYTES),
     frames=st.integers(1, 9),
 )
-def test_windows_are_what_they_were_cut_of(bounds: list[int], chunk_bytes: int, frames: int) -> None:
-    """Nothing is left out or doubled, no frame is too large, and no window holds too many."""
+def test_windows_cover_their_ranges(bounds: list[int], chunk_bytes: int, frames: int) -> None:
+    """No byte is omitted or duplicated, and no frame or window is too large."""
     ordered = sorted(bounds)
     rest: Ranges = tuple(zip(ordered[::2], ordered[1::2], strict=False))
     whole = sum(stop - start for start, stop in rest)
@@ -67,8 +67,8 @@ def test_windows_are_what_they_were_cut_of(bounds: list[int], chunk_bytes: int, 
     assert sum(stop - start for start, stop in frames_cut) == whole
 
 
-def test_a_window_at_a_time() -> None:
-    """The next one goes out when the last one has reached the broker, and the question ends them."""
+def test_one_window_is_sent_at_a_time() -> None:
+    """The next one follows the broker's acknowledgement, and a query ends them."""
     state = begin()
     state, windows = answer(state, ((0, QUESTION[0]),))
     while len(windows) < 20:
@@ -83,8 +83,8 @@ def test_a_window_at_a_time() -> None:
     assert (len(windows), len(frames)) == (6, 41)
 
 
-def test_the_question_is_asked_after_the_first_of_many_gaps() -> None:
-    """A receipt that names only the first ranges has an end elsewhere: what else is missing is asked for at once."""
+def test_a_query_follows_the_reported_gaps() -> None:
+    """A receipt may report only the first gaps."""
     state, windows = answer(begin(), ((0, 9), (20, 30)))
     assert windows == [((0, 9), (20, 30), QUESTION)]
     state, _ = drain(state)
@@ -92,8 +92,8 @@ def test_the_question_is_asked_after_the_first_of_many_gaps() -> None:
     assert windows == [((40, 50), QUESTION)]
 
 
-def test_another_answer_does_not_begin_again_what_is_being_sent() -> None:
-    """A question that was asked twice is answered twice."""
+def test_a_second_answer_does_not_restart_a_transfer() -> None:
+    """A repeated query is answered twice."""
     state, windows = answer(begin(), ((0, QUESTION[0]),))
     state, more = answer(state, ((0, QUESTION[0]),))
     assert (len(windows), more) == (1, [])
@@ -102,8 +102,8 @@ def test_another_answer_does_not_begin_again_what_is_being_sent() -> None:
 
 
 @pytest.mark.parametrize("missing", [(), ((SIZE, SIZE + 9),), ((9, 9),), ((9, 4),)])
-def test_an_answer_that_names_nothing_is_no_answer(missing: Ranges) -> None:
-    """It is asked again when its time comes."""
+def test_an_answer_without_ranges_is_ignored(missing: Ranges) -> None:
+    """The next query is sent when it is due."""
     state, windows = answer(begin(), missing)
     assert windows == []
     state, _ = drain(state)
@@ -111,8 +111,8 @@ def test_an_answer_that_names_nothing_is_no_answer(missing: Ranges) -> None:
     assert sent(actions) == [(QUESTION,)]
 
 
-def test_a_smaller_packet_makes_smaller_frames() -> None:
-    """Each connection's broker says what it takes; a payload that is one frame is its own question."""
+def test_frames_fit_the_brokers_packet_limit() -> None:
+    """Each connection has its own; a payload of one frame is its own query."""
     state, _ = step(begin(), events.Connected(10_000 + ENVELOPE_BYTES), now_s=1)
     _, (window,) = answer(state, ((0, SIZE),))
     assert {stop - start for start, stop in window} == {10_000}
@@ -122,8 +122,8 @@ def test_a_smaller_packet_makes_smaller_frames() -> None:
     assert sent(actions) == [((0, 5),)]
 
 
-def test_frames_that_never_arrive_are_sent_ever_more_rarely() -> None:
-    """Where questions get through and frames do not, the device does not fill the line with them."""
+def test_lost_frames_back_off() -> None:
+    """Also if queries arrive and other frames do not."""
     state, asked, whole = begin(), True, 0
     for second in range(3000):
         for _ in range(3):  # questions are answered at once, and again at once
@@ -140,8 +140,8 @@ def test_frames_that_never_arrive_are_sent_ever_more_rarely() -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.ONCE])
-def test_no_space_is_waited_for(mode: Mode) -> None:
-    """The submission is kept, a person is told once, the device asks ever more rarely, and does not end."""
+def test_an_aggregator_without_space_is_retried(mode: Mode) -> None:
+    """The submission is kept, it is logged once, and queries back off."""
     state = begin(mode)
     refusal = events.ReceiptSeen(Receipt(digest=ITEM.digest, status="refused", reason="no_space"))
     said: list[events.Action] = []
@@ -163,8 +163,8 @@ def test_no_space_is_waited_for(mode: Mode) -> None:
     assert (state.uploads, state.blocked_reason) == ((), "")
 
 
-def test_what_the_broker_does_not_take_is_kept() -> None:
-    """It is told once, and tried again in a while: somebody may change the broker's mind."""
+def test_an_upload_refused_by_the_broker_is_kept_and_retried() -> None:
+    """It is logged once."""
     state = begin()
     state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
     assert [type(action) for action in actions] == [events.ReportBlocked, events.Log]
@@ -177,8 +177,8 @@ def test_what_the_broker_does_not_take_is_kept() -> None:
     assert sent(actions) == [(QUESTION,)]
 
 
-def test_what_has_left_the_outbox_is_not_sent() -> None:
-    """Something newer takes its place as soon as it is seen there, and what is under way goes on."""
+def test_a_removed_item_is_not_sent() -> None:
+    """Running transfers of other items continue."""
     state, _ = answer(begin(), ((0, QUESTION[0]),))
     newer = item_of(b"newer")
     other = item_of(b"other", task=b"o" * 32)
@@ -190,8 +190,8 @@ def test_what_has_left_the_outbox_is_not_sent() -> None:
     assert [upload.item for upload in state.uploads] == [newer]
 
 
-def test_what_has_to_let_another_go_first_begins_again_after_it() -> None:
-    """What the broker acknowledges meanwhile belongs to the other one: nothing waits for a word that has passed."""
+def test_a_displaced_upload_restarts_after_the_other() -> None:
+    """Acknowledgements meanwhile belong to the other one."""
     report = item_of(b"report", kind="evaluation", about="aa")
     state = State(mode=Mode.SERVICE, task=ITEM.task, uploads=(Upload(report),))
     state, actions = step(state, events.Connected(), now_s=0)

@@ -1,4 +1,4 @@
-"""From images to what leaves the device, and from a head to its evaluation."""
+"""Prototypes of a device, their encoding, and evaluations."""
 
 from pathlib import Path
 
@@ -48,8 +48,8 @@ def _prepare(
     return prepare_prototypes(task=manifest, local=local, found=found, cache=cache, secret=secret)
 
 
-def test_held_out_images_stay_out(tmp_path: Path) -> None:
-    """Every image is either behind exactly one prototype or held out, and the report says how many."""
+def test_held_out_images_are_in_no_prototype(tmp_path: Path) -> None:
+    """Every other image is in exactly one, and the report has the counts."""
     data = write_images(tmp_path / "data", count=30)
     prepared = _prepare(tmp_path, _local(data), _manifest())
     images = find_images(data, CLASSES)
@@ -61,8 +61,8 @@ def test_held_out_images_stay_out(tmp_path: Path) -> None:
     assert prepared.prototypes.dtype == np.float16
 
 
-def test_the_same_images_make_the_same_submission(tmp_path: Path) -> None:
-    """A restart has nothing new to send; another device shuffles differently."""
+def test_the_same_images_give_the_same_submission(tmp_path: Path) -> None:
+    """Another device shuffles differently."""
     data = write_images(tmp_path / "data", count=12)
     first = _prepare(tmp_path, _local(data), _manifest())
     assert _prepare(tmp_path, _local(data), _manifest()).fingerprint == first.fingerprint
@@ -70,16 +70,16 @@ def test_the_same_images_make_the_same_submission(tmp_path: Path) -> None:
     assert other.fingerprint != first.fingerprint
 
 
-def test_nobody_else_can_tell_how_images_were_shuffled(tmp_path: Path) -> None:
-    """Task, device and class, which the server knows, do not say which images are in which prototype."""
+def test_the_shuffle_depends_on_the_devices_secret(tmp_path: Path) -> None:
+    """Task, device and class, which the aggregator knows, do not determine it."""
     data = write_images(tmp_path / "data", count=12)
     first, other = (_prepare(tmp_path, _local(data), _manifest(), secret=bytes([i] * 32)) for i in range(2))
     assert first.counts.tolist() == other.counts.tolist()
     assert first.fingerprint != other.fingerprint
 
 
-def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:
-    """A submission passes the aggregator's checks and holds the device's prototypes."""
+def test_the_aggregator_accepts_a_submission(tmp_path: Path) -> None:
+    """It holds the device's prototypes."""
     prepared = _prepare(tmp_path, _local(write_images(tmp_path / "data", count=12)), _manifest())
     payload = encode_submission(prepared, task=TASK, manifest=_manifest(), sequence=7)
     message = read_message(payload)
@@ -92,10 +92,10 @@ def test_the_aggregator_takes_what_a_device_makes(tmp_path: Path) -> None:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(counts=st.tuples(st.integers(0, 9), st.integers(0, 9)), min_images=st.integers(1, 4))
-def test_no_prototype_of_fewer_than_min_images(
+def test_classes_below_min_images_are_left_out(
     tmp_path_factory: pytest.TempPathFactory, counts: tuple[int, int], min_images: int
 ) -> None:
-    """Whatever classes a device has, no prototype averages fewer images than the task allows."""
+    """For any number of images per class."""
     folder = tmp_path_factory.mktemp("work")
     for name, count in zip(CLASSES, counts, strict=True):
         write_images(folder / "data", count=count, classes=(name,))
@@ -112,8 +112,8 @@ def test_no_prototype_of_fewer_than_min_images(
         assert sum(report.counts) == (0 if report.left_out else count)
 
 
-def test_nothing_to_learn_from_is_one_line(tmp_path: Path) -> None:
-    """Only broken images, or no data at all: what is wrong, and nothing to send."""
+def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
+    """Only broken images, or no data at all."""
     data = write_images(tmp_path / "data", count=2)
     for image in data.rglob("*.png"):
         image.write_text("broken")
@@ -126,10 +126,10 @@ def test_nothing_to_learn_from_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("alpha", "min_images", "needed"), [(0.99, 2, 2), (1.0, 5, 5), (0.5, 2, 3), (0.5, 1, 1)]
 )
-def test_the_number_that_is_needed_is_enough(
+def test_the_stated_number_of_images_is_sufficient(
     tmp_path: Path, alpha: float, min_images: int, needed: int
 ) -> None:
-    """One image fewer than the message asks for sends nothing, and that many send a prototype."""
+    """One image fewer is not."""
     manifest = _manifest(alpha=alpha, min_images=min_images)
     data = write_images(tmp_path / "data", count=needed)
     assert len(_prepare(tmp_path, _local(data, holdout=0.0), manifest).counts) == len(CLASSES)
@@ -140,8 +140,8 @@ def test_the_number_that_is_needed_is_enough(
             _prepare(tmp_path, _local(data, holdout=0.0), manifest)
 
 
-def test_evaluation_is_over_held_out_images_only(tmp_path: Path) -> None:
-    """Per class, right and wrong add up to the readable images that were kept out."""
+def test_an_evaluation_counts_held_out_images_only(tmp_path: Path) -> None:
+    """Correct and incorrect add up to the readable held-out images."""
     data = write_images(tmp_path / "data", count=25)
     (data / "cat" / "broken.png").write_text("broken")
     local, manifest = _local(data, holdout=0.4), _manifest()
@@ -161,8 +161,8 @@ def test_evaluation_is_over_held_out_images_only(tmp_path: Path) -> None:
     assert evaluation.correct == (totals[0], 0)
 
 
-def test_images_that_are_not_the_tasks_do_not_stand_in_a_heads_way(tmp_path: Path) -> None:
-    """A folder that is no class, or a disk that is away, leaves nothing to evaluate on; the head is good."""
+def test_a_head_is_evaluated_without_matching_images(tmp_path: Path) -> None:
+    """A wrong folder or a missing disk is no fault of the head."""
     backbone = tiny(tmp_path)
     head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
     data = write_images(tmp_path / "data", count=2, classes=("cat", "zebra"))

@@ -1,4 +1,4 @@
-"""A device under differential privacy: what it pays, what it refuses to pay, and that it fails closed."""
+"""Submissions under differential privacy: cost, budget, and that every failure uploads nothing."""
 
 import math
 import os
@@ -67,7 +67,7 @@ TWO = closed_form({2.0: 2}, 1e-5)
 
 
 class Bench:
-    """A device with images, on a task that asks for differential privacy; every piece of work is done at once."""
+    """A device with images on a task with differential privacy; jobs run on the caller's thread."""
 
     def __init__(
         self, folder: Path, *, count: int = 40, max_epsilon: float | None = None, **task: Any
@@ -94,7 +94,7 @@ class Bench:
         self.start()
 
     def start(self) -> None:
-        """Start the program on what is on the disk."""
+        """Start the program on the state directory."""
         self.said: list[events.Event | Crashed] = []
         settings = make_settings(self.folder)
         local = replace(settings.local, holdout=0.2, max_epsilon=self.max_epsilon)
@@ -102,17 +102,17 @@ class Bench:
         self.worker = Worker(self.settings, self.kept, emit=self.said.append, show=None)
 
     def restart(self) -> None:
-        """Begin once more with the state folder alone."""
+        """Start again from the state directory alone."""
         self.kept = DeviceState(self.folder / "state")
         self.start()
 
     @property
     def task(self) -> bytes:
-        """The task's identity."""
+        """Return the task's digest."""
         return self.kept.blobs.put(encode(self.manifest))
 
     def build(self) -> events.SubmissionBuilt:
-        """Make a submission."""
+        """Build a submission."""
         self.worker.task = self.task
         self.worker._build(events.BuildSubmission(self.task, self.manifest))
         built = self.said.pop()
@@ -120,20 +120,20 @@ class Bench:
         return built
 
     def upload(self) -> Submission:
-        """Make a submission, which has to succeed, and read what would be sent."""
+        """Build a submission, which must succeed, and return it decoded."""
         built = self.build()
         assert built.item is not None, built.reason
         return self.read(built.item)
 
     def read(self, item: UploadItem) -> Submission:
-        """The submission in the outbox."""
+        """Return the submission in the outbox."""
         (payload,) = self.kept.outbox.read(item.digest, ((0, item.size_bytes),)) or (b"",)
         message = read_message(payload)
         assert isinstance(message, Submission)
         return message
 
     def refused(self) -> str:
-        """Why nothing is uploaded: nothing is in the outbox either."""
+        """Return why no submission is built; the outbox stays as it is."""
         before = self.kept.outbox.items()
         built = self.build()
         assert built.item is None
@@ -142,7 +142,7 @@ class Bench:
         return built.reason
 
     def add_images(self, *, seed: int) -> None:
-        """Have other images than before."""
+        """Add images to the data folder."""
         write_images(self.data / f"more-{seed}", count=0)
         more = write_images(self.folder / f"more-{seed}", count=3, seed=seed)
         for image in more.rglob("*.png"):
@@ -152,7 +152,7 @@ class Bench:
         (self.data / f"more-{seed}").rmdir()
 
     def info(self) -> DeviceInfo:
-        """What the device says of itself."""
+        """Return the device's info."""
         device = Device(self.settings, self.kept)
         device._state = replace(device._state, task=self.task, manifest=self.manifest)
         device._problem = self.kept.get(BuildProblem).text
@@ -161,12 +161,12 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """One for each test."""
+    """Return a bench on an empty directory."""
     return Bench(tmp_path)
 
 
-def test_a_submission_says_what_it_cost(bench: Bench) -> None:
-    """By the accountant, which agrees with the closed form; the aggregator takes it as it is."""
+def test_a_submission_states_its_cost(bench: Bench) -> None:
+    """The accountant agrees with the closed form, and the aggregator accepts it."""
     submission = bench.upload()
     spent = submission.privacy
     assert spent is not None
@@ -183,8 +183,8 @@ def test_a_submission_says_what_it_cost(bench: Bench) -> None:
     )
 
 
-def test_the_same_images_are_paid_for_once(bench: Bench) -> None:
-    """Looked at again, also after a restart, they make the very same submission, and nothing is spent."""
+def test_the_same_images_are_charged_once(bench: Bench) -> None:
+    """A rebuild gives the same submission, also after a restart."""
     first = bench.build()
     assert bench.build() == first
     bench.restart()
@@ -192,8 +192,8 @@ def test_the_same_images_are_paid_for_once(bench: Bench) -> None:
     assert len(bench.kept.ledger.releases()) == 1
 
 
-def test_a_release_that_was_lost_on_its_way_is_made_again_as_it_was(bench: Bench) -> None:
-    """An outbox that was damaged costs nothing: the noise is the one that was paid for."""
+def test_a_lost_release_is_built_again_with_the_same_noise(bench: Bench) -> None:
+    """A damaged outbox costs nothing."""
     first = bench.upload()
     with bench.kept._database.transaction() as database:
         database.execute("DELETE FROM outbox")
@@ -204,8 +204,8 @@ def test_a_release_that_was_lost_on_its_way_is_made_again_as_it_was(bench: Bench
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_other_images_are_paid_for_on_top(bench: Bench, *, restarts: bool) -> None:
-    """New noise for new images, and what was spent before counts, restart or not."""
+def test_other_images_are_charged_in_addition(bench: Bench, *, restarts: bool) -> None:
+    """They get new noise; earlier releases count across restarts."""
     first = bench.upload()
     bench.add_images(seed=1)
     if restarts:
@@ -219,8 +219,8 @@ def test_other_images_are_paid_for_on_top(bench: Bench, *, restarts: bool) -> No
     assert [release.key is None for release in bench.kept.ledger.releases()] == [True, False]
 
 
-def test_another_task_does_not_begin_anew(bench: Bench) -> None:
-    """What earlier tasks were given counts, with other noise too; what is shown is of all of it."""
+def test_releases_of_earlier_tasks_count(bench: Bench) -> None:
+    """Also with other noise."""
     bench.upload()
     other = msgspec.structs.replace(WANTED, noise_multiplier=3.0)
     bench.manifest = msgspec.structs.replace(bench.manifest, seed=1, differential_privacy=other)
@@ -232,10 +232,8 @@ def test_another_task_does_not_begin_anew(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("of_task", "own"), [((ONE + TWO) / 2, None), (50.0, (ONE + TWO) / 2)])
-def test_nobody_spends_more_than_the_task_and_the_owner_allow(
-    tmp_path: Path, of_task: float, own: float | None
-) -> None:
-    """The second submission would be too much: it is refused in constant words, and the first one stands."""
+def test_the_budget_of_task_and_device_is_kept(tmp_path: Path, of_task: float, own: float | None) -> None:
+    """A second submission is refused with a constant text, and the first one stays."""
     wanted = msgspec.structs.replace(WANTED, max_epsilon=of_task)
     bench = Bench(tmp_path, max_epsilon=own, differential_privacy=wanted)
     first = bench.build()
@@ -247,10 +245,8 @@ def test_nobody_spends_more_than_the_task_and_the_owner_allow(
     assert bench.refused() == BUDGET
 
 
-def test_what_was_drawn_is_spent_even_if_it_is_never_sent(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Power that goes off between paying and uploading: the release is in the record, and is made from it."""
+def test_a_charged_release_is_built_after_a_crash(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Power loss between charging and uploading costs nothing more."""
 
     def ends(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -267,8 +263,8 @@ def test_what_was_drawn_is_spent_even_if_it_is_never_sent(
     assert spent.releases == 1
 
 
-def test_a_dry_run_pays_nothing(bench: Bench) -> None:
-    """It shows what would be spent, and leaves the record as it is."""
+def test_a_dry_run_charges_nothing(bench: Bench) -> None:
+    """It shows the cost."""
     shown: list[Any] = []
     bench.worker = Worker(
         bench.settings, bench.kept, emit=bench.said.append, show=lambda prepared, _: shown.append(prepared)
@@ -281,7 +277,7 @@ def test_a_dry_run_pays_nothing(bench: Bench) -> None:
 
 
 def _forget(bench: Bench, *statements: str) -> None:
-    """Do something to the device's database behind its back."""
+    """Run statements in the device's database."""
     with bench.kept._database.transaction() as connection:
         for statement in statements:
             connection.execute(statement)
@@ -293,7 +289,7 @@ def _lose_database(bench: Bench) -> None:
 
 
 def _fails(error: Exception) -> Callable[..., Any]:
-    """Something that ends in this error, whatever it is asked."""
+    """Return a function that raises an error."""
 
     def fail(*_: object, **__: object) -> Any:
         raise error
@@ -342,8 +338,8 @@ FAILURES: dict[str, tuple[str, Break]] = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_whatever_fails_nothing_is_uploaded(bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Each step of the way, broken: no submission, a problem that names no image, and the program goes on."""
+def test_any_failure_uploads_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The problem names no image, and the program continues."""
     reason, bring_about = FAILURES[what]
     with monkeypatch.context() as patched:
         bring_about(bench, patched)
@@ -353,10 +349,8 @@ def test_whatever_fails_nothing_is_uploaded(bench: Bench, monkeypatch: pytest.Mo
     assert bench.info().problem
 
 
-def test_an_accountant_that_knows_nothing_is_not_believed(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is not a number is not within the budget."""
+def test_an_infinite_epsilon_exceeds_the_budget(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accountant may give no bound."""
     monkeypatch.setattr(private, "epsilon_of", lambda *_, **__: math.inf)
     assert bench.refused() == BUDGET
 
@@ -374,8 +368,8 @@ LOSSES: dict[str, Callable[[Bench], object]] = {
 
 
 @pytest.mark.parametrize("lost", LOSSES)
-def test_a_record_that_was_lost_is_not_begun_anew(bench: Bench, lost: str) -> None:
-    """Where it is known that there were releases and not all are there, nobody knows what is left to spend."""
+def test_a_lost_ledger_refuses_every_release(bench: Bench, lost: str) -> None:
+    """The remaining budget is unknown then."""
     bench.upload()
     bench.add_images(seed=1)
     bench.upload()
@@ -386,8 +380,8 @@ def test_a_record_that_was_lost_is_not_begun_anew(bench: Bench, lost: str) -> No
     assert bench.refused() == LOST
 
 
-def test_power_may_go_off_between_the_record_and_its_marker(bench: Bench) -> None:
-    """The marker is one behind then, and the record is whole."""
+def test_the_marker_may_be_one_behind_the_ledger(bench: Bench) -> None:
+    """Power loss between the two writes is no damage."""
     bench.upload()
     bench.add_images(seed=1)
     bench.upload()
@@ -397,8 +391,8 @@ def test_power_may_go_off_between_the_record_and_its_marker(bench: Bench) -> Non
     bench.upload()
 
 
-def test_no_image_at_all_is_no_telling_difference(tmp_path: Path) -> None:
-    """A device without images releases its noise as all do: that there is nothing to learn from is not told."""
+def test_a_device_without_images_releases_noise(tmp_path: Path) -> None:
+    """Having no image is private, too."""
     loud = msgspec.structs.replace(WANTED, noise_multiplier=40.0)
     bench = Bench(tmp_path, count=0, batch_size=3, differential_privacy=loud)
     reasons = set()
@@ -413,8 +407,8 @@ def test_no_image_at_all_is_no_telling_difference(tmp_path: Path) -> None:
     assert len(bench.kept.ledger.releases()) == 12, "nothing was paid for as well"
 
 
-def test_noise_that_leaves_nothing_is_not_drawn_until_it_does(tmp_path: Path) -> None:
-    """Too few images for a prototype: looking again is the same release, and costs nothing."""
+def test_noise_is_not_redrawn_until_it_leaves_a_prototype(tmp_path: Path) -> None:
+    """With too few images, a rebuild is the same release."""
     bench = Bench(tmp_path, count=3, batch_size=200)
     assert [bench.refused(), bench.refused()] == [NO_PROTOTYPE, NO_PROTOTYPE]
     bench.restart()
@@ -444,23 +438,23 @@ NOISE = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
         ({"differential_privacy": msgspec.structs.replace(WANTED, noise_multiplier=0.3)}, BUDGET),
     ],
 )
-def test_a_task_that_promises_what_cannot_be_kept_gets_nothing(
+def test_a_task_without_a_valid_guarantee_is_refused(
     bench: Bench, changes: dict[str, Any], reason: str
 ) -> None:
-    """The device looks for itself, whatever the aggregator has overlooked or made up."""
+    """The device checks it, whatever the aggregator does."""
     bench.manifest = msgspec.structs.replace(bench.manifest, **changes)
     assert bench.refused() == reason
 
 
-def test_an_owner_may_take_private_tasks_alone(tmp_path: Path) -> None:
-    """With --max-epsilon a task without differential privacy, whose epsilon is infinite, gets nothing."""
+def test_max_epsilon_refuses_tasks_without_differential_privacy(tmp_path: Path) -> None:
+    """Their epsilon is infinite."""
     bench = Bench(tmp_path, max_epsilon=5.0, differential_privacy=None)
     assert bench.refused() == NOT_PRIVATE
     check_task(bench.manifest)
 
 
-def test_nothing_else_can_be_encoded(bench: Bench) -> None:
-    """Prototypes that were made without noise do not become a submission to a task that wants it."""
+def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: Bench) -> None:
+    """A last check before bytes leave."""
     bench.upload()
     shown: list[Any] = []
     plain = msgspec.structs.replace(bench.manifest, differential_privacy=None)
@@ -534,13 +528,13 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
 
 
 @pytest.mark.parametrize("message", DECISIONS, ids=lambda message: message.__name__)
-def test_every_field_that_leaves_was_thought_of(message: type[Any]) -> None:
-    """A field that is added to what devices send needs a word on what it says of images."""
+def test_every_uploaded_field_has_a_decision(message: type[Any]) -> None:
+    """A new field needs a statement of what it reveals about images."""
     assert DECISIONS[message].keys() == set(message.__struct_fields__)
 
 
-def test_no_other_message_leaves_a_device() -> None:
-    """What only the aggregator says, and what devices say, are all the messages there are."""
+def test_every_message_of_a_device_has_a_decision() -> None:
+    """All other messages are the aggregator's."""
     aggregators = {
         "Signed", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program", "Perturbation",
         "DifferentialPrivacy", "HeadRef", "BlobRef",
@@ -549,8 +543,8 @@ def test_no_other_message_leaves_a_device() -> None:
     assert sent == {message.__name__ for message in DECISIONS}
 
 
-def test_what_a_device_says_of_itself_names_no_image(bench: Bench) -> None:
-    """The owner sees counts, refused files and why; the aggregator sees none of it."""
+def test_info_reveals_nothing_about_images(bench: Bench) -> None:
+    """The operator of the device sees counts and unusable files; the aggregator does not."""
     (bench.data / "cat" / "broken.png").write_text("broken")
     bench.upload()
     report = bench.kept.get(SubmissionReport)
@@ -564,16 +558,16 @@ def test_what_a_device_says_of_itself_names_no_image(bench: Bench) -> None:
     assert bench.info().problem == BUDGET
 
 
-def test_before_a_task_is_known_nothing_is_told_of_images(bench: Bench) -> None:
-    """A program that has just started may be on a private task, whatever its last report was."""
+def test_info_reveals_nothing_before_there_is_a_task(bench: Bench) -> None:
+    """The task may be private."""
     bench.upload()
     info = Device(bench.settings, bench.kept)._info()
     assert (info.images, info.unusable_images) == ({}, 0)
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_head_is_judged_without_images(bench: Bench, *, works: bool) -> None:
-    """An evaluation says that the head runs, or in constant words that it does not, and nothing of images."""
+def test_a_private_evaluation_counts_no_image(bench: Bench, *, works: bool) -> None:
+    """It states only whether the head runs."""
     bench.upload()
     images = find_images(bench.data, CLASSES)
     assert any(held_out(image, 0.2) for image in images)
