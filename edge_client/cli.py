@@ -34,10 +34,15 @@ if TYPE_CHECKING:
     from edge_client.submission.prepared import PreparedSubmission
 
 
+FOLDER = click.Path(file_okay=False, path_type=Path)
+COUNT = click.IntRange(min=1)
+
+
 def _setting(*names: str, **details: Any) -> Callable[[Any], Any]:
     """Return an option that can also be set by an environment variable."""
     variable = "PROTOFLEET_" + names[0].lstrip("-").replace("-", "_").upper()
-    return click.option(*names, envvar=variable, show_envvar=True, **details)
+    shown = details.get("default") is not None
+    return click.option(*names, envvar=variable, show_envvar=True, show_default=shown, **details)
 
 
 def _inherit(context: click.Context, option: click.Parameter, value: Any) -> Any:
@@ -57,12 +62,10 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
     return bytes.fromhex(value)
 
 
-fleet_option = _setting(
-    "--fleet", default="default", show_default=True, callback=_inherit, help="Name of the fleet."
-)
+fleet_option = _setting("--fleet", default="default", callback=_inherit, help="Name of the fleet.")
 state_option = _setting(
     "--state",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FOLDER,
     callback=_inherit,
     help="State directory  [default: ~/.local/state/protofleet/FLEET]",
 )
@@ -70,15 +73,11 @@ provider_option = _setting(
     "--provider",
     type=click.Choice(["auto", "cpu", "cuda", "tensorrt"]),
     default="auto",
-    show_default=True,
     callback=_inherit,
     help="ONNX Runtime execution provider; auto uses CUDA if available.",
 )
 threads_option = _setting(
-    "--threads",
-    type=click.IntRange(min=1),
-    callback=_inherit,
-    help="Threads for the backbone  [default: all cores]",
+    "--threads", type=COUNT, callback=_inherit, help="Threads for the backbone  [default: all cores]"
 )
 
 
@@ -86,7 +85,7 @@ threads_option = _setting(
 @config_option
 @_setting(
     "--enrollment",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=FOLDER,
     is_eager=True,
     help="Enrollment directory made by `aggregator enroll`: device id, fleet, broker and keys.",
 )
@@ -96,7 +95,6 @@ threads_option = _setting(
     "--data",
     type=click.Path(path_type=Path),
     default=Path("data"),
-    show_default=True,
     help="Directory with one subdirectory of images per class, or a CSV file with the columns path,label.",
 )
 @fleet_option
@@ -108,7 +106,6 @@ threads_option = _setting(
     "--holdout",
     type=click.FloatRange(0, 1, max_open=True),
     default=0.2,
-    show_default=True,
     help="Fraction of the images held out to evaluate heads.",
 )
 @_setting(
@@ -119,30 +116,15 @@ threads_option = _setting(
 )
 @provider_option
 @threads_option
+@_setting("--batch-size", type=COUNT, default=16, help="Images per run of the backbone.")
+@_setting("--workers", type=COUNT, help="Threads for decoding images  [default: all cores, at most 4]")
 @_setting(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Images per run of the backbone.",
-)
-@_setting(
-    "--workers",
-    type=click.IntRange(min=1),
-    help="Threads for decoding images  [default: all cores, at most 4]",
-)
-@_setting(
-    "--rescan-s",
-    type=click.FloatRange(min=0.1),
-    default=30.0,
-    show_default=True,
-    help="Seconds between scans for new images.",
+    "--rescan-s", type=click.FloatRange(min=0.1), default=30.0, help="Seconds between scans for new images."
 )
 @_setting(
     "--outbox-mb",
     type=click.IntRange(1, LARGEST_MB),
     default=DEFAULT_MB,
-    show_default=True,
     help="MiB on disk for pending uploads; a larger submission is not uploaded.",
 )
 @_setting(
@@ -243,9 +225,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
 @state_option
 @provider_option
 @threads_option
-@click.option(
-    "--top", type=click.IntRange(min=1), default=3, show_default=True, help="Number of classes to print."
-)
+@click.option("--top", type=COUNT, default=3, show_default=True, help="Number of classes to print.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 def predict_command(
     *, images: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
@@ -292,22 +272,21 @@ def predict_command(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     """Show the device's images, submission, head and problems."""
-    store = _open_state(state, fleet, read_only=True)
-    summary = _status(store)
+    summary = _status(_open_state(state, fleet, read_only=True))
     if as_json:
         click.echo(json.dumps(summary, indent=2, default=bytes.hex))
         return
-    head, report = summary["head"], summary["report"] or {}
+    head, report, spent = summary["head"], summary["report"] or {"classes": []}, summary["privacy"]
     say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
     say(f"task       {(summary['task'] or 'none')[:12]}")
     say(f"backbone   {summary['runtime'] or 'none'}")
-    for entry in report.get("classes", []):
+    for entry in report["classes"]:
+        pending = f"; {entry['waiting']} added or removed, pending" if entry["waiting"] else ""
         say(
             f"class      {entry['name']}: {entry['images']} images, {entry['held_out']} held out, "
-            f"{len(entry['counts'])} prototypes"
-            + (f"; {entry['waiting']} added or removed, pending" if entry["waiting"] else "")
+            f"{len(entry['counts'])} prototypes{pending}"
         )
-    if (spent := summary["privacy"]) is not None:
+    if spent is not None:
         say(
             f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
             f"{spent['releases']} submissions, at delta {spent['delta']:g}"
@@ -315,18 +294,14 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     if summary["problem"]:
         say(f"problem    {summary['problem']}")
     sent = "received by the aggregator" if summary["received"] else "not received yet"
-    say(f"submission {report['size_bytes']} bytes, {sent}" if report else "submission none")
-    say(
-        f"head       version {head['version']}"
-        + (f" of round {head['round']}" if head["round"] is not None else "")
-        + (
-            f", accuracy {head['correct'] / head['total']:.1%} ({head['correct']}/{head['total']})"
-            if head["total"]
-            else ""
-        )
-        if head
-        else "head       none"
-    )
+    say(f"submission {report['size_bytes']} bytes, {sent}" if summary["report"] else "submission none")
+    if head is None:
+        say("head       none")
+        return
+    trained = "" if head["round"] is None else f" of round {head['round']}"
+    correct, total = head["correct"], head["total"]
+    accuracy = f", accuracy {correct / total:.1%} ({correct}/{total})" if total else ""
+    say(f"head       version {head['version']}{trained}{accuracy}")
 
 
 def _status(store: "DeviceState") -> dict[str, Any]:

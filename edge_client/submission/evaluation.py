@@ -1,16 +1,20 @@
 """Evaluations: counts of correct predictions on held-out images."""
 
 import contextlib
+import logging
 from collections.abc import Sequence
 
 from edge_client.config import LocalSettings
-from edge_client.data.images import held_out
+from edge_client.data.images import find_images, held_out
 from edge_client.inference.predictor import Head, evaluate
 from edge_client.privacy.policy import is_private
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.features import backbone_digests, images_with_features
-from protocol.errors import GraphRefused
+from edge_client.submission.features import backbone_digests
+from protocol.errors import ConfigError, GraphRefused
+from protocol.log import event
 from protocol.wire.messages import Evaluation, TaskManifest
+
+log = logging.getLogger(__name__)
 
 
 def evaluate_head(
@@ -40,11 +44,7 @@ def evaluate_head(
     Raises:
         GraphRefused: the head fails on these images.
     """
-    images = [] if is_private(manifest) else images_with_features(manifest, local, cache)
-    members = [
-        [image.identity for image in images if image.label == label and held_out(image, local.holdout)]
-        for label in range(len(manifest.classes))
-    ]
+    members = _held_out_images(manifest, local, cache)
     correct = _correct(head, members, manifest, cache)
     previous_correct: tuple[int, ...] = ()
     if previous is not None:
@@ -64,3 +64,20 @@ def _correct(
 ) -> tuple[int, ...]:
     chunks = [cache.chunks(of_class, *backbone_digests(manifest)) for of_class in members]
     return tuple(evaluate(head, of_class, label=label) for label, of_class in enumerate(chunks))
+
+
+def _held_out_images(manifest: TaskManifest, local: LocalSettings, cache: FeatureCache) -> list[list[str]]:
+    """Return the identities of the images to evaluate on, by class."""
+    members: list[list[str]] = [[] for _ in manifest.classes]
+    if is_private(manifest):
+        return members
+    try:
+        images = find_images(local.data, manifest.classes)
+    except ConfigError as error:
+        event(log, logging.WARNING, "no image to evaluate the head on", error=error)
+        return members
+    known = set.intersection(*(cache.known(backbone) for backbone in backbone_digests(manifest)))
+    for image in images:
+        if image.identity in known and held_out(image, local.holdout):
+            members[image.label].append(image.identity)
+    return members

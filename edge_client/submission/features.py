@@ -19,7 +19,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.facts import BackboneProvider
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.prepared import FoundImages
-from protocol.errors import ConfigError, PrivacyRefused
+from protocol.errors import PrivacyRefused
 from protocol.log import event
 from protocol.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -157,19 +157,6 @@ def training_feature_keys(task: TaskManifest) -> list[str]:
     how = task.perturbation
     tag = cache_tag(how) if how and how.on == "images" else ""
     return [digest + tag for digest in backbone_digests(task)]
-
-
-def images_with_features(
-    manifest: TaskManifest, data: LocalSettings, cache: FeatureCache
-) -> list[LabeledImage]:
-    """Return the images whose features are cached; none if the data folder does not match the task."""
-    try:
-        images = find_images(data.data, manifest.classes)
-    except ConfigError as error:
-        event(log, logging.WARNING, "no image to evaluate the head on", error=error)
-        return []
-    known = set.intersection(*(cache.known(backbone) for backbone in backbone_digests(manifest)))
-    return [image for image in images if image.identity in known]
 
 
 def _perturbation(task: TaskManifest, secret: bytes) -> tuple[str, Alter] | None:
