@@ -1,4 +1,4 @@
-"""FedTC's work on the server: a head trained on nothing but the prototypes that the devices sent."""
+"""FedTC on the aggregator: trains a head on the prototypes of all devices."""
 
 import math
 import time
@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aggregator.algorithms.program import ABSENT_LOGIT
 from protocol.errors import ProtofleetError
 
-# What a class without any prototype gets instead of a learned logit: its probability is 0 in float32, and
-# the number still fits a float16 runtime.
-ABSENT_LOGIT = -1e4
-# Share of a one-cycle training in which the rate rises.
 WARM_UP = 0.3
+"""Fraction of a one-cycle training in which the rate rises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,16 +25,16 @@ class Recipe:
     """How a head is trained.
 
     Attributes:
-        epochs: passes over the prototypes, and more where that makes fewer than `min_steps` steps.
-        min_steps: optimizer steps that even the smallest fleet's head gets.
+        epochs: passes over the prototypes; more if they are fewer than `min_steps` steps.
+        min_steps: least number of optimizer steps.
         batch_size: prototypes in a step.
         optimizer: plain SGD, or AdamW.
         learning_rate: constant, or the peak of the cycle.
         one_cycle: raise the rate from near nothing and let it fall again, over the whole training.
-        restore: give back to the prototypes the variance that averaging took (`restore_variance`).
-        mix: train each step on fresh mixtures of two restored deviations of a class.
-        standardize: train on features of mean 0 and deviation 1, and fold that into the first layer afterwards:
-            the rate then suits every backbone, whatever the scale of its features.
+        restore: restore the variance that averaging removed (`restore_variance`).
+        mix: train each step on random mixtures of two restored deviations of a class.
+        standardize: train on features of mean 0 and deviation 1, folded into the first layer afterwards, so that
+            one rate suits the feature scales of all backbones.
     """
 
     epochs: int
@@ -50,7 +48,7 @@ class Recipe:
     standardize: bool
 
     def rate_at(self, progress: float) -> float:
-        """Return the share of the learning rate due at a point of the training between 0 and 1."""
+        """Return the fraction of the learning rate at a point of the training between 0 and 1."""
         if not self.one_cycle:
             return 1.0
         if progress < WARM_UP:
@@ -96,7 +94,7 @@ class Head(nn.Module):
         self.classifier = nn.Linear(512, num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the logits; what ReLU leaves without a direction stays zero instead of NaN."""
+        """Return the logits; rows of zeros stay zero instead of NaN."""
         hidden = functional.normalize(functional.relu(self.adapter_1(features)))
         hidden = functional.normalize(functional.relu(self.adapter_2(hidden)))
         logits: Tensor = self.classifier(hidden)
@@ -105,12 +103,12 @@ class Head(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedHead:
-    """A head and how its training went.
+    """A head and its training's figures.
 
     Attributes:
         module: the head, on the CPU, in evaluation mode.
         loss: mean cross-entropy over the last epoch.
-        accuracy: share of the prototypes, as trained on, that the head gets right.
+        accuracy: of the head on the prototypes as trained on.
         epochs: passes over the prototypes.
         seconds: wall time of the training.
     """
@@ -144,11 +142,11 @@ class _TrainingSet:
 def restore_variance(
     prototypes: NDArray[np.float32], labels: NDArray[np.integer], counts: NDArray[np.integer]
 ) -> NDArray[np.float32]:
-    """Spread prototypes around their class mean as wide as the features that they average.
+    """Spread prototypes around their class mean as widely as the features that they average.
 
-    The mean of n features has an n-th of their variance, so a head trained on it would meet features on the
-    device that spread sqrt(n) times as far. P_j -> mu_v + sqrt(n_j) (P_j - mu_v) undoes that; mu_v is the
-    count-weighted mean of the class. Not in the paper.
+    The mean of n features has an n-th of their variance, so the features on a device are spread sqrt(n) times as
+    widely as the prototypes. P_j -> mu_v + sqrt(n_j) (P_j - mu_v) compensates that; mu_v is the count-weighted mean of
+    the class. Not in the paper.
 
     Laws: class means stay where counts are equal; prototypes of one image each are unchanged.
 
@@ -193,7 +191,7 @@ def train_head(
         on_epoch: called after each epoch with its number from 1, the number of epochs and its mean loss.
 
     Raises:
-        ProtofleetError: there is no prototype, or one that cannot be trained on.
+        ProtofleetError: there are no prototypes, or invalid ones.
     """
     _check_prototypes(prototypes, labels, counts, num_classes)
     started = time.perf_counter()
@@ -234,7 +232,7 @@ def _check_prototypes(
     if counts.min() < 1:
         raise ProtofleetError("every prototype must average at least one image")
     if not np.isfinite(prototypes).all():
-        raise ProtofleetError("prototypes must be finite; refuse the submission that these came with")
+        raise ProtofleetError("prototypes must be finite; refuse their submission")
 
 
 def _class_means(
@@ -289,8 +287,8 @@ def _first_head(data: _TrainingSet, seed: int) -> Head:
 def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
     """Return each feature's mean and standard deviation, (L,), over the features to train on.
 
-    A feature that hardly moves among the prototypes would be blown up on the device, where it may: no scale is
-    less than a hundredth of the mean one.
+    No scale is less than a hundredth of the mean scale, so that a feature that hardly varies among the prototypes is
+    not amplified on devices.
     """
     features = data.centers[data.labels] + data.deviations
     scale = features.std(dim=0, correction=0)
@@ -299,7 +297,7 @@ def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
 
 
 def _fold(head: Head, mean: Tensor | float, scale: Tensor | float) -> None:
-    """Make a head trained on (x - mean) / scale give the same logits for x."""
+    """Fold standardization into the first layer: a head trained on (x - mean) / scale then takes x."""
     first = head.adapter_1
     with torch.no_grad():
         first.weight /= scale
@@ -344,10 +342,10 @@ def _optimizer(head: Head, recipe: Recipe) -> torch.optim.Optimizer:
 
 
 def _features(data: _TrainingSet, members: Tensor, *, generator: torch.Generator, mix: bool) -> Tensor:
-    """Return what a step trains on, (b, L).
+    """Return a step's features, (b, L).
 
-    Mixed, each deviation d becomes cos(t) d + sin(t) d', with d' that of a random prototype of the same class
-    and t random: another point of the class, and the class's own variance.
+    Mixed, each deviation d becomes cos(t) d + sin(t) d', with d' that of a random prototype of the same class and t
+    random: another point of the class, with the class's variance.
     """
     labels = data.labels[members]
     deviations = data.deviations[members]
@@ -360,7 +358,7 @@ def _features(data: _TrainingSet, members: Tensor, *, generator: torch.Generator
 
 
 def _accuracy(head: Head, data: _TrainingSet) -> float:
-    """Return the share of the prototypes that the head gets right."""
+    """Return the head's accuracy on the prototypes."""
     with torch.inference_mode():
         predicted = head(data.centers[data.labels] + data.deviations).argmax(dim=1)
     return float((predicted == data.labels).float().mean())

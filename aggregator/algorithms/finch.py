@@ -9,15 +9,15 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 TIE = 1e-9
-"""Cosines closer than this are equal, and a point this much shorter than the longest one has no direction: what
-the order of a sum may change is a millionth of it."""
+"""Cosines closer than this are equal, and a point this much shorter than the longest one has no direction; rounding
+by the order of a sum is a millionth of it."""
 
 
 def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
-    """Cluster points, cluster the means of the clusters, and so on until nothing more joins.
+    """Cluster points, then the means of the clusters, and so on until no clusters join.
 
-    The paper leaves some things open. Here a point with several nearest neighbors is linked to all of them,
-    which keeps the result free of the points' order. Points of length 0 have no direction: they are one cluster,
+    Where the paper is not specific, a point with several nearest neighbors is linked to all of them,
+    which keeps the result free of the points' order. Points of length 0 have no direction: they form one cluster,
     which never joins another. A lone point is a cluster.
 
     Laws: the order of the points does not matter, nor does a positive factor common to all of them. Each
@@ -39,7 +39,7 @@ def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
 
 
 def coarsest(points: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Return the last partition that has at least two clusters, and where there is none the first.
+    """Return the last partition with at least two clusters, else the first.
 
     Args:
         points: (p, D), p >= 1, finite.
@@ -49,9 +49,9 @@ def coarsest(points: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def _linked(points: NDArray[np.float64], shortest: float) -> NDArray[np.int64]:
-    """One level (eq. 1): m and n share a cluster if one is the other's first neighbor or both have the same one.
+    """Return one partition (eq. 1): m and n are linked if one is the other's first neighbor or both share one.
 
-    Two points with the same first neighbor are connected through it, so its links are all that is needed.
+    Two points with the same first neighbor are connected through it, so links to first neighbors suffice.
     """
     lengths = np.linalg.norm(points, axis=1)
     directed = lengths > shortest
@@ -68,7 +68,7 @@ def _linked(points: NDArray[np.float64], shortest: float) -> NDArray[np.int64]:
 
 
 def _renumbered(labels: NDArray[np.integer]) -> NDArray[np.int64]:
-    """The same clusters, numbered in the order in which they first occur."""
+    """Number clusters in the order in which they first occur."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first)).astype(np.int64)[inverse]
 

@@ -1,4 +1,4 @@
-"""The tensors of a round as a blob, and back."""
+"""Encodes the tensors of a round as a blob."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,10 @@ from protocol.wire.messages import MAX_BLOB_BYTES, Tensors
 
 
 def pack_tensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
-    """Arrays by name as a blob; `unpack_tensors(pack_tensors(t))` are the same arrays.
+    """Encode arrays by name; `unpack_tensors(pack_tensors(t))` returns equal arrays.
 
     Raises:
-        ProtofleetError: one holds NaN or infinity, or is of a dtype that does not travel.
+        ProtofleetError: one holds NaN or infinity, or is of a dtype that cannot be sent.
     """
     for name, values in tensors.items():
         if not np.isfinite(values).all():
@@ -24,10 +24,10 @@ def pack_tensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def unpack_tensors(payload: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays in a blob, read-only.
+    """Decode a blob into read-only arrays.
 
     Raises:
-        MalformedMessage: it is no such blob.
+        MalformedMessage: the blob is malformed.
     """
     message = decode(payload, Tensors, max_bytes=MAX_BLOB_BYTES)
     return {name: to_array(tensor) for name, tensor in message.values.items()}

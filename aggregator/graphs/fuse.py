@@ -1,4 +1,4 @@
-"""Backbone and head in one ONNX file, made without torch."""
+"""Fuses a backbone and a head into one ONNX file, without torch."""
 
 import hashlib
 
@@ -10,18 +10,18 @@ from protocol.metadata import BackboneMetadata, HeadMetadata, ModelMetadata, rea
 
 
 def finished(model: onnx.ModelProto, metadata: HeadMetadata | ModelMetadata) -> bytes:
-    """A checked graph as a file that says what it is."""
+    """Return a checked graph as a file with metadata."""
     onnx.helper.set_model_props(model, to_properties(metadata))
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString(deterministic=True))
 
 
 def fuse(backbone: bytes, head: bytes) -> bytes:
-    """Backbone and head as one ONNX file: `image` in, `logits` and `probabilities` out.
+    """Return backbone and head as one ONNX file: input `image`, outputs `logits` and `probabilities`.
 
     Args:
         backbone: an ONNX file that `export-backbone` wrote.
-        head: a head for features of that very file.
+        head: a head trained on features of that file.
 
     Raises:
         BackboneMismatch: the head was trained on another backbone's features.
@@ -34,7 +34,7 @@ def fuse(backbone: bytes, head: bytes) -> bytes:
     digest = hashlib.sha256(backbone).hexdigest()
     if facts.head.backbones != (digest,):
         raise BackboneMismatch(
-            f"the head takes the features of backbone {', '.join(facts.head.backbones)}, got backbone {digest}"
+            f"the head needs features of backbone {', '.join(facts.head.backbones)}, got backbone {digest}"
         )
     opset = max(_opset(first), _opset(second))
     first, second = _prepared(first, "backbone/", opset=opset), _prepared(second, "head/", opset=opset)
@@ -43,7 +43,7 @@ def fuse(backbone: bytes, head: bytes) -> bytes:
 
 
 def _prepared(model: onnx.ModelProto, prefix: str, *, opset: int) -> onnx.ModelProto:
-    """A graph at that operator set, without metadata, whose inner names cannot be another graph's."""
+    """Return a graph at that operator set, without metadata, with prefixed inner names."""
     if _opset(model) != opset:
         model = version_converter.convert_version(model, opset)
     model.ClearField("metadata_props")

@@ -1,4 +1,4 @@
-"""torch functions as ONNX graphs, each compared with torch before anybody gets it."""
+"""Exports heads from PyTorch to ONNX, and measures their difference from PyTorch."""
 
 import contextlib
 import logging
@@ -16,31 +16,30 @@ from aggregator.graphs.fuse import finished
 from protocol.metadata import HeadMetadata
 
 OPSET = 18
-"""ONNX operator set of the heads: ONNX Runtime runs it since 1.14."""
+"""ONNX operator set of all graphs; ONNX Runtime supports it since 1.14."""
 
 BATCH_SIZES = (1, 7, 256)
-"""Rows at which a graph is compared with torch."""
+"""Rows with which a head is compared with PyTorch."""
 
 
 class _Outputs(nn.Module):
-    """A head with both of its outputs."""
+    """A head with logits and probabilities as outputs."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.head = head
 
     def forward(self, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits and probabilities, (n, C) each."""
         logits = self.head(feature)
         return logits, torch.softmax(logits, dim=1)
 
 
 def head_to_onnx(head: nn.Module, *, metadata: HeadMetadata) -> bytes:
-    """A head as an ONNX file.
+    """Export a head to an ONNX file.
 
     Args:
         head: float32 (n, L) features to (n, C) logits, on the CPU, in evaluation mode.
-        metadata: what the file says of itself.
+        metadata: the file's metadata.
 
     Returns:
         A file with input `feature` float32 (n, L) and outputs `logits` and `probabilities` float32 (n, C).
@@ -62,7 +61,7 @@ def head_to_onnx(head: nn.Module, *, metadata: HeadMetadata) -> bytes:
 
 
 def without_notes(program: Any) -> onnx.ModelProto:
-    """The graph without the exporter's notes, which are stack traces with the paths of this machine."""
+    """Return the graph without the exporter's stack traces, which contain paths of this machine."""
     model: onnx.ModelProto = program.model_proto
     graph = model.graph
     parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
@@ -73,12 +72,12 @@ def without_notes(program: Any) -> onnx.ModelProto:
 
 
 def max_abs_difference(head: nn.Module, file: bytes, features: NDArray[np.float32]) -> float:
-    """The largest difference between torch and ONNX Runtime, over logits and probabilities.
+    """Return the maximum difference between PyTorch and ONNX Runtime over logits and probabilities.
 
     Args:
-        head: the module that the file was made of.
-        file: what `head_to_onnx` gave.
-        features: float32 (m, L), m >= 1; they are repeated where a batch is larger than m.
+        head: the exported module.
+        file: its ONNX file.
+        features: float32 (m, L), m >= 1; repeated for batches larger than m.
     """
     import onnxruntime
 
@@ -90,14 +89,14 @@ def max_abs_difference(head: nn.Module, file: bytes, features: NDArray[np.float3
             expected = _Outputs(head)(torch.from_numpy(batch))
         for theirs, ours in zip(expected, session.run(None, {"feature": batch}), strict=True):
             difference = np.abs(theirs.numpy() - ours)
-            # NaN on either side must count as a difference, and max() would hide it.
+            # NaN must count as a difference, and max() would hide it.
             worst = float("inf") if np.isnan(difference).any() else max(worst, float(difference.max()))
     return worst
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the exporter's chatter out of the log."""
+    """Suppress the exporter's warnings."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Whether the graphs of a program compute what eager torch computes, with autograd and with torch's own optimizer."""
+"""Verifies the graphs of a program against eager PyTorch, with autograd and PyTorch's own optimizer."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,12 @@ from protocol.errors import ProtofleetError
 BATCHES = (1, 5, 32)
 """Images in a step."""
 CLIENTS = (1, 3, 17)
-"""Contributions pooled into the round before."""
+"""Contributions aggregated into the previous round."""
 STEPS = 10
 TOLERANCE = {"outputs": 1e-5, "loss": 1e-5, "gradients": 1e-5, "steps": 1e-4}
-"""Of what a graph gives, beside its largest value or 1; `steps` are ten losses, and the parameters after them."""
+"""Greatest difference relative to the largest value or 1; `steps`: ten losses, and the parameters after them."""
 ROUNDING = 10
-"""A graph may differ by this many times what rounding does to torch itself, if that is more: at a low temperature or
-a high rate it is."""
+"""Tolerance as a multiple of PyTorch's own rounding error, if that is more, as at a low temperature or a high rate."""
 
 Tensors = Mapping[str, Tensor]
 
@@ -37,42 +36,42 @@ def check(
     feature_size: int,
     num_classes: int,
 ) -> dict[str, float]:
-    """Compare graphs with eager torch on random features, for several batches and fleets, with classes missing.
+    """Compare graphs with eager PyTorch on random features, for several batches and fleets, with classes missing.
 
     Args:
         files: the ONNX files, by role.
-        algorithm: whose they are.
-        functions: what they were traced from.
+        algorithm: the algorithm.
+        functions: the functions that the graphs were traced from.
         feature_size: L.
         num_classes: C.
 
     Returns:
-        The largest differences: `outputs`, `loss` and `gradients` of the first step, and `steps`, of ten of them.
+        The maximum differences: `outputs`, `loss` and `gradients` of the first step, and `steps`, of ten steps.
 
     Raises:
-        ProtofleetError: one is larger than it may be, or something is not finite.
+        ProtofleetError: a difference exceeds its tolerance, or a value is not finite.
     """
     graphs = {role: _Graph.load(file) for role, file in files.items()}
-    world = _World(algorithm, functions, feature_size, num_classes)
+    fleet = _RandomFleet(algorithm, functions, feature_size, num_classes)
     worst = dict.fromkeys(TOLERANCE, 0.0)
-    for name, difference, rounding in _differences(graphs, functions, world):
+    for name, difference, rounding in _differences(graphs, functions, fleet):
         limit = max(TOLERANCE[name], ROUNDING * rounding)
         if not difference <= limit:
             raise ProtofleetError(
-                f"the {algorithm.name} graphs differ from torch in {name} by {difference:.3g}, more than {limit:.3g}: "
-                "not published"
+                f"the {algorithm.name} graphs differ from PyTorch in {name} by {difference:.3g}, "
+                f"more than {limit:.3g}: not published"
             )
         worst[name] = max(worst[name], difference)
     return worst
 
 
 def _differences(
-    graphs: "Mapping[str, _Graph]", functions: Functions, world: "_World"
+    graphs: "Mapping[str, _Graph]", functions: Functions, fleet: "_RandomFleet"
 ) -> Iterator[tuple[str, float, float]]:
-    """What is compared, how far the graph is from torch, and how far torch from itself in float64."""
+    """Yield what is compared, the graph's difference from PyTorch, and PyTorch's own from float64."""
     for rows in (0, *BATCHES):
-        yield from _compare(graphs["init"], functions.init, world.images(rows))
-    for tensors in world.cases():
+        yield from _compare(graphs["init"], functions.init, fleet.images(rows))
+    for tensors in fleet.cases():
         for role in ("project", "head"):
             yield from _compare(graphs[role], getattr(functions, role), tensors)
         yield from _compare_steps(graphs["step"], functions, tensors)
@@ -103,8 +102,8 @@ class _Graph:
         }
 
 
-class _World:
-    """Made-up devices, whose rounds are the algorithm's own."""
+class _RandomFleet:
+    """Random devices, whose rounds the algorithm aggregates."""
 
     def __init__(
         self, algorithm: Algorithm, functions: Functions, feature_size: int, num_classes: int
@@ -119,7 +118,7 @@ class _World:
         return {"feature": torch.from_numpy(values.astype(np.float32)), "labels": torch.from_numpy(labels)}
 
     def cases(self) -> Iterator[Tensors]:
-        """All that a graph may take: a batch of each size, and fleets of each size that lack the last class."""
+        """Yield inputs: batches and fleets of each size, which lack the last class."""
         first = self._algorithm.first_tensors(
             feature_size=self._feature_size, num_classes=self._classes, seed=0
         )
@@ -131,7 +130,7 @@ class _World:
                 yield self._case(pooled, batch=batch)
 
     def _owned(self) -> NDArray[np.int64]:
-        """Classes of one device, never the last one of several."""
+        """Return the classes of a device, never the last one of several."""
         known = max(1, self._classes - 1)
         return np.sort(self._random.choice(known, size=self._random.integers(1, known + 1), replace=False))
 
@@ -174,7 +173,7 @@ class _World:
 
 @dataclass(frozen=True)
 class _Descent:
-    """Ten steps on one batch: their losses, the first step's gradients, and the parameters in the end."""
+    """Ten steps on one batch: losses, the first step's gradients, and the final parameters."""
 
     losses: Tensor
     gradients: Tensors
@@ -230,10 +229,10 @@ def _compare_steps(
 
 
 def _drift(ours: Tensor, theirs: Tensor) -> float:
-    """The difference that 99 % of a parameter's values do not exceed, beside a typical value.
+    """Return the 99th percentile of a parameter's differences relative to its root mean square.
 
-    Not the largest one: Adam goes a whole step by the mere sign of a gradient, and where that is nothing but
-    rounding, no two programs agree on it.
+    Not the maximum: Adam takes a whole step by the sign of a gradient even if that is only rounding, on which no two
+    programs agree.
     """
     differences = (ours - theirs).abs().flatten()
     most = differences.kthvalue(math.ceil(0.99 * len(differences))).values
@@ -243,7 +242,7 @@ def _drift(ours: Tensor, theirs: Tensor) -> float:
 def _compare(graph: _Graph, function: Function, tensors: Tensors) -> Iterator[tuple[str, float, float]]:
     expected, found = function.apply(tensors), graph(tensors)
     if list(expected) != list(found):
-        raise ProtofleetError(f"a graph gives {', '.join(found)}, expected {', '.join(expected)}")
+        raise ProtofleetError(f"a graph has outputs {', '.join(found)}, expected {', '.join(expected)}")
     exact = function.apply(_precise(tensors))
     for name, value in expected.items():
         yield "outputs", _difference(found[name], value), _difference(value, exact[name])
@@ -254,7 +253,7 @@ def _precise(tensors: Tensors) -> Tensors:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference beside the largest value or 1; infinite if anything is not finite or of another shape."""
+    """Return the maximum difference relative to the largest value or 1; infinite for non-finite values or shapes."""
     if ours.shape != theirs.shape or not bool(torch.isfinite(ours).all()):
         return math.inf
     if not theirs.numel():

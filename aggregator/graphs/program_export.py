@@ -1,4 +1,4 @@
-"""The graphs of a program: made with torch once for a task, and a head's inputs bound without it."""
+"""The graphs of a program: built with torch once per task; a head's inputs are bound without it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ RUNTIME_MIN = "1.14"
 """The first ONNX Runtime with the graphs' operator set, 18."""
 
 LOCAL = ("local_prototypes", "local_counts")
-"""What a head may ask for that only a device has."""
+"""Inputs of a head that only a device has."""
 
 _NO_LIMIT = 2**40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs:
-    """The four ONNX files of a program; `protocol.wire.messages.Program` says what each is for."""
+    """The four ONNX files of a `protocol.wire.messages.Program`."""
 
     init: bytes
     step: bytes
@@ -34,7 +34,7 @@ class Graphs:
 
 
 def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
-    """Trace an algorithm's functions into ONNX files, and check each against eager torch.
+    """Trace an algorithm's functions into ONNX files, and verify each against eager PyTorch.
 
     The same arguments give the same bytes.
 
@@ -45,7 +45,7 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
         seed: of the first weights.
 
     Raises:
-        ProtofleetError: a graph does not compute what torch computes.
+        ProtofleetError: a graph differs from PyTorch.
     """
     from aggregator.graphs.head_export import OPSET
     from aggregator.graphs.parity import check
@@ -71,10 +71,10 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
 
 
 def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
-    """Return the state of a device without an image, by name: what `bind` gives a head for who has no device.
+    """Return the state of a device without images, by name, for a head that is not bound to a device.
 
     Args:
-        init: the program's graph of that name.
+        init: the program's `init` graph.
         feature_size: L.
     """
     session = onnxruntime.InferenceSession(init, providers=["CPUExecutionProvider"])
@@ -84,19 +84,19 @@ def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
 
 
 def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMetadata) -> bytes:
-    """A program's head with its inputs bound, to be used as any other head.
+    """Return a program's head with its inputs bound to constants, to be used as any other head.
 
     Args:
-        head: the program's graph of that name.
-        tensors: a state, such as `untrained` gives, and the tensors of a round over it; integers and float16 are
-            converted to what the graph takes. A device's own prototypes are zeros where they are not among them.
-        metadata: what the file says of itself.
+        head: the program's `head` graph.
+        tensors: a state, such as that of `untrained`, and the tensors of a round, converted to the graph's dtypes. A
+            device's own prototypes are zeros if missing.
+        metadata: the file's metadata.
 
     Returns:
         A file with input `feature` float32 (n, L) and outputs `logits` and `probabilities` float32 (n, C).
 
     Raises:
-        ProtofleetError: a tensor is missing, or has another shape than the graph takes.
+        ProtofleetError: a tensor is missing or of another shape.
     """
     from onnxscript import optimizer
 
@@ -111,7 +111,7 @@ def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMeta
         )
     del model.graph.input[:]
     model.graph.input.append(feature)
-    # What follows from the bound tensors alone is computed here: of FedPCL's prototypes few rows remain.
+    # Fold what depends on constants only: of FedPCL's prototypes few rows remain.
     format_version = model.ir_version
     model = optimizer.optimize(model, input_size_limit=_NO_LIMIT, output_size_limit=_NO_LIMIT)
     model.ir_version = format_version
@@ -122,7 +122,7 @@ def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMeta
 
 
 def _fitting(name: str, shape: list[int | None], tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    """The tensor of that name, whose edges are as long as they must be; any length will do for None."""
+    """Return the tensor of that name if it has that shape, in which None is any length."""
     array = tensors.get(name)
     if array is None and name in LOCAL:
         return np.zeros([edge or 0 for edge in shape], dtype=np.float32)

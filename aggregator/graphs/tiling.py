@@ -1,8 +1,8 @@
-"""Work on large tensors a tile at a time: what is passed over again and again then stays in the processor's cache.
+"""Rewrites a graph to process large tensors tile by tile, so that each tile stays in the processor's cache.
 
-An optimizer's step is a dozen operations on tensors of megabytes, and each of them alone waits for memory. A state
-tensor of three axes is a stack of tiles; all operations on stacks of its shape become the body of one `Scan`, which
-neither copies the tiles nor what it makes of them.
+An optimizer's step is a dozen operations on tensors of megabytes, each limited by memory bandwidth. A state tensor of
+three axes is a stack of tiles; all operations on stacks of its shape become the body of one `Scan`, which copies
+neither its inputs nor its outputs.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ _Shape = tuple[int | str, ...]
 
 
 def tile(model: ModelProto) -> None:
-    """Put all operations on stacks of tiles into a `Scan` over the tiles, in place.
+    """Move all operations on stacks of tiles into a `Scan` over the tiles, in place.
 
-    They must be element by element, or a product of a stack of matrices with one matrix for all. That the outcome
-    is the same is for the caller to check.
+    They must be elementwise, or products of a stack of matrices with one common matrix. The caller verifies the
+    result.
 
     Args:
-        model: a graph; each of its inputs of three fixed axes tells of a shape of stacks.
+        model: a graph; its inputs of three fixed axes define the shapes of stacks.
     """
     shapes = _shapes(model)
     stacks = {shapes[value.name] for value in model.graph.input if len(shapes[value.name]) == 3}
@@ -69,7 +69,7 @@ def _scan(graph: GraphProto, nodes: Sequence[NodeProto], shapes: dict[str, _Shap
 def _body(
     nodes: Sequence[NodeProto], taken: Sequence[str], given: Sequence[str], shapes: dict[str, _Shape]
 ) -> GraphProto:
-    """What is done with a tile; names of what is outside are prefixed, and scalars and the like used as they are."""
+    """Return the operations on a tile; inputs and outputs are prefixed, other outer values are used as they are."""
     inside = {name: f"tile_{name}" for name in (*taken, *given)}
     copies = []
     for node in nodes:

@@ -1,4 +1,4 @@
-"""An algorithm's torch function as an ONNX file, whose inputs and outputs have the names of its tensors."""
+"""Traces an algorithm's torch functions into ONNX files, whose inputs and outputs are named as its tensors."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Examples = Mapping[str, Tensor]
 
 
 def to_torch(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Return a round's tensors as graphs take them: indices, which are uint32, as int64, all others as float32."""
+    """Return a round's tensors in the graphs' dtypes: uint32 indices as int64, all others as float32."""
     return {
         name: torch.from_numpy(array.astype(np.int64 if array.dtype == np.uint32 else np.float32))
         for name, array in arrays.items()
@@ -31,17 +31,16 @@ def to_torch(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
 def examples(
     algorithm: Algorithm, functions: Functions, *, feature_size: int, num_classes: int, seed: int
 ) -> Examples:
-    """Return a tensor of the right dtype for every name that a function may take.
+    """Return an example tensor for every input of a function.
 
-    Only their shapes matter. No two axes that vary are of one length, nor of that of an axis that does not: the
-    tracer would take them for the same.
+    All dynamic axes have different lengths, and none that of a fixed axis: the tracer would treat them as equal.
 
     Args:
-        algorithm: gives the tensors of a round.
-        functions: its own.
+        algorithm: the algorithm.
+        functions: its functions.
         feature_size: L.
         num_classes: C.
-        seed: of the tensors of the first round.
+        seed: of the first round's tensors.
     """
     first = algorithm.first_tensors(feature_size=feature_size, num_classes=num_classes, seed=seed)
     tensors = {
@@ -80,13 +79,13 @@ def to_onnx(
 ) -> bytes:
     """Trace a function into an ONNX file.
 
-    `torch.onnx.export` alone cannot see through `torch.func`; what `make_fx` has traced before, it can.
+    `make_fx` comes first, since `torch.onnx.export` alone does not support `torch.func`.
 
     Args:
-        function: what to trace.
-        tensors: what `examples` gave.
-        dimensions: the functions' own.
-        metadata: what the file says of itself.
+        function: the function.
+        tensors: `examples`.
+        dimensions: the functions' dynamic axes.
+        metadata: the file's metadata.
     """
     names: list[str] = []
 
@@ -120,7 +119,7 @@ def to_onnx(
 
 
 def _rename(graph: onnx.GraphProto, *, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Name a graph's ends; what lies between is numbered, for its names may be those of the ends."""
+    """Name a graph's inputs and outputs, and number all other values, whose names could collide with them."""
     ends = [*zip(graph.input, inputs, strict=True), *zip(graph.output, outputs, strict=True)]
     names = {value.name: name for value, name in ends} | {"": ""}
     if len(names) <= len(ends):
@@ -138,7 +137,7 @@ def _rename(graph: onnx.GraphProto, *, inputs: Sequence[str], outputs: Sequence[
 
 
 def _fold_transposes(graph: onnx.GraphProto) -> None:
-    """Let `Gemm` read a transposed matrix as it lies; ONNX Runtime does so by itself, but not behind a `Reshape`."""
+    """Fold transposes into `Gemm`, which ONNX Runtime does not do after a `Reshape`."""
     turned = {node.output[0]: node for node in graph.node if node.op_type == "Transpose"}
     for node in graph.node:
         if node.op_type == "Gemm":
@@ -152,7 +151,7 @@ def _fold_transposes(graph: onnx.GraphProto) -> None:
 
 
 def _prune(graph: onnx.GraphProto) -> None:
-    """Take out what nothing asks for any more."""
+    """Remove unused nodes and constants."""
     used = {value.name for value in graph.output}
     nodes = []
     for node in reversed(graph.node):
