@@ -14,9 +14,8 @@ MIGRATIONS = (
     ) STRICT;
     CREATE TABLE revoked_certificates (serial TEXT PRIMARY KEY, since_s REAL NOT NULL) STRICT;
     CREATE TABLE submissions (
-        task BLOB NOT NULL, device TEXT NOT NULL, sequence INTEGER NOT NULL, digest BLOB NOT NULL,
-        received_s REAL NOT NULL, round INTEGER NOT NULL, size_bytes INTEGER NOT NULL, images INTEGER NOT NULL,
-        prototypes INTEGER NOT NULL, per_class TEXT NOT NULL, PRIMARY KEY (task, device)
+        task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, record TEXT NOT NULL,
+        PRIMARY KEY (task, device)
     ) STRICT;
     CREATE TABLE evaluations (
         task BLOB NOT NULL, device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL,

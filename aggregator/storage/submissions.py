@@ -30,28 +30,17 @@ class Submissions:
 
     def put(self, task: bytes, record: SubmissionRecord) -> None:
         """Store a device's submission in place of its previous one."""
-        entry = record.entry
         self._database.write(
-            "INSERT OR REPLACE INTO submissions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *(task, record.device, entry.sequence, entry.digest, entry.received_s, entry.round),
-            *(record.size_bytes, record.images, record.prototypes),
-            msgspec.json.encode(record.per_class).decode(),
+            "INSERT OR REPLACE INTO submissions VALUES (?, ?, ?, ?)",
+            *(task, record.device, record.entry.digest, msgspec.json.encode(record).decode()),
         )
 
     def all(self, task: bytes) -> dict[str, SubmissionRecord]:
         """Return the newest submission of each device to a task."""
         rows = self._database.read(
-            "SELECT device, sequence, digest, received_s, round, size_bytes, images, prototypes, per_class "
-            "FROM submissions WHERE task = ? ORDER BY device",
-            task,
+            "SELECT device, record FROM submissions WHERE task = ? ORDER BY device", task
         )
-        return {
-            device: SubmissionRecord(
-                *(device, Entry(*entry), size_bytes, images, prototypes),
-                per_class=msgspec.json.decode(per_class, type=dict[int, int]),
-            )
-            for device, *entry, size_bytes, images, prototypes, per_class in rows
-        }
+        return {device: msgspec.json.decode(record, type=SubmissionRecord) for device, record in rows}
 
     def digests_of_other_tasks(self, task: bytes) -> set[bytes]:
         """Return the digests of the submissions to all tasks but this one."""
@@ -68,4 +57,6 @@ class Submissions:
 
     def reset_sequence(self, device: str) -> None:
         """Let the device's next submission replace the stored ones whatever its sequence number."""
-        self._database.write("UPDATE submissions SET sequence = 0 WHERE device = ?", device)
+        self._database.write(
+            "UPDATE submissions SET record = json_set(record, '$.entry.sequence', 0) WHERE device = ?", device
+        )

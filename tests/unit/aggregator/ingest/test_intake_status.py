@@ -1,4 +1,4 @@
-"""What is told of a stopped intake, on a disk that takes nothing more."""
+"""The status of a stopped intake, on a full disk."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,8 @@ from protocol.errors import StateError
 from tests.support.machine import full_disk
 
 
-def test_it_is_told_on_a_full_disk(tmp_path: Path) -> None:
-    """The file never changes its size, whatever the reason is made of."""
+def test_status_is_written_on_a_full_disk(tmp_path: Path) -> None:
+    """The file never changes its size, whatever the reason."""
     intake_status.create(tmp_path)
     assert intake_status.read(tmp_path) is None
     (file,) = tmp_path.iterdir()
@@ -20,19 +20,19 @@ def test_it_is_told_on_a_full_disk(tmp_path: Path) -> None:
     stopped = Stopped(12.5, "Kein Platz: \x00\u2026" * 100)
     with full_disk(after_bytes=size_bytes):
         intake_status.write(tmp_path, stopped)
-        told = intake_status.read(tmp_path)
-        assert told is not None
-        assert told.since_s == 12.5
-        assert stopped.reason.startswith(told.reason)
-        assert len(told.reason) > 100
+        found = intake_status.read(tmp_path)
+        assert found is not None
+        assert found.since_s == 12.5
+        assert stopped.reason.startswith(found.reason)
+        assert len(found.reason) > 100
         intake_status.write(tmp_path, None)
     assert intake_status.read(tmp_path) is None
     assert file.stat().st_size == size_bytes
 
 
 @pytest.mark.parametrize("contents", [b"", b"noise", b'{"since_s": 1}', os.urandom(1000)])
-def test_a_notice_that_cannot_be_read_is_none(tmp_path: Path, contents: bytes) -> None:
-    """Also where there is no file at all: before the first start."""
+def test_unreadable_status_is_none(tmp_path: Path, contents: bytes) -> None:
+    """And a missing one, before the first start."""
     assert intake_status.read(tmp_path) is None
     intake_status.create(tmp_path)
     (file,) = tmp_path.iterdir()
@@ -40,7 +40,7 @@ def test_a_notice_that_cannot_be_read_is_none(tmp_path: Path, contents: bytes) -
     assert intake_status.read(tmp_path) is None
 
 
-def test_a_file_that_was_deleted_is_a_clear_error(tmp_path: Path) -> None:
-    """It is not made again: on a full disk that might leave half a file."""
+def test_deleted_file_is_a_state_error(tmp_path: Path) -> None:
+    """It is not created again: a full disk could leave half a file."""
     with pytest.raises(StateError, match=r"intake\.json: No such file"):
         intake_status.write(tmp_path, None)

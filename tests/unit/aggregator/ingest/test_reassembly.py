@@ -1,4 +1,4 @@
-"""Transfers from many devices at once: bounded, answered when asked, and each for itself."""
+"""Concurrent transfers of many devices: complete, bounded, and independent of each other."""
 
 import contextlib
 import functools
@@ -66,7 +66,7 @@ class Disk:
 
 @given(st.permutations(FRAMES), st.data())
 def test_any_order_completes_a_transfer(frames: list[Frame], data: st.DataObject) -> None:
-    """Whichever frame closes the last gap brings the payload; the last bytes before are answered with the gaps."""
+    """The frame that closes the last gap returns the payload; the last bytes return the gaps until then."""
     reassembly = _reassembly()
     arrived: list[Frame] = []
     for frame in frames:
@@ -87,8 +87,8 @@ def test_any_order_completes_a_transfer(frames: list[Frame], data: st.DataObject
             reassembly.take("a", data.draw(st.sampled_from(arrived)))
 
 
-def test_what_was_taken_before_gets_its_receipt_again() -> None:
-    """A device that lost a receipt asks with the last bytes, and nothing is kept of it."""
+def test_accepted_payload_is_acknowledged_again() -> None:
+    """For the last frame, of which nothing is stored."""
     reassembly = Reassembly(max_bytes=1000, holds=lambda *_: True)
     assert [reassembly.take("a", frame) for frame in FRAMES] == [
         None,
@@ -110,8 +110,8 @@ def test_devices_do_not_mix() -> None:
     assert reassembly.take("a", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
 
 
-def test_an_oversized_transfer_is_refused_at_its_first_frame() -> None:
-    """Nothing of it is kept."""
+def test_oversized_transfer_is_refused_at_its_first_frame() -> None:
+    """Nothing is stored."""
     reassembly = _reassembly(max_bytes=99)
     with pytest.raises(Refused, match="expected at most 99 bytes, got 100") as caught:
         reassembly.take("a", FRAMES[0])
@@ -128,8 +128,8 @@ def test_an_oversized_transfer_is_refused_at_its_first_frame() -> None:
     ],
     ids=["other size", "past the end", "empty"],
 )
-def test_a_contradiction_ends_a_transfer(wrong: Frame) -> None:
-    """It is refused by its digest, forgotten, and can begin anew."""
+def test_contradicting_frame_ends_its_transfer(wrong: Frame) -> None:
+    """It is refused and dropped, and can begin anew."""
     reassembly = _reassembly()
     reassembly.take("a", FRAMES[0])
     with pytest.raises(Refused) as caught:
@@ -140,8 +140,8 @@ def test_a_contradiction_ends_a_transfer(wrong: Frame) -> None:
     assert outcomes[-1] == Complete(DIGEST, PAYLOAD)
 
 
-def test_other_bytes_than_announced_are_refused() -> None:
-    """The whole arrives, but is not what its digest says."""
+def test_wrong_digest_is_refused() -> None:
+    """Once all bytes have arrived."""
     reassembly = _reassembly()
     with pytest.raises(Refused, match="expected sha256") as caught:
         reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=3, offset=0, data=b"abc"))
@@ -149,8 +149,8 @@ def test_other_bytes_than_announced_are_refused() -> None:
     assert reassembly._transfers == {}
 
 
-def test_a_device_has_few_transfers_at_a_time() -> None:
-    """A third one pushes out the oldest, so that a device cannot fill the memory; others keep theirs."""
+def test_transfers_of_a_device_are_bounded() -> None:
+    """A third one replaces the oldest; other devices keep theirs."""
     reassembly = _reassembly(per_device=2)
     reassembly.take("b", FRAMES[0])
     for name in (b"one", b"two", b"three"):
@@ -162,8 +162,8 @@ def test_a_device_has_few_transfers_at_a_time() -> None:
     ]
 
 
-def test_a_receipt_names_the_first_gaps_only() -> None:
-    """However many there are, it stays a valid, small message."""
+def test_receipt_lists_the_first_gaps() -> None:
+    """It is a small, valid message however many there are."""
     size_bytes = 1000
     reassembly = _reassembly()
     for offset in range(0, size_bytes - 2, 2):
@@ -176,8 +176,8 @@ def test_a_receipt_names_the_first_gaps_only() -> None:
     assert decode(encode(receipt), Receipt, max_bytes=MAX_CHUNK_BYTES) == receipt
 
 
-def test_an_empty_payload_is_a_transfer_too() -> None:
-    """It is complete at once."""
+def test_empty_payload_is_complete_at_once() -> None:
+    """With its only frame."""
     (frame,) = frames_of(b"", digest=digest_of(b""))
     assert _reassembly().take("a", frame) == Complete(digest_of(b""), b"")
 
@@ -194,8 +194,8 @@ _frame = st.builds(
 
 @hypothesis.settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("ab"), _frame), max_size=40))
-def test_memory_is_bounded_whatever_comes(frames: list[tuple[str, Frame]]) -> None:
-    """No device ever has more unfinished bytes than transfers times the largest transfer."""
+def test_held_bytes_are_bounded(frames: list[tuple[str, Frame]]) -> None:
+    """A device never holds more than its transfers times the largest size, whatever arrives."""
     reassembly = _reassembly(max_bytes=50)
     for device, frame in frames:
         with contextlib.suppress(Refused):
@@ -207,7 +207,7 @@ def test_memory_is_bounded_whatever_comes(frames: list[tuple[str, Frame]]) -> No
 
 
 def test_all_transfers_together_are_bounded() -> None:
-    """Many devices that never finish push out the oldest, never the one that is coming in."""
+    """Many unfinished transfers replace the oldest, never the one of the current frame."""
     reassembly = _reassembly(max_bytes=100, max_held_bytes=2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50)
     for number in range(20):
         for frame in FRAMES[:3]:
@@ -220,8 +220,8 @@ def test_all_transfers_together_are_bounded() -> None:
     assert outcome.missing == ((0, 90),)
 
 
-def test_tiny_transfers_are_not_for_nothing() -> None:
-    """Of ever more transfers that have a byte each, only so many are known as fit the quota with what each takes."""
+def test_tiny_transfers_count_against_the_quota() -> None:
+    """With their overhead: a transfer of one byte is not free."""
     reassembly = _reassembly(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + STRETCH_BYTES + 1))
     for number in range(1000):
         frame = Frame(v=1, digest=digest_of(b"%d" % number), size_bytes=10**6, offset=0, data=b"x")
@@ -229,8 +229,8 @@ def test_tiny_transfers_are_not_for_nothing() -> None:
     assert len(reassembly._transfers) == 100
 
 
-def test_gaps_are_not_for_nothing() -> None:
-    """Bytes that lie apart take a block of the disk each, until what is between them comes."""
+def test_gaps_count_against_the_quota() -> None:
+    """Ranges apart from each other take a block of the disk each, until the gap is closed."""
     reassembly = _reassembly()
     for offset in (0, 2, 4):
         reassembly.take("a", _part(PAYLOAD, offset, offset + 1))
@@ -240,16 +240,16 @@ def test_gaps_are_not_for_nothing() -> None:
     assert reassembly._held_bytes == 5 + 6 * PIECE_BYTES + STRETCH_BYTES
 
 
-def test_a_transfer_in_tiny_pieces_is_taken_where_there_is_no_other() -> None:
-    """Also where its pieces take more than the quota: what is coming in is never pushed out."""
+def test_single_transfer_may_exceed_the_quota() -> None:
+    """The transfer of the current frame is never dropped."""
     reassembly = _reassembly(max_bytes=1000, max_held_bytes=1000)
     frames = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=1))
     assert [reassembly.take("a", frame) for frame in frames][-1] == Complete(DIGEST, PAYLOAD)
     assert reassembly._held_bytes == 0
 
 
-def test_the_transfer_that_waits_longest_goes_first() -> None:
-    """A third transfer of a device takes the place of the one of which nothing comes any more."""
+def test_transfer_without_frames_for_longest_is_replaced() -> None:
+    """By a device's third transfer."""
     reassembly = _reassembly(per_device=2)
     for name in (b"one", b"two", b"one", b"three"):
         reassembly.take("a", Frame(v=1, digest=digest_of(name), size_bytes=100, offset=0, data=b"x"))
@@ -259,10 +259,7 @@ def test_the_transfer_that_waits_longest_goes_first() -> None:
 @hypothesis.settings(max_examples=200)
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_any_frames_commits_and_restarts_complete_a_transfer(payload: bytes, data: st.DataObject) -> None:
-    """Frames of changing sizes that overlap, come twice or not at all, and a kill at any moment: then the rest is sent.
-
-    What the disk has when an aggregator is killed is not asked for again.
-    """
+    """Overlapping, repeated and lost frames of any size, and kills: stored ranges are not requested again."""
     digest, disk = digest_of(payload), Disk()
     reassembly = disk.start()
     outcome: Complete | Receipt | None = None
@@ -301,8 +298,8 @@ def _part(payload: bytes, start: int, stop: int) -> Frame:
     return Frame(v=1, digest=digest, size_bytes=size_bytes, offset=start, data=payload[start:stop])
 
 
-def test_what_is_on_the_disk_is_not_in_memory() -> None:
-    """After a commit, only which bytes there are is known."""
+def test_committed_bytes_are_released_from_memory() -> None:
+    """Only their ranges are kept."""
     disk = Disk()
     reassembly = disk.start()
     for frame in FRAMES[:3]:
@@ -312,16 +309,16 @@ def test_what_is_on_the_disk_is_not_in_memory() -> None:
     assert reassembly.take("a", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
 
 
-def test_a_transfer_that_comes_at_once_never_meets_the_disk() -> None:
-    """What is complete before a commit is nothing to commit."""
+def test_transfer_complete_before_a_commit_is_not_stored() -> None:
+    """There is nothing to commit."""
     reassembly = _reassembly()
     for frame in FRAMES:
         reassembly.take("a", frame)
     assert (reassembly.pending(), reassembly.ended) == ([], [])
 
 
-def test_what_does_not_go_on_expires() -> None:
-    """By the time of its last frame; the disk is told."""
+def test_transfer_without_frames_expires() -> None:
+    """By the time of its last frame, on the disk as well."""
     disk = Disk()
     reassembly = disk.start()
     reassembly.take("a", FRAMES[0], now_s=1.0)
@@ -333,8 +330,8 @@ def test_what_does_not_go_on_expires() -> None:
     assert list(disk.files) == [("a", DIGEST)]
 
 
-def test_overlaps_that_contradict_each_other_show_in_the_digest() -> None:
-    """The first bytes stay; the whole is refused at its end, forgotten, and can begin anew."""
+def test_contradicting_overlaps_fail_the_digest() -> None:
+    """The first bytes are kept; the payload is refused and dropped, and can begin anew."""
     disk = Disk()
     reassembly = disk.start()
     reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=100, offset=0, data=bytes(60)))

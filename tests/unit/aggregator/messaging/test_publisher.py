@@ -1,4 +1,4 @@
-"""What the aggregator says to everybody, over a real broker."""
+"""Broadcasts over a real broker."""
 
 from aggregator.messaging.publisher import Publisher
 from protocol.mqtt.session import BrokerAddress, Connected, Received
@@ -8,8 +8,8 @@ from protocol.wire.topics import fleet_topic
 from tests.support.sessions import Ear, running
 
 
-def test_what_everybody_gets_is_cut_as_the_broker_takes_it(broker: BrokerAddress) -> None:
-    """A blob for all goes out in frames of the size that is set, which the broker's limit decides."""
+def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
+    """Which follows the broker's limit."""
     payload = bytes(range(250))
     ear = Ear()
     publisher = Publisher(broker, fleet="f", epoch=1, on_event=ear.put)

@@ -12,6 +12,7 @@ from aggregator.storage.devices import DeviceRecord
 from aggregator.storage.facts import PendingHead, SigningKey, TrainingProgress
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.migrations import MIGRATIONS
+from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store, open_folder
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
@@ -45,7 +46,7 @@ def _head(version: int, *rows: SubmissionRecord, task: bytes = TASK) -> HeadReco
     )
 
 
-def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_state_survives_a_restart(tmp_path: Path) -> None:
     """Facts, devices, submissions, heads, evaluations, refusals and blobs."""
     store = Store(tmp_path)
     store.facts.put(TrainingProgress(3, {"loss": 0.5}))
@@ -68,8 +69,8 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert again.blobs.read(digest) == b"blob"
 
 
-def test_the_newest_submission_takes_the_place_of_the_older(tmp_path: Path) -> None:
-    """One row a device and task, and only what stands is held."""
+def test_newer_submission_replaces_older(tmp_path: Path) -> None:
+    """Per device and task; only the stored ones are held."""
     store = Store(tmp_path)
     for sequence in (1, 2):
         store.submissions.put(TASK, _row("a", sequence))
@@ -77,13 +78,13 @@ def test_the_newest_submission_takes_the_place_of_the_older(tmp_path: Path) -> N
     store.submissions.put(TASK, _row("b"))
     assert store.submissions.all(TASK) == {"a": _row("a", 2), "b": _row("b")}
     assert store.holds("a", b"a2")
-    assert store.holds("a", b"a1")  # it stands for the other task
+    assert store.holds("a", b"a1")  # for the other task
     assert not store.holds("b", b"a2")
     assert not store.holds("c", b"a2")
 
 
-def test_evaluations_of_old_heads_are_forgotten(tmp_path: Path) -> None:
-    """Those of the heads that are named stay."""
+def test_evaluations_of_old_heads_are_deleted(tmp_path: Path) -> None:
+    """Those of the given heads stay."""
     store = Store(tmp_path)
     for version in (1, 2, 3):
         store.evaluations.put("a", evaluation(head_version=version), digest=bytes([version]), now_s=1.0)
@@ -91,8 +92,8 @@ def test_evaluations_of_old_heads_are_forgotten(tmp_path: Path) -> None:
     assert [bool(store.evaluations.of_head(TASK, version)) for version in (1, 2, 3)] == [False, True, True]
 
 
-def test_an_evaluation_is_held_and_replaced(tmp_path: Path) -> None:
-    """A repeated evaluation of one head counts once, with its newest figures."""
+def test_newer_evaluation_replaces_older(tmp_path: Path) -> None:
+    """Per device and head."""
     store = Store(tmp_path)
     store.evaluations.put("a", evaluation(), digest=b"first", now_s=1.0)
     better = msgspec.structs.replace(evaluation(), correct=(5, 5, 0), incorrect=(0, 0, 0))
@@ -102,8 +103,8 @@ def test_an_evaluation_is_held_and_replaced(tmp_path: Path) -> None:
     assert [store.holds("a", digest) for digest in (b"first", b"second", b"third")] == [False, True, True]
 
 
-def test_an_old_last_will_does_not_end_a_new_session(tmp_path: Path) -> None:
-    """Presence of an older start is passed over; of the same or a newer start it counts."""
+def test_presence_of_an_older_start_is_ignored(tmp_path: Path) -> None:
+    """An old Last Will does not end a new session."""
     store = Store(tmp_path)
     for state, epoch, expected in (
         ("online", 5, "online"),
@@ -116,10 +117,10 @@ def test_an_old_last_will_does_not_end_a_new_session(tmp_path: Path) -> None:
         assert [record.state for record in store.devices.all()] == [expected]
 
 
-def test_refusals_are_counted_by_device_and_reason(tmp_path: Path) -> None:
-    """The first of each pair is told apart, so that it can be logged; the last detail is kept."""
+def test_refusals_are_counted_per_device_and_reason(tmp_path: Path) -> None:
+    """The first of each pair is reported, so that it can be logged; the last detail is kept."""
     store = Store(tmp_path)
-    said = [
+    is_first = [
         store.refusals.count(device, reason=reason, detail=detail, now_s=1.0)
         for device, reason, detail in (
             ("a", "shape", "1"),
@@ -128,12 +129,12 @@ def test_refusals_are_counted_by_device_and_reason(tmp_path: Path) -> None:
             ("b", "shape", "4"),
         )
     ]
-    assert said == [True, False, True, True]
+    assert is_first == [True, False, True, True]
     assert store.refusals.all() == [("a", "dtype", 1, "3"), ("a", "shape", 2, "2"), ("b", "shape", 1, "4")]
 
 
-def test_the_round_goes_on_where_it_was(tmp_path: Path) -> None:
-    """The state after a restart knows what a head covers, what waits, and which version comes next."""
+def test_collection_survives_a_restart(tmp_path: Path) -> None:
+    """What a head covers, what waits, and the next version."""
     settings = Settings(quorum=1, deadline_s=10.0, retrain_after=1)
     store = Store(tmp_path)
     assert waiting(store.round_state(TASK), settings) == {}
@@ -155,8 +156,8 @@ def test_the_round_goes_on_where_it_was(tmp_path: Path) -> None:
     assert store.round_state(bytes(32)).submissions == {}
 
 
-def test_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Rounds of submissions, what heads leave to the next round, and what was being pooled, outlive a restart."""
+def test_round_survives_a_restart(tmp_path: Path) -> None:
+    """The submissions' rounds, the tensors for the next round, and the members of a pending head."""
     settings = Settings(quorum=2, deadline_s=10.0, rounds=3, staleness=1)
     store = Store(tmp_path)
     rows = [replace(_row(device), entry=replace(_row(device).entry, round=1)) for device in "ab"]
@@ -178,8 +179,8 @@ def test_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
     assert Store(tmp_path).round_state(TASK).training is None
 
 
-def test_what_is_forgotten_is_not_held(tmp_path: Path) -> None:
-    """A submission whose blob is gone can be made to have never come, without touching others."""
+def test_deleted_submission_leaves_those_of_other_tasks(tmp_path: Path) -> None:
+    """And of other devices."""
     store = Store(tmp_path)
     for task in (TASK, bytes(32)):
         for device in "ab":
@@ -202,11 +203,9 @@ def test_migration_of_older_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert Store(tmp_path, read_only=True).submissions.all(TASK) == {"a": _row("a")}
 
 
-def test_a_reader_sees_what_a_writer_writes(tmp_path: Path) -> None:
-    """`aggregator status` looks while the daemon writes: neither waits for the other, and nothing can be changed."""
+def test_reader_sees_committed_writes(tmp_path: Path) -> None:
+    """`aggregator status` reads while the daemon writes: neither waits, and the reader cannot write."""
     writer = Store(tmp_path)
-    (mode,) = writer.database.read("PRAGMA journal_mode")
-    assert mode == ("wal",)
     reader = Store(tmp_path, read_only=True)
     writer.database.write("BEGIN IMMEDIATE")
     writer.facts.put(SigningKey("1"))
@@ -217,15 +216,15 @@ def test_a_reader_sees_what_a_writer_writes(tmp_path: Path) -> None:
         reader.facts.put(SigningKey("2"))
 
 
-def test_there_is_nothing_to_look_at(tmp_path: Path) -> None:
-    """Looking at a folder without state makes none, and names the option."""
+def test_missing_state_is_not_created_by_a_reader(tmp_path: Path) -> None:
+    """The error names the option."""
     with pytest.raises(StateError, match=r"no aggregator state in .*none: give the --state"):
         Store(tmp_path / "none", read_only=True)
     assert not (tmp_path / "none").exists()
 
 
-def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
-    """What was stored stays, the failure is one line, and it works again once there is room."""
+def test_full_disk_loses_nothing(tmp_path: Path) -> None:
+    """The error is one line, and writing works again once there is room."""
     store = Store(tmp_path)
     store.submissions.put(TASK, _row("a"))
     used = sum(file.stat().st_size for file in tmp_path.glob("aggregator.sqlite*"))
@@ -236,8 +235,8 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
     assert sorted(Store(tmp_path).submissions.all(TASK)) == ["a", "b"]
 
 
-def test_a_state_folder_that_cannot_be_written() -> None:
-    """Each way in says so in one line."""
+def test_unwritable_folder_is_a_state_error() -> None:
+    """In one line."""
     with shared_folder() as folder, read_only(folder):
         with pytest.raises(StateError, match=f"cannot use {folder}/state: Permission denied"):
             open_folder(folder / "state")
@@ -280,6 +279,20 @@ def test_rollback_drops_cached_keys(tmp_path: Path) -> None:
     assert store.keys.get("b") is None
 
 
+def test_reset_device_lets_any_submission_replace_the_stored_one(tmp_path: Path) -> None:
+    """It still counts until then, unless it is deleted; a revocation's quarantine is deleted."""
+    store = Store(tmp_path)
+    store.submissions.put(TASK, _row("a", 9))
+    store.quarantine.add(TASK, "a", reason=REVOKED, now_s=1.0)
+    store.devices.put_presence("a", state="online", epoch=9, now_s=1.0)
+    store.reset_device("a", delete_submissions=False)
+    entry = _row("a", 9).entry
+    assert store.submissions.all(TASK) == {"a": replace(_row("a", 9), entry=replace(entry, sequence=0))}
+    assert (store.quarantine.all(TASK), store.devices.online()) == ({}, frozenset())
+    store.reset_device("a", delete_submissions=True)
+    assert store.submissions.all(TASK) == {}
+
+
 def test_greatest_epsilon_is_kept(tmp_path: Path) -> None:
     """A device that has lost its ledger does not lower what it has reported."""
     store = Store(tmp_path)
@@ -288,8 +301,8 @@ def test_greatest_epsilon_is_kept(tmp_path: Path) -> None:
     assert store.devices.epsilons() == {"a": 3.5}
 
 
-def test_who_is_not_heard_is_not_there(tmp_path: Path) -> None:
-    """A device that was revoked, or not enrolled in a closed fleet, cannot say that it goes, and does not count."""
+def test_refused_devices_are_not_online(tmp_path: Path) -> None:
+    """A revoked device, or one not enrolled in a closed fleet, cannot report that it goes offline."""
     store = Store(tmp_path)
     for device in ("enrolled", "pinned", "revoked", "new"):
         store.devices.put_presence(device, state="online", epoch=1, now_s=1.0)
