@@ -1,1 +1,1 @@
-"""Pretrained backbones to ONNX files that carry all that a device needs to know of them."""
+"""Export pretrained backbones to ONNX files with the metadata that devices need."""

@@ -1,4 +1,4 @@
-"""Pretrained networks from timm, without their classifiers: created, loaded, and described."""
+"""Create timm networks without classifiers, load their weights, and describe them."""
 
 import difflib
 from collections.abc import Mapping
@@ -22,17 +22,16 @@ from protocol.storage.blobstore import file_digest
 
 @dataclass(frozen=True)
 class Choice:
-    """Which network with which weights, as the person chose.
+    """The chosen network and weights.
 
     Args:
-        model: timm's name of it.
-        weights: a safetensors file or a torch checkpoint; None with `pretrained` or `random`.
-        pretrained: take timm's own weights from the hub.
-        random: take no weights at all.
-        model_kwargs: passed to timm as they are.
-        image_size: pixels of the square input; the network's own if None.
-        mean: overrides the network's own, for pixels scaled to 0..1; so does `std`.
-        crop_pct: overrides the network's own.
+        model: its name in timm.
+        weights: a safetensors file or PyTorch checkpoint; None with `pretrained` or `random`.
+        pretrained: download timm's weights from the hub.
+        random: use random weights.
+        model_kwargs: passed to timm.
+        image_size: edge of the square input in pixels; None for the network's own.
+        mean: replaces the network's own, for pixels scaled to 0..1; likewise `std` and `crop_pct`.
     """
 
     model: str
@@ -48,12 +47,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen network and all that has to be known of it.
+    """A frozen network and its description.
 
     Args:
         module: normalized float32 (n, 3, H, W) to float32 (n, L), in evaluation mode.
         config: timm's data config: `input_size`, `interpolation`, `crop_pct`, `crop_mode`, `mean`, `std`.
-        metadata: what its file will say, without the parity.
+        metadata: of the file, without the parity.
     """
 
     module: nn.Module
@@ -62,7 +61,7 @@ class Backbone:
 
 
 def list_models(pattern: str) -> list[str]:
-    """Names of the image models of timm that match a shell pattern, or contain the text.
+    """Return the names of timm's models that match a shell pattern, or contain the text.
 
     Raises:
         ConfigError: there is none.
@@ -74,16 +73,16 @@ def list_models(pattern: str) -> list[str]:
 
 
 def load_backbone(choice: Choice) -> Backbone:
-    """Create the network that was chosen, with its weights.
+    """Create a network with its weights.
 
     Raises:
-        ConfigError: there is no such model, its weights do not fit or cannot be had, it does not take images
-            of that size, or it has no pooled feature.
+        ConfigError: the model does not exist, its weights do not fit or cannot be downloaded, or it does not support
+            the image size or has no pooled feature.
     """
     if sum((choice.pretrained, choice.weights is not None, choice.random)) != 1:
         raise ConfigError(
-            "say where the weights come from: --weights FILE, --pretrained (from the hub), "
-            "or --random for a network that has learned nothing"
+            "choose the weights: --weights FILE, --pretrained (from the hub), "
+            "or --random for an untrained network"
         )
     _check_name(choice.model)
     module = _create(choice)
@@ -125,7 +124,7 @@ def _create(choice: Choice) -> Any:
     module = _make(choice, dict(choice.model_kwargs or {}))
     fixed = module.pretrained_cfg.get("fixed_input_size", False)
     if choice.image_size and fixed and not hasattr(module, "set_input_size"):
-        # The size of such a network is settled when it is made.
+        # The input size of such a network is set on creation.
         module = _make(choice, {"img_size": choice.image_size, **(choice.model_kwargs or {})})
     return module
 
@@ -137,15 +136,15 @@ def _make(choice: Choice, kwargs: dict[str, Any]) -> Any:
         if choice.pretrained and not isinstance(error, TypeError):
             raise ConfigError(
                 f"cannot get the weights of {choice.model} from the hub: {first_words(error)}; "
-                "fetch them where there is a network and give the file with --weights"
+                "download them on a machine with internet access, and give the file with --weights"
             ) from error
         raise ConfigError(
-            f"timm cannot make {choice.model} with {kwargs}: {first_words(error)}; check --model-kwargs"
+            f"timm cannot create {choice.model} with {kwargs}: {first_words(error)}; check --model-kwargs"
         ) from error
 
 
 def _data_config(module: Any, choice: Choice) -> dict[str, Any]:
-    """How images are prepared: timm's settings, and what the person overrides."""
+    """Return timm's data config with the chosen overrides."""
     size = choice.image_size or (choice.model_kwargs or {}).get("img_size")
     overrides = {
         "mean": choice.mean,
@@ -171,30 +170,29 @@ def _preprocessing(config: Mapping[str, Any]) -> Preprocessing:
     try:
         return msgspec.convert(settings, Preprocessing)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"devices cannot prepare images as this network wants: {error}") from error
+        raise ConfigError(f"devices do not support the preprocessing of this network: {error}") from error
 
 
 def _source(module: Any, choice: Choice) -> str:
-    """Where the weights came from, in a word."""
     if choice.weights is not None:
         return choice.weights.name
     return str(module.pretrained_cfg.get("hf_hub_id") or "hub") if choice.pretrained else "random"
 
 
 def _feature_size(module: nn.Module, model: str, input_size: tuple[int, int, int]) -> int:
-    """L, found by trying."""
+    """Return L, from a forward pass."""
     try:
         with torch.inference_mode():
             feature = module(torch.zeros(2, *input_size))
     except Exception as error:
         size = "x".join(map(str, input_size))
         raise ConfigError(
-            f"{model} does not take images of {size}: {first_words(error)}; check --image-size"
+            f"{model} does not support images of {size}: {first_words(error)}; check --image-size"
         ) from error
     if not isinstance(feature, torch.Tensor) or feature.ndim != 2:
         shape = tuple(feature.shape) if isinstance(feature, torch.Tensor) else type(feature).__name__
         raise ConfigError(
-            f"{model} gives no pooled feature: expected (2, L) for two images, got {shape}; "
+            f"{model} returns no pooled feature: expected (2, L) for two images, got {shape}; "
             "try --model-kwargs global_pool=avg, or another model"
         )
     return feature.shape[1]

@@ -1,4 +1,4 @@
-"""`export-backbone MODEL --out DIR`."""
+"""The command `export-backbone`."""
 
 import ast
 import importlib.util
@@ -38,7 +38,7 @@ def _three(
 
 
 def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
-    """NAME=VALUE, read as Python would read the value, or else as text."""
+    """Parse NAME=VALUE, with the value as a Python literal or else as text."""
     keywords: dict[str, Any] = {}
     for value in values:
         key, equals, text = value.partition("=")
@@ -65,53 +65,55 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option(
     "--weights",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Weights: safetensors, or a torch checkpoint that holds nothing but weights.",
+    help="Weights: safetensors, or a PyTorch checkpoint with weights only.",
 )
-@click.option("--pretrained", is_flag=True, help="Fetch timm's own weights from the hub.")
-@click.option("--random", is_flag=True, help="Take no weights: only for trying things out.")
+@click.option("--pretrained", is_flag=True, help="Download timm's weights from the hub.")
+@click.option("--random", is_flag=True, help="Use random weights, for tests.")
 @click.option(
     "--model-kwargs",
     "keywords",
     multiple=True,
     metavar="NAME=VALUE",
     callback=lambda _context, _parameter, values: _keywords(values),
-    help="Passed on to timm, such as pad_type=same; may be repeated.",
+    help="Passed to timm, such as pad_type=same; may be repeated.",
 )
 @click.option(
-    "--image-size", type=click.IntRange(min=8), help="Pixels of the square input  [default: the model's]"
+    "--image-size",
+    type=click.IntRange(min=8),
+    help="Edge of the square input in pixels  [default: the model's]",
 )
 @click.option(
-    "--mean", metavar="R,G,B", callback=_three, help="Of pixels scaled to 0..1  [default: the model's]"
+    "--mean", metavar="R,G,B", callback=_three, help="Mean of pixels scaled to 0..1  [default: the model's]"
 )
-@click.option("--std", metavar="R,G,B", callback=_three, help="Likewise.")
+@click.option("--std", metavar="R,G,B", callback=_three, help="Standard deviation, likewise.")
 @click.option(
-    "--crop-pct", type=click.FloatRange(0.1, 1), help="Part kept by the crop  [default: the model's]"
+    "--crop-pct", type=click.FloatRange(0.1, 1), help="Fraction inside the crop  [default: the model's]"
 )
 @click.option(
     "--photos",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Photographs to compare on  [default: two of scikit-learn's]",
+    help="Folder of photos for the comparison with PyTorch  [default: two of scikit-learn's]",
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     default=1e-3,
     show_default=True,
-    help="Largest relative error against torch.",
+    help="Maximum relative error against PyTorch.",
 )
 @click.option(
     "--opset", type=click.IntRange(min=18), default=18, show_default=True, help="ONNX operator set."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON for a program.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @verbose_option
 @click.version_option(package_name="protofleet")
 def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
-    """Turn a frozen pretrained backbone of timm into an ONNX file that devices can use."""
+    """Export a pretrained backbone of timm to an ONNX file for devices."""
     if model is None and pattern is None:
-        raise click.UsageError("name a MODEL, or look for one with --list PATTERN")
+        raise click.UsageError("give a MODEL, or search for one with --list PATTERN")
     _check_packages()
     start_logging(verbose=verbose)
-    for name in ("timm", "huggingface_hub", "httpx", "httpx2"):  # what they retry is told once, at the end
+    for name in ("timm", "huggingface_hub", "httpx", "httpx2"):  # their retries; the final error is logged
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
     if model is None:
         from export.backbones import list_models
@@ -138,7 +140,7 @@ def _export(
     keywords: dict[str, Any],
     **chosen: Any,
 ) -> dict[str, Any]:
-    """Load, export, compare, write, and give the summary."""
+    """Export a backbone, and return the summary."""
     from export.backbones import Choice, load_backbone
     from export.parity import photos_in, timm_reference
     from export.to_onnx import export_module
@@ -148,7 +150,7 @@ def _export(
         out.mkdir(parents=True, exist_ok=True)
     click.echo(f"loading {model} ...", err=True)
     backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
-    click.echo("exporting and comparing with torch ...", err=True)
+    click.echo("exporting and comparing with PyTorch ...", err=True)
     exported = export_module(
         backbone.module,
         backbone.metadata,

@@ -1,4 +1,4 @@
-"""Is the ONNX file the network? torch behind timm's own transform against ONNX Runtime behind the device's."""
+"""Compare features: PyTorch with timm's transform against ONNX Runtime with the device's preprocessing."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
@@ -17,21 +17,21 @@ from protocol.metadata import Parity
 from protocol.preprocessing import Preprocessing, preprocess
 
 BATCH = 16
-"""Photographs in memory at a time."""
+"""Photos in memory at a time."""
 
 Reference = Callable[[Image.Image], NDArray[np.float32]]
-"""A photo to its feature, (L,) float32, as the network's authors would compute it."""
+"""Computes the expected feature of a photo, (L,) float32."""
 
 
 def sample_photos() -> list[Image.Image]:
-    """Two real photographs that come with scikit-learn."""
+    """Return the two photos of scikit-learn."""
     from sklearn.datasets import load_sample_images
 
     return [Image.fromarray(photo) for photo in load_sample_images().images]
 
 
 def photos_in(folder: Path) -> Iterator[Image.Image]:
-    """Every photograph in a folder and below it, opened one after the other.
+    """Yield every photo in a folder and its subfolders.
 
     Raises:
         ConfigError: there is none, or one cannot be read.
@@ -39,7 +39,7 @@ def photos_in(folder: Path) -> Iterator[Image.Image]:
     suffixes = Image.registered_extensions()
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     if not paths:
-        raise ConfigError(f"no photographs in {folder}: expected files such as .jpg or .png")
+        raise ConfigError(f"no photos in {folder}: expected files such as .jpg or .png")
     return map(_read, paths)
 
 
@@ -48,11 +48,11 @@ def _read(path: Path) -> Image.Image:
         with Image.open(path) as photo:
             return photo.convert("RGB")
     except (OSError, Image.DecompressionBombError) as error:
-        raise ConfigError(f"cannot read {path}: {error}; take it out of the folder") from error
+        raise ConfigError(f"cannot read {path}: {error}; remove it from the folder") from error
 
 
 def timm_reference(module: nn.Module, config: Mapping[str, Any]) -> Reference:
-    """The network behind timm's own evaluation transform for that data config."""
+    """Return the network with timm's evaluation transform for a data config."""
     from timm.data import create_transform
 
     transform = create_transform(**config)
@@ -68,16 +68,16 @@ def timm_reference(module: nn.Module, config: Mapping[str, Any]) -> Reference:
 def compare(
     file: bytes, *, preprocessing: Preprocessing, reference: Reference, photos: Iterable[Image.Image]
 ) -> Parity:
-    """The worst cosine and relative error over photographs, each alone and within a batch.
+    """Return the worst cosine and relative error over photos, each alone and in a batch.
 
     Args:
         file: the ONNX backbone.
-        preprocessing: what the device does to images.
-        reference: what the features should be.
+        preprocessing: of the device.
+        reference: computes the expected features.
         photos: at least one.
 
     Returns:
-        NaN figures where a feature is NaN, or zero in torch: that is no parity either.
+        NaN if a feature is NaN, or an expected one is zero.
     """
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     remaining, cosines, errors = iter(photos), [], []

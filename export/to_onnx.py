@@ -1,4 +1,4 @@
-"""Any torch network of images as an ONNX file that a device can use, compared before it is written."""
+"""Export a PyTorch image network to an ONNX file, after comparing the two."""
 
 import contextlib
 import hashlib
@@ -24,15 +24,15 @@ from protocol.preprocessing import preprocess
 from protocol.storage.blobstore import write_atomically
 
 OPSET = 18
-"""ONNX operator set: ONNX Runtime runs it since 1.14."""
+"""ONNX operator set, supported since ONNX Runtime 1.14."""
 
 TOLERANCE = 1e-3
-"""Largest relative error of a feature."""
+"""Maximum relative error of a feature."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A backbone file that was written."""
+    """An exported backbone file."""
 
     path: Path
     sha256: str
@@ -41,13 +41,13 @@ class Exported:
 
 
 class _Normalized(nn.Module):
-    """uint8 (n, H, W, 3) images to features (n, L): the network behind its own normalization."""
+    """A network with its normalization: uint8 (n, H, W, 3) images to features (n, L)."""
 
     def __init__(self, module: nn.Module, metadata: BackboneMetadata) -> None:
         super().__init__()
         mean, std = torch.tensor(metadata.mean), torch.tensor(metadata.std)
         self.module = module
-        # (x / 255 - mean) / std in two passes over the pixels instead of three.
+        # (x / 255 - mean) / std as one multiplication and one addition.
         self.register_buffer("scale", (1 / (255 * std)).reshape(3, 1, 1))
         self.register_buffer("shift", (-mean / std).reshape(3, 1, 1))
         self.scale: Tensor
@@ -61,19 +61,18 @@ class _Normalized(nn.Module):
 
 
 def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET) -> bytes:
-    """A network as an ONNX file.
+    """Return a network as an ONNX file; the same network gives the same bytes.
 
     Args:
         module: normalized float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode.
-        metadata: what the file says of itself; its mean and std go into the graph.
+        metadata: of the file; mean and std become a part of the graph.
         opset: ONNX operator set, 18 or newer.
 
     Returns:
-        A file with input `image` uint8 (n, H, W, 3) and output `feature` float32 (n, L), n dynamic. The same
-        network gives the same bytes.
+        A graph from `image` uint8 (n, H, W, 3) to `feature` float32 (n, L), with dynamic n.
 
     Raises:
-        ProtofleetError: torch cannot export the network.
+        ProtofleetError: PyTorch cannot export the network.
     """
     spec = metadata.preprocessing
     example = torch.zeros(2, spec.height, spec.width, 3, dtype=torch.uint8)
@@ -99,11 +98,11 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
 
 
 def _checked(program: Any, *, opset: int) -> onnx.ModelProto:
-    """The graph without the exporter's notes, which are stack traces with the paths of this machine."""
+    """Return the graph without the exporter's stack traces, which contain paths of this machine."""
     model: onnx.ModelProto = program.model_proto
     got = next(entry.version for entry in model.opset_import if not entry.domain)
-    if got != opset:  # torch falls back to the set it knows, without a word
-        raise ValueError(f"its graph is of opset {got}")
+    if got != opset:  # PyTorch silently falls back to a set that it supports
+        raise ValueError(f"the graph has opset {got}")
     graph = model.graph
     parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
     for part in parts:
@@ -123,19 +122,19 @@ def export_module(
     tolerance: float = TOLERANCE,
     opset: int = OPSET,
 ) -> Exported:
-    """Write a network as an ONNX file, once it was compared with torch on real photographs.
+    """Write a network to an ONNX file, after comparing it with PyTorch on photos.
 
     Args:
         module: normalized float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode.
-        metadata: what is known of it; the parity is filled in.
-        path: where the file goes.
-        reference: what the features should be; the device's preprocessing and the network itself if None.
-        photos: what to compare on; scikit-learn's two photographs if None.
-        tolerance: largest relative error, |onnx - torch| / |torch|.
+        metadata: of the file; the parity is added.
+        path: of the file.
+        reference: computes the expected features; None for the module with the device's preprocessing.
+        photos: None for scikit-learn's two photos.
+        tolerance: maximum relative error, |onnx - torch| / |torch|.
         opset: ONNX operator set, 18 or newer.
 
     Raises:
-        ProtofleetError: torch cannot export it, or the features differ: then there is no file.
+        ProtofleetError: PyTorch cannot export the network, or the features differ; no file is written.
         StateError: the file cannot be written.
     """
     file = to_onnx(module, metadata, opset=opset)
@@ -147,9 +146,8 @@ def export_module(
     )
     if not parity.relative_error <= tolerance:
         raise ProtofleetError(
-            f"{metadata.model} in ONNX Runtime is not what it is in torch: relative error "
-            f"{parity.relative_error:.2g}, more than {tolerance:.2g} (cosine {parity.cosine:.6f}); "
-            "no file was written"
+            f"{metadata.model} differs between ONNX Runtime and PyTorch: expected a relative error of at most "
+            f"{tolerance:.2g}, got {parity.relative_error:.2g} (cosine {parity.cosine:.6f}); no file was written"
         )
     measured = msgspec.structs.replace(metadata, parity=parity)
     file = _with_metadata(onnx.load_from_string(file), measured)
@@ -160,7 +158,7 @@ def export_module(
 
 
 def first_words(error: Exception) -> str:
-    """The first sentence of an error that somebody else wrote, to stand inside a line of ours."""
+    """Return the first sentence of a library's error message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].rstrip(".")[:200]
 
@@ -184,7 +182,6 @@ def _with_metadata(model: onnx.ModelProto, metadata: BackboneMetadata) -> bytes:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's chatter out of the log."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

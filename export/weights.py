@@ -1,4 +1,4 @@
-"""Weights from a file into a network, or a clear word on why they do not fit."""
+"""Load weights from a file into a network."""
 
 import hashlib
 from pathlib import Path
@@ -13,19 +13,19 @@ from protocol.errors import ConfigError
 
 SHOWN_KEYS = 5
 COUNTER = "num_batches_tracked"
-"""BatchNorm's counter of training steps: it has no part in a feature, and many files leave it out."""
+"""BatchNorm's counter of training steps, which features do not depend on and many files omit."""
 
 
 def load_weights(module: Any, path: Path) -> None:
-    """Load a file into a timm network without classifier; a classifier in the file is left out.
+    """Load weights into a timm network; a classifier in the file is ignored.
 
     Args:
-        module: made by timm with `num_classes=0`.
-        path: safetensors if it is named so, else a torch checkpoint that holds nothing but weights: a state
-            dict, or one under `state_dict_ema`, `model_ema`, `state_dict` or `model`.
+        module: created by timm with `num_classes=0`.
+        path: a `.safetensors` file, or a PyTorch checkpoint with weights only: a state dict, or one under
+            `state_dict_ema`, `model_ema`, `state_dict` or `model`.
 
     Raises:
-        ConfigError: the file is neither, or a weight is missing, unexpected or of another shape.
+        ConfigError: the file is neither, or a weight is missing, unexpected or has another shape.
     """
     state = {key: value for key, value in _read(path).items() if not _is_classifier(module, key)}
     own = module.state_dict()
@@ -38,28 +38,28 @@ def load_weights(module: Any, path: Path) -> None:
             if key in state and _shape(state[key]) != _shape(own[key])
         ],
     }
-    if said := [f"{len(keys)} {kind} ({_some(keys)})" for kind, keys in problems.items() if keys]:
+    if found := [f"{len(keys)} {kind} ({_some(keys)})" for kind, keys in problems.items() if keys]:
         raise ConfigError(
-            f"{path} does not fit {module.pretrained_cfg['architecture']}: {'; '.join(said)}; "
+            f"{path} does not fit {module.pretrained_cfg['architecture']}: {'; '.join(found)}; "
             "check the model's name and --model-kwargs"
         )
     module.load_state_dict(state, strict=False)
 
 
 def weights_digest(module: nn.Module) -> str:
-    """Hex sha256 of a network's weights, written as safetensors."""
+    """Return the hex sha256 of a network's weights as safetensors."""
     state = {key: value.detach().clone().contiguous() for key, value in module.state_dict().items()}
     return hashlib.sha256(save(state)).hexdigest()
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise ConfigError(f"no weights at {path}: expected a safetensors file or a torch checkpoint")
+        raise ConfigError(f"no weights at {path}: expected a safetensors file or a PyTorch checkpoint")
     try:
         state: dict[str, Any] = timm.models.load_state_dict(str(path), weights_only=True)
     except Exception as error:
         raise ConfigError(
-            f"{path} is neither safetensors nor a torch checkpoint of nothing but weights: {first_words(error)}"
+            f"{path} is neither safetensors nor a PyTorch checkpoint with weights only: {first_words(error)}"
         ) from error
     return state
 

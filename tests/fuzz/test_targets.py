@@ -68,7 +68,6 @@ def test_corpus_is_small() -> None:
 
 
 def test_planted_tensor_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-
     def careless(tensor: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
         return np.frombuffer(tensor.data, dtype="<" + tensor.dtype).reshape(tensor.shape)
 

@@ -107,14 +107,10 @@ def test_files_without_weights_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="no weights at"):
         load_backbone(Choice(MODEL, weights=path))
     path.write_bytes(b"garbage" * 100)
-    with pytest.raises(
-        ConfigError, match="neither safetensors nor a torch checkpoint of nothing but weights"
-    ):
+    with pytest.raises(ConfigError, match="neither safetensors nor a PyTorch checkpoint with weights only"):
         load_backbone(Choice(MODEL, weights=path))
     torch.save({"state_dict": Evil()}, path)
-    with pytest.raises(
-        ConfigError, match="neither safetensors nor a torch checkpoint of nothing but weights"
-    ):
+    with pytest.raises(ConfigError, match="neither safetensors nor a PyTorch checkpoint with weights only"):
         load_backbone(Choice(MODEL, weights=path))
 
 

@@ -93,7 +93,7 @@ def test_no_file_beyond_tolerance(
     )
     captured = capsys.readouterr()
     assert code == 1
-    assert "error: test_efficientnet in ONNX Runtime is not what it is in torch" in captured.err
+    assert "error: test_efficientnet differs between ONNX Runtime and PyTorch" in captured.err
     assert captured.out == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -102,9 +102,9 @@ def test_no_file_beyond_tolerance(
     ("arguments", "message"),
     [
         (["test_efficientnett", "--random"], "did you mean test_efficientnet"),
-        ([MODEL], "say where the weights come from"),
+        ([MODEL], "choose the weights"),
         ([MODEL, "--weights", "nowhere.pth"], "no weights at nowhere.pth"),
-        ([MODEL, "--random", "--model-kwargs", "global_pool="], "gives no pooled feature"),
+        ([MODEL, "--random", "--model-kwargs", "global_pool="], "returns no pooled feature"),
         (["--list", "nosuchnet*"], "timm has no model like 'nosuchnet*'"),
     ],
 )

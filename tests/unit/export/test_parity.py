@@ -83,7 +83,7 @@ def test_photos_are_read_from_subfolders(tmp_path: Path) -> None:
 
 
 def test_folder_without_photos_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no photographs"):
+    with pytest.raises(ConfigError, match="no photos"):
         photos_in(tmp_path)
 
 

@@ -95,7 +95,7 @@ def test_differing_graph_is_not_written(tmp_path: Path, fault: float) -> None:
 
 def test_tolerance_decides(tmp_path: Path) -> None:
     path = tmp_path / "tiny.onnx"
-    with pytest.raises(ProtofleetError, match="more than 0"):
+    with pytest.raises(ProtofleetError, match="of at most 0"):
         export_module(tiny_network(), described(), path=path, tolerance=0)
     assert not path.exists()
 

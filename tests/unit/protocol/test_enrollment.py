@@ -104,7 +104,7 @@ def test_files_of_another_enrollment_are_refused(
 ) -> None:
     shutil.copy(folders / of / name, folder / name)
     assert said in refused(folder)
-    assert "use the folder as `aggregator enroll` has written it" in refused(folder)
+    assert "use the folder as `aggregator enroll` wrote it" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -390,7 +390,6 @@ CONNACK, SUBACK = b"\x20\x03\x00\x00\x00", b"\x90\x04\x00\x01\x00\x01"
     ids=["answer", "subscription", "topic", "length", "property"],
 )
 def test_invalid_mqtt_disconnects_and_is_retried(said: bytes) -> None:
-
     def answer(peer: socket.socket) -> None:
         peer.recv(4096)
         peer.sendall(said)
