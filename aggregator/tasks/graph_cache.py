@@ -1,6 +1,6 @@
-"""The graphs that devices run, made once for a task: by `python -m aggregator.tasks.graph_cache JOB.json`, with torch.
+"""Exports the ONNX graphs of a task with rounds, once: `python -m aggregator.tasks.graph_cache JOB.json`, with torch.
 
-The daemon keeps them as blobs, and their names under a key of all that enters, so that a restart makes no others.
+The aggregator stores them as blobs under a digest of everything that they depend on.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from aggregator.storage.store import Store
 from aggregator.training.jobs import CompileJob, Result, run_as_program
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import ConfigError, ProtofleetError
+from protocol.log import event
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.wire.messages import BlobRef
 
@@ -29,10 +30,10 @@ _NOT_IN_GRAPHS = {"rounds", "epochs", "max_sets", "sets"}
 
 
 def run(job: CompileJob) -> Result:
-    """Make the graphs, and write them.
+    """Export the graphs of a job to files.
 
     Raises:
-        ProtofleetError: the task has no rounds, or a graph differs from torch.
+        ProtofleetError: the task has no rounds, or a graph differs from PyTorch.
     """
     from aggregator.graphs.program_export import build
 
@@ -50,71 +51,69 @@ def run(job: CompileJob) -> Result:
     return Result(metrics={"seconds": time.perf_counter() - begun_s})
 
 
-def graphs_of(task: TaskFile, *, feature_size: int, store: Store) -> dict[str, BlobRef]:
-    """The graphs of a task, by role: those in the store, or else new ones.
+def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[str, BlobRef]:
+    """Return the graphs of a task by role, exported if they are not stored yet.
 
     Args:
-        task: one that is learned in rounds.
-        feature_size: L, of all backbones together.
-        store: gets them.
+        task: a task with rounds.
+        feature_size: L, the sum over all backbones.
+        store: the aggregator's state.
 
     Raises:
-        ConfigError: they cannot be made.
-        StateError: they cannot be kept.
+        ConfigError: the export failed.
+        StateError: they cannot be stored.
     """
     key = _key(task, feature_size)
     compiled = known_graphs(store)
     known = compiled.get(key)
     if known is not None and all(graph.digest in store.blobs for graph in known.values()):
         return dict(known)
-    log.info(
-        "making the graphs of %s for %d features and %d classes; this takes a while, once",
-        *(task.algorithm, feature_size, len(task.classes)),
-    )
+    sizes = {"features": feature_size, "classes": len(task.classes)}
+    event(log, logging.INFO, "exporting graphs, once for this task", algorithm=task.algorithm, **sizes)
     job = CompileJob(
         task_file=task, feature_size=feature_size, folder=str(store.folder / "training" / "graphs")
     )
-    result = _done(job, store.folder / "training")
-    made = {role: _kept(Path(job.folder) / f"{role}.onnx", store) for role in ROLES}
+    result = _run_job(job, store.folder / "training")
+    made = {role: _stored(Path(job.folder) / f"{role}.onnx", store) for role in ROLES}
     store.facts.put(CompiledGraphs({**compiled, key: made}))
-    size_kb = sum(graph.size_bytes for graph in made.values()) / 1000
-    log.info("made the graphs in %.1f s: %.0f kB together", result.metrics["seconds"], size_kb)
+    size_bytes = sum(graph.size_bytes for graph in made.values())
+    event(log, logging.INFO, "exported graphs", seconds=result.metrics["seconds"], bytes=size_bytes)
     return made
 
 
 def known_graphs(store: Store) -> Mapping[str, Mapping[str, BlobRef]]:
-    """All graphs that the store knows, of whatever task."""
+    """Return the graphs of all tasks so far, by key and role."""
     compiled = store.facts.get(CompiledGraphs)
     return compiled.graphs if compiled is not None else {}
 
 
-def _done(job: CompileJob, folder: Path) -> Result:
-    """The result of a job, once it is there; when interrupted, the job ends as well."""
+def _run_job(job: CompileJob, folder: Path) -> Result:
+    """Wait for a job's result; an interrupt ends the job as well."""
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
     trainer = Trainer(folder, on_event=events.put)
     try:
         trainer.start(job)
-        while not isinstance(event := events.get(), Finished):
-            log.debug("%s", event.figures)
+        while not isinstance(outcome := events.get(), Finished):
+            pass
     finally:
         trainer.stop()
-    if event.result is None:
+    if outcome.result is None:
         raise ConfigError(
-            f"cannot make the graphs of {job.task_file.algorithm}: {event.reason}; more in {job.folder}"
+            f"cannot export the graphs of {job.task_file.algorithm}: {outcome.reason}; see {job.folder}"
         )
-    return event.result
+    return outcome.result
 
 
-def _kept(file: Path, store: Store) -> BlobRef:
+def _stored(file: Path, store: Store) -> BlobRef:
     with state_errors(file):
         data = file.read_bytes()
     return BlobRef(digest=store.blobs.put(data), size_bytes=len(data), name=file.name)
 
 
 def _key(task: TaskFile, feature_size: int) -> str:
-    """A digest of all that makes the graphs what they are: settings, sizes, and the code that writes them.
+    """Return a digest of settings, sizes and code.
 
-    What says how often, how long and with whom is learned is in no graph: the fleet goes on where it was.
+    Settings that no graph contains are left out, so that changing them does not start the rounds again.
     """
     here = Path(__file__).parents[1]
     code = sorted(file for room in ("graphs", "algorithms") for file in (here / room).glob("*.py"))

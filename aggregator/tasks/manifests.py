@@ -1,4 +1,4 @@
-"""What the fleet is told, of what the task file and the store say."""
+"""Builds the manifests that are published to the fleet."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ from protocol.wire.messages import (
 
 
 def program_of(learning: Algorithm, graphs: Mapping[str, BlobRef]) -> Program:
-    """How devices take part: the graphs `init`, `step`, `project` and `head`, and what goes with them."""
+    """Return the program of a task with rounds, from its graphs by role."""
     return Program(
         **graphs, persistent=learning.persistent, uploaded=learning.uploaded, batch_size=learning.batch_size
     )
@@ -30,10 +30,11 @@ def program_of(learning: Algorithm, graphs: Mapping[str, BlobRef]) -> Program:
 def task_manifest(
     task: TaskFile, backbones: Sequence[BlobRef], *, program: Program | None = None
 ) -> TaskManifest:
-    """What the fleet is told of a task file.
+    """Return the manifest of a task file.
 
     Raises:
-        ConfigError: it is larger than one message may be.
+        ConfigError: it exceeds the maximum size of a manifest.
+        RuntimeMissing: the task is differentially private and dp-accounting is not installed.
     """
     manifest = TaskManifest(
         fleet=task.fleet,
@@ -50,7 +51,9 @@ def task_manifest(
     )
     size = len(encode(manifest))
     if size > MAX_MANIFEST_BYTES:
-        raise ConfigError(f"the class names make a manifest of {size} bytes, more than {MAX_MANIFEST_BYTES}")
+        raise ConfigError(
+            f"the task manifest has {size} bytes, more than {MAX_MANIFEST_BYTES}: use fewer or shorter class names"
+        )
     return manifest
 
 
@@ -69,7 +72,7 @@ def differential_privacy_of(budget: PrivacyBudget) -> DifferentialPrivacy:
 
 
 def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: BlobRef) -> RoundManifest:
-    """What the fleet is told of the open round; when all of them are over, of the one that never opens."""
+    """Return the manifest of a round; after the last round, its number equals `rounds`."""
     return RoundManifest(
         task=task,
         number=min(number, learning.rounds),
@@ -82,7 +85,7 @@ def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: Bl
 def head_manifest(
     task: bytes, current: HeadRecord, *, candidate: HeadRecord | None = None, canary_rank_limit: int = 0
 ) -> HeadManifest:
-    """What the fleet is told to use, and the canaries to try."""
+    """Return the manifest of the current head and of the candidate for canaries."""
     return HeadManifest(
         task=task,
         current=head_ref(current),
@@ -92,7 +95,7 @@ def head_manifest(
 
 
 def head_ref(row: HeadRecord) -> HeadRef:
-    """What devices are told of a head."""
+    """Return the reference to a head."""
     in_rounds = row.tensors is not None
     return HeadRef(
         version=row.version,

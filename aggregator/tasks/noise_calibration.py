@@ -1,4 +1,4 @@
-"""How much noise a submission needs, by dp-accounting, which is imported where it is needed."""
+"""Calibrates the noise of differential privacy with dp-accounting, an optional dependency."""
 
 import functools
 import math
@@ -6,12 +6,12 @@ import math
 from protocol.errors import RuntimeMissing
 
 _STEPS = 1000
-"""Noise multipliers are rounded up to a thousandth: the task's identity does not hang on the last bit of one."""
+"""Multipliers are rounded up to 1/1000, so that the task's identity does not depend on the last bits."""
 
 
 @functools.cache
 def noise_multiplier(epsilon: float, delta: float) -> float:
-    """The least noise multiplier of a Gaussian event that is (epsilon, delta) private, rounded up.
+    """Return the smallest noise multiplier of an (epsilon, delta) private Gaussian event, rounded up.
 
     Raises:
         RuntimeMissing: dp-accounting is not installed.

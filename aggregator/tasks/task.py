@@ -1,4 +1,4 @@
-"""What an aggregator works on: a task file, with everything that follows from it put into the store."""
+"""Prepares a task: reads its backbones, exports its graphs, and stores the blobs that devices download."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
 from aggregator.storage.store import Store
-from aggregator.tasks.graph_cache import graphs_of
+from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError
 from protocol.metadata import BackboneMetadata, read_metadata
@@ -20,15 +20,15 @@ from protocol.wire.messages import BlobRef, TaskManifest
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task that can be announced.
+    """A task that is ready to be published.
 
     Args:
-        file: what the operator has written.
-        manifest: what the fleet is told.
-        manifest_bytes: the very bytes, whose sha256 is the task's identity.
-        feature_size: L, of all backbones together.
-        expectation: what is expected of a submission.
-        first_tensors: with rounds, the tensors of round 0.
+        file: the task file.
+        manifest: its manifest.
+        manifest_bytes: the encoded manifest; its sha256 identifies the task.
+        feature_size: L, the sum over all backbones.
+        expectation: the shapes and bounds of a valid submission.
+        first_tensors: the tensors of round 0; None without rounds.
     """
 
     file: TaskFile
@@ -40,12 +40,12 @@ class Task:
 
     @property
     def digest(self) -> bytes:
-        """The task's identity."""
+        """The sha256 of the manifest."""
         return self.expectation.task
 
     @property
     def blobs(self) -> set[bytes]:
-        """What devices may ask for as long as the task is this one."""
+        """Digests of the blobs that devices download for this task."""
         program = self.manifest.program
         graphs = () if program is None else (program.init, program.step, program.project, program.head)
         first = () if self.first_tensors is None else (self.first_tensors,)
@@ -53,11 +53,11 @@ class Task:
 
 
 def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
-    """Look at the backbones, make the graphs of rounds if there are to be any, and put all of it into the store.
+    """Store the blobs of a task: backbones, graphs and tensors for rounds, and the manifest.
 
     Raises:
-        ConfigError: a backbone is no ONNX file, or the task cannot be told to a fleet.
-        BackboneMismatch: a backbone is none of ours.
+        ConfigError: a backbone is no ONNX file, the graphs cannot be exported, or the manifest is too large.
+        BackboneMismatch: a backbone was not written by `export-backbone`.
         StateError: the state directory cannot be written.
     """
     feature_size = sum(read_backbone(path).feature_size for path in backbones)
@@ -66,7 +66,7 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
     program, shapes, first = None, {}, None
     prototype_size = feature_size
     if learning is not None:
-        graphs = graphs_of(file, feature_size=feature_size, store=store)
+        graphs = cached_graphs(file, feature_size=feature_size, store=store)
         program = program_of(learning, graphs)
         prototype_size = learning.projection_size
         tensors = learning.first_tensors(

@@ -227,7 +227,7 @@ def test_round_survives_a_restart(amqtt_broker: BrokerAddress, task_file: Path) 
             assert _upload(b, 1).status == "received"
             head = b.head(2)
             assert (head.devices, head.metrics["carried"]) == (2, 0.0)
-            assert "making the graphs" not in daemon.log()
+            assert "exporting graphs" not in daemon.log()
 
 
 def test_obsolete_blobs_are_deleted(amqtt_broker: BrokerAddress, task_file: Path) -> None:
@@ -302,7 +302,7 @@ def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest
     )
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
-    assert last.startswith("error: cannot make the graphs of fpl: exit status 1: ")
+    assert last.startswith("error: cannot export the graphs of fpl: exit status 1: ")
     assert last.endswith(f"more in {tmp_path / 'state' / 'training' / 'graphs'}")
     assert "Traceback" not in done.stderr
 
@@ -315,7 +315,7 @@ def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
         while not job.exists():
             assert daemon.process.poll() is None
         assert daemon.stop(signal.SIGINT) == 130
-        assert "making the graphs of fpl for 16 features and 3 classes" in daemon.log()
+        assert "exporting graphs, once for this task algorithm=fpl features=16 classes=3" in daemon.log()
         assert "Traceback" not in daemon.log()
         running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         assert str(job) not in running
