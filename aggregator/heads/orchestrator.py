@@ -14,7 +14,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
-from aggregator.tasks.retention import forget_lost, needed_blobs
+from aggregator.tasks.retention import delete_lost_submissions, needed_blobs
 from aggregator.tasks.task import Task
 from aggregator.training.jobs import CompileJob
 from aggregator.training.runner import Finished, Progress, Trainer
@@ -51,7 +51,7 @@ class HeadTraining:
         self._writing = WriteBatch()
         self._replaced_bytes = 0
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
-        forget_lost(task, store)
+        delete_lost_submissions(task, store)
         self.state = store.round_state(task.digest)
         heads = store.heads.all(task.digest)
         self._head = heads[-1] if heads else None

@@ -1,4 +1,4 @@
-"""A broker inside the aggregator's process, for a demo, a test, or a small fleet: amqtt."""
+"""amqtt inside the aggregator's process: a broker for the demo and for tests, without installing one."""
 
 import asyncio
 import importlib.util

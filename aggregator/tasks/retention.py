@@ -49,7 +49,7 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
     )
 
 
-def forget_lost(task: Task, store: Store) -> None:
+def delete_lost_submissions(task: Task, store: Store) -> None:
     """Delete stored submissions whose blobs are missing, so that the devices upload them again."""
     state, settings = store.round_state(task.digest), task.file.settings
     for device, entry in state.submissions.items():

@@ -1,4 +1,7 @@
-"""The size of a publication on the wire, and the limit of a broker that does not announce one. No I/O."""
+"""The size of a publication on the wire, and inferring the packet limit of a broker. No I/O.
+
+MQTT 3.1.1 brokers do not announce their limit: publications shrink until the broker accepts them.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -132,7 +132,7 @@ class Signed(Message, frozen=True, kw_only=True, tag="signed"):
 
 
 class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
-    """Noise as in FedTC, appendix C.2, eq. 6: `t <- t (1 - p) + e`. It is not differential privacy."""
+    """Noise of the FedTC paper (appendix C.2, eq. 6): `t <- t (1 - p) + e`. It is not differential privacy."""
 
     on: Literal["prototypes", "images"]
     noise: Literal["gaussian", "laplace"] = "gaussian"

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from aggregator.service.device_messages import bounded_info
 from protocol.mqtt.session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
@@ -288,3 +289,10 @@ def test_unlisted_device_is_refused(broker: BrokerAddress, tmp_path: Path) -> No
         summary = daemon.until(lambda summary: bool(summary["refusals"]))
         assert {(row["device"], row["reason"]) for row in summary["refusals"]} == {("foe", "unknown_device")}
         assert [row["device"] for row in summary["devices"]] == ["friend"]
+
+
+def test_reported_info_is_reduced_to_known_classes_and_reasons() -> None:
+    """A device cannot fill the database with names that it makes up."""
+    info = device_info(images={"cat": 3, "made up": 9}, refused_messages={"signature": 2, "made up": 9})
+    bounded = bounded_info(info, ("cat", "dog"))
+    assert (bounded.images, bounded.refused_messages) == ({"cat": 3}, {"signature": 2})

@@ -13,7 +13,7 @@ from aggregator.storage.facts import CompiledGraphs, PendingHead
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.retention import forget_lost, needed_blobs, served_blobs
+from aggregator.tasks.retention import delete_lost_submissions, needed_blobs, served_blobs
 from aggregator.tasks.task import Task
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef
@@ -129,6 +129,6 @@ def test_devices_may_ask_for_what_they_are_told_of() -> None:
 def test_a_submission_without_its_blob_is_asked_for_again(store: Store) -> None:
     """Its device hears that it does not stand; one that cannot count any more is left as it is."""
     store.submissions.put(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 3)))
-    forget_lost(ROUNDS, store)
+    delete_lost_submissions(ROUNDS, store)
     assert sorted(store.submissions.all(ROUNDS_TASK)) == ["here", "r0", "r1"]
     assert sorted(store.submissions.all(TASK)) == ["a", "b"]
