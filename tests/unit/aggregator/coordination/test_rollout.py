@@ -64,20 +64,20 @@ def heads(*versions: int, gone: Sequence[int] = ()) -> dict[int, bool]:
     return {version: version not in gone for version in versions}
 
 
-def test_without_canaries_every_head_goes_to_all() -> None:
-    """As it comes, and no device is asked."""
+def test_without_canaries_every_head_is_activated() -> None:
+    """At once, without asking a device."""
     state, done = play(State(), HeadAdded(1, 0.0), Ticked(1.0, FLEET), HeadAdded(2, 2.0), by=Settings())
     assert (state.current, state.trial, state.earlier) == (2, None, (1,))
     assert done == [Activate(1, ""), Activate(2, "")]
 
 
-def test_the_first_head_goes_to_all() -> None:
-    """There is nothing to compare it with."""
+def test_first_head_is_activated() -> None:
+    """There is no head to compare it with."""
     assert play(State(), HeadAdded(1, 0.0))[1] == [Activate(1, "")]
 
 
-def test_a_candidate_is_tried_by_those_of_the_lowest_ranks() -> None:
-    """A fifth of the ten that are there: a share is rounded up, and it is one at least."""
+def test_canaries_are_the_devices_of_lowest_rank() -> None:
+    """The fraction is rounded up to at least one device."""
     state = trying()
     assert state.current == 1
     assert state.trial is not None
@@ -90,8 +90,8 @@ def test_a_candidate_is_tried_by_those_of_the_lowest_ranks() -> None:
         assert len(trial.canaries) == wanted
 
 
-def test_a_candidate_waits_for_the_first_device() -> None:
-    """Nobody is there: nobody is a canary, and time does not change that."""
+def test_candidate_waits_for_the_first_device() -> None:
+    """Without a device online, time changes nothing."""
     state, done = play(
         initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, frozenset()), Ticked(1e6, frozenset())
     )
@@ -116,8 +116,8 @@ def test_a_candidate_waits_for_the_first_device() -> None:
         ((GOOD, BROKEN), 1),
     ],
 )
-def test_the_pooled_images_decide(answers: tuple[CanaryResult, CanaryResult], current: int) -> None:
-    """Not worse by more than the margin over all images; without a comparison it is enough that it runs."""
+def test_accuracy_over_all_canaries_decides(answers: tuple[CanaryResult, CanaryResult], current: int) -> None:
+    """At most the margin worse over all images; without a comparison, running is enough."""
     state = trying()
     assert state.trial is not None
     events = [
@@ -129,8 +129,8 @@ def test_the_pooled_images_decide(answers: tuple[CanaryResult, CanaryResult], cu
     assert state.rejected.keys() == ({2} if current == 1 else set())
 
 
-def test_the_reason_has_the_figures() -> None:
-    """Of both heads, and how many images and devices."""
+def test_rejection_has_both_accuracies() -> None:
+    """With the numbers of images and canaries."""
     state = trying()
     assert state.trial is not None
     assert summary_of(state.trial) == "no canary has answered"
@@ -140,8 +140,8 @@ def test_the_reason_has_the_figures() -> None:
     )
 
 
-def test_a_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
-    """Without waiting for the others; and another device's word does not count."""
+def test_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
+    """Without waiting for the others; a device that is no canary does not count."""
     state = trying()
     assert state.trial is not None
     bystander, canary = ranked(2)[5], state.trial.canaries[0]
@@ -151,8 +151,8 @@ def test_a_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
     assert done == [Reject(2, f"{canary} cannot use it: it gives NaN")]
 
 
-def test_canaries_that_do_not_answer_are_replaced() -> None:
-    """After a while, by the next that are there; who is a canary stays one, and may still answer."""
+def test_silent_canaries_are_replaced() -> None:
+    """After the timeout, by the next online devices; a former canary may still answer."""
     state = trying()
     first = state.trial
     assert first is not None
@@ -169,8 +169,8 @@ def test_canaries_that_do_not_answer_are_replaced() -> None:
     assert again.current == 2
 
 
-def test_with_nobody_else_there_it_waits() -> None:
-    """For those that were asked, however long; what was told to devices does not change."""
+def test_candidate_waits_without_other_devices() -> None:
+    """For the chosen canaries, however long."""
     only = frozenset(ranked(2)[:1])
     state = trying(online=only)
     state, done = play(state, *(Ticked(601.0 * n, only) for n in range(1, 9)))
@@ -179,15 +179,15 @@ def test_with_nobody_else_there_it_waits() -> None:
     assert set(state.trial.canaries) == only
 
 
-def test_a_clock_that_is_set_back_does_no_harm() -> None:
-    """Patience begins anew."""
+def test_timeout_restarts_when_the_clock_is_set_back() -> None:
+    """It counts from the new time."""
     state, _ = play(trying(), Ticked(-1e6, FLEET), Ticked(-1e6 + 601.0, FLEET))
     assert state.trial is not None
     assert set(state.trial.canaries) == set(ranked(2)[2:4])
 
 
-def test_a_newer_head_takes_the_place_of_a_candidate() -> None:
-    """The older one is not tried any more, and what is said of it is passed over."""
+def test_newer_head_replaces_the_candidate() -> None:
+    """Later evaluations of the older one are ignored."""
     state, done = play(trying(), HeadAdded(3, 5.0))
     assert done == [Reject(2, "head 3 has replaced it")]
     assert (state.current, state.trial) == (1, Trial(3, 5.0))
@@ -197,15 +197,15 @@ def test_a_newer_head_takes_the_place_of_a_candidate() -> None:
     )
 
 
-def test_no_canaries_any_more() -> None:
-    """A candidate that waits goes to all when the task file asks for no canaries any more."""
+def test_candidate_is_activated_when_canaries_are_switched_off() -> None:
+    """When the task file no longer configures canaries."""
     state, done = play(trying(), Ticked(2.0, FLEET), by=Settings())
     assert (state.current, state.trial) == (2, None)
     assert [type(action) for action in done] == [Activate]
 
 
-def test_a_rollback_goes_further_back_each_time() -> None:
-    """To what was current before; what was rolled back says so, and a later head goes out as usual."""
+def test_each_rollback_goes_further_back() -> None:
+    """To the head that was current before; a later head is rolled out as usual."""
     known = heads(1, 2, 3)
     back = CommandReceived("rollback", None, known)
     state, done = play(initial_state([1, 2, 3]), back, back)
@@ -218,8 +218,8 @@ def test_a_rollback_goes_further_back_each_time() -> None:
     assert (state.current, state.earlier) == (4, (1,))
 
 
-def test_a_rollback_to_a_head_by_its_version() -> None:
-    """Also a newer one, or one that was rejected; from there, back is where it was."""
+def test_rollback_to_a_version() -> None:
+    """Also to a newer or rejected one; the next rollback returns from there."""
     known = heads(1, 2, 3)
     state, _ = play(
         initial_state([1, 2, 3]), CommandReceived("rollback", 1, known), CommandReceived("rollback", 3, known)
@@ -242,8 +242,8 @@ def test_a_rollback_to_a_head_by_its_version() -> None:
         (CommandReceived("promote", 1, heads(1, 2)), "head 1 is no longer the candidate"),
     ],
 )
-def test_orders_that_cannot_be_carried_out(order: CommandReceived, words: str) -> None:
-    """Each says why, and nothing changes."""
+def test_impossible_commands_are_refused(order: CommandReceived, words: str) -> None:
+    """With the reason, and without a change of state."""
     state = trying()
     after, (declined,) = play(state, order)
     assert after == state
@@ -251,15 +251,15 @@ def test_orders_that_cannot_be_carried_out(order: CommandReceived, words: str) -
     assert words in declined.reason
 
 
-def test_an_order_without_a_candidate() -> None:
+def test_promote_without_a_candidate_is_refused() -> None:
     """There is nothing to promote."""
     (declined,) = play(initial_state([1]), CommandReceived("promote", None, heads(1)))[1]
     assert isinstance(declined, RefuseCommand)
     assert "no candidate to promote" in declined.reason
 
 
-def test_a_candidate_is_promoted_or_given_up_by_an_operator() -> None:
-    """Promoted without its canaries; given up with the head that was current, where the fleet goes back."""
+def test_operator_promotes_or_rolls_back_a_candidate() -> None:
+    """Promoted without its canaries; rolled back together with the current head."""
     known = heads(1, 2, 3)
     state, done = play(trying(), CommandReceived("promote", None, known))
     assert done == [Activate(2, "promoted by an operator")]
@@ -270,8 +270,8 @@ def test_a_candidate_is_promoted_or_given_up_by_an_operator() -> None:
     assert play(state, HeadAdded(3, 9.0)) == (state, [])
 
 
-def test_what_may_be_gone_back_to_is_kept() -> None:
-    """The current head, the one before, the candidate, and the last few."""
+def test_retained_heads_allow_a_rollback() -> None:
+    """The current head, the previous one, the candidate, and the newest few."""
     state = State(newest=20, current=3, earlier=(1, 2), trial=Trial(9, 0.0))
     assert retained_heads(state, range(1, 21)) == {2, 3, 9, *range(21 - RETAINED_HEADS, 21)}
 
@@ -290,10 +290,10 @@ ANSWERS = st.one_of(
     order=st.permutations(range(5)),
     again=st.lists(st.integers(0, 4), max_size=4),
 )
-def test_the_order_of_answers_does_not_matter(
+def test_order_of_answers_does_not_matter(
     answers: list[CanaryResult], order: list[int], again: list[int]
 ) -> None:
-    """Nor does hearing one twice, or a restart after each: the outcome is the same."""
+    """Nor repetitions or restarts: the outcome is the same."""
     by = Settings(canary_fraction=0.5)
     state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, FLEET), by=by)
     assert state.trial is not None
@@ -324,8 +324,8 @@ EVENTS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(events=EVENTS)
-def test_whatever_happens_there_is_one_good_head(events: list[Event]) -> None:
-    """Never a rejected one that no operator wants; canaries stay canaries; and once devices answer, it is decided."""
+def test_there_is_always_a_usable_head(events: list[Event]) -> None:
+    """Never a rejected one without a command; once devices answer, the candidate is decided."""
     state, before = State(), State()
     for event in events:
         before, (state, done) = state, play(state, event)
@@ -344,8 +344,8 @@ def test_whatever_happens_there_is_one_good_head(events: list[Event]) -> None:
     assert state.trial is None
 
 
-def test_canaries_without_images_to_tell_of_say_that_it_runs() -> None:
-    """Under differential privacy all counts are 0: a head that runs on all canaries is taken, and no other."""
+def test_canaries_without_images_only_check_that_the_head_runs() -> None:
+    """Under differential privacy all counts are 0: a head that runs on all canaries is activated."""
     silent = CanaryResult(correct=0, images=0, previous_correct=0)
     first, second = ranked(2)[:2]
     state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, silent))

@@ -60,16 +60,16 @@ def _verdicts(actions: list[Action]) -> list[str]:
     return [action.verdict for action in actions if isinstance(action, SubmissionVerdict)]
 
 
-def test_the_quorum_closes_the_first_collection() -> None:
-    """Nothing is trained before the third of three devices, and then all three are in it, by name."""
+def test_quorum_closes_the_first_collection() -> None:
+    """With the third of three devices, and with all three as members."""
     state, actions = _run([_submitted("c"), _submitted("a"), Ticked(99)])
     assert _trainings(actions) == []
     _, actions = _run([_submitted("b")], state)
     assert _trainings(actions) == [(1, ["a1", "b1", "c1"])]
 
 
-def test_one_device_is_no_quorum_however_often_it_comes() -> None:
-    """Duplicates and newer submissions of one device count once."""
+def test_a_device_counts_once_for_the_quorum() -> None:
+    """However many duplicates and newer submissions it sends."""
     events: list[Event] = [_submitted("a", sequence) for sequence in (1, 1, 2, 3, 3, 2)]
     state, actions = _run(events)
     assert _trainings(actions) == []
@@ -77,8 +77,8 @@ def test_one_device_is_no_quorum_however_often_it_comes() -> None:
     assert waiting(state, SETTINGS) == {"a": _entry("a", 3)}
 
 
-def test_the_deadline_closes_with_what_is_there() -> None:
-    """It counts from the first submission that waits, and an empty collection never closes."""
+def test_deadline_closes_with_the_devices_so_far() -> None:
+    """It counts from the first waiting submission; an empty collection never closes."""
     state, actions = _run([Ticked(10**9)])
     assert _trainings(actions) == []
     assert closes_at_s(state, SETTINGS) is None
@@ -90,7 +90,7 @@ def test_the_deadline_closes_with_what_is_there() -> None:
 
 
 def test_late_devices_are_in_the_next_head() -> None:
-    """Who comes while a head is trained is not dropped: the next head has the old and the new devices."""
+    """Submissions during a training are members of the next one."""
     first: list[Event] = [_submitted(device) for device in "abc"]
     state, _ = _run([*first, _submitted("d"), _submitted("e")])
     assert state.training is not None
@@ -101,8 +101,8 @@ def test_late_devices_are_in_the_next_head() -> None:
     assert waiting(state, SETTINGS) == {}
 
 
-def test_after_a_head_it_is_retrain_after_that_counts() -> None:
-    """New and renewed submissions count alike; repetitions of what a head has seen do not."""
+def test_retrain_after_counts_after_the_first_head() -> None:
+    """New and renewed submissions count alike, repetitions do not."""
     state, _ = _run([*(_submitted(device) for device in "abc"), Trained(1)])
     state, actions = _run([_submitted("a"), _submitted("a", 2), Ticked(50)], state)
     assert _trainings(actions) == []
@@ -110,15 +110,15 @@ def test_after_a_head_it_is_retrain_after_that_counts() -> None:
     assert _trainings(actions) == [(2, ["a2", "b1", "c1", "d1"])]
 
 
-def test_a_single_late_device_waits_no_longer_than_the_deadline() -> None:
-    """Below `retrain_after`, the deadline of the late submission decides."""
+def test_late_device_waits_until_the_deadline() -> None:
+    """Below `retrain_after`."""
     state, _ = _run([*(_submitted(device) for device in "abc"), Trained(1), _submitted("d", now_s=500)])
     assert _trainings(_run([Ticked(599)], state)[1]) == []
     assert _trainings(_run([Ticked(600)], state)[1]) == [(2, ["a1", "b1", "c1", "d1"])]
 
 
 def test_at_most_one_training_at_a_time() -> None:
-    """Whatever comes meanwhile, nothing else is begun."""
+    """Whatever is submitted meanwhile."""
     _, actions = _run(
         [
             *(_submitted(device) for device in "abc"),
@@ -129,8 +129,8 @@ def test_at_most_one_training_at_a_time() -> None:
     assert len(_trainings(actions)) == 1
 
 
-def test_a_failed_training_is_not_tried_again_on_the_same() -> None:
-    """It would fail again at every tick; a changed submission, or a restart, is a reason to try."""
+def test_failed_training_is_not_repeated_on_the_same() -> None:
+    """Only on a changed submission or after a restart."""
     state, _ = _run([*(_submitted(device) for device in "abc"), TrainingFailed()])
     assert _trainings(_run([Ticked(10**6), _submitted("a"), Ticked(10**7)], state)[1]) == []
     assert _trainings(_run([_submitted("a", 2)], state)[1]) == [(1, ["a2", "b1", "c1"])]
@@ -138,14 +138,14 @@ def test_a_failed_training_is_not_tried_again_on_the_same() -> None:
     assert _trainings(_run([Ticked(0)], restarted)[1]) == [(1, ["a1", "b1", "c1"])]
 
 
-def test_a_head_that_nobody_asked_for_changes_nothing() -> None:
-    """The end of a training that this run did not begin is passed over."""
+def test_end_of_an_unknown_training_is_ignored() -> None:
+    """The state does not change."""
     for event in (Trained(7), TrainingFailed()):
         assert _run([event]) == (State(), [])
 
 
-def test_an_older_submission_that_comes_late_is_told_what_stands() -> None:
-    """The answer carries the standing entry, so that the device can go past its sequence."""
+def test_verdict_has_the_counted_entry() -> None:
+    """So that the device can continue after its sequence number."""
     _, actions = _run([_submitted("a", 5), _submitted("a", 4)])
     assert actions[1] == SubmissionVerdict("a", b"a4", "superseded", _entry("a", 5))
 
@@ -228,10 +228,10 @@ _happening = st.one_of(
 
 
 @given(_settings, st.lists(_happening, max_size=40))
-def test_every_run_ends_in_a_head_that_covers_all(
+def test_every_run_ends_in_a_head_of_all_submissions(
     settings: Settings, happenings: list[tuple[str, int, int] | float | str]
 ) -> None:
-    """Any order of arrival, ticks, failures and restarts: in the end the newest of every device is in the head."""
+    """For any order of arrivals, ticks, failures and restarts."""
     world = World(settings)
     for happening in happenings:
         match happening:
@@ -256,10 +256,10 @@ def test_every_run_ends_in_a_head_that_covers_all(
 
 
 @given(_settings, st.lists(_submission, min_size=1, max_size=12), st.data())
-def test_the_order_of_arrival_does_not_matter(
+def test_order_of_arrival_does_not_matter(
     settings: Settings, submissions: list[tuple[str, int, int]], data: st.DataObject
 ) -> None:
-    """The same submissions, however shuffled and repeated, end in the same training set: each device's newest."""
+    """The same submissions give the same training set: each device's newest."""
     newest = {
         device: max((sequence, variant) for each, sequence, variant in submissions if each == device)
         for device, _, _ in submissions
@@ -276,8 +276,8 @@ def test_the_order_of_arrival_does_not_matter(
 
 
 @given(_settings, st.lists(_submission, max_size=12))
-def test_a_state_is_never_changed(settings: Settings, submissions: list[tuple[str, int, int]]) -> None:
-    """A step gives a new state and leaves the old one as it was; the new one cannot be changed from outside."""
+def test_states_are_immutable(settings: Settings, submissions: list[tuple[str, int, int]]) -> None:
+    """A step returns a new state, whose mappings are read-only."""
     state = State()
     for device, sequence, variant in submissions:
         before = (dict(state.submissions), dict(state.covered), state.training)

@@ -57,10 +57,10 @@ def _end(events: Events) -> Finished:
     return event
 
 
-def test_a_round_that_fails_is_told_and_tried_again(
+def test_failed_round_is_logged_and_retried(
     task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line with the reason; the round stays open, and a further submission begins the pooling anew."""
+    """One log line has the reason; the round stays open, and the next submission retries it."""
     caplog.set_level(logging.INFO)
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
@@ -84,8 +84,8 @@ def test_a_round_that_fails_is_told_and_tried_again(
     assert [len(head.members) for head in store.heads.all()] == [3]
 
 
-def test_a_failure_that_cannot_be_stored_holds_nothing_up(task: Task, store: Store) -> None:
-    """The disk is full when a pooling fails and when the next batch comes; with room again, it is done."""
+def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
+    """A failed round that cannot be stored is retried once the disk has space."""
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
     assert task.first_tensors is not None
@@ -108,10 +108,10 @@ def test_a_failure_that_cannot_be_stored_holds_nothing_up(task: Task, store: Sto
     assert [len(head.members) for head in store.heads.all()] == [2]
 
 
-def test_a_pooling_that_was_cut_off_is_done_again(
+def test_interrupted_round_is_closed_again(
     task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On the very same submissions: who came after the round had closed is in the next one."""
+    """On the same submissions; later ones belong to the next round."""
     caplog.set_level(logging.INFO)
     before = HeadTraining(task, store, on_event=lambda _: None)
     for device in "abc":
@@ -128,8 +128,8 @@ def test_a_pooling_that_was_cut_off_is_done_again(
     assert sorted(after.state.submissions) == ["a", "b", "c"]
 
 
-def test_what_is_refused_leaves_nothing(task: Task, store: Store) -> None:
-    """A submission for a round to come is neither stored nor counted."""
+def test_refused_submission_is_not_stored(task: Task, store: Store) -> None:
+    """A submission to a future round is neither stored nor counted."""
     training = HeadTraining(task, store, on_event=lambda _: None)
     before = set(store.blobs.digests())
     assert _take(training, task, "a", number=1).verdict == "unknown_round"
@@ -137,8 +137,8 @@ def test_what_is_refused_leaves_nothing(task: Task, store: Store) -> None:
     assert store.submissions.all(task.digest) == {}
 
 
-def test_what_could_not_be_stored_was_never_taken(task: Task, store: Store) -> None:
-    """A batch that is taken back closes no round, and leaves neither blob nor row; it can come again."""
+def test_batch_that_cannot_be_stored_is_undone(task: Task, store: Store) -> None:
+    """It closes no round, leaves neither blob nor row, and can be submitted again."""
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
     before = set(store.blobs.digests())
@@ -163,10 +163,8 @@ def _take_both(training: HeadTraining, task: Task) -> None:
     raise StateError("the disk is full")
 
 
-def test_what_is_replaced_does_not_fill_the_disk(
-    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device that uploads all day leaves a bounded number of submissions, and its newest one among them."""
+def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that uploads all day leaves a bounded number of blobs, including its newest one."""
     training = HeadTraining(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, number=0, shapes=task.expectation.tensors)

@@ -44,8 +44,8 @@ def _keep(store: Store, version: int, *, quarantined: dict[str, str], warning: s
     update_quarantine(store, head, Result(metrics={}, quarantined=quarantined, warning=warning))
 
 
-def test_every_training_judges_anew(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """Who is like the others again comes back; what is new is said once."""
+def test_every_training_updates_the_quarantine(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Devices that are no longer outliers leave it; each change is logged once."""
     caplog.set_level(logging.INFO)
     _keep(store, 1, quarantined={"a": "far off", "b": "far off"})
     assert [device for device in "abc" if f"device={device} reason=" in caplog.text] == ["a", "b"]
@@ -61,8 +61,8 @@ def test_every_training_judges_anew(store: Store, caplog: pytest.LogCaptureFixtu
     assert "all of them are far off" in caplog.text
 
 
-def test_a_readmission_outlives_trainings(store: Store) -> None:
-    """Also one that had begun before."""
+def test_release_outlives_trainings(store: Store) -> None:
+    """Also trainings that started before."""
     _keep(store, 1, quarantined={"a": "far off"})
     assert release(store, "a") == "released a: the next head after the start of the aggregator includes it"
     assert release(store, "a") == "a is already released"
@@ -71,8 +71,8 @@ def test_a_readmission_outlives_trainings(store: Store) -> None:
     assert store.decisions(TASK) == DeviceDecisions(released=frozenset("a"))
 
 
-def test_a_revoked_device_stays_out(store: Store) -> None:
-    """Whatever a training that had begun before has found; only another enrollment helps."""
+def test_revoked_device_stays_quarantined(store: Store) -> None:
+    """Whatever a training finds; only a new enrollment helps."""
     store.quarantine.add(TASK, "a", reason=REVOKED, now_s=1.0)
     _keep(store, 1, quarantined={})
     _keep(store, 2, quarantined={"a": "far off"})
@@ -81,8 +81,8 @@ def test_a_revoked_device_stays_out(store: Store) -> None:
         release(store, "a")
 
 
-def test_who_is_not_set_aside_cannot_be_readmitted(store: Store, tmp_path: Path) -> None:
-    """The error says where to look; a folder of no aggregator stays as it was."""
+def test_only_quarantined_devices_can_be_released(store: Store, tmp_path: Path) -> None:
+    """The error says where to look; a folder without state stays unchanged."""
     with pytest.raises(ConfigError, match="a is not quarantined: `aggregator status` lists"):
         release(store, "a")
     with pytest.raises(StateError, match="start `aggregator run`"):
@@ -111,8 +111,8 @@ def _upload(broker: BrokerAddress, device: str, part: Prototypes) -> None:
         assert hand.upload(message).status == "received"
 
 
-def test_from_flipped_labels_to_readmission(tmp_path: Path) -> None:
-    """One of six is quarantined, seen in status, and readmitted by a command that the running daemon sees."""
+def test_device_with_flipped_labels_is_quarantined_and_released(tmp_path: Path) -> None:
+    """One of six; status shows it, and the running aggregator applies the release."""
     task = write_task(tmp_path, "quorum = 6\ndeadline_s = 1000\n[training]\nepochs = 1")
     broker = free_address()
     with aggregator(task, broker, "--embedded-broker") as daemon:

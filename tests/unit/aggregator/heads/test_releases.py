@@ -116,8 +116,8 @@ def _sha256(summary: dict[str, Any], version: int) -> str:
     return str(next(head["sha256"] for head in summary["heads"] if head["version"] == version))
 
 
-def test_a_worse_head_is_rejected_and_stays_so(alone: BrokerAddress, tmp_path: Path) -> None:
-    """The canary alone is told to try it; log and status have its figures; a restart does not propose it again."""
+def test_worse_head_is_rejected(alone: BrokerAddress, tmp_path: Path) -> None:
+    """Only the canary is offered it; log and status have the accuracies; a restart does not offer it again."""
     task_file = write_task(tmp_path, CANARY)
     with Device(alone, FIRST) as first, Device(alone, SECOND) as second:
         with aggregator(task_file, alone) as daemon:
@@ -143,8 +143,8 @@ def test_a_worse_head_is_rejected_and_stays_so(alone: BrokerAddress, tmp_path: P
             assert _head_file(daemon) == _sha256(daemon.status(), 1)
 
 
-def test_a_good_head_goes_to_all_over_a_restart(alone: BrokerAddress, tmp_path: Path) -> None:
-    """A trial goes on where it was; then the files are those of the new head."""
+def test_good_head_is_activated_after_a_restart(alone: BrokerAddress, tmp_path: Path) -> None:
+    """The trial continues; then the files are the new head's."""
     task_file = write_task(tmp_path, CANARY)
     with Device(alone, FIRST) as first, Device(alone, SECOND) as second:
         with aggregator(task_file, alone) as daemon:
@@ -166,8 +166,8 @@ def test_a_good_head_goes_to_all_over_a_restart(alone: BrokerAddress, tmp_path: 
             assert (daemon.state / "model.onnx").is_file()
 
 
-def test_a_head_that_a_canary_cannot_use(alone: BrokerAddress, tmp_path: Path) -> None:
-    """It is rejected with the device's own words, which stand in the log and in the status."""
+def test_head_that_a_canary_cannot_use_is_rejected(alone: BrokerAddress, tmp_path: Path) -> None:
+    """Log and status have the device's problem."""
     task_file = write_task(tmp_path, CANARY)
     with (
         Device(alone, FIRST) as first,
@@ -181,8 +181,8 @@ def test_a_head_that_a_canary_cannot_use(alone: BrokerAddress, tmp_path: Path) -
         assert daemon.status()["heads"][1]["reason"] == f"{FIRST} cannot use it: the head gives NaN"
 
 
-def test_orders_are_taken_while_it_runs(alone: BrokerAddress, tmp_path: Path) -> None:
-    """Promote and rollback say what is current then; the files follow; what cannot be is one line."""
+def test_commands_are_carried_out_while_running(alone: BrokerAddress, tmp_path: Path) -> None:
+    """Promote and rollback change the current head and its files; a refused command prints one line."""
     task_file = write_task(tmp_path, CANARY)
     with (
         Device(alone, FIRST) as first,
@@ -219,8 +219,8 @@ def test_orders_are_taken_while_it_runs(alone: BrokerAddress, tmp_path: Path) ->
         assert (daemon.state / "model.onnx").read_bytes() == model
 
 
-def test_orders_wait_for_the_next_start(alone: BrokerAddress, tmp_path: Path) -> None:
-    """Of an aggregator that is stopped; one after the other, each as if those before were taken."""
+def test_commands_wait_for_the_next_start(alone: BrokerAddress, tmp_path: Path) -> None:
+    """Commands to a stopped aggregator are checked as if the earlier ones were carried out."""
     task_file = write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1")
     with Device(alone) as device:
         with aggregator(task_file, alone) as daemon:
@@ -251,8 +251,8 @@ def test_orders_wait_for_the_next_start(alone: BrokerAddress, tmp_path: Path) ->
             assert device.head(4).version == 4
 
 
-def test_a_state_that_was_lost_is_no_older_release(alone: BrokerAddress, tmp_path: Path) -> None:
-    """What is told after the loss has a greater release than what was told before it."""
+def test_release_number_grows_after_a_lost_state(alone: BrokerAddress, tmp_path: Path) -> None:
+    """A manifest signed after the loss has a greater release number."""
     task_file = write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1")
     with Device(alone) as device:
         released: list[int] = []
@@ -275,10 +275,10 @@ def _made(store: Store, task: bytes, version: int) -> HeadRecord:
     return row
 
 
-def test_a_state_that_was_restored_is_no_older_release(
+def test_release_number_grows_after_a_restored_backup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is told of the backup's head has a greater release than what was told since the backup was made."""
+    """The manifest of the backup's head has a greater release number than any before."""
     state, backup = tmp_path / "state", tmp_path / "backup"
 
     def told(version: int, *, at_s: int) -> tuple[int, HeadManifest]:
@@ -307,8 +307,8 @@ def test_a_state_that_was_restored_is_no_older_release(
     assert greater > release
 
 
-def test_a_head_whose_file_cannot_be_written_yet_can_be_fetched_once_it_is_told(tmp_path: Path) -> None:
-    """A disk that is full for a while, just then, leaves nothing behind."""
+def test_head_is_served_although_its_file_could_not_be_written(tmp_path: Path) -> None:
+    """A disk that is full for a moment has no lasting effect."""
     store = Store(open_folder(tmp_path / "state"))
     task = prepare_task(*load_task(write_task(tmp_path)), store=store)
     releases = Releases(task, store)
@@ -323,8 +323,8 @@ def test_a_head_whose_file_cannot_be_written_yet_can_be_fetched_once_it_is_told(
     assert row.digest in releases.served
 
 
-def test_an_order_is_carried_out_once(tmp_path: Path) -> None:
-    """What cannot be stored to its end has not begun: else the next look would go back twice."""
+def test_command_is_carried_out_once(tmp_path: Path) -> None:
+    """If its outcome cannot be stored, it is undone; otherwise a rollback would happen twice."""
     store = Store(open_folder(tmp_path / "state"))
     task = prepare_task(*load_task(write_task(tmp_path)), store=store)
     releases = Releases(task, store)
@@ -350,8 +350,8 @@ def _look(releases: Releases) -> None:
     releases.tick(3)
 
 
-def test_which_head_a_device_uses_is_shown(alone: BrokerAddress, tmp_path: Path) -> None:
-    """As it says itself."""
+def test_status_shows_the_head_of_a_device(alone: BrokerAddress, tmp_path: Path) -> None:
+    """As the device reports it."""
     with aggregator(write_task(tmp_path), alone) as daemon, Device(alone) as device:
         device.aggregator_is("online")
         _online(device, head=7)
@@ -359,8 +359,8 @@ def test_which_head_a_device_uses_is_shown(alone: BrokerAddress, tmp_path: Path)
         assert summary["devices"][0]["head"] == 7
 
 
-def test_a_head_whose_blob_is_gone_cannot_be_gone_back_to(tmp_path: Path) -> None:
-    """The order says so, and a folder without a state is left as it is."""
+def test_rollback_to_a_head_without_blobs_is_refused(tmp_path: Path) -> None:
+    """The error says so, and a folder without state stays unchanged."""
     store = Store(tmp_path)
     task = bytes(32)
     store.facts.put(replace(SERVED, digest=task))
@@ -380,8 +380,8 @@ def test_a_head_whose_blob_is_gone_cannot_be_gone_back_to(tmp_path: Path) -> Non
     assert not empty.exists()
 
 
-def test_impossible_counts_are_refused(alone: BrokerAddress, tmp_path: Path) -> None:
-    """More right before than there are images, or for another number of classes."""
+def test_evaluation_with_impossible_counts_is_refused(alone: BrokerAddress, tmp_path: Path) -> None:
+    """More previously correct than images, or another number of classes."""
     with (
         aggregator(write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1"), alone),
         Device(alone) as device,

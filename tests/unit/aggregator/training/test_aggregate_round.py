@@ -86,8 +86,8 @@ def _first(task: Task, folder: Path) -> dict[str, NDArray[Any]]:
     return unpack_tensors(Store(folder / "state").blobs.read(task.first_tensors.digest))
 
 
-def test_what_comes_out_is_the_algorithms(task: Task, folder: Path, out: Path) -> None:
-    """The next round's tensors are what the algorithm makes of the submissions; the figures say of how many."""
+def test_tensors_are_those_of_the_algorithm(task: Task, folder: Path, out: Path) -> None:
+    """The next round's tensors equal an independent mean; the metrics count prototypes and classes."""
     fresh, stale = _submission(task, number=1, seed=1), _submission(task, number=0, seed=2)
     fresh = msgspec.structs.replace(fresh, loss=None)
     job = _job(task, folder, out, {"a": encode(fresh), "b": encode(stale)})
@@ -103,8 +103,8 @@ def test_what_comes_out_is_the_algorithms(task: Task, folder: Path, out: Path) -
     )
 
 
-def test_the_order_of_the_members_does_not_matter(task: Task, folder: Path, out: Path) -> None:
-    """The same submissions give the very same bytes."""
+def test_order_of_members_does_not_matter(task: Task, folder: Path, out: Path) -> None:
+    """The same submissions give the same bytes."""
     payloads = {device: encode(_submission(task, number=1, seed=seed)) for seed, device in enumerate("abc")}
     found = []
     for name, members in (("one", payloads), ("other", dict(reversed(payloads.items())))):
@@ -114,8 +114,8 @@ def test_the_order_of_the_members_does_not_matter(task: Task, folder: Path, out:
     assert found[0] == found[1]
 
 
-def test_it_does_without_torch(task: Task, folder: Path, out: Path) -> None:
-    """As a program, where torch is not installed, it writes everything, the result last."""
+def test_job_runs_without_torch(task: Task, folder: Path, out: Path) -> None:
+    """As a program, without torch installed, it writes everything, the result last."""
     job = _job(task, folder, out, {"a": encode(_submission(task, number=1))})
     (out / "job.json").write_bytes(msgspec.json.encode(job))
     done = subprocess.run(
@@ -129,8 +129,8 @@ def test_it_does_without_torch(task: Task, folder: Path, out: Path) -> None:
     assert {file.name for file in out.iterdir()} >= {"tensors.bin", "head.onnx", "model.onnx"}
 
 
-def test_what_is_not_finite_is_not_published(task: Task, folder: Path, out: Path) -> None:
-    """A model that has run away fails the round with its tensor's name, and leaves no result."""
+def test_non_finite_tensors_are_not_published(task: Task, folder: Path, out: Path) -> None:
+    """The error names the tensor, and there is no result."""
     runaway = {**_first(task, folder), "adapter_bias": np.full(4, np.inf, np.float32)}
     payload = encode(Tensors(values={name: to_tensor(values) for name, values in runaway.items()}))
     job = _job(task, folder, out, {"a": encode(_submission(task, number=1))}, tensors=payload)
@@ -141,8 +141,8 @@ def test_what_is_not_finite_is_not_published(task: Task, folder: Path, out: Path
     assert list(out.iterdir()) == []
 
 
-def test_what_cannot_be_pooled_is_told(task: Task, folder: Path, out: Path) -> None:
-    """A stored payload that is no submission of this task, and a task that has no rounds."""
+def test_submissions_that_cannot_be_aggregated_are_errors(task: Task, folder: Path, out: Path) -> None:
+    """A payload that is no submission to this task, and a task without rounds."""
     with pytest.raises(ProtofleetError, match="got an evaluation"):
         run(_job(task, folder, out, {"a": encode(evaluation())}))
     with pytest.raises(ProtofleetError, match="expected task"):
@@ -153,8 +153,8 @@ def test_what_cannot_be_pooled_is_told(task: Task, folder: Path, out: Path) -> N
         run(msgspec.structs.replace(job, task_file=other))
 
 
-def test_the_settings_travel_with_the_job(task: Task, folder: Path, out: Path) -> None:
-    """A job that was written and read is the same job, with the algorithm's settings in it."""
+def test_job_contains_the_settings(task: Task, folder: Path, out: Path) -> None:
+    """Encoding and decoding a job keeps the algorithm's settings."""
     job = _job(task, folder, out, {})
     again = msgspec.json.decode(msgspec.json.encode(job), type=RoundJob)
     assert again == job

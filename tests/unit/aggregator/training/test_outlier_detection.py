@@ -25,16 +25,16 @@ def _changed(part: Prototypes, factor: float = 1.0, offset: float = 0.0, noise: 
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_honest_devices_are_not_set_aside(shift: int) -> None:
-    """Neither where all see the same, nor where each is in another place, nor who has few images or classes."""
+def test_honest_devices_are_no_outliers(shift: int) -> None:
+    """Neither in one place nor in different places, nor with few images or classes."""
     parts = fleet(9, shift=shift)
     parts["few"] = honest(20, prototypes=1)
     parts["one class"] = honest(21, labels=(1,), shift=shift)
     assert _judged(parts) == {}
 
 
-def test_flipped_labels_are_told_in_words() -> None:
-    """The class that is farthest off, how far, and from how many."""
+def test_flipped_labels_are_found() -> None:
+    """The reason names a class, the distance and the number of devices."""
     parts = {**fleet(8), "liar": flipped(honest(9))}
     aside = _judged(parts)
     assert aside.keys() == {"liar"}
@@ -42,8 +42,8 @@ def test_flipped_labels_are_told_in_words() -> None:
     assert aside["liar"].startswith("class '")
 
 
-def test_noise_about_the_right_mean_is_found_by_its_scatter() -> None:
-    """The mean is nearly right, the prototypes are useless."""
+def test_noise_is_found_by_its_scatter() -> None:
+    """The mean is nearly correct, the prototypes are useless."""
     noisy = honest(9)
     for label in range(len(CLASSES)):
         mine = noisy.labels == label
@@ -53,28 +53,28 @@ def test_noise_about_the_right_mean_is_found_by_its_scatter() -> None:
     assert "more scattered than the median of 9 devices" in aside["noisy"]
 
 
-def test_scale_is_seen_where_no_class_has_enough_devices() -> None:
-    """Of classes that only two devices have, lengths can be compared all the same."""
+def test_scale_is_found_without_a_class_on_enough_devices() -> None:
+    """Lengths are compared over all classes."""
     parts = {f"dev{device}": honest(device, labels=(device % 3,)) for device in range(6)}
     parts["loud"] = _changed(parts.pop("dev5"), factor=30)
     assert _judged(parts)["loud"].startswith("all classes: ")
 
 
-def test_too_few_devices_say_nothing() -> None:
-    """Of a class that fewer have than it takes, everything is taken as it is."""
+def test_too_few_devices_have_no_outliers() -> None:
+    """A class on fewer than MIN_DEVICES devices is not judged."""
     parts = {**fleet(MIN_DEVICES - 2), "liar": flipped(honest(9))}
     assert _judged(parts) == {}
     assert _judged({**parts, "another": honest(10)}).keys() == {"liar"}
 
 
-def test_who_is_readmitted_is_not_set_aside_again() -> None:
-    """The others are."""
+def test_released_device_is_not_quarantined() -> None:
+    """The other outliers are."""
     parts = {**fleet(8), "x": flipped(honest(9)), "y": _changed(honest(10), offset=50)}
     assert _judged(parts, released=("x",)).keys() == {"y"}
 
 
-def test_where_most_are_far_off_nobody_is_set_aside() -> None:
-    """It is said, with an example, and something is trained."""
+def test_no_device_is_quarantined_if_most_are_outliers() -> None:
+    """A warning has an example."""
     parts = {f"dev{device}": honest(device, labels=(device // 5,)) for device in range(15)}
     for device in (*range(3, 5), *range(8, 10), *range(13, 15)):
         parts[f"dev{device}"] = _changed(parts[f"dev{device}"], offset=100.0 + device)
@@ -87,8 +87,8 @@ def test_where_most_are_far_off_nobody_is_set_aside() -> None:
     )
 
 
-def test_equal_devices_and_one_that_is_not() -> None:
-    """Where nothing scatters, rounding is no reason, and everything else is."""
+def test_rounding_is_no_outlier_among_equal_devices() -> None:
+    """Anything else is."""
     parts = {f"dev{device}": honest(1, prototypes=1) for device in range(6)}
     assert _judged(parts) == {}
     parts["rounded"] = _changed(parts["dev0"], factor=1.0001)
@@ -113,8 +113,8 @@ def _parts(draw: st.DrawFn) -> dict[str, Prototypes]:
 
 @given(_parts(), st.randoms())
 @settings(deadline=None)
-def test_whatever_comes_is_judged_whatever_the_order(parts: dict[str, Prototypes], random: st.DrawFn) -> None:
-    """Figures are numbers, never NaN, and never of a device that is not there."""
+def test_order_of_devices_does_not_matter(parts: dict[str, Prototypes], random: st.DrawFn) -> None:
+    """Deviations are positive numbers, never NaN."""
     shuffled = list(parts.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     found = outliers(parts, classes=CLASSES, threshold=0.0)
@@ -127,8 +127,8 @@ def test_whatever_comes_is_judged_whatever_the_order(parts: dict[str, Prototypes
 
 @given(st.integers(0, 1000), st.integers(-20, 20))
 @settings(deadline=None, max_examples=30)
-def test_the_scale_of_features_does_not_matter(seed: int, exponent: int) -> None:
-    """A backbone whose features are c times as large gives the same verdicts."""
+def test_scale_of_features_does_not_matter(seed: int, exponent: int) -> None:
+    """Features that are c times as large give the same outliers."""
     parts = {f"dev{device}": honest(seed + device) for device in range(7)} | {
         "liar": flipped(honest(seed + 9))
     }
@@ -150,10 +150,8 @@ _lie = st.tuples(
 
 @given(st.integers(0, 1000), st.lists(_lie, min_size=1, max_size=3))
 @settings(deadline=None, max_examples=100)
-def test_liars_cannot_have_an_honest_device_set_aside(
-    seed: int, lies: list[tuple[str, float, int, int]]
-) -> None:
-    """Up to 30 % of a fleet may lie about anything, together or each by itself: the other seven stay in."""
+def test_liars_cannot_quarantine_an_honest_device(seed: int, lies: list[tuple[str, float, int, int]]) -> None:
+    """Up to 30 % of a fleet may lie in any way, together or alone."""
     parts = {f"dev{device}": honest(seed + device) for device in range(7)}
     for number, (kind, size, prototypes, images) in enumerate(lies):
         part = honest(seed + 100 + number, prototypes=prototypes)
@@ -168,8 +166,8 @@ def test_liars_cannot_have_an_honest_device_set_aside(
     assert [device for device in _judged(parts) if device.startswith("dev")] == []
 
 
-def test_liars_far_away_are_found_together() -> None:
-    """Three of ten that say the same."""
+def test_equal_liars_are_found() -> None:
+    """Three of ten that upload the same."""
     parts = fleet(7) | {f"liar{number}": _changed(honest(20 + number), offset=100.0) for number in range(3)}
     assert _judged(parts).keys() == {"liar0", "liar1", "liar2"}
     assert next(iter(parts.values())).values.shape[1] == FEATURE_SIZE

@@ -13,16 +13,16 @@ def _class_mean(data: Prototypes, label: int) -> np.ndarray:
     return np.average(data.values[mine], axis=0, weights=data.counts[mine])
 
 
-def test_by_default_all_is_taken_as_it_is() -> None:
-    """One part after the other."""
+def test_none_concatenates_the_parts() -> None:
+    """In the order of the parts."""
     parts = list(fleet(3).values())
     data = combine(parts, by="none")
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
 
 
-def test_what_is_farthest_is_trimmed() -> None:
-    """A fifth of each class, and of those first what a liar has sent."""
+def test_trimmed_omits_the_farthest() -> None:
+    """A fifth of each class, first a liar's prototypes."""
     parts = [*fleet(6).values(), flipped(honest(9))]
     data = combine(parts, by="trimmed")
     everything = pool(parts)
@@ -33,8 +33,8 @@ def test_what_is_farthest_is_trimmed() -> None:
     assert lies.isdisjoint(value.tobytes() for value in data.values)
 
 
-def test_means_are_moved_to_their_median() -> None:
-    """Nothing is left out; what a device's prototypes differ by from each other stays."""
+def test_median_shifts_each_device() -> None:
+    """Nothing is omitted, and differences within a device stay."""
     parts = [*fleet(6).values(), flipped(honest(9))]
     data = combine(parts, by="median")
     everything = pool(parts)
@@ -48,8 +48,8 @@ def test_means_are_moved_to_their_median() -> None:
 
 
 @pytest.mark.parametrize("by", ["trimmed", "median"])
-def test_a_class_of_few_devices_stays_as_it_is(by: str) -> None:
-    """Of two devices that differ, nobody knows which one is right."""
+def test_class_of_few_devices_is_unchanged(by: str) -> None:
+    """Of two devices that differ, either may be correct."""
     parts = [honest(1), honest(2, labels=(0,)), honest(3, labels=(0,))]
     data = combine(parts, by="trimmed" if by == "trimmed" else "median")
     everything = pool(parts)

@@ -41,8 +41,8 @@ def _end(job: HeadJob, folder: Path) -> tuple[Finished, list[Progress]]:
     return event, said
 
 
-def test_a_submission_that_is_gone_fails_the_training(tmp_path: Path) -> None:
-    """The end is told with the exit status and the process's own one line."""
+def test_missing_submission_fails_the_job(tmp_path: Path) -> None:
+    """The reason has the exit status and the process's error."""
     job = _job(tmp_path, encode(submission()))
     (tmp_path / "blobs" / job.members["dev0"]).unlink()
     finished, _ = _end(job, tmp_path)
@@ -51,8 +51,8 @@ def test_a_submission_that_is_gone_fails_the_training(tmp_path: Path) -> None:
     assert "No such file" in finished.reason
 
 
-def test_the_same_submissions_make_the_same_head(tmp_path: Path) -> None:
-    """Byte for byte, so that a training that was cut off and begun again changes nothing."""
+def test_same_submissions_make_the_same_head(tmp_path: Path) -> None:
+    """Byte for byte, so that an interrupted training can be repeated."""
     manifest = structs.replace(MANIFEST, backbones=MANIFEST.backbones * 2)  # of which no model.onnx is made
     task = BlobStore(tmp_path / "blobs").put(encode(manifest))
     job = _job(tmp_path, encode(submission(task=task)))
@@ -66,8 +66,8 @@ def test_the_same_submissions_make_the_same_head(tmp_path: Path) -> None:
     assert heads[0] == heads[1]
 
 
-def test_a_process_that_is_killed_is_a_failed_training(tmp_path: Path) -> None:
-    """Stopping ends it, and waits for it."""
+def test_stopped_process_is_a_failed_job(tmp_path: Path) -> None:
+    """Stopping waits for its end."""
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
     trainer = Trainer(tmp_path / "training", on_event=events.put)
     trainer.stop()
@@ -78,8 +78,8 @@ def test_a_process_that_is_killed_is_a_failed_training(tmp_path: Path) -> None:
     assert finished.reason.startswith("exit status -15")
 
 
-def test_lines_that_are_no_figures_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a library prints beside the figures does no harm."""
+def test_output_without_figures_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a library prints."""
     program = tmp_path / "program"
     program.write_text(
         '#!/bin/sh\necho hello; echo 3; echo "[1]"; echo \'{"epoch": 1}\'; echo oops >&2; exit 4\n'
@@ -91,15 +91,15 @@ def test_lines_that_are_no_figures_are_passed_over(tmp_path: Path, monkeypatch: 
     assert finished.reason == "exit status 4: oops"
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     """No process is started."""
     (tmp_path / "training").write_text("a file")
     with pytest.raises(StateError, match="cannot use"):
         Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
 
 
-def test_a_process_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon lives on, and can say why."""
+def test_process_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the reason."""
     program = tmp_path / "program"
     program.write_text("no program")
     monkeypatch.setattr(sys, "executable", str(program))
@@ -107,8 +107,8 @@ def test_a_process_that_cannot_be_started_is_told(tmp_path: Path, monkeypatch: p
         Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
 
 
-def test_a_training_whose_folder_vanishes_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is left to be read, its end is told."""
+def test_job_whose_folder_vanishes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is an event without an error message."""
     program = tmp_path / "program"
     program.write_text(f"#!/bin/sh\nrm -r {tmp_path}/training; exit 4\n")
     program.chmod(0o755)
