@@ -1,4 +1,4 @@
-"""Prototypes of fleets that are made by hand: honest devices, and others."""
+"""Prototypes of synthetic fleets: honest devices and liars."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ IMAGES = 5
 def honest(
     device: int, *, labels: tuple[int, ...] = (0, 1, 2), prototypes: int = 6, shift: float = 0.1
 ) -> Prototypes:
-    """A device that has these classes, in a place of its own: features are one apart from their class's mean."""
+    """Return the prototypes of a device with these classes, whose means differ by `shift` from the other devices'."""
     random = np.random.default_rng(device)
     centers = 3 * np.random.default_rng(0).normal(size=(len(CLASSES), FEATURE_SIZE))
     centers = centers + shift * random.normal(size=centers.shape)
@@ -22,10 +22,10 @@ def honest(
 
 
 def flipped(part: Prototypes) -> Prototypes:
-    """The same, with each class called by the next one's name."""
+    """Return the prototypes with each label replaced by the next one."""
     return Prototypes(part.values, (part.labels + 1) % len(CLASSES), part.counts)
 
 
 def fleet(devices: int, *, shift: float = 0.1) -> dict[str, Prototypes]:
-    """So many honest devices."""
+    """Return the prototypes of honest devices."""
     return {f"dev{device}": honest(device, shift=shift) for device in range(devices)}

@@ -74,8 +74,8 @@ def test_global_prototypes_and_padded_sets_by_hand() -> None:
     }
 
 
-def test_nobody_and_nothing_leave_one_empty_set() -> None:
-    """Without a single prototype there is still one set to contrast with, all of it absent."""
+def test_no_prototypes_make_one_empty_set() -> None:
+    """All of its classes are absent."""
     for tensors in (
         SMALL.first_tensors(feature_size=5, num_classes=3, seed=1),
         SMALL.aggregate([uploaded("a", {})], {}, num_classes=3, seed=0),
@@ -91,10 +91,10 @@ def test_nobody_and_nothing_leave_one_empty_set() -> None:
     st.sampled_from([None, 2, 5]),
     st.sampled_from(["sample", "cluster"]),
 )
-def test_the_order_of_contributions_does_not_matter(
+def test_order_of_contributions_does_not_matter(
     count: int, order: list[int], max_sets: int | None, sets: str
 ) -> None:
-    """Bit for bit, also where sets are drawn or clustered."""
+    """Bit for bit, also if sets are sampled or clustered."""
     settings = paper(max_sets=max_sets, sets=sets)
     devices = some_devices(count, classes=4)
     straight = settings.aggregate(devices, {}, num_classes=4, seed=3)
@@ -106,8 +106,8 @@ def test_the_order_of_contributions_does_not_matter(
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.sampled_from(["sample", "cluster"]))
-def test_what_is_sent_out_is_consistent(count: int, classes: int, sets: str) -> None:
-    """Rows point into the prototypes, at a class's own, and global ones are means over all devices, capped or not."""
+def test_rows_point_to_prototypes_of_their_class(count: int, classes: int, sets: str) -> None:
+    """Global prototypes are means over all devices, with or without a limit on sets."""
     devices = some_devices(count, classes=classes)
     settings = paper(max_sets=3, sets=sets)
     capped = settings.aggregate(devices, {}, num_classes=classes, seed=0)
@@ -126,8 +126,8 @@ def test_what_is_sent_out_is_consistent(count: int, classes: int, sets: str) -> 
         )
 
 
-def test_another_round_draws_other_sets() -> None:
-    """The draw depends on the seed, and all that is drawn are sets of devices."""
+def test_seed_decides_which_sets_are_sampled() -> None:
+    """All sampled sets are sets of devices."""
     devices = some_devices(30, classes=3)
     settings = paper(max_sets=4)
     drawn = [settings.aggregate(devices, {}, num_classes=3, seed=seed)["prototypes"][3:] for seed in range(5)]
@@ -136,8 +136,8 @@ def test_another_round_draws_other_sets() -> None:
     assert all(row in everybody for rows in drawn for row in rows.tolist())
 
 
-def test_like_sets_are_merged_by_their_counts() -> None:
-    """Two devices alike and one that is not: the two become one set, its class 0 (1*[1,0] + 3*[1.5,0]) / 4."""
+def test_similar_sets_are_merged_by_their_counts() -> None:
+    """Two similar devices become one set, its class 0 (1*[1,0] + 3*[1.5,0]) / 4."""
     settings = paper(max_sets=2, sets="cluster")
     devices = [
         uploaded("a", {0: [1, 0], 1: [0, 1]}),
@@ -167,8 +167,8 @@ def written_out(
 @pytest.mark.parametrize("variant", ["both", "global", "local"])
 @pytest.mark.parametrize("devices", [1, 3, 17])
 @pytest.mark.parametrize("missing", [0, 2])
-def test_the_loss_is_that_of_the_paper(variant: str, devices: int, missing: int) -> None:
-    """Eq. 8 to 10 in float64, with a class that nobody has and sets that lack classes."""
+def test_loss_equals_the_formula_of_the_paper(variant: str, devices: int, missing: int) -> None:
+    """Eq. 8 to 10 in float64, with an absent class and sets that lack classes."""
     settings = paper(projection_size=6, variant=variant)
     classes = 5
     pooled = settings.aggregate(
@@ -191,7 +191,7 @@ def test_the_loss_is_that_of_the_paper(variant: str, devices: int, missing: int)
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_cross_entropy_leaves_the_own_class_in_the_denominator() -> None:
+def test_cross_entropy_includes_the_own_class() -> None:
     """With z.C/tau = (2, 1) and label 0 it is log(1 + e^-1); the paper's form is -1."""
     tensors = {
         "labels": torch.tensor([0]),
@@ -208,8 +208,8 @@ def test_cross_entropy_leaves_the_own_class_in_the_denominator() -> None:
 
 @pytest.mark.parametrize("present", [[0, 0, 0], [1, 0, 0], [0, 1, 0]])
 @pytest.mark.parametrize("loss", ["contrastive", "cross_entropy"])
-def test_without_rivals_there_is_nothing_to_learn(present: list[int], loss: str) -> None:
-    """Loss and gradient are 0, not NaN, where nobody or only one class is there, at the lowest temperature."""
+def test_loss_is_zero_without_other_classes(present: list[int], loss: str) -> None:
+    """Loss and gradient are 0, not NaN, with at most one class, at the lowest temperature."""
     settings = paper(loss=loss, tau=0.001)
     z = torch.eye(2).requires_grad_()
     tensors = {
@@ -225,8 +225,8 @@ def test_without_rivals_there_is_nothing_to_learn(present: list[int], loss: str)
     assert z.grad.abs().sum() == 0
 
 
-def test_a_head_prefers_the_devices_own_prototypes() -> None:
-    """Own prototypes where there are any, else the global ones; a class that nobody has is never predicted."""
+def test_head_uses_the_devices_own_prototypes() -> None:
+    """Else the global ones; an absent class is never predicted."""
     functions = SMALL.functions(feature_size=2, num_classes=3, seed=0)
     state = functions.init.apply({"feature": torch.zeros(0, 2)})
     state |= {"weight": torch.eye(2)[None], "bias": torch.zeros(2)}
@@ -274,7 +274,7 @@ def test_a_prior_counts_in_the_loss_and_in_the_head() -> None:
 
 
 def test_features_are_standardized_on_the_device() -> None:
-    """Mean 0 over its own images, and deviation 1 over all features: one that never moves is not blown up."""
+    """Mean 0 on its own images, and deviation 1 over all features, also for a constant one."""
     functions = SMALL.functions(feature_size=3, num_classes=2, seed=0)
     feature = torch.tensor([[1.0, 10.0, 5.0], [3.0, 30.0, 5.0]])
     state = functions.init.apply({"feature": feature})
@@ -286,8 +286,8 @@ def test_features_are_standardized_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_no_or_one_image_makes_a_valid_state(rows: int) -> None:
-    """Nothing to take a deviation of: it is 1, and the projection finite."""
+def test_state_of_at_most_one_image_is_valid(rows: int) -> None:
+    """The deviation is 1, and the projection finite."""
     functions = SMALL.functions(feature_size=3, num_classes=2, seed=0)
     state = functions.init.apply({"feature": torch.ones(rows, 3)})
     assert state["std"].tolist() == [1, 1, 1]
@@ -295,8 +295,8 @@ def test_no_or_one_image_makes_a_valid_state(rows: int) -> None:
     np.testing.assert_allclose(projection.norm(dim=1), 1, rtol=1e-5)
 
 
-def test_everybody_begins_with_the_projection_of_the_seed() -> None:
-    """The first weights depend on the seed alone."""
+def test_initial_projection_depends_on_the_seed() -> None:
+    """Not on a device's images."""
     first, same, other = (
         SMALL.functions(feature_size=3, num_classes=2, seed=seed).init.apply({"feature": feature})["weight"]
         for seed, feature in ((0, torch.zeros(0, 3)), (0, torch.ones(4, 3)), (1, torch.zeros(0, 3)))
@@ -306,7 +306,7 @@ def test_everybody_begins_with_the_projection_of_the_seed() -> None:
 
 
 def test_round_0_does_not_train() -> None:
-    """Its prototypes are those of the common first projection."""
+    """Its prototypes are those of the common initial projection."""
     assert [FedPCL(epochs=3).epochs_of(number) for number in range(3)] == [0, 3, 3]
 
 
@@ -319,10 +319,10 @@ def test_settings_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
         msgspec.convert(wrong, FedPCL)
 
 
-def test_pooling_does_without_torch() -> None:
-    """The daemon's side of all algorithms is imported without it."""
+def test_aggregation_does_not_import_torch() -> None:
+    """Importing the registry and the graphs of a round does not either."""
     program = (
-        "import sys; from aggregator.algorithms import fedpcl, fpl; import aggregator.graphs.program_export; "
+        "import sys; import aggregator.algorithms.registry; import aggregator.graphs.program_export; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

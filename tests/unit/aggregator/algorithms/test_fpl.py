@@ -80,8 +80,8 @@ def test_clusters_and_unbiased_prototypes_by_hand() -> None:
     assert tensors["present"].tolist() == [0, 1]
 
 
-def test_one_device_is_its_own_cluster() -> None:
-    """One prototype of a class: cluster and unbiased prototype are that prototype."""
+def test_one_prototype_is_its_own_cluster() -> None:
+    """Cluster and unbiased prototype equal it."""
     part = device("a", classes=[2])
     tensors = pool(part)
     np.testing.assert_allclose(tensors["clusters"], part.values, atol=1e-3)
@@ -90,8 +90,8 @@ def test_one_device_is_its_own_cluster() -> None:
 
 
 @pytest.mark.parametrize("parts", [(), (device("a", classes=[]),)])
-def test_without_prototypes_the_model_stays_and_nothing_clusters(parts: tuple[Contribution, ...]) -> None:
-    """There is one cluster of zeros all the same, since no tensor may be empty, and no class is present."""
+def test_model_is_unchanged_without_prototypes(parts: tuple[Contribution, ...]) -> None:
+    """There is one cluster of zeros, since no tensor may be empty, and no class is present."""
     for tensors in (pool(*parts), SHARED):
         assert tensors["clusters"].tolist() == [[0, 0, 0, 0]]
         assert tensors["cluster_labels"].tolist() == [0]
@@ -100,7 +100,7 @@ def test_without_prototypes_the_model_stays_and_nothing_clusters(parts: tuple[Co
 
 
 @given(st.permutations(range(7)))
-def test_the_order_of_contributions_does_not_matter(order: list[int]) -> None:
+def test_order_of_contributions_does_not_matter(order: list[int]) -> None:
     """Bit for bit, parameters and clusters."""
     parts = [
         device(str(number), classes=[number % 3, 2][: 1 + number % 2], change=number / 7, seed=number)
@@ -111,8 +111,8 @@ def test_the_order_of_contributions_does_not_matter(order: list[int]) -> None:
         np.testing.assert_array_equal(value, shuffled[name])
 
 
-def test_a_change_that_does_not_fit_is_refused() -> None:
-    """A contribution without a parameter, or with one of another shape, names the device and the tensor."""
+def test_change_of_another_shape_is_refused() -> None:
+    """A missing or misshapen parameter is named with its device."""
     whole = device("pi", classes=[0])
     for wrong in ({}, {**whole.tensors, "adapter_bias": np.zeros(9, dtype=np.float32)}):
         broken = Contribution(
@@ -148,8 +148,8 @@ def written_out(
 
 
 @pytest.mark.parametrize("owned", [[[0, 1], [0], [0, 1], [1]], [[1]], [[]]])
-def test_the_loss_is_that_of_the_paper(owned: list[list[int]]) -> None:
-    """Eq. 7 to 12 in float64, with one class that nobody has, with two, and with nothing at all."""
+def test_loss_equals_the_formula_of_the_paper(owned: list[list[int]]) -> None:
+    """Eq. 7 to 12 in float64, with one, two or all classes absent."""
     pooled = pool(*(device(str(n), classes=classes, seed=n) for n, classes in enumerate(owned)))
     random = np.random.default_rng(0)
     hidden = random.normal(size=(6, 4)) + 0.5
@@ -172,8 +172,8 @@ def test_the_loss_is_that_of_the_paper(owned: list[list[int]]) -> None:
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_dead_feature_is_no_nan() -> None:
-    """A sample that the adapter's ReLU turns into zeros has a finite loss and gradient, at the lowest temperature."""
+def test_loss_of_zero_features_is_finite() -> None:
+    """Loss and gradient, at the lowest temperature."""
     settings = FPL(projection_size=4, tau=0.001, regularization=1)
     pooled = to_torch(pool(device("a", classes=[0, 1]), device("b", classes=[1], seed=1)))
     hidden = torch.full((2, 4), -1.0).requires_grad_()
@@ -189,8 +189,8 @@ def test_a_dead_feature_is_no_nan() -> None:
     assert bool(torch.isfinite(hidden.grad).all())
 
 
-def test_the_first_model_is_that_of_the_seed() -> None:
-    """The same seed gives the same one; its values lie in +-1/sqrt(inputs)."""
+def test_initial_model_depends_on_the_seed() -> None:
+    """Its values lie in +-1/sqrt(inputs)."""
     again, other = (
         SETTINGS.first_tensors(feature_size=5, num_classes=CLASSES, seed=seed)["adapter_weight"]
         for seed in (0, 1)
@@ -201,7 +201,7 @@ def test_the_first_model_is_that_of_the_seed() -> None:
 
 
 def test_every_round_trains() -> None:
-    """Round 0 as well: with cross-entropy alone, for there are no prototypes yet."""
+    """Round 0 by cross entropy alone, without prototypes."""
     assert [FPL(epochs=4).epochs_of(number) for number in range(2)] == [4, 4]
 
 

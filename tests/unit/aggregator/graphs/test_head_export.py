@@ -74,8 +74,8 @@ def head(backbone: bytes) -> bytes:
     return head_to_onnx(network(), metadata=described(backbone))
 
 
-def test_the_head_says_what_it_takes_and_gives(backbone: bytes, head: bytes) -> None:
-    """Names, types, shapes and metadata are those of the contract, for any number of rows."""
+def test_head_has_names_types_and_metadata(backbone: bytes, head: bytes) -> None:
+    """For any number of rows."""
     session = onnxruntime.InferenceSession(head)
     (feature,), outputs = session.get_inputs(), session.get_outputs()
     assert (feature.name, feature.type, feature.shape) == ("feature", "tensor(float)", ["n", FEATURE_SIZE])
@@ -87,8 +87,8 @@ def test_the_head_says_what_it_takes_and_gives(backbone: bytes, head: bytes) -> 
     assert onnx.load_model_from_string(head).opset_import[0].version == OPSET
 
 
-def test_the_head_computes_what_torch_computes(head: bytes) -> None:
-    """Logits and probabilities agree with torch for 1, 3 and 400 rows, and probabilities add up to 1."""
+def test_head_equals_pytorch(head: bytes) -> None:
+    """Logits and probabilities for 1, 3 and 400 rows; probabilities sum to 1."""
     session = onnxruntime.InferenceSession(head)
     for count in (1, 3, 400):
         features = random_features(count)
@@ -101,35 +101,35 @@ def test_the_head_computes_what_torch_computes(head: bytes) -> None:
         np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
 
 
-def test_a_row_of_zeros_has_probabilities_too(head: bytes) -> None:
-    """A feature without length is no division by zero."""
+def test_probabilities_of_zeros_are_finite(head: bytes) -> None:
+    """No division by zero."""
     zeros = np.zeros((2, FEATURE_SIZE), dtype=np.float32)
     assert np.isfinite(onnxruntime.InferenceSession(head).run(["probabilities"], {"feature": zeros})[0]).all()
 
 
-def test_the_same_head_has_the_same_bytes_and_nothing_of_the_machine(backbone: bytes, head: bytes) -> None:
-    """A digest names a head, and no path of the machine that trained it goes out with it."""
+def test_same_head_has_the_same_bytes(backbone: bytes, head: bytes) -> None:
+    """Without paths of this machine."""
     assert head_to_onnx(network(), metadata=described(backbone)) == head
     assert b".py" not in head
     assert str(Path.cwd()).encode() not in head
 
 
-def test_the_difference_is_small_for_the_head_and_large_for_another(backbone: bytes, head: bytes) -> None:
-    """The difference from torch is float32's for the module of the file, and real for another."""
+def test_difference_is_small_only_for_the_same_head(backbone: bytes, head: bytes) -> None:
+    """Another module differs."""
     assert max_abs_difference(network(), head, random_features(5)) < 1e-5
     assert max_abs_difference(network(seed=1), head, random_features(5)) > 1e-2
 
 
-def test_features_that_are_not_finite_are_an_infinite_difference(head: bytes) -> None:
-    """NaN never passes for agreement."""
+def test_nan_is_an_infinite_difference(head: bytes) -> None:
+    """It never passes as agreement."""
     features = random_features(3)
     features[1, 2] = np.nan
     assert max_abs_difference(network(), head, features) == float("inf")
 
 
 @pytest.mark.parametrize("opset", [17, OPSET, 20])
-def test_backbone_and_head_in_one_file_compute_the_same(head: bytes, backbone: bytes, opset: int) -> None:
-    """The fused file gives what head after backbone gives, whatever operator set the backbone is of."""
+def test_fused_file_equals_backbone_and_head(head: bytes, backbone: bytes, opset: int) -> None:
+    """For backbones of several operator sets."""
     other = version_converter.convert_version(onnx.load_model_from_string(backbone), opset)
     file = bytes(other.SerializeToString())
     head_of_it = head_to_onnx(network(), metadata=described(file))
@@ -145,8 +145,8 @@ def test_backbone_and_head_in_one_file_compute_the_same(head: bytes, backbone: b
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def test_the_fused_file_knows_both(backbone: bytes, head: bytes) -> None:
-    """Its metadata holds how to prepare images and what the classes are, and no other kind is claimed."""
+def test_fused_file_has_the_metadata_of_both(backbone: bytes, head: bytes) -> None:
+    """And no other metadata."""
     session = onnxruntime.InferenceSession(fuse(backbone, head))
     properties = session.get_modelmeta().custom_metadata_map
     facts = read_metadata(properties, ModelMetadata)
@@ -155,8 +155,8 @@ def test_the_fused_file_knows_both(backbone: bytes, head: bytes) -> None:
     assert list(properties) == ["protofleet"]
 
 
-def test_a_head_of_another_backbone_is_not_fused(head: bytes, backbone: bytes) -> None:
-    """Features of another network mean something else: both digests are named."""
+def test_head_of_another_backbone_is_not_fused(head: bytes, backbone: bytes) -> None:
+    """The error has both digests."""
     other = tiny_backbone(feature_size=FEATURE_SIZE, seed=1)
     with pytest.raises(BackboneMismatch) as caught:
         fuse(other, head)
@@ -164,7 +164,7 @@ def test_a_head_of_another_backbone_is_not_fused(head: bytes, backbone: bytes) -
         assert hashlib.sha256(file).hexdigest() in str(caught.value)
 
 
-def test_a_head_is_no_backbone(head: bytes) -> None:
-    """Two heads are not fused."""
+def test_two_heads_are_not_fused(head: bytes) -> None:
+    """The error says that a backbone was expected."""
     with pytest.raises(BackboneMismatch, match="expected a protofleet backbone"):
         fuse(head, head)

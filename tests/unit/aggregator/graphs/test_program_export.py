@@ -106,8 +106,8 @@ def trained(graphs: Graphs, data: Arrays, tensors: Arrays, *, steps: int) -> tup
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_graph_says_what_it_is(graphs: Graphs, name: str, role: str) -> None:
-    """Role, sizes, operator set and the ONNX Runtimes that run it are in its metadata."""
+def test_graph_has_metadata(graphs: Graphs, name: str, role: str) -> None:
+    """Role, sizes, operator set and supported versions of ONNX Runtime."""
     session = onnxruntime.InferenceSession(getattr(graphs, role))
     metadata = read_metadata(session.get_modelmeta().custom_metadata_map, GraphMetadata)
     assert metadata == GraphMetadata(
@@ -124,8 +124,8 @@ def test_a_graph_says_what_it_is(graphs: Graphs, name: str, role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_graph_is_plain_onnx_in_one_piece(graphs: Graphs, role: str) -> None:
-    """ONNX's own operators, a format as old as they are, no float64, no other file, nothing of this machine."""
+def test_graph_is_plain_onnx(graphs: Graphs, role: str) -> None:
+    """Standard operators, an old format, no float64, no other files, no paths of this machine."""
     file = getattr(graphs, role)
     model = onnx.load_model_from_string(file)
     assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 18)]
@@ -140,16 +140,16 @@ def test_a_graph_is_plain_onnx_in_one_piece(graphs: Graphs, role: str) -> None:
     assert str(Path.cwd()).encode() not in file
 
 
-def test_the_same_program_has_the_same_bytes(graphs: Graphs, name: str) -> None:
-    """A digest names a program, which a restart of the aggregator must not change, nor what torch has drawn before."""
+def test_same_program_has_the_same_bytes(graphs: Graphs, name: str) -> None:
+    """Whatever PyTorch has drawn before, whose random state stays unchanged."""
     torch.manual_seed(len(name))
     before = torch.random.get_rng_state()
     assert build(ALGORITHMS[name], feature_size=L, num_classes=C, seed=0) == graphs
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_states_round_the_graphs_fit(graphs: Graphs, name: str) -> None:
-    """Every input is a batch, state, round or local tensor; each `next_NAME` is like the state's NAME."""
+def test_graphs_fit_together(graphs: Graphs, name: str) -> None:
+    """Inputs are batch, state, round or local tensors; each `next_NAME` is like NAME."""
     algorithm = ALGORITHMS[name]
     state = run(graphs.init, images(0))
     assert {*algorithm.persistent, *algorithm.uploaded} <= set(state)
@@ -167,8 +167,8 @@ def test_states_round_the_graphs_fit(graphs: Graphs, name: str) -> None:
 
 @pytest.mark.parametrize("devices", [0, 1, 17])
 @pytest.mark.parametrize("batch", [1, 5, 32])
-def test_nothing_is_ever_nan(graphs: Graphs, name: str, devices: int, batch: int) -> None:
-    """Batches of one, fleets of none and of one, classes that nobody has: losses, states and heads are finite."""
+def test_values_are_finite(graphs: Graphs, name: str, devices: int, batch: int) -> None:
+    """For batches of one, fleets of none and one, and absent classes."""
     algorithm = ALGORITHMS[name]
     tensors = pooled(algorithm, devices=devices)
     data = images(batch)
@@ -183,15 +183,15 @@ def test_nothing_is_ever_nan(graphs: Graphs, name: str, devices: int, batch: int
     np.testing.assert_allclose(head["probabilities"].sum(axis=1), 1, atol=1e-5)
 
 
-def test_training_learns(graphs: Graphs, name: str) -> None:
-    """A hundred steps lower the loss."""
+def test_training_lowers_the_loss(graphs: Graphs, name: str) -> None:
+    """By a fifth in a hundred steps."""
     tensors = pooled(ALGORITHMS[name], devices=3)
     _, losses = trained(graphs, images(24, classes=3), tensors, steps=100)
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_the_state_of_no_image_is_that_of_the_seed(graphs: Graphs) -> None:
-    """It is valid, and what `untrained` gives."""
+def test_untrained_state_is_that_of_no_images(graphs: Graphs) -> None:
+    """With a deviation of 1."""
     state = untrained(graphs.init, feature_size=L)
     expected = run(graphs.init, images(0))
     assert list(state) == list(expected)
@@ -200,8 +200,8 @@ def test_the_state_of_no_image_is_that_of_the_seed(graphs: Graphs) -> None:
     assert state["std"].tolist() == [1] * L
 
 
-def test_a_bound_head_computes_what_the_unbound_one_does(graphs: Graphs, name: str) -> None:
-    """With the same tensors, for any number of rows, and as an ordinary head with its metadata."""
+def test_bound_head_equals_the_unbound_one(graphs: Graphs, name: str) -> None:
+    """For any number of rows, with the metadata of an ordinary head."""
     tensors = pooled(ALGORITHMS[name], devices=30)
     bound = {**untrained(graphs.init, feature_size=L), **tensors}
     head = bind(graphs.head, bound, metadata=METADATA)
@@ -217,8 +217,8 @@ def test_a_bound_head_computes_what_the_unbound_one_does(graphs: Graphs, name: s
             np.testing.assert_allclose(value, expected[key], atol=1e-5)
 
 
-def test_a_bound_head_carries_no_more_than_it_needs(graphs: Graphs, name: str) -> None:
-    """Of the prototypes of three hundred devices, none but those of the classes remain."""
+def test_bound_head_contains_only_what_it_needs(graphs: Graphs, name: str) -> None:
+    """Of the prototypes of three hundred devices, only those of the classes."""
     algorithm = ALGORITHMS[name]
     state = untrained(graphs.init, feature_size=L)
     few, many = (
@@ -229,8 +229,8 @@ def test_a_bound_head_carries_no_more_than_it_needs(graphs: Graphs, name: str) -
     assert [entry.version for entry in onnx.load_model_from_string(many).opset_import] == [18]
 
 
-def test_a_devices_own_prototypes_can_be_bound(graphs: Graphs, name: str) -> None:
-    """What a device has of its own takes the place of zeros."""
+def test_own_prototypes_can_be_bound(graphs: Graphs, name: str) -> None:
+    """They replace zeros."""
     data, tensors = images(5), pooled(ALGORITHMS[name], devices=2)
     own = {"local_prototypes": np.eye(C, D, dtype=np.float32), "local_counts": np.ones(C, dtype=np.float32)}
     bound = {**untrained(graphs.init, feature_size=L), **tensors, **own}
@@ -240,8 +240,8 @@ def test_a_devices_own_prototypes_can_be_bound(graphs: Graphs, name: str) -> Non
     )
 
 
-def test_a_head_is_not_bound_to_what_does_not_fit(graphs: Graphs, name: str) -> None:
-    """A tensor that is missing or of another shape is named."""
+def test_head_is_not_bound_to_other_shapes(graphs: Graphs, name: str) -> None:
+    """A missing or misshapen tensor is named."""
     whole = {**untrained(graphs.init, feature_size=L), **pooled(ALGORITHMS[name], devices=2)}
     without = {key: value for key, value in whole.items() if key != "mean"}
     with pytest.raises(ProtofleetError, match=r"takes mean of shape \(12,\), got none"):
@@ -250,8 +250,8 @@ def test_a_head_is_not_bound_to_what_does_not_fit(graphs: Graphs, name: str) -> 
         bind(graphs.head, {**whole, "mean": np.zeros(3)}, metadata=METADATA)
 
 
-def test_a_difference_from_torch_is_small(graphs: Graphs, name: str) -> None:
-    """Outputs, loss, gradients and ten steps, over several batches and fleets, with classes missing."""
+def test_difference_from_pytorch_is_small(graphs: Graphs, name: str) -> None:
+    """Outputs, loss, gradients and ten steps, for several batches and fleets."""
     algorithm = ALGORITHMS[name]
     functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
     files = {role: getattr(graphs, role) for role in ROLES}
@@ -268,10 +268,10 @@ def test_a_difference_from_torch_is_small(graphs: Graphs, name: str) -> None:
         ({"learning_rate": 1.1e-2}, "in (gradients|steps) by"),
     ],
 )
-def test_a_graph_that_computes_something_else_is_not_published(
+def test_graph_that_differs_from_pytorch_is_not_published(
     graphs: Graphs, name: str, change: dict[str, float], message: str
 ) -> None:
-    """Another temperature, decay or rate than the graph's own is noticed."""
+    """Another temperature, decay or rate is found."""
     table = {**msgspec.to_builtins(ALGORITHMS[name]), **change}
     algorithm: Algorithm = msgspec.convert(table, type(ALGORITHMS[name]))
     functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
@@ -293,14 +293,14 @@ def test_a_graph_that_computes_something_else_is_not_published(
         (FPL(projection_size=D, standardize=False, momentum=0.0, tau=0.004, learning_rate=0.5), 3),
     ],
 )
-def test_settings_far_from_the_defaults_make_programs_too(algorithm: Algorithm, classes: int) -> None:
-    """Also with one class, and where rounding alone moves what is learned."""
+def test_unusual_settings_make_programs(algorithm: Algorithm, classes: int) -> None:
+    """Also with one class, and where rounding alone changes the training."""
     graphs = build(algorithm, feature_size=7, num_classes=classes, seed=1)
     assert untrained(graphs.init, feature_size=7)["mean"].shape == (7,)
 
 
-def test_a_large_projection_is_worked_on_by_tiles() -> None:
-    """What would not fit a processor's cache is cut: the state is a stack of tiles, and the optimizer one `Scan`."""
+def test_large_projection_is_tiled() -> None:
+    """The state is a stack of tiles, and the optimizer one `Scan`."""
     graphs = build(FedPCL(projection_size=32), feature_size=4096, num_classes=3, seed=0)
     assert untrained(graphs.init, feature_size=4096)["weight"].shape == (2, 16, 4096)
     operators = [node.op_type for node in onnx.load_model_from_string(graphs.step).graph.node]

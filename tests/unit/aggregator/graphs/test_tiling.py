@@ -71,8 +71,8 @@ def outputs(made: onnx.ModelProto, rows: int) -> list[NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_tiles_compute_what_the_whole_does(rows: int) -> None:
-    """Also where what is made of the tiles is used again outside."""
+def test_tiled_graph_equals_the_original(rows: int) -> None:
+    """Also for tiles that are used again outside."""
     plain, tiled = model(), model()
     tile(tiled)
     onnx.checker.check_model(tiled, full_check=True)
@@ -81,7 +81,7 @@ def test_tiles_compute_what_the_whole_does(rows: int) -> None:
 
 
 def test_every_operation_on_stacks_is_in_the_scan() -> None:
-    """Nobody asks for a matrix repeated for the tiles, and nothing as large as the whole is left outside."""
+    """No matrix repeated for the tiles, and no stack remains outside."""
     tiled = model()
     tile(tiled)
     assert [node.op_type for node in tiled.graph.node] == ["Expand", "Scan", "ReduceSum", "Add"]
@@ -90,8 +90,8 @@ def test_every_operation_on_stacks_is_in_the_scan() -> None:
     assert [node.op_type for node in body.node] == ["MatMul", "Mul", "Add", "Sqrt"]
 
 
-def test_a_graph_without_stacks_stays_as_it_is() -> None:
-    """No input of three axes, no tiles."""
+def test_graph_without_stacks_is_unchanged() -> None:
+    """No input has three axes."""
     vector = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (4,)) for name in "ab"]
     graph = helper.make_graph([helper.make_node("Sqrt", ["a"], ["b"])], "root", vector[:1], vector[1:])
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
@@ -102,7 +102,7 @@ def test_a_graph_without_stacks_stays_as_it_is() -> None:
 
 @given(st.integers(1, 512), st.integers(1, 100_000))
 def test_tiles_divide_the_rows_and_fit_the_cache(rows: int, columns: int) -> None:
-    """A tile is as high as it may be: a single row may be too long, more than one is not."""
+    """A tile is as high as possible; a single row may be too long."""
     height = tile_rows(rows, columns)
     assert rows % height == 0
     assert height == 1 or height * columns <= TILE_ELEMENTS
