@@ -46,7 +46,7 @@ class SubmissionBuilder:
         self._rounds = rounds
         self._show = show
         self._private = PrivateSubmissions(workspace)
-        self._warned: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def build(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> SubmissionBuilt:
         """Build a submission; the result has the item in the outbox, or the reason why there is none.
@@ -149,21 +149,19 @@ class SubmissionBuilder:
     def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:
         """Log each omission once, with its reason."""
         data, used = self._workspace.local.data, {entry.name for entry in prepared.classes}
-        lines = [f"image omitted: {path}: {reason}" for path, reason in prepared.unusable]
-        lines += [
-            f"class omitted: {entry.name!r} has too few images ({entry.images})"
-            for entry in prepared.classes
-            if entry.left_out
+        found: list[tuple[str, dict[str, object]]] = [
+            ("image omitted", {"path": path, "reason": reason}) for path, reason in prepared.unusable
         ]
-        lines += [
-            f"class {entry.name!r} unchanged: {entry.waiting} images were added or removed; changes are uploaded "
-            f"from {manifest.batch_size} on, because a smaller change would reveal single images"
-            for entry in prepared.classes
-            if entry.waiting
-        ]
-        empty = [name for name in manifest.classes if name not in used and (data / name).is_dir()]
-        lines += [f"no usable image in {data / name}" for name in empty]
-        for line in lines:
-            if line not in self._warned:
-                log.warning("%s", line)
-        self._warned = set(lines)
+        for entry in prepared.classes:
+            if entry.left_out:
+                found.append(("class omitted, too few images", {"name": entry.name, "images": entry.images}))
+            if entry.waiting:
+                # A smaller change than a batch would reveal single images.
+                change = {"name": entry.name, "changed": entry.waiting, "needed": manifest.batch_size}
+                found.append(("class unchanged, too few images were added or removed", dict(change)))
+        empty = [data / name for name in manifest.classes if name not in used and (data / name).is_dir()]
+        found.extend(("no usable image", {"folder": folder}) for folder in empty)
+        for message, fields in found:
+            if (message, str(fields)) not in self._warned:
+                event(log, logging.WARNING, message, **fields)
+        self._warned = {(message, str(fields)) for message, fields in found}

@@ -139,7 +139,7 @@ def _ghosts() -> Iterator[tuple[str, bytes]]:
 )
 def image_bomb(fleet: AttackedFleet) -> Iterator[bool]:
     """The device omits it, and has uploaded all the others."""
-    fleet.wait_until("that it is omitted", lambda: f"{BOMB}: " in fleet.log("shed-1"))
+    fleet.wait_until("that it is omitted", lambda: f"{BOMB} reason=" in fleet.log("shed-1"))
     line = next(line for line in fleet.log("shed-1").splitlines() if "image omitted" in line and BOMB in line)
     yield "pixels" not in line or fleet.submission().images != 100
 
