@@ -1,4 +1,4 @@
-"""Small real ONNX graphs for tests: a backbone that means something, made in milliseconds."""
+"""Small ONNX backbones for tests."""
 
 import hashlib
 
@@ -14,14 +14,9 @@ EDGE = 8
 
 
 def tiny_backbone(*, feature_size: int = 16, seed: int = 0) -> bytes:
-    """A backbone file: means over 2 x 2 patches, then a random projection with `seed`.
+    """Return a backbone file, `image` uint8 (n, 8, 8, 3) -> `feature` float32 (n, L).
 
-    Args:
-        feature_size: L.
-        seed: another seed is another backbone.
-
-    Returns:
-        An ONNX file, `image` uint8 (n, 8, 8, 3) -> `feature` float32 (n, L), with its metadata.
+    It averages 2 x 2 patches and projects them randomly; another `seed` is another backbone.
     """
     values = 3 * (EDGE // 2) ** 2
     weights = np.random.default_rng(seed).normal(size=(values, feature_size)).astype(np.float32)

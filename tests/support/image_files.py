@@ -1,4 +1,4 @@
-"""Images for tests: real files, written by Pillow, and the eyes of somebody who may not see all of them."""
+"""Image files for tests, written by Pillow, and a process without root's permissions."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ from PIL import Image
 
 
 def noise(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
-    """Make an image of random pixels, which no codec can make small."""
+    """Return an image of random pixels, which no codec can compress."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> Path:
-    """Write an image (random pixels if none is given) and the folders above it; `options` are Pillow's."""
+    """Write an image, random pixels by default, and create its folders; `options` are Pillow's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     (image or noise()).save(path, **options)
     return path
@@ -25,7 +25,7 @@ def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> 
 
 @contextlib.contextmanager
 def not_root() -> Iterator[None]:
-    """Be bound by permissions, as every user but root is."""
+    """Drop root's permissions."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)

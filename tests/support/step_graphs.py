@@ -1,7 +1,6 @@
-"""Graphs of a program that learns by least squares: every class has a target, and features are drawn to it.
+"""Graphs of a least squares program for tests: projections of features are trained towards a target per class.
 
-It is nobody's algorithm; it has of everything that a program may have. State: `weight`, `velocity`, `mean` and
-`steps`. Tensors of a round: `targets` and `rate`.
+State: `weight`, `velocity`, `mean` and `steps`. Tensors of a round: `targets` and `rate`.
 """
 
 from typing import Any
@@ -41,13 +40,13 @@ _BODIES: dict[Role, str] = {
               int64 steps, float[3, 2] targets, float rate)
             => (float loss, float[4, 2] next_weight, float[4, 2] next_velocity, int64 next_steps)
         {
-            centerd = Sub(feature, mean)
-            projection = MatMul(centerd, weight)
+            centered = Sub(feature, mean)
+            projection = MatMul(centered, weight)
             wanted = Gather(targets, labels)
             error = Sub(projection, wanted)
             square = Mul(error, error)
             loss = ReduceMean<keepdims = 0>(square)
-            turned = Transpose(centerd)
+            turned = Transpose(centered)
             slope = MatMul(turned, error)
             count = Size(error)
             size = Cast<to = 1>(count)
@@ -63,8 +62,8 @@ _BODIES: dict[Role, str] = {
     "project": """
         project (float[n, 4] feature, float[4, 2] weight, float[4] mean) => (float[n, 2] projection)
         {
-            centerd = Sub(feature, mean)
-            projection = MatMul(centerd, weight)
+            centered = Sub(feature, mean)
+            projection = MatMul(centered, weight)
         }""",
     "head": """
         head (float[n, 4] feature, float[4, 2] weight, float[3, 2] targets, float[3, 2] local_prototypes,
@@ -85,7 +84,7 @@ _BODIES: dict[Role, str] = {
 
 
 def model(role: Role, *, body: str = "", **facts: Any) -> onnx.ModelProto:
-    """A graph of the program; `body` and the metadata's `facts` take the places of its own."""
+    """Return a graph of the program; `body` and the metadata's `facts` replace its own."""
     made = parser.parse_model(_HEADER + (body or _BODIES[role]))
     metadata = GraphMetadata(
         **{
@@ -105,23 +104,23 @@ def model(role: Role, *, body: str = "", **facts: Any) -> onnx.ModelProto:
 
 
 def file(role: Role, **options: Any) -> bytes:
-    """A graph of the program as the bytes of an ONNX file."""
+    """Return a graph of the program as the bytes of an ONNX file."""
     return bytes(model(role, **options).SerializeToString())
 
 
 def opened(role: Role, **options: Any) -> Graph:
-    """A graph of the program in ONNX Runtime."""
+    """Return an opened graph of the program."""
     return open_graph(file(role, **options), role=role)
 
 
 def round_tensors(*, rate: float = 0.1) -> dict[str, NDArray[Any]]:
-    """What a round brings, half in float16, as it may come over the wire."""
+    """Return the tensors of a round, partly in float16 as on the wire."""
     targets = np.array([[1, 0], [0, 1], [-1, -1]], dtype=np.float16)
     return {"targets": targets, "rate": np.array(rate, dtype=np.float32)}
 
 
 def data(images: int, *, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Features and labels of some images."""
+    """Return features and labels of some images."""
     random = np.random.default_rng(seed)
     labels = random.integers(0, CLASSES, images)
     feature = random.normal(size=(images, FEATURES)) + 0.5 * labels[:, None]

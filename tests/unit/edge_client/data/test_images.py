@@ -1,4 +1,4 @@
-"""Images on a device's disk: what is found, what is refused, what is held out."""
+"""Images on disk: found, refused, held out, decoded."""
 
 import os
 import re
@@ -22,8 +22,8 @@ from tests.support.machine import open_folder
 CLASSES = ("cat", "dog", "Großer Käfer")
 
 
-def test_folders_give_labels_in_a_stable_order(tmp_path: Path) -> None:
-    """A folder's name is its images' class, images may lie deeper, and the order is that of the paths."""
+def test_folders_give_labels_in_path_order(tmp_path: Path) -> None:
+    """Recursively."""
     for name in ("dog/b.png", "dog/2023/a.JPG", "cat/z.png", "Großer Käfer/1.png"):
         image_file(tmp_path / name)
     found = find_images(tmp_path, CLASSES)
@@ -36,8 +36,7 @@ def test_folders_give_labels_in_a_stable_order(tmp_path: Path) -> None:
     assert all(p.path.is_file() for p in found)
 
 
-def test_hidden_and_foreign_files_are_not_looked_at(tmp_path: Path) -> None:
-    """Thumbnails' folders, notes and pipes in a class's folder are none of our business."""
+def test_hidden_and_other_files_are_ignored(tmp_path: Path) -> None:
     image_file(tmp_path / "cat/1.png")
     image_file(tmp_path / "cat/.trash/2.png")
     image_file(tmp_path / ".cache/3.png")
@@ -47,8 +46,8 @@ def test_hidden_and_foreign_files_are_not_looked_at(tmp_path: Path) -> None:
     assert [p.relative for p in find_images(tmp_path, CLASSES)] == ["cat/1.png"]
 
 
-def test_links_in_circles_end(tmp_path: Path) -> None:
-    """Links to folders are followed once; none leads into another class's folder or back up."""
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    """None leads into another class's folder or back up."""
     image_file(tmp_path / "data/cat/1.png")
     image_file(tmp_path / "data/dog/2.png")
     image_file(tmp_path / "elsewhere/3.png")
@@ -64,8 +63,7 @@ def test_links_in_circles_end(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
-    """A link to an image that is away counts as an image that cannot be read, not as none."""
+def test_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
     image_file(tmp_path / "cat/1.png")
     (tmp_path / "cat/2.png").symlink_to(tmp_path / "gone.png")
     (_, dangling) = find_images(tmp_path, CLASSES)
@@ -73,14 +71,12 @@ def test_a_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
         decode(dangling.path)
 
 
-def test_a_composed_and_a_decomposed_accent_are_one_class(tmp_path: Path) -> None:
-    """A folder copied from a file system that takes accents apart still belongs to its class."""
+def test_decomposed_accent_is_the_same_class(tmp_path: Path) -> None:
     image_file(tmp_path / "Großer Ka\u0308fer/1.png")
     assert find_images(tmp_path, CLASSES)[0].label == 2
 
 
-def test_the_identity_changes_with_the_file(tmp_path: Path) -> None:
-    """Same file, same identity; another size, time or place, another identity."""
+def test_identity_changes_with_size_time_or_path(tmp_path: Path) -> None:
     path = image_file(tmp_path / "cat/1.png")
     (before,) = find_images(tmp_path, CLASSES)
     assert find_images(tmp_path, CLASSES) == (before,)
@@ -91,8 +87,7 @@ def test_the_identity_changes_with_the_file(tmp_path: Path) -> None:
     assert len({before.identity, touched.identity, moved.identity}) == 3
 
 
-def test_file_names_outside_utf8_are_images_too(tmp_path: Path) -> None:
-    """Linux file names are bytes: whatever they are, the image is found, and read."""
+def test_file_names_outside_utf8_are_found_and_read(tmp_path: Path) -> None:
     image_file(tmp_path / "cat/1.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/cat/\xff.png"))
     (found,) = find_images(tmp_path, CLASSES)
     assert decode(found.path).size == (40, 30)
@@ -109,8 +104,7 @@ def test_file_names_outside_utf8_are_images_too(tmp_path: Path) -> None:
         ("stranger", "'zzz' is no class of the task; its classes are"),
     ],
 )
-def test_a_folder_that_is_not_the_tasks_is_refused(tmp_path: Path, folder: str, says: str) -> None:
-    """One line says what is wrong with the folder and what was expected."""
+def test_unsuitable_folder_is_refused_in_one_line(tmp_path: Path, folder: str, says: str) -> None:
     (tmp_path / "empty/cat").mkdir(parents=True)
     image_file(tmp_path / "unsorted/1.png")
     image_file(tmp_path / "typo/cats/1.png")
@@ -120,8 +114,7 @@ def test_a_folder_that_is_not_the_tasks_is_refused(tmp_path: Path, folder: str, 
     assert "\n" not in str(refusal.value)
 
 
-def test_a_folder_that_may_not_be_read_is_named() -> None:
-    """A folder without permission is an error, not an empty class."""
+def test_unreadable_folder_is_an_error() -> None:
     with open_folder() as folder:
         image_file(folder / "cat/1.png")
         (folder / "cat").chmod(0)
@@ -129,8 +122,8 @@ def test_a_folder_that_may_not_be_read_is_named() -> None:
             find_images(folder, CLASSES)
 
 
-def test_a_list_names_images_and_classes(tmp_path: Path) -> None:
-    """A CSV file does what folders do: paths from its own folder, any suffix, columns in any order."""
+def test_list_names_images_and_classes(tmp_path: Path) -> None:
+    """Paths from its own folder, any suffix, columns in any order."""
     image_file(tmp_path / "a/1.png")
     image_file(tmp_path / "2.dat", format="PNG")
     (tmp_path / "list.csv").write_text("\ufefflabel,path,who\r\ndog,a/1.png,me\r\n\r\ncat,2.dat,you\r\n")
@@ -152,8 +145,7 @@ def test_a_list_names_images_and_classes(tmp_path: Path) -> None:
         ("path,label\n1.png,\xff\n", "cannot be read as a CSV file in UTF-8"),
     ],
 )
-def test_a_list_that_is_wrong_is_refused_with_the_line(tmp_path: Path, text: str, says: str) -> None:
-    """One line says which line of the list is wrong, and why."""
+def test_invalid_list_is_refused_with_the_line(tmp_path: Path, text: str, says: str) -> None:
     image_file(tmp_path / "1.png")
     (tmp_path / "list.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=says) as refusal:
@@ -163,7 +155,7 @@ def test_a_list_that_is_wrong_is_refused_with_the_line(tmp_path: Path, text: str
 
 @given(st.lists(st.text(min_size=1), unique=True, min_size=1), st.floats(0, 1))
 def test_holding_out_depends_on_the_path_alone(names: list[str], fraction: float) -> None:
-    """Whatever else changes, a path stays where it is; a larger fraction only adds images."""
+    """A larger fraction only adds images."""
     for name in names:
         image = LabeledImage(Path(), name, 0, size_bytes=1, mtime_ns=2)
         later = LabeledImage(Path("/moved"), name, 1, size_bytes=3, mtime_ns=4)
@@ -174,15 +166,13 @@ def test_holding_out_depends_on_the_path_alone(names: list[str], fraction: float
 
 
 def test_about_the_fraction_is_held_out() -> None:
-    """Of many images, about the fraction asked for is held out, in the same share of consecutive names."""
     images = [LabeledImage(Path(), f"cat/{i:05}.png", 0, size_bytes=0, mtime_ns=0) for i in range(5000)]
     held = sum(held_out(image, 0.2) for image in images)
     assert 900 < held < 1100
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
-def test_every_usual_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
-    """Gray, palette, transparent, print and 16-bit images all reach the backbone as 8-bit RGB."""
+def test_usual_modes_become_rgb(tmp_path: Path, mode: str) -> None:
     image = (
         Image.new("L", (20, 20), 120).convert(mode) if mode != "I;16" else Image.new(mode, (20, 20), 120 << 8)
     )
@@ -196,7 +186,6 @@ def test_every_usual_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(tmp_path: Path, orientation: int) -> None:
-    """However the camera was held, red comes out in the upper left corner."""
     upright = Image.new("RGB", (48, 32), "white")
     upright.paste("red", (0, 0, 16, 16))
     undo = [None, None, 0, 3, 1, 5, 2, 6, 4][orientation]
@@ -212,8 +201,7 @@ def test_exif_orientation_is_applied(tmp_path: Path, orientation: int) -> None:
     assert red[1] < 60
 
 
-def test_of_several_frames_the_first_is_taken(tmp_path: Path) -> None:
-    """An animation counts as its first frame."""
+def test_first_of_several_frames_is_used(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("blue", "green")]
     path = image_file(tmp_path / "p.gif", frames[0], save_all=True, append_images=frames[1:])
     assert decode(path).convert("RGB").getpixel((0, 0)) == (0, 0, 255)
@@ -234,8 +222,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_truncated_image_is_refused_and_never_padded(tmp_path: Path, kind: str) -> None:
-    """Cut an image anywhere: it is refused by name, or every pixel is as in the whole file."""
+def test_truncated_image_is_refused_and_never_padded(tmp_path: Path, kind: str) -> None:
+    """Cut anywhere, it is refused by name, or every pixel is as in the whole file."""
     path = image_file(tmp_path / "cut.image", noise(64, 48), **FORMATS[kind])
     data = path.read_bytes()
     whole = np.asarray(decode(path).convert("RGB"))
@@ -254,15 +242,13 @@ def test_a_truncated_image_is_refused_and_never_padded(tmp_path: Path, kind: str
 @pytest.mark.parametrize(
     "data", [b"", b"\0" * 100, b"hello", b"\xff\xd8\xff\xe0" + b"\0" * 64, b"%!PS-Adobe\n"]
 )
-def test_what_is_no_image_is_refused(tmp_path: Path, data: bytes) -> None:
-    """Whatever bytes carry an image's name, the answer is a refusal that names the file."""
+def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "p.jpg").write_bytes(data)
     with pytest.raises(UnreadableImage, match=r"p\.jpg: it is none of JPEG, PNG"):
         decode(tmp_path / "p.jpg")
 
 
-def test_a_folder_is_no_image(tmp_path: Path) -> None:
-    """A path that is no file is refused like a file that is no image."""
+def test_folder_is_refused_as_an_image(tmp_path: Path) -> None:
     with pytest.raises(UnreadableImage, match="Is a directory"):
         decode(tmp_path)
 
@@ -280,18 +266,14 @@ def png_claiming(width: int, height: int) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(("width", "height"), [(10_000, 10_000), (60_000, 60_000)])
-def test_decompression_bombs_are_refused_before_they_are_decoded(
-    tmp_path: Path, width: int, height: int
-) -> None:
-    """A few kilobytes that claim gigabytes of pixels are refused, in Pillow's warning zone too."""
+def test_decompression_bombs_are_refused_before_decoding(tmp_path: Path, width: int, height: int) -> None:
     (tmp_path / "bomb.png").write_bytes(png_claiming(width, height))
     with pytest.raises(UnreadableImage, match=r"bomb\.png: .*pixels"):
         decode(tmp_path / "bomb.png")
 
 
 @pytest.mark.parametrize(("width", "height"), [(0, 10), (10, 0)])
-def test_an_image_without_pixels_is_refused(tmp_path: Path, width: int, height: int) -> None:
-    """An image with an edge of no pixels is refused."""
+def test_image_without_pixels_is_refused(tmp_path: Path, width: int, height: int) -> None:
     (tmp_path / "p.png").write_bytes(png_claiming(width, height))
     with pytest.raises(UnreadableImage, match=r"p\.png: "):
         decode(tmp_path / "p.png")
@@ -299,7 +281,6 @@ def test_an_image_without_pixels_is_refused(tmp_path: Path, width: int, height: 
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_32_bit_pixels_are_refused(tmp_path: Path, mode: str) -> None:
-    """Where nobody knows what white is, guessing would make every image black or white."""
     path = image_file(tmp_path / "p.tif", Image.new(mode, (8, 8)))
     with pytest.raises(UnreadableImage, match="8 bits a channel"):
         decode(path)

@@ -1,3 +1,5 @@
+"""Prototypes: the laws of the batch-level averages, and class means."""
+
 import random
 from itertools import pairwise
 
@@ -47,7 +49,6 @@ settings_in_range = st.integers(1, 12).flatmap(
 def test_counts_add_up_to_the_kept_images(
     features: Features, settings: tuple[int, int], alpha: float
 ) -> None:
-    """No kept image is lost, and none but a class too small for any prototype sends nothing."""
     batch_size, min_images = settings
     _, counts = _prototypes_of(features, alpha=alpha, batch_size=batch_size, min_images=min_images)
     hundredths = round(alpha * 100)
@@ -56,8 +57,8 @@ def test_counts_add_up_to_the_kept_images(
 
 
 @given(features=features_of_a_class, settings=settings_in_range)
-def test_a_prototype_averages_at_least_a_batch(features: Features, settings: tuple[int, int]) -> None:
-    """Counts lie in B to 2B - 1; only a class smaller than B sends one smaller prototype."""
+def test_prototype_averages_at_least_a_batch(features: Features, settings: tuple[int, int]) -> None:
+    """Counts lie in B to 2B - 1; only a class smaller than B has one smaller prototype."""
     batch_size, min_images = settings
     _, counts = _prototypes_of(features, batch_size=batch_size, min_images=min_images)
     if len(features) >= batch_size:
@@ -71,7 +72,6 @@ def test_a_prototype_averages_at_least_a_batch(features: Features, settings: tup
 def test_weighted_mean_of_prototypes_is_mean_of_features(
     features: Features, settings: tuple[int, int], seed: int
 ) -> None:
-    """Averaging in batches moves no class mean."""
     batch_size, min_images = settings
     prototypes, counts = _prototypes_of(features, batch_size=batch_size, min_images=min_images, seed=seed)
     if len(counts):
@@ -84,7 +84,7 @@ def test_weighted_mean_of_prototypes_is_mean_of_features(
     cuts=st.lists(st.integers(0, 40), max_size=8),
 )
 def test_any_chunking_gives_the_same_bits(features: Features, cuts: list[int]) -> None:
-    """How the caller cuts a class into chunks, empty ones included, does not show in the result."""
+    """Empty chunks included."""
     chunks = [features[start:stop] for start, stop in pairwise([0, *sorted(cuts), 40])]
     whole, whole_counts = _prototypes_of(features, alpha=0.8)
     cut, cut_counts = _prototypes_of(*chunks, alpha=0.8)
@@ -93,7 +93,6 @@ def test_any_chunking_gives_the_same_bits(features: Features, cuts: list[int]) -
 
 
 def test_chunks_across_block_borders_give_the_same_bits() -> None:
-    """The same holds for more images than are added up in one block."""
     features = _random_features(1000, 17)
     whole, _ = _prototypes_of(features, alpha=0.97)
     for size in (1, 100, 255, 256, 257, 999):
@@ -101,8 +100,8 @@ def test_chunks_across_block_borders_give_the_same_bits() -> None:
         np.testing.assert_array_equal(cut, whole)
 
 
-def test_matches_the_equations_written_out() -> None:
-    """With B = 1 the prototypes are the features with the highest cosines to the mean."""
+def test_prototypes_match_the_equations() -> None:
+    """With B = 1 they are the features with the highest cosines to the mean."""
     features = _random_features(50)
     prototypes, _ = _prototypes_of(features, alpha=0.9, batch_size=1, min_images=1)
     mean = features.mean(axis=0)
@@ -111,8 +110,7 @@ def test_matches_the_equations_written_out() -> None:
     np.testing.assert_allclose(np.sort(prototypes, axis=0), np.sort(expected, axis=0))
 
 
-def test_the_outlier_is_left_out() -> None:
-    """An image that points away from its class does not reach any prototype."""
+def test_outlier_is_omitted() -> None:
     features = np.full((100, 3), 1.0, dtype=np.float32)
     features[42] = [50.0, 0.0, 0.0]
     prototypes, counts = _prototypes_of(features, alpha=0.99)
@@ -121,7 +119,7 @@ def test_the_outlier_is_left_out() -> None:
 
 
 def test_equal_scores_keep_the_earlier_images() -> None:
-    """Ties fall to the order of the images, so that a device sends the same thing after a restart."""
+    """A device uploads the same after a restart."""
     powers_of_two = 2.0 ** np.arange(10, dtype=np.float32)
     features = powers_of_two[:, None] * np.array([[1.0, 2.0]], dtype=np.float32)
     prototypes, _ = _prototypes_of(features, alpha=0.5, batch_size=1, min_images=1)
@@ -129,14 +127,13 @@ def test_equal_scores_keep_the_earlier_images() -> None:
 
 
 @pytest.mark.parametrize(("alpha", "images", "kept"), [(0.07, 100, 7), (0.29, 100, 29), (0.99, 100, 99)])
-def test_the_share_kept_is_exact(alpha: float, images: int, kept: int) -> None:
-    """ceil(alpha n) is taken of the decimal as written, not of its binary neighbor: 0.07 * 100 > 7."""
+def test_share_kept_is_exact(alpha: float, images: int, kept: int) -> None:
+    """ceil(alpha n) is computed with the decimal as written, not its binary neighbor: 0.07 * 100 > 7."""
     _, counts = _prototypes_of(_random_features(images), alpha=alpha)
     assert counts.sum() == kept
 
 
-def test_images_are_shuffled_before_they_are_averaged() -> None:
-    """Another seed averages other images together; the same seed the same ones."""
+def test_seed_determines_the_batches() -> None:
     features = _random_features(50)
     first, second, again = (_prototypes_of(features, seed=seed)[0] for seed in (1, 2, 1))
     np.testing.assert_array_equal(first, again)
@@ -144,8 +141,8 @@ def test_images_are_shuffled_before_they_are_averaged() -> None:
 
 
 @pytest.mark.parametrize(("images", "counts"), [(0, []), (1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])])
-def test_small_classes(images: int, counts: list[int]) -> None:
-    """A lone image never leaves, a few make one prototype, a remainder joins the last."""
+def test_counts_of_small_classes(images: int, counts: list[int]) -> None:
+    """One image has no prototype, a few have one, and a remainder joins the last one."""
     prototypes, got = _prototypes_of(_random_features(images))
     assert got.tolist() == counts
     assert prototypes.shape == (len(counts), 3)
@@ -158,8 +155,8 @@ def test_a_class_without_any_chunk_is_empty() -> None:
     assert len(prototypes) == len(counts) == 0
 
 
-def test_zero_features_are_finite() -> None:
-    """A feature without direction scores 0 instead of 0 / 0, and is the first to go."""
+def test_zero_feature_scores_zero() -> None:
+    """It is the first to be omitted."""
     features = np.vstack([np.zeros((1, 3), dtype=np.float32), np.ones((9, 3), dtype=np.float32)])
     prototypes, _ = _prototypes_of(features, alpha=0.9, batch_size=3)
     np.testing.assert_array_equal(prototypes, np.ones((3, 3)))
@@ -169,8 +166,7 @@ def test_zero_features_are_finite() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_features_that_are_not_finite_are_refused(value: float) -> None:
-    """One NaN would spoil every prototype of its class."""
+def test_nonfinite_features_are_refused(value: float) -> None:
     features = _random_features(10)
     features[3, 1] = value
     with pytest.raises(ProtofleetError, match="finite"):
@@ -179,23 +175,19 @@ def test_features_that_are_not_finite_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, -0.5, 1.01, float("nan")])
 def test_alpha_out_of_range_is_refused(alpha: float) -> None:
-    """Keeping nothing, or more than there is, is a wrong setting."""
     with pytest.raises(ConfigError, match="alpha"):
         _prototypes_of(_random_features(10), alpha=alpha)
 
 
 @pytest.mark.parametrize(("batch_size", "min_images"), [(5, 0), (5, 6), (0, 0)])
 def test_min_images_out_of_range_is_refused(batch_size: int, min_images: int) -> None:
-    """A promise of more images per prototype than a batch holds could not be kept."""
     with pytest.raises(ConfigError, match="min_images"):
         _prototypes_of(_random_features(10), batch_size=batch_size, min_images=min_images)
 
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 4), st.randoms(use_true_random=False))
-def test_class_means_are_the_means_of_the_classes(
-    labels: list[int], min_images: int, shuffler: random.Random
-) -> None:
-    """Every class with enough images has its plain mean, whatever the order; no other class has any."""
+def test_class_means_are_plain_means(labels: list[int], min_images: int, shuffler: random.Random) -> None:
+    """Of every class with enough images, in any order; other classes have none."""
     projection = _random_features(len(labels), size=4)
     means, classes, counts = class_means(
         projection, np.array(labels, np.int64), num_classes=7, min_images=min_images

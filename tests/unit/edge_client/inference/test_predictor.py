@@ -1,4 +1,4 @@
-"""Heads on the device: which are taken into use, and what they say."""
+"""Heads on the device: opened, refused, evaluated, and used to predict."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ def _weights(backbone: Backbone, images: list[Path]) -> np.ndarray[tuple[int, in
     return np.stack([np.zeros_like(scaled), scaled - offset * middle], axis=1).astype(np.float32)
 
 
-def test_prediction_names_the_class(tmp_path: Path) -> None:
-    """A head that separates two classes names them, the likeliest first, with probabilities that add up to 1."""
+def test_prediction_ranks_classes_by_probability(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", count=3)
     backbone = tiny(tmp_path)
     images = [data / "cat" / "0000.png", data / "dog" / "0000.png"]
@@ -44,42 +43,26 @@ def test_prediction_names_the_class(tmp_path: Path) -> None:
     assert cat.top[0][1] > cat.top[1][1]
 
 
-def test_an_unreadable_image_does_not_end_the_rest(tmp_path: Path) -> None:
-    """What cannot be read is told, and the next image is predicted."""
-    data = write_images(tmp_path / "data", count=1)
-    backbone = tiny(tmp_path)
-    head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
-    missing, there = predict([tmp_path / "none.png", data / "cat" / "0000.png"], [backbone], head, top=5)
-    assert "none.png" in missing.error
-    assert not there.error
-    assert len(there.top) == len(CLASSES)
-
-
-def test_predictions_come_in_order_whatever_is_among_them(tmp_path: Path) -> None:
-    """Broken images and those with NaN features take their places in the row, over any cut into batches."""
+def test_predictions_keep_the_order_of_images(tmp_path: Path) -> None:
+    """Missing and broken images and those with NaN features keep their places, for any batch size."""
     data = write_images(tmp_path / "data", count=4)
     Image.new("RGB", (12, 10), "white").save(tmp_path / "white.png")
     (tmp_path / "junk.png").write_text("junk")
     backbone = choosy(tmp_path)
     head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
     cats = sorted((data / "cat").iterdir())
-    paths = [cats[0], tmp_path / "white.png", cats[1], tmp_path / "junk.png", cats[2], cats[3]]
+    broken = [tmp_path / name for name in ("white.png", "junk.png", "none.png")]
+    paths = [cats[0], broken[0], cats[1], *broken[1:], cats[2], cats[3]]
     for batch_size in (1, 3, 10):
-        predictions = list(predict(paths, [backbone], head, top=1, batch_size=batch_size))
+        predictions = list(predict(paths, [backbone], head, top=5, batch_size=batch_size))
         assert [prediction.path for prediction in predictions] == paths
-        assert [bool(prediction.error) for prediction in predictions] == [
-            False,
-            True,
-            False,
-            True,
-            False,
-            False,
-        ]
+        assert [bool(prediction.error) for prediction in predictions] == [path in broken for path in paths]
         assert "white.png: the backbone gives NaN" in predictions[1].error
+        assert "none.png" in predictions[4].error
+        assert len(predictions[0].top) == len(CLASSES)
 
 
-def test_evaluation_counts(tmp_path: Path) -> None:
-    """Right answers are counted over all chunks."""
+def test_evaluation_counts_correct_predictions_over_all_chunks(tmp_path: Path) -> None:
     backbone = tiny(tmp_path)
     weights = np.zeros((16, 2), dtype=np.float32)
     weights[0, 1] = 1
@@ -90,8 +73,8 @@ def test_evaluation_counts(tmp_path: Path) -> None:
     assert evaluate(head, [], label=0) == 0
 
 
-def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Another backbone's head (with both digests), other classes, NaN, no probabilities, no ONNX: refused."""
+def test_unsuitable_head_is_refused(tmp_path: Path) -> None:
+    """Another backbone's head (with both digests), other classes, NaN, no probabilities, no ONNX."""
     backbone, other = tiny(tmp_path), tiny(tmp_path, seed=1)
     good = np.zeros((16, 2), dtype=np.float32)
     with pytest.raises(BackboneMismatch, match=f"{other.sha256}.*{backbone.sha256}"):
@@ -111,8 +94,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         open_head(linear_head([wide], good[:8], sha256s=(backbone.sha256,)), backbones=[backbone])
 
 
-def test_a_head_from_elsewhere_is_looked_through(tmp_path: Path) -> None:
-    """A head with operators that are not ONNX's own is refused as every other graph is."""
+def test_head_with_foreign_operators_is_refused(tmp_path: Path) -> None:
     backbone = tiny(tmp_path)
     head = onnx.load_from_string(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)))
     head.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
@@ -120,8 +102,8 @@ def test_a_head_from_elsewhere_is_looked_through(tmp_path: Path) -> None:
         open_head(head.SerializeToString(), backbones=[backbone])
 
 
-def test_a_head_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop without end in a head takes its time and no more; a good head runs on after it."""
+def test_endless_head_exceeds_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A good head runs after it."""
     backbone = tiny(tmp_path)
     good = linear_head([backbone], np.zeros((16, 2), dtype=np.float32))
     monkeypatch.setattr(watchdog, "MAX_RUN_S", 0.5)
@@ -130,8 +112,7 @@ def test_a_head_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert open_head(good, backbones=[backbone]).probabilities(np.zeros((1, 16), np.float32)).shape == (1, 2)
 
 
-def test_features_of_several_backbones_stand_in_their_order(tmp_path: Path) -> None:
-    """An image is decoded once; the head is given what each backbone makes of it, one after the other."""
+def test_features_of_several_backbones_are_concatenated_in_order(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", count=2)
     Image.new("RGB", (12, 10), "white").save(tmp_path / "white.png")
     backbones = [tiny(tmp_path, feature_size=5), choosy(tmp_path), tiny(tmp_path, seed=1, feature_size=3)]
@@ -164,8 +145,7 @@ def round_head(**replaced: Any) -> Head:
     )
 
 
-def test_a_rounds_head_takes_what_the_device_has() -> None:
-    """State, tensors of the round and local prototypes are bound once, and features decide."""
+def test_round_head_is_bound_to_state_tensors_and_local_prototypes() -> None:
     head = round_head()
     features = np.array([[1, 0, 9, 9], [0, 1, 9, 9], [1, 1, 9, 9]], dtype=np.float32)
     logits = features[:, :2] @ np.array([[1, 0], [0, 1], [5, 5]]).T
@@ -176,14 +156,13 @@ def test_a_rounds_head_takes_what_the_device_has() -> None:
     assert evaluate(strange, [features], label=0) == 2
 
 
-def test_what_a_head_holds_is_not_copied() -> None:
-    """The state that a head is bound to is the one that was given."""
+def test_bound_state_is_not_copied() -> None:
     state = {"weight": np.eye(4, 2, dtype=np.float32)}
     assert round_head(state=state).bound["weight"] is state["weight"]
 
 
-def test_a_rounds_head_that_cannot_be_satisfied_is_refused() -> None:
-    """What is missing, of another shape or size, for another role, or NaN: each is named."""
+def test_round_head_with_unsuitable_tensors_is_refused() -> None:
+    """A missing tensor, another shape, size or role, and NaN: the error names each."""
     with pytest.raises(GraphRefused, match="the head graph asks for weight; there are targets"):
         round_head(state={})
     with pytest.raises(GraphRefused, match=r"'local_counts' must be float32 \(3\), and is float32 \(2\)"):

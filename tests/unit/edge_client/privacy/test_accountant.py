@@ -1,4 +1,4 @@
-"""The accountant: what it says is what the closed form says, and what it cannot say is too much."""
+"""The accountant, compared with the closed form for Gaussian mechanisms."""
 
 import builtins
 import math
@@ -38,28 +38,28 @@ def closed_form(releases: Mapping[float, int], delta: float) -> float:
     releases=st.dictionaries(st.floats(1.0, 50.0), st.integers(1, 4), min_size=1, max_size=3),
     delta=st.sampled_from([1e-3, 1e-5, 1e-8]),
 )
-def test_what_is_spent_is_what_the_closed_form_says(releases: dict[float, int], delta: float) -> None:
-    """Of any releases, of different noise too: never less than is true, and hardly more."""
+def test_epsilon_matches_the_closed_form(releases: dict[float, int], delta: float) -> None:
+    """For releases of different noise: never below the exact value, and hardly above it."""
     exact, said = closed_form(releases, delta), epsilon_of(releases, delta=delta)
     assert exact - 1e-9 <= said <= exact * 1.001 + 1e-3
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
-def test_the_noise_is_just_enough(epsilon: float) -> None:
-    """The calibrated multiplier gives epsilon, and a hundredth less noise does not."""
+def test_calibrated_noise_is_just_enough(epsilon: float) -> None:
+    """The calibrated multiplier gives epsilon, and 1 % less noise does not."""
     multiplier = noise_multiplier(epsilon, 1e-5)
     assert closed_form({multiplier: 1}, 1e-5) <= epsilon < closed_form({multiplier * 0.99: 1}, 1e-5)
     assert epsilon_of({multiplier: 1}, delta=1e-5) <= epsilon
 
 
 @pytest.mark.parametrize("multiplier", [0.0, -1.0, math.nan, math.inf, 1e-6, 0.14])
-def test_hardly_any_noise_costs_more_than_anybody_has(multiplier: float) -> None:
-    """Without noise there is no bound, and nobody who asks for next to none makes a device work that out."""
+def test_too_little_noise_has_infinite_epsilon(multiplier: float) -> None:
+    """It is not computed, whatever a task asks for."""
     assert epsilon_of({multiplier: 1, 5.0: 1}, delta=1e-5) == math.inf
 
 
-def test_what_is_not_worked_out_is_beyond_all_that_may_be_asked_for() -> None:
-    """Where the accountant stops, epsilon is above the 40 that a task file may allow, at the largest delta too."""
+def test_infinite_epsilon_exceeds_the_largest_budget() -> None:
+    """Epsilon is above the 40 that a task file may allow, at the largest delta too."""
     assert closed_form({MOST_LOSS**-0.5: 1}, MAX_DELTA) > 40
 
 
@@ -75,8 +75,7 @@ def without_accountant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", refuse)
 
 
-def test_a_device_without_the_accountant_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not guess what a release costs."""
+def test_missing_accountant_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     without_accountant(monkeypatch)
     with pytest.raises(PrivacyRefused, match=r"protofleet\[privacy\]"):
         epsilon_of({1.0: 1}, delta=1e-5)
@@ -85,8 +84,7 @@ def test_a_device_without_the_accountant_says_how_to_get_it(monkeypatch: pytest.
     assert "pip install" in NO_ACCOUNTANT
 
 
-def test_nobody_pays_for_the_accountant_who_does_not_need_it() -> None:
-    """Importing a device's work brings neither dp-accounting nor scipy."""
+def test_device_program_does_not_import_the_accountant() -> None:
     program = "import edge_client.service.device, sys; print({'dp_accounting', 'scipy'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""Images that come or go: no submission differs from the one before in fewer than a prototype averages."""
+"""Added and removed images: no two submissions differ in fewer images than a prototype averages."""
 
 import time
 from pathlib import Path
@@ -76,7 +76,7 @@ class Life:
 
 
 def test_few_new_images_wait_and_enough_count(tmp_path: Path) -> None:
-    """The sum of two submissions never tells of fewer than B images; the class without new ones is as it was."""
+    """The class without new images stays as it was."""
     life = Life(tmp_path)
     first = life.upload()
     life.come(B - 1)
@@ -94,8 +94,8 @@ def test_few_new_images_wait_and_enough_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("come", "go"), [(0, 1), (0, B - 1), (2, 2), (1, B - 2)])
-def test_images_that_go_wait_as_well(tmp_path: Path, come: int, go: int) -> None:
-    """What was uploaded stands while too few have come and gone, though some of it is not there any more."""
+def test_few_removed_images_change_nothing(tmp_path: Path, come: int, go: int) -> None:
+    """The uploaded prototypes stay, although some of their images are gone."""
     life = Life(tmp_path)
     first = life.upload()
     life.go(go)
@@ -107,8 +107,7 @@ def test_images_that_go_wait_as_well(tmp_path: Path, come: int, go: int) -> None
     assert life.upload().fingerprint != first.fingerprint
 
 
-def test_an_image_that_was_changed_is_two(tmp_path: Path) -> None:
-    """One that went and one that came: it waits, and what was seen of it before stands."""
+def test_changed_image_counts_as_removed_and_added(tmp_path: Path) -> None:
     life = Life(tmp_path)
     first = life.upload()
     path = min((life.data / life.first).iterdir())
@@ -117,8 +116,8 @@ def test_an_image_that_was_changed_is_two(tmp_path: Path) -> None:
     assert (waiting.fingerprint, waiting.classes[0].waiting) == (first.fingerprint, 2)
 
 
-def test_a_whole_class_comes_and_goes_at_once(tmp_path: Path) -> None:
-    """Of few images too: its prototype alone says as much, which the task allows."""
+def test_whole_class_appears_and_disappears_at_once(tmp_path: Path) -> None:
+    """Even with few images: the task's min_images allows it."""
     life = Life(tmp_path, images=3)
     life.upload()
     life.go(3)
@@ -128,8 +127,8 @@ def test_a_whole_class_comes_and_goes_at_once(tmp_path: Path) -> None:
     assert set(life.upload().labels.tolist()) == {0, 1}
 
 
-def test_another_task_has_no_part_of_the_new_images(tmp_path: Path) -> None:
-    """Two tasks of the same backbone are two submissions of the same images, too."""
+def test_new_images_wait_in_another_task_too(tmp_path: Path) -> None:
+    """Two tasks of the same backbone are two submissions of the same images."""
     life = Life(tmp_path)
     first = life.upload()
     life.come(1)
@@ -138,8 +137,7 @@ def test_another_task_has_no_part_of_the_new_images(tmp_path: Path) -> None:
     assert other.classes[0].waiting == 1
 
 
-def test_what_cannot_be_read_is_as_if_it_were_not_there(tmp_path: Path) -> None:
-    """A damaged outbox makes everything anew instead of nothing."""
+def test_damaged_last_submission_is_prepared_anew(tmp_path: Path) -> None:
     life = Life(tmp_path)
     life.upload()
     life.go(1)

@@ -1,4 +1,4 @@
-"""The mechanism: what one image can change, how much noise there is, and that nothing else is in it."""
+"""The Gaussian mechanism: sensitivity, noise, and what is released."""
 
 import math
 import os
@@ -34,8 +34,8 @@ def _clipped(features: NDArray[np.float32], norm: float) -> NDArray[np.float64]:
     return clipped
 
 
-def test_without_noise_it_is_the_mean_of_clipped_features() -> None:
-    """Every image is in exactly one batch, and weighted with the counts the batches have the class's mean."""
+def test_without_noise_prototypes_average_to_the_mean_of_clipped_features() -> None:
+    """Every image is in exactly one batch."""
     features = _features(105, scale=3.0)
     values, counts = private_prototypes(features, _names(105), QUIET, secret=SECRET, key=os.urandom(32))
     assert len(values) == 10
@@ -60,10 +60,10 @@ def _released(features: NDArray[np.float32], names: list[str], batches: int) -> 
     seed=st.integers(0, 10**6),
     data=st.data(),
 )
-def test_one_image_changes_what_is_released_by_no_more_than_the_sensitivity(
+def test_one_image_changes_the_release_by_at_most_the_sensitivity(
     count: int, batches: int, scale: float, seed: int, data: st.DataObject
 ) -> None:
-    """Take any image out of any set: the two steps together move by at most sqrt(1 + 2 w^2), however long it is."""
+    """Without any one image, the two steps together change by at most sqrt(1 + 2 w^2), whatever its norm."""
     features, names = _features(count, seed=seed, scale=scale), _names(count)
     gone = data.draw(st.integers(0, count - 1))
     rest = [number for number in range(count) if number != gone]
@@ -74,8 +74,8 @@ def test_one_image_changes_what_is_released_by_no_more_than_the_sensitivity(
     assert moved.sum() <= 1, "no other batch knows of it"
 
 
-def test_the_sensitivity_is_reached() -> None:
-    """A feature of norm S moves both steps by all of it: less noise would be too little."""
+def test_sensitivity_is_reached_by_a_feature_of_the_clipping_norm() -> None:
+    """Less noise would not suffice."""
     one = np.zeros((1, 8), np.float32)
     one[0, 0] = 2.0
     moved = _released(one, ["a"], 3)
@@ -83,8 +83,8 @@ def test_the_sensitivity_is_reached() -> None:
     assert QUIET.noise / QUIET.noise_multiplier == pytest.approx(np.linalg.norm(moved))
 
 
-def test_the_noise_has_the_deviation_that_was_promised() -> None:
-    """Over many releases, class counts, sums and batch counts spread as s and s / w do."""
+def test_noise_has_the_stated_deviation() -> None:
+    """Over many releases: of class counts, sums and batch counts."""
     how = replace(HOW, batch_size=400, noise_multiplier=2.0)
     features, names = _features(600, size=64), _names(600)
     clean, size = private_prototypes(features, names, replace(how, noise_multiplier=1e-9), secret=SECRET,
@@ -101,8 +101,8 @@ def test_the_noise_has_the_deviation_that_was_promised() -> None:
     assert np.mean(counts) == pytest.approx(600, abs=3)
 
 
-def test_the_number_of_prototypes_hangs_on_the_noisy_count() -> None:
-    """Without noise M = floor(n / B), and none below B; with it, a class without images may seem to have some."""
+def test_number_of_prototypes_depends_on_the_noisy_count_only() -> None:
+    """Without noise M = floor(n / B), and none below B; with noise, a class without images may have prototypes."""
 
     def batches(images: int, how: Mechanism = QUIET) -> int:
         key = os.urandom(32)
@@ -115,8 +115,7 @@ def test_the_number_of_prototypes_hangs_on_the_noisy_count() -> None:
     assert max(of_nothing) > 0
 
 
-def test_no_prototype_says_that_it_has_fewer_than_min_images() -> None:
-    """Noisy counts are rounded and raised: negative and tiny ones never leave."""
+def test_counts_are_at_least_min_images() -> None:
     loud = replace(HOW, noise_multiplier=20.0)
     smallest = []
     for _ in range(40):
@@ -129,8 +128,8 @@ def test_no_prototype_says_that_it_has_fewer_than_min_images() -> None:
     assert min(smallest) == HOW.min_images
 
 
-def test_the_same_key_is_the_same_release() -> None:
-    """Nothing but the key is random: a release can be made once more, at no cost, and another key is another one."""
+def test_same_key_gives_the_same_release() -> None:
+    """The key is the only randomness: a release can be repeated at no cost."""
     features, names, key = _features(50), _names(50), os.urandom(32)
     one = private_prototypes(features, names, HOW, secret=SECRET, key=key)
     again = private_prototypes(features, names, HOW, secret=SECRET, key=key)
@@ -140,8 +139,8 @@ def test_the_same_key_is_the_same_release() -> None:
     assert other.shape != one[0].shape or (other != one[0]).all()
 
 
-def test_no_other_image_moves_one_to_another_batch() -> None:
-    """An image's batch is a matter of its identity and the device's secret, and of the number of batches."""
+def test_other_images_do_not_change_the_batch_of_an_image() -> None:
+    """It depends on the identity, the secret and the number of batches."""
     batch_of = gaussian_mechanism._batch_of
     assert {batch_of(name, 7, SECRET) for name in _names(200)} == set(range(7))
     assert [batch_of(name, 7, SECRET) for name in _names(9)] == [
@@ -152,8 +151,7 @@ def test_no_other_image_moves_one_to_another_batch() -> None:
     ]
 
 
-def test_noise_without_end_does_not_take_memory_without_end() -> None:
-    """However great the multiplier is that somebody chose, a class has so many prototypes and no more."""
+def test_number_of_prototypes_is_bounded_for_any_noise() -> None:
     loudest = replace(HOW, noise_multiplier=1e6, batch_size=1, min_images=1)
     sizes = set()
     for _ in range(12):
@@ -163,8 +161,7 @@ def test_noise_without_end_does_not_take_memory_without_end() -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_a_feature_that_is_not_finite_sends_nothing(wrong: float) -> None:
-    """NaN or infinity has no norm to clip to: there is no prototype at all."""
+def test_nonfinite_feature_is_refused(wrong: float) -> None:
     features = _features(30)
     features[7, 3] = wrong
     with pytest.raises(PrivacyRefused, match="not finite"):
@@ -180,19 +177,17 @@ def test_a_feature_that_is_not_finite_sends_nothing(wrong: float) -> None:
         (HOW, 29, "one feature per image"),
     ],
 )
-def test_what_bounds_nothing_is_refused(how: Mechanism, names: int, problem: str) -> None:
-    """No noise, no norm, or features that are of nobody knows which images: nothing is made."""
+def test_parameters_out_of_range_are_refused(how: Mechanism, names: int, problem: str) -> None:
     with pytest.raises(PrivacyRefused, match=problem):
         private_prototypes(_features(30), _names(names), how, secret=SECRET, key=os.urandom(32))
 
 
-def test_an_image_that_is_there_twice_is_refused() -> None:
-    """Twice in the sums, it would weigh twice what one image may."""
+def test_duplicate_image_is_refused() -> None:
+    """In the sums, it would have twice the weight that one image may have."""
     with pytest.raises(PrivacyRefused, match="each image once"):
         private_prototypes(_features(2), ["a", "a"], HOW, secret=SECRET, key=os.urandom(32))
 
 
-def test_a_short_key_is_no_key() -> None:
-    """Noise from too little randomness is none."""
+def test_short_key_is_refused() -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         gaussian(b"", (3,))

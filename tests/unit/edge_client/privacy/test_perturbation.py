@@ -1,4 +1,4 @@
-"""Perturbation: what is added, to what, and that asking again does not take it away."""
+"""Perturbation of prototypes and images, and the noise that it adds."""
 
 import math
 from pathlib import Path
@@ -69,8 +69,7 @@ def _find(folder: Path, task: TaskManifest, cache: FeatureCache, secret: bytes =
 @pytest.mark.parametrize(
     ("noise", "deviation", "fourth"), [(gaussian, 1.0, 3.0), (laplace, math.sqrt(2), 6.0)]
 )
-def test_noise_has_its_moments(noise: object, deviation: float, fourth: float) -> None:
-    """Mean 0, the deviation that was said, and the kurtosis that tells a Gaussian from a Laplacian."""
+def test_noise_has_the_moments_of_its_distribution(noise: object, deviation: float, fourth: float) -> None:
     values = noise(subkey(SECRET, b"a test"), (400, 1001))  # type: ignore[operator]
     assert abs(values.mean()) < 0.01
     assert values.std() == pytest.approx(deviation, rel=0.01)
@@ -78,8 +77,8 @@ def test_noise_has_its_moments(noise: object, deviation: float, fourth: float) -
     assert np.abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.01
 
 
-def test_noise_is_its_keys() -> None:
-    """The same key gives the same noise, another one has nothing to do with it, and a short one is none."""
+def test_noise_depends_on_its_key_only() -> None:
+    """The same key gives the same noise, another one independent noise; a short one is refused."""
     one = gaussian(subkey(SECRET, b"a", b"b"), (1000,))
     np.testing.assert_array_equal(one, gaussian(subkey(SECRET, b"a", b"b"), (1000,)))
     for key in (subkey(OTHER, b"a", b"b"), subkey(SECRET, b"ab"), subkey(SECRET, b"b", b"a")):
@@ -89,7 +88,7 @@ def test_noise_is_its_keys() -> None:
 
 
 def test_prototypes_are_shrunk_and_get_noise() -> None:
-    """FedTC eq. 6: the mean over many prototypes is shrunk by p, and they spread as e does."""
+    """FedTC eq. 6: the mean over many prototypes is shrunk by p, and their deviation is that of e."""
     clean = np.full((2000, 16), 4.0, np.float32) + np.arange(2000, dtype=np.float32)[:, None] * 1e-3
     labels = np.zeros(2000, np.uint32)
     noise = perturb_prototypes(clean, labels, HOW, secret=SECRET).astype(np.float64) - 0.75 * clean
@@ -97,8 +96,8 @@ def test_prototypes_are_shrunk_and_get_noise() -> None:
     assert noise.std() == pytest.approx(0.5, rel=0.02)
 
 
-def test_a_prototype_that_stays_keeps_its_noise() -> None:
-    """New images of one class do not make new noise for another: asking again averages nothing away."""
+def test_unchanged_prototype_keeps_its_noise() -> None:
+    """Repeated requests do not average it away."""
     clean = np.arange(12, dtype=np.float32).reshape(3, 4)
     labels = np.array([0, 1, 1], np.uint32)
     before = perturb_prototypes(clean, labels, HOW, secret=SECRET)
@@ -115,8 +114,8 @@ def test_a_prototype_that_stays_keeps_its_noise() -> None:
         Perturbation(on="prototypes", noise="gaussian", scale=0.5),
     ],
 )
-def test_other_settings_give_noise_of_their_own(other: Perturbation) -> None:
-    """Two tasks that differ in p or s cannot be solved for the prototype: their noises are not the same."""
+def test_other_settings_give_independent_noise(other: Perturbation) -> None:
+    """Two tasks that differ in p or s cannot be solved for the prototype."""
     clean = np.ones((1, 2000), np.float32)
     labels = np.zeros(1, np.uint32)
 
@@ -127,8 +126,8 @@ def test_other_settings_give_noise_of_their_own(other: Perturbation) -> None:
     assert abs(np.corrcoef(noise(HOW), noise(other))[0, 1]) < 0.1
 
 
-def test_nobody_without_the_secret_can_take_the_noise_off() -> None:
-    """Another secret gives other noise, and without one nothing is perturbed, or sent."""
+def test_noise_depends_on_the_secret() -> None:
+    """Without a secret nothing is perturbed."""
     clean, labels = np.ones((1, 64), np.float32), np.zeros(1, np.uint32)
     made = perturb_prototypes(clean, labels, HOW, secret=SECRET)
     assert (made != perturb_prototypes(clean, labels, HOW, secret=OTHER)).any()
@@ -143,10 +142,9 @@ def test_nobody_without_the_secret_can_take_the_noise_off() -> None:
     scale=st.floats(1e-6, 1e6),
     noise=st.sampled_from(["gaussian", "laplace"]),
 )
-def test_a_perturbed_prototype_is_finite(
+def test_perturbed_prototype_is_finite(
     values: np.ndarray[tuple[int, int], np.dtype[np.float32]], scale: float, noise: str
 ) -> None:
-    """However much noise there is, what leaves is float16, and neither NaN nor infinite."""
     how = Perturbation(on="prototypes", noise=noise, scale=scale)  # type: ignore[arg-type]
     made = perturb_prototypes(values, np.zeros(2, np.uint32), how, secret=SECRET)
     assert made.dtype == np.float16
@@ -154,8 +152,8 @@ def test_a_perturbed_prototype_is_finite(
     assert np.isfinite(to_half(values.astype(np.float64) * 1e30)).all()
 
 
-def test_an_image_gets_its_noise_once() -> None:
-    """The same image is perturbed in the same way at every extraction; another one, or another size, otherwise."""
+def test_image_keeps_its_noise() -> None:
+    """At every extraction; another identity or preprocessing has independent noise."""
     gray = np.full((8, 8, 3), 128, np.uint8)
     made = perturb_image(gray, on_images(), identity="one", wanted=WANTED, secret=SECRET)
     again = perturb_image(gray, on_images(), identity="one", wanted=WANTED, secret=SECRET)
@@ -167,8 +165,8 @@ def test_an_image_gets_its_noise_once() -> None:
     assert made.astype(np.float64).std() / 255 == pytest.approx(0.2, rel=0.2)
 
 
-def test_images_to_learn_from_are_perturbed_and_those_held_out_are_not(tmp_path: Path) -> None:
-    """The cache keeps both apart, a second look computes nothing, and a task without noise gets clean features."""
+def test_training_images_are_perturbed_and_held_out_ones_are_not(tmp_path: Path) -> None:
+    """The cache separates both, a second extraction computes nothing, and without noise features are clean."""
     write_images(tmp_path / "data", count=12)
     cache = FeatureCache(tmp_path / "features.sqlite")
     noisy, clean = manifest(on_images()), manifest(None)
@@ -186,8 +184,7 @@ def test_images_to_learn_from_are_perturbed_and_those_held_out_are_not(tmp_path:
     assert again.fingerprint == mean_noisy.fingerprint, "the noise was drawn once"
 
 
-def test_a_refused_image_is_told_of_where_images_are_perturbed(tmp_path: Path) -> None:
-    """What cannot be read is left out and named, held out or not."""
+def test_unusable_images_are_reported_where_images_are_perturbed(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", count=10)
     for image in find_images(data, CLASSES)[:8]:
         image.path.write_text("broken")
@@ -196,8 +193,8 @@ def test_a_refused_image_is_told_of_where_images_are_perturbed(tmp_path: Path) -
     assert len(found.usable) == 12
 
 
-def test_without_a_secret_images_do_not_become_features(tmp_path: Path) -> None:
-    """A fault of the noise is no fault of the image: all of the work ends, and nothing is kept of it."""
+def test_extraction_of_perturbed_images_without_secret_is_refused(tmp_path: Path) -> None:
+    """The whole extraction ends, and nothing is stored."""
     write_images(tmp_path / "data", count=6)
     cache = FeatureCache(tmp_path / "features.sqlite")
     with pytest.raises(PrivacyRefused, match="no secret"):
@@ -205,8 +202,8 @@ def test_without_a_secret_images_do_not_become_features(tmp_path: Path) -> None:
     assert not cache.known(*training_feature_keys(manifest(on_images())))
 
 
-def test_prototypes_leave_perturbed(tmp_path: Path) -> None:
-    """What is prepared is what `perturb_prototypes` makes, and the same images make the same submission."""
+def test_prepared_prototypes_are_perturbed(tmp_path: Path) -> None:
+    """The same images give the same submission."""
     write_images(tmp_path / "data", count=12)
     cache = FeatureCache(tmp_path / "features.sqlite")
     found = _find(tmp_path, manifest(HOW), cache)
@@ -221,8 +218,7 @@ def test_prototypes_leave_perturbed(tmp_path: Path) -> None:
         prepare_prototypes(task=manifest(HOW), local=local, found=found, cache=cache)
 
 
-def test_a_device_does_not_perturb_half_of_what_it_uploads() -> None:
-    """A program that uploads parameters beside perturbed prototypes is refused; one that does not is taken."""
+def test_task_that_uploads_unperturbed_parameters_beside_prototypes_is_refused() -> None:
     fields = {"persistent": (), "batch_size": 32, "init": BLOB, "step": BLOB, "project": BLOB, "head": BLOB}
     uploading = Program(**fields, uploaded=("weight",))  # type: ignore[arg-type]
     with pytest.raises(PrivacyRefused, match="parameters beside them"):

@@ -1,4 +1,4 @@
-"""Backbones in ONNX Runtime: what is loaded, what is refused, and on what they run."""
+"""Backbones in ONNX Runtime: loaded, refused, and their providers."""
 
 import json
 import subprocess
@@ -23,8 +23,7 @@ from tests.support.device_factory import tiny
 from tests.support.graphs import tiny_backbone
 
 
-def test_backbone_says_what_it_is(tmp_path: Path) -> None:
-    """Digest, metadata and provider are the file's and the runtime's own; features are (n, L) for any n."""
+def test_backbone_has_digest_metadata_and_features(tmp_path: Path) -> None:
     backbone = tiny(tmp_path)
     assert backbone.sha256 == file_digest(tmp_path / "tiny-0.onnx").hex()
     assert backbone.metadata.feature_size == 16
@@ -39,8 +38,8 @@ def test_backbone_says_what_it_is(tmp_path: Path) -> None:
     "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="this runtime has CUDA"
 )
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
-def test_a_missing_provider_is_told_in_one_line(tmp_path: Path, provider: Provider) -> None:
-    """Where what was asked for is not there, the CPU runs it, and a line says so; auto says nothing."""
+def test_missing_provider_falls_back_to_the_cpu_with_a_note(tmp_path: Path, provider: Provider) -> None:
+    """`auto` gives no note."""
     (tmp_path / "b.onnx").write_bytes(tiny_backbone())
     backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
     assert backbone.model.provider == "cpu"
@@ -59,10 +58,10 @@ def seeming_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("seeming_cuda")
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider':UserWarning")
 @pytest.mark.parametrize("provider", ["auto", "cuda", "tensorrt"])
-def test_a_provider_that_is_silently_left_out_is_noticed(
+def test_provider_that_onnx_runtime_omits_is_noted(
     tmp_path: Path, provider: Provider, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A GPU package without a GPU runs on the CPU, and one line says so; ONNX Runtime's own lines do not."""
+    """ONNX Runtime's own messages are suppressed."""
     (tmp_path / "b.onnx").write_bytes(tiny_backbone())
     backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
     assert backbone.model.provider == "cpu"
@@ -75,18 +74,16 @@ def test_a_provider_that_is_silently_left_out_is_noticed(
 
 @pytest.mark.usefixtures("seeming_cuda")
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider':UserWarning")
-def test_a_broken_file_is_not_blamed_on_the_gpu(tmp_path: Path) -> None:
-    """What nothing can load is refused for what it is."""
+def test_broken_file_is_not_blamed_on_the_gpu(tmp_path: Path) -> None:
     (tmp_path / "b.onnx").write_bytes(b"junk")
     with pytest.raises(BackboneMismatch, match=r"cannot load b\.onnx"):
         open_backbone(tmp_path / "b.onnx", provider="cuda", threads=1)
 
 
 @pytest.mark.parametrize(("covered", "provider"), [(1.0, "cuda"), (0.7, "cuda"), (0.3, "cpu")])
-def test_an_accelerator_that_runs_little_of_the_graph_is_told_or_left(
+def test_accelerator_with_low_coverage_is_noted_or_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covered: float, provider: str
 ) -> None:
-    """What a GPU runs all of, it runs quietly; most of, with a note; little of, not at all."""
     cpu = open_session(tiny_backbone(), provider="cpu", threads=1).session
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr("edge_client.runtime.session._create_accelerated", lambda *_: (cpu, covered))
@@ -95,8 +92,7 @@ def test_an_accelerator_that_runs_little_of_the_graph_is_told_or_left(
     assert ("%" in opened.note) == (covered < 1)
 
 
-def test_coverage_is_the_share_of_data_that_the_cpu_did_not_put_out(tmp_path: Path) -> None:
-    """Read from ONNX Runtime's own profile of a run: nothing on the CPU; what another provider put out, if one did."""
+def test_coverage_is_the_share_of_output_bytes_not_from_the_cpu(tmp_path: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "run")
     session = onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
@@ -110,8 +106,7 @@ def test_coverage_is_the_share_of_data_that_the_cpu_did_not_put_out(tmp_path: Pa
     assert _coverage(profile) == pytest.approx(sizes[0] / sum(sizes))
 
 
-def test_the_threads_are_those_asked_for() -> None:
-    """`--threads` reaches ONNX Runtime; without it the runtime takes all cores."""
+def test_threads_are_passed_to_onnx_runtime() -> None:
     for threads, expected in ((3, 3), (None, 0)):
         session = open_session(tiny_backbone(), provider="cpu", threads=threads).session
         assert session.get_session_options().intra_op_num_threads == expected
@@ -192,8 +187,7 @@ def _with_feature_size(size: int) -> bytes:
         "another size than it says",
     ],
 )
-def test_what_is_no_backbone_is_refused(tmp_path: Path, file: bytes, said: str) -> None:
-    """Whatever is not a backbone of ours is refused in one line that says what is wrong."""
+def test_other_files_are_refused_in_one_line(tmp_path: Path, file: bytes, said: str) -> None:
     path = tmp_path / "b.onnx"
     path.write_bytes(file)
     with pytest.raises(BackboneMismatch, match=said) as caught:
@@ -201,8 +195,7 @@ def test_what_is_no_backbone_is_refused(tmp_path: Path, file: bytes, said: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_a_run_that_fails_is_one_line(tmp_path: Path) -> None:
-    """Whatever ONNX Runtime raises over a batch becomes an error of ours that says what to try."""
+def test_failing_run_is_one_line_with_advice(tmp_path: Path) -> None:
     with pytest.raises(
         ProtofleetError, match=r"backbone fails .*\(2 images on cpu\): .*--batch-size"
     ) as caught:
@@ -222,8 +215,8 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def test_onnx_runtimes_own_format_is_refused(tmp_path: Path) -> None:
-    """ONNX Runtime would run a file of its own format as well, which nobody here can look through."""
+def test_ort_format_is_refused(tmp_path: Path) -> None:
+    """`check_graph` cannot validate it."""
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "tiny.ort")
     onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
@@ -233,16 +226,14 @@ def test_onnx_runtimes_own_format_is_refused(tmp_path: Path) -> None:
         open_session(own, provider="cpu", threads=1)
 
 
-def test_memory_is_given_back_where_the_c_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another C library than glibc it stays where it is, and nothing fails."""
+def test_releasing_memory_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     release_memory()
     for library in (object(), OSError()):
         monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=[library]))
         release_memory()
 
 
-def test_the_device_program_never_loads_a_training_framework() -> None:
-    """Everything of the device program imports with torch, timm, onnx and scipy out of reach."""
+def test_device_program_imports_no_training_framework() -> None:
     blocked = {"torch", "timm", "onnx", "onnxscript", "scipy", "sklearn", "rich", "amqtt"}
     package = Path(edge_client.__file__).parent
     files = [path.relative_to(package).with_suffix("") for path in package.rglob("[a-z]*.py")]
@@ -254,8 +245,9 @@ def test_the_device_program_never_loads_a_training_framework() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--broker", "127.0.0.1"], ["predict", "a.png"]])
-def test_without_onnx_runtime_one_line_says_what_to_install(tmp_path: Path, arguments: list[str]) -> None:
-    """With neither extra installed, the program ends with what to install."""
+def test_missing_onnx_runtime_is_one_line_with_the_install_command(
+    tmp_path: Path, arguments: list[str]
+) -> None:
     program = _BLOCK.format(blocked={"onnxruntime"}) + (
         f"sys.argv = ['edge-client', *{arguments!r}]\nfrom edge_client.cli import main\nmain()\n"
     )

@@ -1,4 +1,4 @@
-"""Graphs from outside: which are run, which are refused before ONNX Runtime sees them, and what is bound."""
+"""Graphs from the network: which are opened, which are refused, and what is bound to them."""
 
 import contextlib
 import tracemalloc
@@ -43,8 +43,7 @@ def subgraph(
     return helper.make_graph(list(nodes), "inner", [], [], list(tensors))
 
 
-def test_every_role_opens_and_says_what_it_takes() -> None:
-    """A graph knows its inputs' dtypes and shapes, and what it gives."""
+def test_graphs_of_every_role_open() -> None:
     for role in ROLES:
         assert opened(role).metadata.role == role
     step = opened("step")
@@ -79,16 +78,14 @@ DOMAINS: dict[str, Callable[[onnx.ModelProto], object]] = {
 
 
 @pytest.mark.parametrize("place", DOMAINS)
-def test_operators_outside_onnx_are_refused_wherever_they_hide(place: str) -> None:
-    """Other domains are refused in opsets, nodes, subgraphs, functions and training graphs."""
+def test_foreign_operators_are_refused_everywhere(place: str) -> None:
     made = model("step")
     DOMAINS[place](made)
     with pytest.raises(GraphRefused, match="ONNX's own operators"):
         check_graph(made.SerializeToString())
 
 
-def test_onnx_under_its_other_name_is_fine() -> None:
-    """`ai.onnx` is the same domain as the empty one."""
+def test_onnx_domain_by_name_is_accepted() -> None:
     made = model("step")
     made.opset_import[0].domain = "ai.onnx"
     check_graph(made.SerializeToString())
@@ -126,15 +123,14 @@ EXTERNAL: dict[str, Callable[[onnx.ModelProto], object]] = {
 
 
 @pytest.mark.parametrize("place", EXTERNAL)
-def test_tensors_in_other_files_are_refused_wherever_they_hide(place: str) -> None:
-    """External data is refused in initializers, attributes, sparse tensors, subgraphs and functions."""
+def test_tensors_in_other_files_are_refused_everywhere(place: str) -> None:
     made = model("step")
     EXTERNAL[place](made)
     with pytest.raises(GraphRefused, match="one file"):
         check_graph(made.SerializeToString())
 
 
-def test_what_a_later_field_would_overwrite_counts_all_the_same() -> None:
+def test_overwritten_field_counts() -> None:
     """Protobuf merges a field that comes twice; a foreign domain is found in either."""
     node = b"\x3a\x03bad\x3a\x00"  # domain "bad", then domain ""
     graph = b"\x0a" + bytes([len(node)]) + node
@@ -142,31 +138,28 @@ def test_what_a_later_field_would_overwrite_counts_all_the_same() -> None:
         check_graph(WHOLE + b"\x3a" + bytes([len(graph)]) + graph)
 
 
-def test_every_truncated_graph_is_refused() -> None:
-    """No prefix of a graph is opened, and none does anything worse than being refused."""
+def test_every_prefix_of_a_graph_is_refused() -> None:
     for length in range(len(WHOLE)):
         with pytest.raises(GraphRefused):
             open_graph(WHOLE[:length], role="step")
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_refused_or_hold_nothing(data: bytes) -> None:
-    """Random bytes never raise anything but GraphRefused."""
+def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(GraphRefused):
         open_graph(data, role="step")
 
 
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
-def test_a_damaged_graph_is_opened_or_refused(place: int, byte: int) -> None:
-    """A byte that has changed ends in a graph or in GraphRefused, never in another error."""
+def test_damaged_graph_is_opened_or_refused(place: int, byte: int) -> None:
     damaged = bytearray(WHOLE)
     damaged[place] = byte
     with contextlib.suppress(GraphRefused):
         open_graph(bytes(damaged), role="step")
 
 
-def test_a_name_that_is_no_text_is_refused() -> None:
-    """ONNX Runtime loads such a graph, and fails only when it is asked for its names."""
+def test_name_that_is_not_utf8_is_refused() -> None:
+    """ONNX Runtime loads such a graph, and fails only when asked for its names."""
     made = WHOLE.replace(b"\x12\x01n", b"\x12\x01\x80", 1)
     assert made != WHOLE
     with pytest.raises(GraphRefused, match="cannot load"):
@@ -183,14 +176,12 @@ def test_a_name_that_is_no_text_is_refused() -> None:
         b"\x3a\xff\xff\xff\xff\x0f",  # longer than everything
     ],
 )
-def test_bytes_that_readers_could_take_in_two_ways_are_refused(data: bytes) -> None:
-    """What is not plain protobuf is refused before ONNX Runtime has to find out."""
+def test_ambiguous_encodings_are_refused(data: bytes) -> None:
     with pytest.raises(GraphRefused, match="expected an ONNX file"):
         check_graph(WHOLE + data)
 
 
-def test_a_nested_graph_without_end_is_refused() -> None:
-    """A graph in a graph in a graph, ten thousand deep, neither overflows nor crashes anything."""
+def test_deeply_nested_graph_is_refused() -> None:
     inner = b""
     for _ in range(10_000):
         for tag in (0x32, 0x2A, 0x0A):  # an attribute's graph, a node's attribute, a graph's node
@@ -199,8 +190,8 @@ def test_a_nested_graph_without_end_is_refused() -> None:
         open_graph(WHOLE + b"\x3a" + _length(inner) + inner, role="step")
 
 
-def test_looking_through_takes_no_room() -> None:
-    """Thousands of empty messages beside one another, or in one another, take less room than the file."""
+def test_validation_takes_less_memory_than_the_file() -> None:
+    """For thousands of empty messages, side by side or nested."""
     inner = b""
     while len(inner) < 2**15:
         for tag in (0x32, 0x2A, 0x0A):
@@ -224,14 +215,12 @@ def test_looking_through_takes_no_room() -> None:
         (b"\x72\x22" + b"\x08\x00" * 17, "at most 16 fields"),
     ],
 )
-def test_a_graph_of_nothing_but_fields_is_refused(data: bytes, reason: str) -> None:
-    """Looking through a file ends soon: there is no graph in it that needs so many."""
+def test_graph_of_too_many_fields_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(GraphRefused, match=reason):
         check_graph(data)
 
 
-def test_a_graph_nested_as_deep_as_protobuf_goes_is_the_last() -> None:
-    """One level more is refused; one level less is not."""
+def test_nesting_is_limited_to_protobufs_depth() -> None:
     inner = b""
     for depth in range(1, MAX_DEPTH + 1):
         tag = (0x0A, 0x32, 0x2A)[depth % 3] if depth < MAX_DEPTH else 0x3A
@@ -250,14 +239,13 @@ def _length(data: bytes) -> bytes:
     return bytes([*written, size])
 
 
-def test_a_graph_that_is_too_large_is_refused() -> None:
-    """The bound is 64 MiB, and is looked at first."""
+def test_graph_that_is_too_large_is_refused() -> None:
     with pytest.raises(GraphRefused, match="at most 67108864 bytes, got 67108865"):
         check_graph(bytes(MAX_GRAPH_BYTES + 1))
 
 
-def test_a_graph_for_something_else_is_refused() -> None:
-    """Another role, a newer runtime, no metadata, other ends: each is refused with what was expected."""
+def test_unsuitable_graph_is_refused() -> None:
+    """Another role, a newer runtime, no metadata, other inputs and outputs."""
     with pytest.raises(GraphRefused, match="for step, got the one for head"):
         open_graph(file("head"), role="step")
     with pytest.raises(GraphRefused, match=r"needs ONNX Runtime 99\.1 or newer, here is"):
@@ -285,8 +273,8 @@ def test_a_graph_for_something_else_is_refused() -> None:
         opened("init", body="i (float[n, 4] feature) => (float[n, 4] y) { y = Abs(unheard_of) }")
 
 
-def test_a_graph_that_fails_is_told_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    """Arrays that no operator can take are GraphRefused, and ONNX Runtime prints nothing by itself."""
+def test_failing_graph_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """ONNX Runtime prints nothing by itself."""
     body = """p (float[n, 4] feature, float[m, 2] mean) => (float[n, 6] projection)
         { projection = Concat<axis = 1>(feature, mean) }"""
     graph = opened("project", body=body)
@@ -296,8 +284,8 @@ def test_a_graph_that_fails_is_told_in_one_line(capfd: pytest.CaptureFixture[str
     assert capfd.readouterr() == ("", "")
 
 
-def test_binding_takes_what_is_asked_for_by_name() -> None:
-    """Arrays are cast to what the graph takes, left as they are where they fit, and what is missing is named."""
+def test_tensors_are_bound_by_name() -> None:
+    """Arrays are cast only if necessary, and missing ones are named."""
     weight, mean = np.zeros((4, 2), np.float32), np.zeros(4, np.float16)
     bound = opened("project").bind({"weight": weight, "mean": mean, "more": np.zeros(1)})
     assert set(bound) == {"weight", "mean"}
@@ -321,8 +309,10 @@ def test_binding_takes_what_is_asked_for_by_name() -> None:
         (np.frombuffer(b"x" + bytes(8), np.uint8)[1:].view("<f4"), Slot(np.dtype(np.float32), (2,)), True),
     ],
 )
-def test_what_fits(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], slot: Slot, fits: bool) -> None:  # noqa: FBT001 - a parameter of the test
-    """Whole numbers become fractions, never the other way round; layout and alignment are put right."""
+def test_fit_casts_within_the_kind_and_aligns(
+    array: np.ndarray[tuple[int, ...], np.dtype[np.generic]], slot: Slot, *, fits: bool
+) -> None:
+    """Integers become floats, never the other way round."""
     if not fits:
         with pytest.raises(GraphRefused, match="'x' must be"):
             fit("x", array, slot)

@@ -1,4 +1,4 @@
-"""The features on the disk: found again under any name, forgotten in time, never trusted when damaged."""
+"""Features on disk: found again under any name, deleted in time, never trusted when damaged."""
 
 import sqlite3
 from pathlib import Path
@@ -21,8 +21,8 @@ def rows(count: int, length: int = 8, start: int = 0) -> list[tuple[str, NDArray
     return [(str(number), np.full(length, number, np.float32)) for number in range(start, start + count)]
 
 
-def test_every_name_a_file_can_have_is_found_again(tmp_path: Path) -> None:
-    """File names are bytes: features and refusals come back under exactly the name they were kept under."""
+def test_features_are_found_under_any_file_name(tmp_path: Path) -> None:
+    """File names are bytes."""
     cache = FeatureCache(tmp_path / "features.sqlite")
     backbones = iter(range(10**6))
 
@@ -40,8 +40,8 @@ def test_every_name_a_file_can_have_is_found_again(tmp_path: Path) -> None:
     check()
 
 
-def test_nothing_is_known_of_another_image_or_backbone(tmp_path: Path) -> None:
-    """A feature belongs to one image and one backbone; reading what is not there is an error."""
+def test_unknown_images_and_backbones_have_no_features(tmp_path: Path) -> None:
+    """Reading a missing feature is an error."""
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", rows(3), [("bad", "broken")])
     assert cache.lookup("3", "b") is None
@@ -54,7 +54,6 @@ def test_nothing_is_known_of_another_image_or_backbone(tmp_path: Path) -> None:
 
 
 def test_chunks_are_small_and_in_order(tmp_path: Path) -> None:
-    """However many features there are, at most 256 are in memory at a time, in the order asked for."""
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", rows(600), [])
     order = [str(number) for number in reversed(range(600))]
@@ -64,8 +63,7 @@ def test_chunks_are_small_and_in_order(tmp_path: Path) -> None:
     assert np.concatenate(chunks)[:, 0].tolist() == [float(number) for number in reversed(range(600))]
 
 
-def test_features_of_several_backbones_stand_one_after_the_other(tmp_path: Path) -> None:
-    """Chunks and the whole matrix have a column for every feature, in the order of the backbones."""
+def test_features_of_several_backbones_are_side_by_side(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", rows(300, length=2), [])
     cache.put("c", [(name, -vector) for name, vector in rows(300, length=3)], [])
@@ -81,16 +79,14 @@ def test_features_of_several_backbones_stand_one_after_the_other(tmp_path: Path)
         cache.matrix(order, "c", "b", size=4)
 
 
-def test_an_image_is_known_to_several_backbones_if_it_is_to_each(tmp_path: Path) -> None:
-    """What one backbone has not seen, or refuses, is not known to all."""
+def test_known_images_are_known_to_every_backbone(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", rows(4), [])
     cache.put("c", rows(2, start=1), [("0", "broken")])
     assert cache.known("b", "c") == {"1", "2"}
 
 
-def test_a_task_may_use_several_backbones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of those in use is forgotten, however large and old the cache is."""
+def test_backbones_in_use_are_never_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1e9]
     cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
     identities = [identity for identity, _ in rows(3)]
@@ -104,8 +100,7 @@ def test_a_task_may_use_several_backbones(tmp_path: Path, monkeypatch: pytest.Mo
     assert cache.known("other") == set()
 
 
-def test_images_that_are_gone_are_forgotten_and_their_room_given_back(tmp_path: Path) -> None:
-    """Pruning keeps what there is, for every backbone, and makes the file smaller."""
+def test_pruning_deletes_missing_images_and_shrinks_the_file(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path / "features.sqlite")
     for backbone in ("old", "new"):
         cache.put(backbone, rows(200, length=1000), [("bad", "broken")])
@@ -120,8 +115,7 @@ def test_images_that_are_gone_are_forgotten_and_their_room_given_back(tmp_path: 
     assert (tmp_path / "features.sqlite").stat().st_size < before / 10
 
 
-def test_a_backbone_out_of_use_is_kept_for_a_while(tmp_path: Path) -> None:
-    """A task that returns to its old backbone finds its features, but not for ever."""
+def test_unused_backbone_is_kept_for_its_maximum_age(tmp_path: Path) -> None:
     now = [1e9]
     cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
     identities = [identity for identity, _ in rows(3)]
@@ -137,10 +131,10 @@ def test_a_backbone_out_of_use_is_kept_for_a_while(tmp_path: Path) -> None:
     assert cache.known("new") == set(identities)
 
 
-def test_a_large_cache_forgets_the_oldest_backbone_first(
+def test_large_cache_deletes_the_oldest_backbone_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond its bound the cache drops backbones out of use, the oldest first and no more than it must."""
+    """And no more than it must."""
     now = [0.0]
     cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
     identities = [identity for identity, _ in rows(50)]
@@ -158,8 +152,7 @@ def test_a_large_cache_forgets_the_oldest_backbone_first(
     assert len(cache.known("new")) == 50
 
 
-def test_a_file_of_another_version_is_begun_anew(tmp_path: Path) -> None:
-    """What another version of the program left is no reason to fail, and not believed."""
+def test_file_of_another_version_is_created_anew(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "features.sqlite") as other:
         other.execute("CREATE TABLE features (something TEXT)")
     cache = FeatureCache(tmp_path / "features.sqlite")
@@ -170,10 +163,10 @@ def test_a_file_of_another_version_is_begun_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"no database" * 500, b"SQLite format 3\0" + b"\xff" * 5000])
-def test_a_file_that_is_no_database_is_put_aside(
+def test_other_file_is_renamed_and_created_anew(
     tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is neither trusted nor deleted, a warning says where it went, and what belonged to it goes as well."""
+    """With a warning; its write-ahead log is deleted."""
     file = tmp_path / "features.sqlite"
     file.write_bytes(data)
     (tmp_path / "features.sqlite-wal").write_bytes(b"left over" * 100)
@@ -185,8 +178,7 @@ def test_a_file_that_is_no_database_is_put_aside(
     assert "features.damaged" in caplog.text
 
 
-def test_damage_in_the_middle_is_found_and_the_cache_begun_anew(tmp_path: Path) -> None:
-    """Damage that only reading meets ends that reading with one line; the next start computes anew."""
+def test_damage_found_while_reading_creates_the_cache_anew(tmp_path: Path) -> None:
     file = tmp_path / "features.sqlite"
     cache = FeatureCache(file)
     cache.put("b", rows(300, length=1000), [])
@@ -204,8 +196,7 @@ def test_damage_in_the_middle_is_found_and_the_cache_begun_anew(tmp_path: Path) 
     assert (tmp_path / "features.damaged").stat().st_size == size
 
 
-def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """A batch that finds no room is not there at all, and the cache goes on when there is room again."""
+def test_full_disk_stores_no_part_of_a_batch(tmp_path: Path) -> None:
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", rows(3), [])
     with full_disk(after_bytes=100_000), pytest.raises(StateError, match=r"cannot use .*features\.sqlite"):
@@ -215,7 +206,6 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> 
     assert len(cache.known("b")) == 103
 
 
-def test_a_read_only_state_is_told() -> None:
-    """Without the right to write there is one line that names the file."""
+def test_unwritable_folder_is_named() -> None:
     with open_folder() as folder, read_only(folder), pytest.raises(StateError, match=r"features\.sqlite"):
         FeatureCache(folder / "features.sqlite")

@@ -1,4 +1,4 @@
-"""What is uploaded, on the disk: until it was received, whatever happens in between."""
+"""The outbox: every item stays until it is acknowledged, whatever fails in between."""
 
 import itertools
 import random
@@ -45,10 +45,10 @@ def number_of(state: DeviceState) -> int:
 
 @given(payload=st.binary(min_size=1, max_size=2000), cuts=st.lists(st.integers(0, 2000), max_size=6))
 @settings(max_examples=30, deadline=None)
-def test_any_bytes_of_it_can_be_read(
+def test_any_ranges_can_be_read(
     tmp_path_factory: pytest.TempPathFactory, payload: bytes, cuts: list[int]
 ) -> None:
-    """What is asked for, and nothing else of it; also by a program that was started again."""
+    """Also by a program that was started again."""
     folder = tmp_path_factory.mktemp("state")
     item = keep(DeviceState(folder), payload)
     assert (item.digest, item.size_bytes) == (digest_of(payload), len(payload))
@@ -60,8 +60,8 @@ def test_any_bytes_of_it_can_be_read(
     assert again.outbox.read(b"n" * 32, ranges) is None
 
 
-def test_newer_takes_the_place_of_what_waits(tmp_path: Path) -> None:
-    """And not of what was received last, before it was received itself: an aggregator may ask for that again."""
+def test_newer_item_replaces_the_waiting_one(tmp_path: Path) -> None:
+    """The one acknowledged last stays until another is: the aggregator may ask for it again."""
     state = DeviceState(tmp_path)
     first = keep(state, b"first", number=1)
     second = keep(state, b"second", number=2)
@@ -81,8 +81,8 @@ def test_newer_takes_the_place_of_what_waits(tmp_path: Path) -> None:
     assert number_of(state) == 3
 
 
-def test_an_evaluation_goes_when_it_was_received(tmp_path: Path) -> None:
-    """Beside submissions, and with what is to be remembered of it."""
+def test_acknowledged_evaluation_is_deleted(tmp_path: Path) -> None:
+    """Facts are stored with both."""
     state = DeviceState(tmp_path)
     submission = keep(state, b"submission")
     evaluation = state.outbox.keep("evaluation", b"5 right", task=TASK, about=KEY, facts=(Epoch(7),))
@@ -94,8 +94,8 @@ def test_an_evaluation_goes_when_it_was_received(tmp_path: Path) -> None:
     assert (state.get(Epoch).number, state.get(EvaluatedHead).key.hex()) == (7, KEY)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """The line says what it is and the way out; what was there before stays, with what was remembered."""
+def test_submission_above_the_limit_is_refused(tmp_path: Path) -> None:
+    """What was there before stays, with its facts."""
     state = DeviceState(tmp_path, outbox_bytes=100)
     there = keep(state, b"x" * 100, number=1)
     with pytest.raises(ProtofleetError, match=r"submission has 101 bytes .* holds 100: raise --outbox-mb"):
@@ -105,8 +105,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert keep(DeviceState(tmp_path, outbox_bytes=200), b"y" * 101).size_bytes == 101
 
 
-def test_what_was_received_makes_way(tmp_path: Path) -> None:
-    """Where there is no room for both, the one that waits stays."""
+def test_acknowledged_submission_is_deleted_for_lack_of_room(tmp_path: Path) -> None:
     state = DeviceState(tmp_path, outbox_bytes=100)
     state.outbox.receive(keep(state, b"x" * 50).digest)
     keep(state, b"y" * 50)
@@ -115,8 +114,8 @@ def test_what_was_received_makes_way(tmp_path: Path) -> None:
     assert state.outbox.items() == (waits,)
 
 
-def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
-    """Wherever it is full: the old item and its facts, or the new one and its."""
+def test_full_disk_leaves_the_old_item_or_the_new_one(tmp_path: Path) -> None:
+    """With its facts."""
     outcomes = set()
     state = DeviceState(tmp_path)
     before = keep(state, b"old" * 1000, number=1)
@@ -136,8 +135,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path) -> None:
     assert outcomes == {"old", "new"}
 
 
-def test_what_cannot_be_remembered_is_not_kept(tmp_path: Path) -> None:
-    """A failure in the middle leaves the old item, and is no reason for the next one to fail."""
+def test_unstorable_fact_leaves_the_old_item(tmp_path: Path) -> None:
     state = DeviceState(tmp_path)
     there = keep(state, b"old", number=1)
     with pytest.raises(TypeError):
@@ -147,8 +145,7 @@ def test_what_cannot_be_remembered_is_not_kept(tmp_path: Path) -> None:
     assert (state.outbox.items(), number_of(state)) == ((newer,), 2)
 
 
-def test_what_the_disk_has_changed_is_made_once_more(tmp_path: Path) -> None:
-    """It would be refused by the aggregator each time: it is deleted, and nothing else is."""
+def test_damaged_item_is_deleted(tmp_path: Path) -> None:
     state = DeviceState(tmp_path)
     keep(state, b"damaged" * 1000)
     whole = state.outbox.keep("evaluation", b"5 right", task=TASK, about=KEY)
@@ -180,8 +177,7 @@ while True:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_program_that_is_killed_leaves_one_of_them(tmp_path: Path, seed: int) -> None:
-    """Whenever it is killed while it keeps submissions: the last one that it said it had, or the next."""
+def test_killed_program_leaves_the_last_item_or_the_next(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(3):
         process = subprocess.Popen([sys.executable, "-c", _KEEP, str(tmp_path)], stdout=subprocess.PIPE)
@@ -205,8 +201,8 @@ def test_a_program_that_is_killed_leaves_one_of_them(tmp_path: Path, seed: int) 
         assert state.outbox.drop_damaged() == 0
 
 
-def test_the_file_does_not_grow(tmp_path: Path) -> None:
-    """However many submissions were kept, there is room for two, and for the log of the last transaction."""
+def test_file_size_is_bounded(tmp_path: Path) -> None:
+    """There is room for two submissions, and for the log of the last transaction."""
     state = DeviceState(tmp_path)
     for number in range(12):
         item = keep(state, bytes([number]) * MIB)

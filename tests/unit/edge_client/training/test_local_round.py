@@ -1,4 +1,4 @@
-"""A device's part in a round, with a program that is no algorithm, in real ONNX Runtime."""
+"""A device's part in a round, with a least squares program in ONNX Runtime."""
 
 import io
 import json
@@ -78,10 +78,9 @@ def sent(made: RoundResult, manifest: TaskManifest) -> bytes:
 
 @settings(max_examples=25, deadline=None)
 @given(stops=st.lists(st.integers(0, 11), max_size=3))
-def test_interrupted_anywhere_it_uploads_the_same_bytes(
+def test_interrupted_training_uploads_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, stops: list[int]
 ) -> None:
-    """However often a training is broken off and read from the disk again, nobody can tell by the submission."""
     blobs = BlobStore(tmp_path_factory.mktemp("blobs"))
     manifest = make_task(blobs, uploaded=("weight",))
     opened = open_round(blobs, number=3, tensors={"weight": np.full((4, 2), 0.3, np.float16)})
@@ -102,8 +101,7 @@ def test_interrupted_anywhere_it_uploads_the_same_bytes(
     assert pack(made.local_model) == pack(whole.local_model)
 
 
-def test_the_round_and_the_device_make_the_order(blobs: BlobStore) -> None:
-    """The same round again gives the same; another round, with the same tensors, shuffles anew."""
+def test_round_number_determines_the_order_of_images(blobs: BlobStore) -> None:
     manifest = make_task(blobs)
     first, again, other = (
         take_part(blobs, manifest, open_round(blobs, number=number)) for number in (0, 0, 1)
@@ -112,8 +110,7 @@ def test_the_round_and_the_device_make_the_order(blobs: BlobStore) -> None:
     assert not same_bits(first.local_model.state, other.local_model.state)
 
 
-def test_what_is_kept_stays_and_what_the_round_brings_replaces_it(blobs: BlobStore) -> None:
-    """Of the last round's state, only what the program keeps; of that, only what the round does not bring."""
+def test_persistent_tensors_stay_unless_the_round_replaces_them(blobs: BlobStore) -> None:
     ones = {"weight": np.ones((4, 2), np.float32), "velocity": np.ones((4, 2), np.float32)}
     last = LocalModel({**ones, "steps": np.array(7)}, np.zeros((3, 2), np.float32), np.zeros(3, np.float32))
     manifest = make_task(blobs, kept=("weight", "steps", "never_made"))
@@ -131,8 +128,10 @@ def test_what_is_kept_stays_and_what_the_round_brings_replaces_it(blobs: BlobSto
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_changes_are_what_the_training_added(blobs: BlobStore, dtype: type[np.floating[Any]]) -> None:
-    """What is uploaded is the state less the round's tensor, in float16, and nothing that was not asked for."""
+def test_changes_are_the_state_minus_the_tensors_of_the_round(
+    blobs: BlobStore, dtype: type[np.floating[Any]]
+) -> None:
+    """In float16, and only those that the program uploads."""
     brought = {"weight": np.linspace(-1, 1, 8).reshape(4, 2).astype(dtype)}
     made = take_part(blobs, make_task(blobs, uploaded=("weight",)), open_round(blobs, tensors=brought))
     assert list(made.changes) == ["weight"]
@@ -148,8 +147,8 @@ def test_changes_are_what_the_training_added(blobs: BlobStore, dtype: type[np.fl
     assert untouched.loss is None
 
 
-def test_prototypes_are_means_of_what_the_trained_state_projects(blobs: BlobStore) -> None:
-    """One a class, with its images; the device keeps the same in float32, zeros for a class it lacks."""
+def test_prototypes_are_class_means_of_projections(blobs: BlobStore) -> None:
+    """The device keeps them in float32, with zeros for a class without prototype."""
     manifest = make_task(blobs, min_images=8)
     made = take_part(blobs, manifest, open_round(blobs))
     counts = np.bincount(DATA.labels, minlength=3)
@@ -170,16 +169,16 @@ def test_prototypes_are_means_of_what_the_trained_state_projects(blobs: BlobStor
 
 
 @pytest.mark.parametrize(("rate", "epochs"), [(1e4, 30), (3e38, 1), (3e6, 1)])
-def test_a_training_that_leads_nowhere_is_told_as_such(blobs: BlobStore, rate: float, epochs: int) -> None:
-    """NaN, infinity, and what float16 does not hold: nothing of it is uploaded."""
+def test_diverged_training_is_refused(blobs: BlobStore, rate: float, epochs: int) -> None:
+    """NaN, infinity, and values outside the range of float16."""
     tensors = {"rate": np.array(rate, np.float32), "weight": np.zeros((4, 2), np.float32)}
     opened = open_round(blobs, tensors=tensors, epochs=epochs)
     with pytest.raises(Diverged):
         take_part(blobs, make_task(blobs, uploaded=("weight",), batch_size=23), opened)
 
 
-def test_uploads_that_cannot_be_are_refused(blobs: BlobStore) -> None:
-    """A program cannot ask for the change of what is no state, or of what the round did not bring."""
+def test_uploads_of_unknown_tensors_are_refused(blobs: BlobStore) -> None:
+    """Of what is not in the state, or not among the tensors of the round."""
     for name in ("targets", "weight"):
         with pytest.raises(GraphRefused, match=f"program uploads {name}"):
             take_part(blobs, make_task(blobs, uploaded=(name,)), open_round(blobs))
@@ -205,16 +204,12 @@ def _replaced(**tensors: NDArray[Any]) -> bytes:
         (_replaced(steps=np.array(1.5, np.float32)), "'steps' must be int64"),
     ],
 )  # fmt: skip
-def test_round_tensors_that_cannot_be_used_are_refused_by_name(
-    blobs: BlobStore, payload: bytes, reason: str
-) -> None:
-    """Bytes that are no tensors, other names, shapes or dtypes, NaN: one line that says which."""
+def test_unusable_round_tensors_are_refused_by_name(blobs: BlobStore, payload: bytes, reason: str) -> None:
     with pytest.raises(GraphRefused, match=reason):
         take_part(blobs, make_task(blobs), open_round(blobs, payload=payload))
 
 
-def test_every_beginning_of_round_tensors_is_refused(blobs: BlobStore) -> None:
-    """However a blob is cut off, it is no smaller set of tensors."""
+def test_every_prefix_of_round_tensors_is_refused(blobs: BlobStore) -> None:
     whole = tensors_blob(round_tensors())
     for size in range(len(whole)):
         with pytest.raises(GraphRefused):
@@ -223,23 +218,21 @@ def test_every_beginning_of_round_tensors_is_refused(blobs: BlobStore) -> None:
 
 @pytest.mark.parametrize("role", ["init", "step", "project"])
 @pytest.mark.parametrize("graph", [b"", b"no graph", file("head")])
-def test_a_wrong_graph_is_refused(blobs: BlobStore, role: str, graph: bytes) -> None:
-    """Neither bytes that are no graph nor one for something else is run."""
+def test_wrong_graph_is_refused(blobs: BlobStore, role: str, graph: bytes) -> None:
     with pytest.raises(GraphRefused):
         take_part(blobs, make_task(blobs, graphs={role: graph}), open_round(blobs))
 
 
 @pytest.mark.parametrize("graph", [b"", b"no graph"])
-def test_a_program_without_a_size_is_refused(blobs: BlobStore, graph: bytes) -> None:
-    """How many features a program takes is asked before anything of it is run."""
+def test_feature_size_is_read_from_the_graph(blobs: BlobStore, graph: bytes) -> None:
     with pytest.raises(GraphRefused):
         feature_size(make_task(blobs, graphs={"init": graph}), blobs)
     assert feature_size(make_task(blobs), blobs) == FEATURES
 
 
 @pytest.mark.parametrize("images", [None, 23])
-def test_an_untaught_device_has_a_state_all_the_same(blobs: BlobStore, images: int | None) -> None:
-    """It is what a round begins with, of its own images if it has any, and there are no prototypes."""
+def test_initial_model_has_a_state_and_no_prototypes(blobs: BlobStore, images: int | None) -> None:
+    """The initial state of a round, computed from the device's images if there are any."""
     manifest = make_task(blobs, kept=("weight",))
     brought = open_round(blobs, tensors={"weight": np.full((4, 2), 0.25, np.float16)})
     local_model = initial_model(manifest, brought.tensors, data=DATA if images else None, blobs=blobs)
@@ -259,8 +252,8 @@ def _local_model() -> LocalModel:
 CHECKPOINT = Checkpoint(_local_model().state, steps=17, loss_sum=0.1 + 0.2)
 
 
-def test_what_was_written_is_read_again() -> None:
-    """Bit for bit, dtypes and shapes included; a checkpoint only for what it was made of."""
+def test_packed_models_and_checkpoints_are_read_back() -> None:
+    """Bit for bit; a checkpoint only for what it belongs to."""
     local_model = unpack(pack(_local_model()))
     assert same_bits(local_model.state, _local_model().state)
     assert same_bits(
@@ -276,8 +269,7 @@ def test_what_was_written_is_read_again() -> None:
         assert unpack_checkpoint(written, other) is None
 
 
-def test_every_beginning_of_a_file_is_refused() -> None:
-    """A disk that kept only a part of it is told, whatever the part."""
+def test_every_prefix_of_a_file_is_refused() -> None:
     for whole, read in (
         (pack(_local_model()), unpack),
         (pack_checkpoint(CHECKPOINT, ABOUT), lambda data: unpack_checkpoint(data, ABOUT)),
@@ -295,8 +287,7 @@ def _array() -> bytes:
 
 @settings(max_examples=100, deadline=None)
 @given(at=st.integers(0, 10**4), byte=st.integers(1, 255))
-def test_a_changed_byte_is_found(at: int, byte: int) -> None:
-    """Whatever byte of a checkpoint the disk has changed, the training does not go on from it."""
+def test_changed_byte_of_a_checkpoint_is_detected(at: int, byte: int) -> None:
     written = bytearray(pack_checkpoint(CHECKPOINT, ABOUT))
     written[at % len(written)] ^= byte
     with pytest.raises(StateError):
@@ -304,8 +295,7 @@ def test_a_changed_byte_is_found(at: int, byte: int) -> None:
 
 
 @pytest.mark.parametrize("other", [b"", bytes(100), b"PK\5\6" + bytes(18), _array(), _array()[:50]])
-def test_another_file_is_refused(other: bytes) -> None:
-    """What something else wrote, an array without a name among it, is neither a checkpoint nor what was learned."""
+def test_other_files_are_refused(other: bytes) -> None:
     with pytest.raises(StateError):
         unpack(other)
     with pytest.raises(StateError):
@@ -329,8 +319,8 @@ def _npz(note: object) -> bytes:
     ],
     ids=["no note", "a number", "steps in words", "steps below zero", "half a character"],
 )
-def test_a_checkpoint_whose_note_is_none_is_refused(data: bytes) -> None:
-    """Also where its digest is right: it may be another program's."""
+def test_checkpoint_with_invalid_note_is_refused(data: bytes) -> None:
+    """Although its digest is right."""
     with pytest.raises(StateError, match="expected a checkpoint"):
         unpack_checkpoint(digest_of(data) + data, ABOUT)
 
@@ -352,8 +342,8 @@ def _squeezed() -> bytes:
 
 
 @pytest.mark.parametrize("data", [_claiming((2**28,)), _squeezed()], ids=["claimed", "compressed"])
-def test_a_file_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
-    """Neither a shape that it only claims nor what it would unfold to is made room for."""
+def test_memory_of_a_file_is_bounded_by_its_size(data: bytes) -> None:
+    """Neither a shape that it claims nor a compressed array is allocated."""
     tracemalloc.start()
     try:
         with pytest.raises(StateError, match="expected arrays"):
@@ -363,8 +353,7 @@ def test_a_file_takes_no_more_memory_than_its_bytes(data: bytes) -> None:
         tracemalloc.stop()
 
 
-def test_a_checkpoint_is_nothing_learned() -> None:
-    """Nor the other way round."""
+def test_checkpoint_and_local_model_are_not_interchangeable() -> None:
     with pytest.raises(StateError):
         unpack_checkpoint(pack(_local_model()), ABOUT)
     with pytest.raises(StateError):

@@ -1,4 +1,4 @@
-"""Training by a step graph: the right steps, in the same bits after any interruption, or none of them."""
+"""Training by a step graph: the right steps, and the same bits after any interruption."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -96,10 +96,10 @@ def by_hand(state: State, schedule: Schedule) -> tuple[State, float]:
         order, loss_sum = np.random.default_rng([*schedule.seed, epoch]).permutation(len(FEATURE)), 0.0
         for start in range(0, len(order), schedule.batch_size):
             rows = order[start : start + schedule.batch_size]
-            centerd = FEATURE[rows] - state["mean"]
-            error = centerd @ weight - targets[LABELS[rows]]
+            centered = FEATURE[rows] - state["mean"]
+            error = centered @ weight - targets[LABELS[rows]]
             loss_sum += (error**2).mean() * len(rows)
-            velocity = MOMENTUM * velocity + centerd.T @ error / error.size
+            velocity = MOMENTUM * velocity + centered.T @ error / error.size
             weight = weight - 0.1 * velocity
     return {"weight": weight, "velocity": velocity}, loss_sum / len(FEATURE)
 
@@ -113,8 +113,8 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 23, 100])
-def test_training_takes_the_steps_of_the_graph(batch_size: int) -> None:
-    """State and loss are those of the same steps in numpy: shuffled, the last small batch not left out."""
+def test_training_equals_the_same_steps_in_numpy(batch_size: int) -> None:
+    """State and loss: shuffled, the last small batch included."""
     schedule = Schedule(epochs=3, batch_size=batch_size, seed=(7, 1))
     state, recorder = begin(), Recorder()
     trained = run(Checkpoint(state), schedule=schedule, hooks=recorder.hooks())
@@ -128,8 +128,7 @@ def test_training_takes_the_steps_of_the_graph(batch_size: int) -> None:
     assert trained.state["mean"] is state["mean"]
 
 
-def test_training_leaves_the_state_before_as_it_is() -> None:
-    """What it began with is there to return to."""
+def test_training_does_not_change_its_initial_state() -> None:
     state = begin()
     before = {name: array.copy() for name, array in state.items()}
     run(Checkpoint(state), schedule=Schedule(epochs=2, batch_size=4, seed=(0,)))
@@ -138,7 +137,6 @@ def test_training_leaves_the_state_before_as_it_is() -> None:
 
 @given(st.lists(st.integers(0, 11), max_size=4).map(sorted), st.integers(1, 25))
 def test_interruptions_change_no_bit(stops: list[int], batch_size: int) -> None:
-    """Stopped anywhere, any number of times, and gone on from the checkpoint: the same state and loss."""
     schedule = Schedule(epochs=3, batch_size=batch_size, seed=(1, 2, 3))
     whole = run(Checkpoint(begin()), schedule=schedule)
     at = Checkpoint(begin())
@@ -154,8 +152,8 @@ def test_interruptions_change_no_bit(stops: list[int], batch_size: int) -> None:
     assert (resumed.loss, resumed.steps) == (whole.loss, whole.steps)
 
 
-def test_checkpoints_come_when_their_time_has_passed() -> None:
-    """The first after `checkpoint_s`, the next as long after that one; each is one to go on from."""
+def test_checkpoints_are_stored_at_their_interval() -> None:
+    """Each continues to the same result."""
     schedule = Schedule(epochs=2, batch_size=6, seed=(4,))
     recorder = Recorder()
     # Asked at the start, before each step, and after each checkpoint.
@@ -168,8 +166,7 @@ def test_checkpoints_come_when_their_time_has_passed() -> None:
         assert resumed.loss == trained.loss
 
 
-def test_another_seed_is_another_order_and_another_epoch_too() -> None:
-    """The shuffle depends on the seed; with one batch an epoch it can make no difference but rounding."""
+def test_seed_determines_the_order_of_images() -> None:
     small = Schedule(epochs=1, batch_size=4, seed=(1,))
     one, same, other = (
         run(Checkpoint(begin()), schedule=schedule).state["weight"]
@@ -180,16 +177,15 @@ def test_another_seed_is_another_order_and_another_epoch_too() -> None:
 
 
 @pytest.mark.parametrize(("epochs", "images"), [(0, 23), (3, 0)])
-def test_nothing_to_do_leaves_everything(epochs: int, images: int) -> None:
-    """Without an epoch or without an image the state stays, and there is no loss."""
+def test_without_epochs_or_images_the_state_stays(epochs: int, images: int) -> None:
     state = begin()
     trained = run(Checkpoint(state), schedule=Schedule(epochs=epochs, batch_size=4, seed=()), images=images)
     assert_same_bits(trained.state, state)
     assert (trained.loss, trained.steps) == (None, 0)
 
 
-def test_a_loss_that_is_not_finite_ends_the_training() -> None:
-    """A rate that is far too great is told as such, with the number of steps, and no checkpoint of it is kept."""
+def test_nonfinite_loss_ends_the_training() -> None:
+    """The error has the number of steps, and no checkpoint is stored."""
     recorder = Recorder()
     with (
         pytest.raises(Diverged, match=r"the loss is (inf|nan) after \d+ steps of 300"),
@@ -205,8 +201,8 @@ def test_a_loss_that_is_not_finite_ends_the_training() -> None:
 
 
 @pytest.mark.parametrize("stop_before", [None, 1])
-def test_a_state_that_is_not_finite_is_never_handed_out(stop_before: int | None) -> None:
-    """The last step's loss is that of the state before it: the state is looked at as well, and named."""
+def test_nonfinite_state_is_neither_returned_nor_stored(stop_before: int | None) -> None:
+    """The last step's loss is that of the state before it."""
     recorder = Recorder(stop_before=stop_before)
     with pytest.raises(Diverged, match="weight"):
         run(
@@ -218,8 +214,7 @@ def test_a_state_that_is_not_finite_is_never_handed_out(stop_before: int | None)
     assert recorder.checkpoints == []
 
 
-def test_a_checkpoint_may_come_in_other_dtypes() -> None:
-    """What was written down as unsigned, or half as precise, is what the graph takes again."""
+def test_checkpoint_of_other_dtypes_is_cast() -> None:
     state = begin(kept={"weight": np.full((4, 2), 0.5, np.float32)})
     schedule = Schedule(epochs=1, batch_size=9, seed=())
     other = {**state, "weight": state["weight"].astype(np.float16), "steps": state["steps"].astype(np.uint32)}
@@ -227,8 +222,8 @@ def test_a_checkpoint_may_come_in_other_dtypes() -> None:
     assert_same_bits(found, expected)
 
 
-def test_a_round_begins_with_what_was_kept_and_what_it_brings() -> None:
-    """What `init` makes gives way to what was kept, and that to the round's; dtypes are `init`'s."""
+def test_initial_state_takes_kept_tensors_and_then_those_of_the_round() -> None:
+    """Dtypes are those of `init`."""
     kept: State = {
         "velocity": np.full((4, 2), 2, np.float16),
         "steps": np.array(9, np.uint32),
@@ -245,19 +240,17 @@ def test_a_round_begins_with_what_was_kept_and_what_it_brings() -> None:
     run(Checkpoint(state), schedule=Schedule(epochs=1, batch_size=4, seed=()))
 
 
-def test_a_state_holds_on_to_no_session() -> None:
-    """Its arrays are no views of ONNX Runtime's memory, of which one would keep all that `init` took."""
+def test_state_is_no_view_of_a_session() -> None:
     assert all(array.flags.owndata for array in begin().values())
 
 
-def test_a_state_begins_without_any_image() -> None:
-    """A device that has none has a state all the same."""
+def test_initial_state_without_images_is_finite() -> None:
     state = initial_state(opened("init"), feature=FEATURE[:0], labels=LABELS[:0], kept={}, tensors={})
     assert np.isfinite(state["mean"]).all()
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    """Kept tensors of another shape, some that are not finite, round tensors that are missing or wrong."""
+def test_unsuitable_tensors_are_refused_by_name() -> None:
+    """Kept tensors of another shape or not finite, round tensors that are missing or wrong."""
     schedule = Schedule(epochs=1, batch_size=4, seed=())
     with pytest.raises(GraphRefused, match=r"'mean' must be float32 \(4\), and is float32 \(5\)"):
         begin(kept={"mean": np.zeros(5, np.float32)})
@@ -288,8 +281,7 @@ def _with_other_shape() -> Graph:
 
 
 @pytest.mark.parametrize("images", [0, 1, 23, 700])
-def test_projections_are_the_graphs(images: int) -> None:
-    """Any number of features is projected, a few at a time."""
+def test_projections_equal_the_graphs_for_any_number_of_images(images: int) -> None:
     feature, _ = data(images)
     state = begin()
     projection = project(opened("project"), feature=feature, state=state, tensors={})
@@ -298,8 +290,8 @@ def test_projections_are_the_graphs(images: int) -> None:
     assert projection.dtype == np.float32
 
 
-def test_a_projection_that_is_wrong_is_refused() -> None:
-    """NaN, and another size than the metadata promises."""
+def test_invalid_projection_is_refused() -> None:
+    """NaN, and another size than in the metadata."""
     state = begin()
     with pytest.raises(Diverged):
         project(opened("project"), feature=np.full((2, 4), np.nan, np.float32), state=state, tensors={})
