@@ -1,10 +1,8 @@
 """Backbones in ONNX Runtime: loaded, refused, and their providers."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -15,8 +13,8 @@ from onnx import helper
 
 import edge_client
 from edge_client.runtime.backbone import open_backbone
-from edge_client.runtime.session import Provider, _coverage, _profile_once, open_session, release_memory
-from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError
+from edge_client.runtime.session import Provider
+from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.metadata import BackboneMetadata, read_metadata, to_properties
 from protocol.storage.blobstore import file_digest
 from tests.support.device_factory import tiny
@@ -78,38 +76,6 @@ def test_broken_file_is_not_blamed_on_the_gpu(tmp_path: Path) -> None:
     (tmp_path / "b.onnx").write_bytes(b"junk")
     with pytest.raises(BackboneMismatch, match=r"cannot load b\.onnx"):
         open_backbone(tmp_path / "b.onnx", provider="cuda", threads=1)
-
-
-@pytest.mark.parametrize(("covered", "provider"), [(1.0, "cuda"), (0.7, "cuda"), (0.3, "cpu")])
-def test_accelerator_with_low_coverage_is_noted_or_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covered: float, provider: str
-) -> None:
-    cpu = open_session(tiny_backbone(), provider="cpu", threads=1).session
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
-    monkeypatch.setattr("edge_client.runtime.session._create_accelerated", lambda *_: (cpu, covered))
-    opened = open_session(tiny_backbone(), provider="auto", threads=1)
-    assert opened.provider == provider
-    assert ("%" in opened.note) == (covered < 1)
-
-
-def test_coverage_is_the_share_of_output_bytes_not_from_the_cpu(tmp_path: Path) -> None:
-    options = onnxruntime.SessionOptions()
-    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "run")
-    session = onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
-    profile = _profile_once(session, "cpu")
-    assert _coverage(profile) == 0.0
-    events = json.loads(profile.read_text())
-    nodes = [event for event in events if event["cat"] == "Node"]
-    sizes = [int(node["args"]["output_size"]) for node in nodes]
-    nodes[0]["args"]["provider"] = "CUDAExecutionProvider"
-    profile.write_text(json.dumps(events))
-    assert _coverage(profile) == pytest.approx(sizes[0] / sum(sizes))
-
-
-def test_threads_are_passed_to_onnx_runtime() -> None:
-    for threads, expected in ((3, 3), (None, 0)):
-        session = open_session(tiny_backbone(), provider="cpu", threads=threads).session
-        assert session.get_session_options().intra_op_num_threads == expected
 
 
 def _without_metadata() -> bytes:
@@ -213,24 +179,6 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 """
-
-
-def test_ort_format_is_refused(tmp_path: Path) -> None:
-    """`check_graph` cannot validate it."""
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "tiny.ort")
-    onnxruntime.InferenceSession(tiny_backbone(), options, providers=["CPUExecutionProvider"])
-    own = (tmp_path / "tiny.ort").read_bytes()
-    onnxruntime.InferenceSession(own, providers=["CPUExecutionProvider"])
-    with pytest.raises(GraphRefused, match="cannot load"):
-        open_session(own, provider="cpu", threads=1)
-
-
-def test_releasing_memory_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    release_memory()
-    for library in (object(), OSError()):
-        monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=[library]))
-        release_memory()
 
 
 def test_device_program_imports_no_training_framework() -> None:

@@ -47,7 +47,7 @@ class Recorder:
 
     def __init__(self, *, stop_before: int | None = None) -> None:
         self.checkpoints: list[Checkpoint] = []
-        self.told: list[tuple[int, int]] = []
+        self.progress: list[tuple[int, int]] = []
         self._asked = 0
         self._stop_before = stop_before
 
@@ -57,7 +57,7 @@ class Recorder:
         return TrainingHooks(
             on_checkpoint=lambda checkpoint: self.checkpoints.append(copied(checkpoint)),
             should_stop=self._should_stop,
-            on_progress=lambda done, total: self.told.append((done, total)),
+            on_progress=lambda done, total: self.progress.append((done, total)),
             checkpoint_s=checkpoint_s,
             clock=lambda: next(times, 0.0),
         )
@@ -124,7 +124,7 @@ def test_training_equals_the_same_steps_in_numpy(batch_size: int) -> None:
     assert trained.loss == pytest.approx(loss, rel=1e-5)
     steps = 3 * -(-len(FEATURE) // batch_size)
     assert trained.steps == trained.state["steps"] == steps
-    assert recorder.told == [(done + 1, steps) for done in range(steps)]
+    assert recorder.progress == [(done + 1, steps) for done in range(steps)]
     assert trained.state["mean"] is state["mean"]
 
 
