@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from protocol.mqtt.session import BrokerAddress
@@ -12,6 +13,10 @@ from tests.support.brokers import amqtt, free_address, mosquitto, mosquitto_prog
 
 # Read by OpenMP when torch is first imported: threads that spin slow everybody else on the machine down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# How long an example takes depends on the load of the machine.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 LONGEST = ("tests/system/faults/", "tests/system/attacks/", "tests/system/fleet/", "tests/examples/")
 """Whole fleets run first, so that no process of pytest is left alone with one at the end."""
