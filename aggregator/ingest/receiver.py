@@ -1,7 +1,7 @@
 """Intake of device uploads: frames are durable, in batches, before any of them is acknowledged.
 
-A disk that cannot be written stops the intake and nothing else: devices are told to keep what they have and to ask
-again, until a trial shows that there is room.
+A disk that cannot be written stops the intake and nothing else: receipts ask devices to keep their uploads and try
+again, until a trial write succeeds.
 """
 
 import contextlib

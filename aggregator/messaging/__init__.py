@@ -1,1 +1,1 @@
-"""What the aggregator publishes, and the brokers that it can run or watch."""
+"""Publications of the aggregator, and the embedded broker."""

@@ -1,1 +1,1 @@
-"""The aggregator's state directory: SQLite tables, migrations and device keys."""
+"""The aggregator's state directory: typed repositories on one SQLite file, and blobs."""
