@@ -9,7 +9,6 @@ from typing import TypeVar
 import msgspec
 
 from aggregator.config.schema import Robust, TaskFile, Training
-from aggregator.graphs.fuse import fuse
 from aggregator.ingest.validation import read_message
 from protocol.errors import ProtofleetError
 from protocol.metadata import HeadMetadata
@@ -62,6 +61,8 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def write_head(self, head: bytes, manifest: TaskManifest) -> None:
         """Write `head.onnx`, and with one backbone `model.onnx`."""
+        from aggregator.graphs.fuse import fuse  # imports onnx, which commands do without
+
         write_atomically(Path(self.folder) / "head.onnx", head)
         if len(manifest.backbones) == 1:
             backbone = BlobStore(Path(self.blobs)).read(manifest.backbones[0].digest)
