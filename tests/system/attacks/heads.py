@@ -19,7 +19,7 @@ from tests.system.attacks.catalogue import attack
 from tests.system.attacks.fleet import AttackedFleet
 from tests.system.attacks.graphs import EXHAUSTING, REFUSED, endless, spoilt
 
-BY_REPORT = "the device's `problem`, the head's `why`"
+BY_REPORT = "the device's `problem`, the head's `reason`"
 HELD_BYTES = 400 * 1024**2
 """Memory of a head at which the program is killed."""
 

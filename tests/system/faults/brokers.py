@@ -9,7 +9,7 @@ from tests.system.faults.fleet import DEVICES, FaultyFleet
 SMALL_BYTES = 20_000
 WITHOUT_UP = "topic read pf/#\ntopic write pf/1/+/+\ntopic write pf/1/+/d/+/+\n"
 """An access list that leaves out the one topic of a device with a level more."""
-DENIED = "change the broker's access list"
+DENIED = "the broker does not accept this device's upload"
 """Logged by a device whose upload the broker denies."""
 NO_SPACE = "the aggregator has no space"
 """Logged by a device whose upload the aggregator cannot store."""

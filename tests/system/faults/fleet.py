@@ -31,7 +31,7 @@ FEATURE_SIZE = 768
 LEAST_SUBMISSION_BYTES = 100_000
 """A device's submission is larger, its evaluation smaller."""
 
-CONNECTED = "connected to"
+CONNECTED = "connected to the broker"
 """Logged by device and aggregator each time that they reach the broker."""
 
 _TASK = """

@@ -75,7 +75,7 @@ def test_forged_and_replayed_heads_are_refused(fleet: Fleet, tmp_path: Path) -> 
         fleet.wait_for("an older head", lambda s: _refused(s, "replayed") == 1)
         fleet.kill("device")
         fleet.start_device("device", data)
-        fleet.wait_for_log("device", "connected to", times=2)
+        fleet.wait_for_log("device", "connected to the broker", times=2)
         _forge(session, old)  # the aggregator has published its own again meanwhile
         fleet.wait_for_log("device", "was seen before", times=2)
         summary = fleet.wait_for("the device's report", lambda s: _refused(s, "replayed") == 1)
