@@ -4,7 +4,7 @@ import contextlib
 import functools
 import io
 import queue
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -26,8 +26,7 @@ from protocol.wire.messages import MAX_FRAME_BYTES, BlobRequest, DeviceInfo, Fra
 from protocol.wire.signing import sign_frame
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
-from tests.fuzz.devices import folder, parsed, written
-from tests.fuzz.mutations import of_message
+from tests.fuzz.devices import folder, mutate_operations, parsed, written
 from tests.fuzz.target import MIB, Target
 from tests.support.aggregator_process import FLEET, PATIENT, write_task
 from tests.support.messages import SAMPLES
@@ -122,26 +121,9 @@ def _look(store: Store) -> None:
     assert all(line.isprintable() for line in text.getvalue().split("\n"))
 
 
-_change: Callable[[bytes, Random], bytes] = of_message()
-
-
 def mutate(data: bytes, random: Random) -> bytes:
     """Change an operation, or their order."""
-    operations = parsed(data)
-    if not operations:
-        return data
-    at = random.randrange(len(operations))
-    number, body = operations[at]
-    match random.randrange(8):
-        case 0:
-            del operations[at]
-        case 1:
-            operations.insert(random.randrange(len(operations) + 1), operations[at])
-        case 2:
-            operations[at] = (number ^ (1 << random.randrange(6)), body)
-        case _:
-            operations[at] = (number, _change(body, random))
-    return written(operations)
+    return mutate_operations(data, random, flags=(1, 2, 4, 8, 16, 32))
 
 
 def _seeds() -> Iterable[bytes]:

@@ -176,8 +176,8 @@ def _fitting(state: State, kind: int, body: bytes) -> bytes:
 _change: Callable[[bytes, Random], bytes] = of_message()
 
 
-def mutate(data: bytes, random: Random) -> bytes:
-    """Change an operation, or their order."""
+def mutate_operations(data: bytes, random: Random, *, flags: tuple[int, ...]) -> bytes:
+    """Change an operation, one of its flags, or the order of all."""
     operations = parsed(data)
     if not operations:
         return data
@@ -189,10 +189,15 @@ def mutate(data: bytes, random: Random) -> bytes:
         case 1:
             operations.insert(random.randrange(len(operations) + 1), operations[at])
         case 2:
-            operations[at] = (number ^ random.choice((FITTING, OLD, 1, 2, 4, 8)), body)
+            operations[at] = (number ^ random.choice(flags), body)
         case _:
             operations[at] = (number, _change(body, random))
     return written(operations)
+
+
+def mutate(data: bytes, random: Random) -> bytes:
+    """Change an operation, or their order."""
+    return mutate_operations(data, random, flags=(FITTING, OLD, 1, 2, 4, 8))
 
 
 def _seeds() -> Iterable[bytes]:

@@ -11,7 +11,7 @@ Mutate = Callable[[bytes, Random], bytes]
 """Bytes to others that are near them in form."""
 
 
-class Overdrawn(Exception):
+class ExcessiveAllocation(Exception):
     """An input made the code under test allocate more than it may."""
 
 
@@ -51,7 +51,7 @@ def measure(target: Target, data: bytes) -> int:
     never touched.
 
     Raises:
-        Overdrawn: it is more than the target may.
+        ExcessiveAllocation: it is more than the target may.
     """
     tracemalloc.start()
     try:
@@ -60,7 +60,7 @@ def measure(target: Target, data: bytes) -> int:
     finally:
         tracemalloc.stop()
     if used > target.bound_bytes(len(data)):
-        raise Overdrawn(
+        raise ExcessiveAllocation(
             f"{target.name}: {len(data)} bytes made it allocate {used}, and it may {target.bound_bytes(len(data))}"
         )
     return used

@@ -8,7 +8,7 @@ from tests.fuzz.graphs import GRAPHS
 from tests.fuzz.messages import MESSAGES, SIGNATURES, TOPICS
 from tests.fuzz.target import Target
 from tests.fuzz.transfers import ASSEMBLY, REASSEMBLY
-from tests.fuzz.uploaded import HANDED_IN
+from tests.fuzz.uploaded import UPLOADED
 
 TARGETS: dict[str, Target] = {
     target.name: target
@@ -20,7 +20,7 @@ TARGETS: dict[str, Target] = {
         REASSEMBLY,
         DEVICE,
         AGGREGATOR,
-        HANDED_IN,
+        UPLOADED,
         GRAPHS,
         ARRAYS,
         METADATA,

@@ -15,7 +15,7 @@ from protocol.wire.messages import TaskManifest, Tensor
 from tests.fuzz import messages
 from tests.fuzz.__main__ import CORPUS, engine
 from tests.fuzz.planted import PLANTED
-from tests.fuzz.target import Overdrawn, Target, measure
+from tests.fuzz.target import ExcessiveAllocation, Target, measure
 from tests.fuzz.targets import TARGETS
 from tests.support.messages import SAMPLES
 
@@ -87,7 +87,7 @@ def test_planted_bound_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_excessive_allocation_is_found() -> None:
-    with pytest.raises(Overdrawn, match="made it allocate 67108"):
+    with pytest.raises(ExcessiveAllocation, match="made it allocate 67108"):
         measure(PLANTED["hoard"], b"\x93")
 
 
@@ -96,7 +96,7 @@ def test_excessive_allocation_is_found() -> None:
 )
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("crash", "IndexError"), ("hang", "timeout"), ("hoard", "Overdrawn")],
+    [("crash", "IndexError"), ("hang", "timeout"), ("hoard", "ExcessiveAllocation")],
 )
 def test_libfuzzer_finds_planted_faults(name: str, says: str, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -84,7 +84,7 @@ def _check(message: Submission, expectation: Expectation) -> None:
     np.testing.assert_array_equal(check_labels(message, expectation), taken.labels)
 
 
-HANDED_IN = Target(
+UPLOADED = Target(
     "uploaded",
     upload,
     lambda: (
