@@ -65,6 +65,8 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
 
         write_atomically(Path(self.folder) / "head.onnx", head)
         if len(manifest.backbones) == 1:
+            from aggregator.graphs.fuse import fuse  # imports onnx, which `aggregator release` does not need
+
             backbone = BlobStore(Path(self.blobs)).read(manifest.backbones[0].digest)
             write_atomically(Path(self.folder) / "model.onnx", fuse(backbone, head))
 
