@@ -155,7 +155,7 @@ def test_full_disk_stops_only_the_intake(amqtt_broker: BrokerAddress, tmp_path: 
         assert device.fetch(backbone) == tiny_backbone()
         command = [sys.executable, "-m", "aggregator.cli", "status", "--state", str(daemon.state)]
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert "intake: stopped since 2" in shown
+        assert "intake stopped since 2" in shown
         assert "cannot use" in shown
         assert daemon.status()["submissions"] == 1
         assert daemon.status()["refusals"] == []
