@@ -61,8 +61,6 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def write_head(self, head: bytes, manifest: TaskManifest) -> None:
         """Write `head.onnx`, and with one backbone `model.onnx`."""
-        from aggregator.graphs.fuse import fuse  # imports onnx, which commands do without
-
         write_atomically(Path(self.folder) / "head.onnx", head)
         if len(manifest.backbones) == 1:
             from aggregator.graphs.fuse import fuse  # imports onnx, which `aggregator release` does not need
