@@ -77,7 +77,7 @@ def strange_topics(fleet: AttackedFleet) -> Iterator[bool]:
 @attack(
     "names that are none, in certificates of the fleet's own authority",
     stopped_by="broker, aggregator",
-    but="not: nobody outside has the authority's key",
+    but="not: only the aggregator has the authority's key",
 )
 def strange_certificates(fleet: AttackedFleet) -> Iterator[bool]:
     """A certificate of the fleet's authority for an invalid name gives access to no other device's topics."""

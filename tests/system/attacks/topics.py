@@ -159,7 +159,7 @@ def garbage(fleet: AttackedFleet) -> Iterator[bool]:
             mallory.publish(f"pf/1/{FLEET}/d/{HOSTILE}/{channel}", b"", retain=True)
 
 
-@attack("listening to everything", stopped_by="broker", but="not: a broker does not tell who listens in vain")
+@attack("listening to everything", stopped_by="broker", but="not: a broker does not log denied subscribers")
 def eavesdropping(fleet: AttackedFleet) -> Iterator[bool]:
     """A device that subscribes to everything gets the fleet's manifests and nothing of another device."""
     filters = (
