@@ -158,7 +158,7 @@ def test_full_disk_stops_only_the_intake(amqtt_broker: BrokerAddress, tmp_path: 
         assert "intake stopped since 2" in shown
         assert "cannot use" in shown
         assert daemon.status()["submissions"] == 1
-        assert daemon.status()["refusals"] == []
+        assert not daemon.status()["refusals"]
         _limit_files(daemon, resource.RLIM_INFINITY)
         daemon.until(lambda summary: summary["intake"]["stopped_s"] is None)
         assert device.receipt(device.send_payload(payload)).status == "received"
