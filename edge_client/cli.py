@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
     from edge_client.storage.device_state import DeviceState
-    from edge_client.submission.prepared import PreparedSubmission
+    from edge_client.submission.prepared_submission import PreparedSubmission
 
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -165,9 +165,9 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     from edge_client.config import LocalSettings, Settings, enrolled_name, merged_access
     from edge_client.runtime.session import require_runtime
     from edge_client.service.device import Device
-    from edge_client.storage.facts import CurrentTask
+    from edge_client.storage.stored_values import CurrentTask
     from protocol.enrollment import read_enrollment
-    from protocol.mqtt.session import parse_broker
+    from protocol.mqtt.reconnecting_session import parse_broker
     from protocol.mqtt.tls import readable_by_others, warnings
 
     start_logging(verbose=verbose)
@@ -236,7 +236,7 @@ def predict_command(
     from edge_client.inference.predictor import predict
     from edge_client.runtime.backbone import open_backbone
     from edge_client.runtime.session import require_runtime
-    from edge_client.storage.facts import Heads
+    from edge_client.storage.stored_values import Heads
 
     require_runtime()
     store = _open_state(state, fleet, read_only=True)
@@ -305,21 +305,21 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
 
 
 def _status(store: "DeviceState") -> dict[str, Any]:
-    from edge_client.storage import facts
+    from edge_client.storage import stored_values
 
     submission = store.outbox.newest_submission()
-    report, spent = store.get(facts.SubmissionReport), store.get(facts.PrivacySpent)
+    report, spent = store.get(stored_values.SubmissionReport), store.get(stored_values.PrivacySpent)
     return {
-        "device_id": store.get(facts.DeviceName).value or None,
+        "device_id": store.get(stored_values.DeviceName).value or None,
         "running": store.is_locked(),
-        "task": store.get(facts.CurrentTask).digest.hex() or None,
-        "runtime": store.get(facts.BackboneProvider).name or None,
+        "task": store.get(stored_values.CurrentTask).digest.hex() or None,
+        "runtime": store.get(stored_values.BackboneProvider).name or None,
         "report": msgspec.to_builtins(report) if report.size_bytes else None,
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
-        "problem": store.get(facts.BuildProblem).text or store.get(facts.UploadProblem).text,
+        "problem": store.get(stored_values.BuildProblem).text or store.get(stored_values.UploadProblem).text,
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
-        "head": msgspec.to_builtins(store.get(facts.Heads).installed, builtin_types=(bytes,)),
+        "head": msgspec.to_builtins(store.get(stored_values.Heads).installed, builtin_types=(bytes,)),
     }
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from edge_client.agent.state import Mode
 from protocol.enrollment import Enrollment
 from protocol.errors import ConfigError
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.brokers import amqtt, free_address, mosquitto, mosquitto_program
 
 # Read by OpenMP when torch is first imported: threads that spin slow everybody else on the machine down.

@@ -10,7 +10,7 @@ import msgspec
 from aggregator.cli.state import existing_state, require_packages, state_option
 
 if TYPE_CHECKING:
-    from aggregator.coordination.rollout import CommandKind
+    from aggregator.coordination.canary_rollout import CommandKind
 
 
 @click.command("status")

@@ -67,7 +67,7 @@ def run_command(
     from aggregator.service.aggregator import Aggregator
     from aggregator.storage.store import Store, open_folder
     from aggregator.tasks.task import prepare_task
-    from protocol.mqtt.session import parse_broker
+    from protocol.mqtt.reconnecting_session import parse_broker
     from protocol.mqtt.tls import NO_AUTHENTICATION, warnings
 
     access = read_access(**access_given)

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from aggregator.algorithms.program import Algorithm, Function, Functions
 from aggregator.graphs.head_export import OPSET, quiet, without_notes
-from aggregator.graphs.tiling import tile
+from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError
 from protocol.metadata import GraphMetadata, to_properties
 

@@ -2,7 +2,7 @@
 
 import time
 
-from aggregator.coordination import rollout
+from aggregator.coordination import canary_rollout
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError
 
@@ -21,7 +21,7 @@ def usable_heads(store: Store, task: bytes) -> dict[int, bool]:
     }
 
 
-def submit_command(store: Store, kind: rollout.CommandKind, version: int | None = None) -> str:
+def submit_command(store: Store, kind: canary_rollout.CommandKind, version: int | None = None) -> str:
     """Make a head current; return the outcome in words.
 
     Args:
@@ -54,24 +54,26 @@ def commanded_version(store: Store, task: bytes) -> int | None:
     return _after_pending(store, task, heads).current if store.commands.pending(task) else None
 
 
-def _after_pending(store: Store, task: bytes, heads: dict[int, bool]) -> rollout.State:
+def _after_pending(store: Store, task: bytes, heads: dict[int, bool]) -> canary_rollout.State:
     state = store.heads.rollout(task)
     for earlier in store.commands.pending(task):
-        command = rollout.CommandReceived(earlier.kind, earlier.version, heads)
-        state, _ = rollout.step(state, command, settings=rollout.Settings())
+        command = canary_rollout.CommandReceived(earlier.kind, earlier.version, heads)
+        state, _ = canary_rollout.step(state, command, settings=canary_rollout.Settings())
     return state
 
 
-def _check(store: Store, task: bytes, kind: rollout.CommandKind, version: int | None) -> int:
+def _check(store: Store, task: bytes, kind: canary_rollout.CommandKind, version: int | None) -> int:
     """Return the head that a command makes current once the pending ones are carried out.
 
     Raises:
         ConfigError: it cannot be carried out.
     """
     heads = usable_heads(store, task)
-    command = rollout.CommandReceived(kind, version, heads)
-    state, actions = rollout.step(_after_pending(store, task, heads), command, settings=rollout.Settings())
+    command = canary_rollout.CommandReceived(kind, version, heads)
+    state, actions = canary_rollout.step(
+        _after_pending(store, task, heads), command, settings=canary_rollout.Settings()
+    )
     for action in actions:
-        if isinstance(action, rollout.RefuseCommand):
+        if isinstance(action, canary_rollout.RefuseCommand):
             raise ConfigError(action.reason)
     return state.current

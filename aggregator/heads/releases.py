@@ -3,7 +3,7 @@
 import logging
 import time
 
-from aggregator.coordination import rollout
+from aggregator.coordination import canary_rollout
 from aggregator.heads.current_files import write_current_files
 from aggregator.heads.operator_commands import usable_heads
 from aggregator.storage.heads import HeadRecord
@@ -57,14 +57,14 @@ class Releases:
         if newest > self._state.newest:
             self._heads = self._read_heads()
             for version in sorted(self._heads):
-                self._step(rollout.HeadAdded(version, time.time()))
+                self._step(canary_rollout.HeadAdded(version, time.time()))
             self._delete_unused()
         if time.monotonic() < self._poll_s:
             return
         self._poll_s = time.monotonic() + POLL_S
         self._carry_out_commands()
         if self._state.trial is not None:
-            self._step(rollout.Ticked(time.time(), self._store.devices.online()))
+            self._step(canary_rollout.Ticked(time.time(), self._store.devices.online()))
         self._publish()
 
     def evaluate(self, device: str, evaluation: Evaluation) -> None:
@@ -73,7 +73,7 @@ class Releases:
         Raises:
             StateError: a change cannot be stored.
         """
-        self._step(rollout.Evaluated(device, evaluation.head_version, canary_result(evaluation)))
+        self._step(canary_rollout.Evaluated(device, evaluation.head_version, canary_result(evaluation)))
 
     def reload(self) -> None:
         """Return to the stored state after a failed write."""
@@ -83,18 +83,20 @@ class Releases:
     def _carry_out_commands(self) -> None:
         for command in self._store.commands.pending(self._task.digest):
             heads = usable_heads(self._store, self._task.digest)
-            received = rollout.CommandReceived(command.kind, command.version, heads)
+            received = canary_rollout.CommandReceived(command.kind, command.version, heads)
             try:
                 with self._store.transaction():  # otherwise a kill in between would carry it out twice
                     actions = self._step(received)
-                    refusals = [each.reason for each in actions if isinstance(each, rollout.RefuseCommand)]
+                    refusals = [
+                        each.reason for each in actions if isinstance(each, canary_rollout.RefuseCommand)
+                    ]
                     self._store.commands.finish(command.number, next(iter(refusals), ""))
             except StateError:
                 self.reload()
                 raise
 
-    def _step(self, happened: rollout.Event) -> tuple[rollout.Action, ...]:
-        state, actions = rollout.step(self._state, happened, settings=self._settings)
+    def _step(self, happened: canary_rollout.Event) -> tuple[canary_rollout.Action, ...]:
+        state, actions = canary_rollout.step(self._state, happened, settings=self._settings)
         if state != self._state:
             self._store.heads.put_rollout(self._task.digest, state)
             self._state, self._has_changed = state, True
@@ -130,29 +132,29 @@ class Releases:
 
     def _delete_unused(self) -> None:
         """Delete the files and evaluations of heads that can no longer become current."""
-        retained = rollout.retained_heads(self._state, self._heads)
+        retained = canary_rollout.retained_heads(self._state, self._heads)
         self._store.evaluations.delete_except(self._task.digest, retained)
         self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
-    def _log_action(self, action: rollout.Action) -> None:
+    def _log_action(self, action: canary_rollout.Action) -> None:
         match action:
-            case rollout.Activate(version=version, reason=reason):
+            case canary_rollout.Activate(version=version, reason=reason):
                 path = self._store.folder / "head.onnx"
                 event(log, logging.INFO, "head activated", version=version, reason=reason or None, file=path)
-            case rollout.OfferToCanaries(trial=trial):
+            case canary_rollout.OfferToCanaries(trial=trial):
                 devices = ",".join(trial.awaited[:10])
                 event(log, logging.INFO, "head offered to canaries", version=trial.version, devices=devices)
-            case rollout.Reject(version=version, reason=reason):
+            case canary_rollout.Reject(version=version, reason=reason):
                 current = self._state.current
                 event(log, logging.WARNING, "head rejected", version=version, current=current, reason=reason)
-            case rollout.RefuseCommand(reason=reason):
+            case canary_rollout.RefuseCommand(reason=reason):
                 event(log, logging.WARNING, "operator's command refused", reason=reason)
 
 
-def canary_result(evaluation: Evaluation) -> rollout.CanaryResult:
+def canary_result(evaluation: Evaluation) -> canary_rollout.CanaryResult:
     """Return an evaluation's totals over all classes."""
     correct = sum(evaluation.correct)
-    return rollout.CanaryResult(
+    return canary_rollout.CanaryResult(
         correct=correct,
         images=correct + sum(evaluation.incorrect),
         previous_correct=sum(evaluation.previous_correct) if evaluation.previous_correct else None,

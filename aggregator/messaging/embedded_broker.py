@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from protocol.errors import ConfigError, RuntimeMissing
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from aggregator.security.identity import identity_folder, locked_identity
-from aggregator.storage.facts import ManifestNumbers, SigningKey
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import ManifestNumbers, SigningKey
 from protocol.errors import BadSignature, MalformedMessage
 from protocol.log import event
 from protocol.storage.keyfile import read_or_make_key

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from protocol.mqtt import session as mqtt
+from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message, Presence, PresenceState

@@ -22,9 +22,9 @@ from aggregator.security.identity import (
     write_revocation_list,
 )
 from aggregator.security.pki import issue_client, issue_server, utc_now
-from aggregator.storage.facts import ServedTask
 from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import ServedTask
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import state_errors, sync, write_atomically

@@ -6,20 +6,20 @@ import queue
 import time
 from itertools import groupby
 
-from aggregator.heads.orchestrator import HeadTraining
+from aggregator.heads.head_training import HeadTraining
 from aggregator.heads.releases import Releases
 from aggregator.ingest.receiver import Receiver
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
 from aggregator.service.announcements import Announcements
 from aggregator.service.device_messages import DeviceMessages
-from aggregator.storage.facts import ServedTask
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import ServedTask
 from aggregator.tasks.task import Task
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError
 from protocol.log import event as log_event
-from protocol.mqtt import session as mqtt
+from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.wire.transfer import chunk_bytes
 

@@ -2,7 +2,7 @@
 
 import time
 
-from aggregator.heads.orchestrator import HeadTraining
+from aggregator.heads.head_training import HeadTraining
 from aggregator.heads.releases import Releases
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.refusals import count_refusal

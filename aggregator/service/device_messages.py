@@ -10,9 +10,9 @@ from typing import get_args
 import msgspec
 
 from aggregator.coordination import rounds
-from aggregator.heads.orchestrator import HeadTraining
+from aggregator.heads.head_training import HeadTraining
 from aggregator.heads.releases import Releases
-from aggregator.ingest.authentication import FrameAuthenticator
+from aggregator.ingest.frame_authentication import FrameAuthenticator
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.refusals import count_refusal

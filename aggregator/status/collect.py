@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from aggregator.coordination import rollout, rounds
+from aggregator.coordination import canary_rollout, rounds
 from aggregator.heads import operator_commands
 from aggregator.ingest import intake_status
 from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
-from aggregator.storage.facts import SigningKey, TrainingProgress
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.wire.messages import Evaluation, Reason
 
@@ -91,7 +91,7 @@ def _round(state: rounds.State, settings: rounds.Settings) -> model.Round | None
     )
 
 
-def _rollout(state: rollout.State, *, requested: int | None) -> model.Rollout:
+def _rollout(state: canary_rollout.State, *, requested: int | None) -> model.Rollout:
     trial = state.trial
     candidate = None
     if trial is not None:
@@ -100,13 +100,13 @@ def _rollout(state: rollout.State, *, requested: int | None) -> model.Rollout:
             canaries=trial.canaries,
             awaited=trial.awaited,
             since_s=trial.since_s,
-            summary=rollout.summary_of(trial),
+            summary=canary_rollout.summary_of(trial),
         )
     return model.Rollout(current=state.current, candidate=candidate, requested=requested)
 
 
 def _devices(
-    store: Store, task: bytes, submissions: Mapping[str, SubmissionRecord], used: rollout.State
+    store: Store, task: bytes, submissions: Mapping[str, SubmissionRecord], used: canary_rollout.State
 ) -> Iterable[model.Device]:
     known = {record.device: record for record in store.devices.all()}
     in_use = {device: record.info.head_version for device, record in known.items() if record.info is not None}
@@ -142,7 +142,7 @@ def _devices(
 
 
 def _head_problem(
-    evaluations: Mapping[int, Mapping[str, Evaluation]], device: str, used: rollout.State
+    evaluations: Mapping[int, Mapping[str, Evaluation]], device: str, used: canary_rollout.State
 ) -> str:
     versions = [used.trial.version] if used.trial else []
     found = [evaluations[version].get(device) for version in (*versions, used.current)]
@@ -167,7 +167,7 @@ def _coverage(classes: Iterable[str], submissions: Iterable[SubmissionRecord]) -
     }
 
 
-def _head(store: Store, task: bytes, head: HeadRecord, used: rollout.State) -> model.Head:
+def _head(store: Store, task: bytes, head: HeadRecord, used: canary_rollout.State) -> model.Head:
     evaluations = [one for one in store.evaluations.of_head(task, head.version).values() if not one.problem]
     correct, incorrect, accuracy = _pooled(evaluations)
     return model.Head(
@@ -185,7 +185,7 @@ def _head(store: Store, task: bytes, head: HeadRecord, used: rollout.State) -> m
     )
 
 
-def _head_state(version: int, used: rollout.State) -> model.HeadState:
+def _head_state(version: int, used: canary_rollout.State) -> model.HeadState:
     if used.trial is not None and version == used.trial.version:
         return "candidate"
     if version in used.rejected:

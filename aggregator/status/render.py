@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from aggregator.coordination.rollout import canaries
+from aggregator.coordination.canary_rollout import canaries
 from aggregator.status.model import Candidate, Device, Enrollment, Head, Quarantined, Round, Status
 from protocol.cli import plain
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from aggregator.storage.facts import ClosedFleet, Facts
+from aggregator.storage.stored_values import ClosedFleet, Facts
 from protocol.storage.database import Database
 from protocol.wire.messages import Reason
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from aggregator.coordination import rollout
+from aggregator.coordination import canary_rollout
 from protocol.storage.database import Database
 from protocol.wire.messages import BlobRef
 
@@ -49,14 +49,14 @@ class Heads:
         )
         return [msgspec.json.decode(record, type=HeadRecord) for (record,) in rows]
 
-    def put_rollout(self, task: bytes, state: rollout.State) -> None:
+    def put_rollout(self, task: bytes, state: canary_rollout.State) -> None:
         """Store which head of a task is current, candidate or rejected."""
         value = msgspec.json.encode(state).decode()
         self._database.write("INSERT OR REPLACE INTO rollouts VALUES (?, ?)", task, value)
 
-    def rollout(self, task: bytes) -> rollout.State:
+    def rollout(self, task: bytes) -> canary_rollout.State:
         """Return which head of a task is current, candidate or rejected; without a rollout, all were used in turn."""
         rows = self._database.read("SELECT state FROM rollouts WHERE task = ?", task)
         if rows:
-            return msgspec.json.decode(rows[0][0], type=rollout.State)
-        return rollout.initial_state(head.version for head in self.all(task))
+            return msgspec.json.decode(rows[0][0], type=canary_rollout.State)
+        return canary_rollout.initial_state(head.version for head in self.all(task))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from aggregator.coordination.rollout import CommandKind
+from aggregator.coordination.canary_rollout import CommandKind
 from protocol.storage.database import Database
 
 

@@ -8,11 +8,11 @@ from aggregator.coordination.rounds import DeviceDecisions, Entry, State
 from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import Devices, Refusals
 from aggregator.storage.evaluations import Evaluations
-from aggregator.storage.facts import Facts, PendingHead, ServedTask
 from aggregator.storage.heads import Heads
 from aggregator.storage.migrations import MIGRATIONS
 from aggregator.storage.operator_commands import OperatorCommands
 from aggregator.storage.quarantine import REVOKED, Quarantine
+from aggregator.storage.stored_values import Facts, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore, state_errors

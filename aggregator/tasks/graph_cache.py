@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from aggregator.config.schema import TaskFile
-from aggregator.storage.facts import CompiledGraphs
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import CompiledGraphs
 from aggregator.training.jobs import CompileJob, Result, run_as_program
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import ConfigError, ProtofleetError

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from itertools import groupby
 
-from aggregator.coordination import rollout
+from aggregator.coordination import canary_rollout
 from aggregator.coordination.rounds import still_counts
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
@@ -15,7 +15,7 @@ from protocol.log import event
 log = logging.getLogger(__name__)
 
 
-def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout.State) -> set[bytes]:
+def served_blobs(task: Task, heads: Sequence[HeadRecord], state: canary_rollout.State) -> set[bytes]:
     """Return the digests of the blobs that devices may download.
 
     Args:
@@ -61,8 +61,8 @@ def delete_lost_submissions(task: Task, store: Store) -> None:
         store.submissions.delete(task.digest, device)
 
 
-def _retained(heads: Sequence[HeadRecord], state: rollout.State) -> list[HeadRecord]:
-    versions = rollout.retained_heads(state, [head.version for head in heads])
+def _retained(heads: Sequence[HeadRecord], state: canary_rollout.State) -> list[HeadRecord]:
+    versions = canary_rollout.retained_heads(state, [head.version for head in heads])
     return [head for head in heads if head.version in versions]
 
 

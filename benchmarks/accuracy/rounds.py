@@ -17,8 +17,8 @@ from aggregator.ingest.validation import Expectation, check_submission, read_mes
 from aggregator.tasks.manifests import program_of, round_manifest
 from benchmarks.data.domains import Client
 from edge_client.inference.predictor import open_round_head
-from edge_client.storage.facts import ClassReport
-from edge_client.submission.prepared import PreparedSubmission, encode_submission
+from edge_client.storage.stored_values import ClassReport
+from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet, train_round
 from edge_client.training.trainer import TrainingHooks
 from protocol.storage.blobstore import BlobStore

@@ -27,7 +27,7 @@ from benchmarks.cost.ingest_load import Load, write_load
 from benchmarks.cost.processes import mosquitto, running
 from benchmarks.report import json_option, print_figures, write_json
 from protocol.errors import ProtofleetError
-from protocol.mqtt.session import BrokerAddress, Connected, Event, Received, Session
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Event, Received, Session
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, Receipt
 from protocol.wire.topics import device_topic, fleet_topic

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.errors import ProtofleetError
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 20.0

@@ -22,7 +22,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.program import Contribution
 from aggregator.graphs.program_export import Graphs, build, untrained
 from benchmarks.report import Table, json_option, write_json
-from edge_client.runtime.graph import open_graph
+from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import Checkpoint, Schedule, TrainingHooks, train
 
 FEATURES = 1280

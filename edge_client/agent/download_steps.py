@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from edge_client.agent import downloads, events
-from edge_client.agent.backoff import BROADCAST_WAIT_S, MAX_DAMAGED, retry_delay_s
-from edge_client.agent.selectors import current_head, is_broadcast, required_blobs, submission_blobs
+from edge_client.agent.retry_delay import BROADCAST_WAIT_S, MAX_DAMAGED, retry_delay_s
 from edge_client.agent.state import Download, State, head_key
+from edge_client.agent.state_queries import current_head, is_broadcast, required_blobs, submission_blobs
 from protocol.wire.messages import BlobRef, Frame, Receipt
 
 Step = tuple[State, tuple[events.Action, ...]]

@@ -7,8 +7,8 @@ earlier gaps will not fill by themselves and are requested again at once.
 from bisect import bisect_left
 from dataclasses import replace
 
-from edge_client.agent.backoff import retry_delay_s
 from edge_client.agent.events import RequestBlob
+from edge_client.agent.retry_delay import retry_delay_s
 from edge_client.agent.state import Download
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
 from protocol.wire.transfer import Ranges

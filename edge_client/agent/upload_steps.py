@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from edge_client.agent import events, uploads
-from edge_client.agent.backoff import MAX_DAMAGED, retry_delay_s
-from edge_client.agent.selectors import open_round
+from edge_client.agent.retry_delay import MAX_DAMAGED, retry_delay_s
 from edge_client.agent.state import Mode, State, Upload
+from edge_client.agent.state_queries import open_round
 from edge_client.agent.upload_item import UploadItem
 from protocol.wire.messages import Receipt
 

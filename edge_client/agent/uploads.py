@@ -6,8 +6,8 @@ queries are far more frequent than missing ranges.
 
 from dataclasses import replace
 
-from edge_client.agent.backoff import retry_delay_s
 from edge_client.agent.events import SendFrames
+from edge_client.agent.retry_delay import retry_delay_s
 from edge_client.agent.state import Upload
 from protocol.wire.transfer import Ranges
 

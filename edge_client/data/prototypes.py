@@ -1,20 +1,11 @@
-"""Prototypes of features: FedTC's batch-level prototypes without outliers, and class means."""
-
-import math
-from collections.abc import Callable, Iterable, Iterator
-from fractions import Fraction
-from typing import TypeAlias
+"""Prototypes of features: FedTC's batch averages without outliers, and class means."""
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import ConfigError, ProtofleetError
+from edge_client.data.outlier_filter import Chunks, blocks, closest_features
+from protocol.errors import ConfigError
 
-Chunks: TypeAlias = Callable[[], Iterable[NDArray[np.float32]]]
-
-# Rows are summed in blocks of this size, so that not even the last bit of a score, which may decide between two
-# images, depends on how the caller cuts its features into chunks.
-BLOCK_ROWS = 256
 OMITTED = -1
 
 
@@ -43,10 +34,8 @@ def batch_prototypes(
         ProtofleetError: a feature is not finite.
     """
     _check_settings(alpha=alpha, batch_size=batch_size, min_images=min_images)
-    total, features = _sum_features(chunks)
-    scores = _score(chunks, total / max(features, 1))
-    kept = _closest(scores, math.ceil(Fraction(str(alpha)) * features))
-    return _average(chunks, _deal(kept, batch_size=batch_size, min_images=min_images, rng=rng), len(total))
+    kept = closest_features(chunks, alpha=alpha)
+    return _average(chunks, _deal(kept, batch_size=batch_size, min_images=min_images, rng=rng))
 
 
 def class_means(
@@ -81,48 +70,6 @@ def _check_settings(*, alpha: float, batch_size: int, min_images: int) -> None:
         )
 
 
-def _blocks(chunks: Chunks) -> Iterator[NDArray[np.float64]]:
-    """Cut chunks of any size into blocks of BLOCK_ROWS features and a last one with the remainder."""
-    rest: NDArray[np.float32] | None = None
-    for chunk in chunks():
-        rows = chunk if rest is None else np.concatenate([rest, chunk])
-        full = len(rows) - len(rows) % BLOCK_ROWS
-        for start in range(0, full, BLOCK_ROWS):
-            yield rows[start : start + BLOCK_ROWS].astype(np.float64)
-        rest = rows[full:]
-    if rest is not None:
-        yield rest.astype(np.float64)
-
-
-def _sum_features(chunks: Chunks) -> tuple[NDArray[np.float64], int]:
-    """Return the sum of the features, (L,), and how many there are: together the class mean (eq. 1)."""
-    total: NDArray[np.float64] = np.zeros(0)
-    features = 0
-    for block in _blocks(chunks):
-        total = block.sum(axis=0) + (total if features else 0.0)
-        features += len(block)
-    if not np.isfinite(total).all():
-        raise ProtofleetError("features must be finite; omit the images whose features are not")
-    return total, features
-
-
-def _score(chunks: Chunks, mean: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the cosine of every feature to the class mean (eq. 2), (n,); 0 where either has no direction."""
-    scores = [np.zeros(0)]
-    for block in _blocks(chunks):
-        lengths = np.linalg.norm(block, axis=1) * np.linalg.norm(mean)
-        along = (block * mean).sum(axis=1)
-        scores.append(np.divide(along, lengths, out=np.zeros(len(block)), where=lengths > 0))
-    return np.concatenate(scores)
-
-
-def _closest(scores: NDArray[np.float64], keep: int) -> NDArray[np.bool_]:
-    """Mark the `keep` highest scores (eq. 3), the earlier first among equals."""
-    kept = np.zeros(len(scores), dtype=np.bool_)
-    kept[np.argsort(-scores, kind="stable")[:keep]] = True
-    return kept
-
-
 def _deal(
     kept: NDArray[np.bool_], *, batch_size: int, min_images: int, rng: np.random.Generator
 ) -> NDArray[np.intp]:
@@ -136,14 +83,14 @@ def _deal(
     return dealt
 
 
-def _average(
-    chunks: Chunks, dealt: NDArray[np.intp], feature_size: int
-) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+def _average(chunks: Chunks, dealt: NDArray[np.intp]) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
     """Return the average of each prototype's features (eq. 4)."""
     counts = np.bincount(dealt[dealt != OMITTED])
-    sums = np.zeros((len(counts), feature_size))
+    sums = np.zeros((len(counts), 0))
     start = 0
-    for block in _blocks(chunks):
+    for block in blocks(chunks):
+        if not start:
+            sums = np.zeros((len(counts), block.shape[1]))
         into = dealt[start : start + len(block)]
         np.add.at(sums, into[into != OMITTED], block[into != OMITTED])
         start += len(block)

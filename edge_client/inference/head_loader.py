@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from edge_client.inference.predictor import Head, open_head, open_round_head
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.facts import InstalledHead
+from edge_client.storage.stored_values import InstalledHead
 from edge_client.training.local_round import read_tensors, unpack
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import BlobRef

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from edge_client.data.extraction import Refusal, feature_batches
 from edge_client.data.images import unlabeled
 from edge_client.runtime.backbone import Backbone
-from edge_client.runtime.graph import open_graph
 from edge_client.runtime.model import OnnxModel, Tensors, describe, open_model
+from edge_client.runtime.program_graph import open_graph
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.metadata import HeadMetadata, read_metadata
 

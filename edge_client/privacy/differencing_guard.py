@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
-from edge_client.storage.facts import UploadedImages
+from edge_client.storage.stored_values import UploadedImages
 from protocol.errors import MalformedMessage
 from protocol.wire.codec import decode, digest_of, to_array
 from protocol.wire.messages import Submission

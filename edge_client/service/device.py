@@ -5,7 +5,7 @@ import queue
 import time
 from dataclasses import replace
 
-from edge_client.agent import events, machine, selectors
+from edge_client.agent import events, state_machine, state_queries
 from edge_client.agent.state import Mode, State
 from edge_client.agent.upload_item import UploadItem
 from edge_client.config import Settings
@@ -14,11 +14,11 @@ from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Receiver
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import BuildProblem, Epoch, EvaluatedHead, Heads, UploadProblem
+from edge_client.storage.stored_values import BuildProblem, Epoch, EvaluatedHead, Heads, UploadProblem
 from edge_client.submission.builder import ShowDryRun
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.log import event as log_event
-from protocol.mqtt import session as mqtt
+from protocol.mqtt import reconnecting_session as mqtt
 from protocol.wire.messages import DeviceInfo, Presence
 from protocol.wire.presence import is_newer
 
@@ -138,7 +138,7 @@ class Device:
         if not self._is_dry_run or self._settings.broker is None:
             for recalled in self._receiver.recall():
                 self._take(recalled)
-        if self._settings.broker is None and not selectors.can_build(self._state):
+        if self._settings.broker is None and not state_queries.can_build(self._state):
             raise ConfigError(
                 "not every blob of the task is stored: pass --broker HOST[:PORT] to download them"
             )
@@ -153,7 +153,7 @@ class Device:
             self._publisher.send_presence()
 
     def _step(self, event: events.Event) -> None:
-        self._state, actions = machine.step(self._state, event, now_s=time.monotonic())
+        self._state, actions = state_machine.step(self._state, event, now_s=time.monotonic())
         for action in actions:
             self._perform(action)
 

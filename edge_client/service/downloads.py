@@ -4,11 +4,11 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_client.agent import events, selectors
+from edge_client.agent import events, state_queries
 from edge_client.agent.state import State
 from edge_client.progress import Progress
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import CurrentRound, Heads, StoredInitialModel, StoredLocalModel
+from edge_client.storage.stored_values import CurrentRound, Heads, StoredInitialModel, StoredLocalModel
 from protocol.errors import BackboneMismatch, TransferError
 from protocol.log import event
 from protocol.storage.blobstore import BlobStore, file_digest
@@ -71,7 +71,7 @@ class BlobDownloads:
         if state.installed is None or state.task is None or state.installing is not None:
             return state.stored
         store = self._store
-        used = {state.task, *(blob.digest for blob in selectors.required_blobs(state))}
+        used = {state.task, *(blob.digest for blob in state_queries.required_blobs(state))}
         with store.keeping:
             facts = (store.get(StoredLocalModel), store.get(StoredInitialModel), store.get(CurrentRound))
             used |= {fact.digest for fact in facts}

@@ -9,8 +9,8 @@ from edge_client.agent.upload_steps import NO_SPACE
 from edge_client.config import Settings
 from edge_client.privacy import policy
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import BackboneProvider, Heads, SubmissionReport
-from protocol.mqtt import session as mqtt
+from edge_client.storage.stored_values import BackboneProvider, Heads, SubmissionReport
+from protocol.mqtt import reconnecting_session as mqtt
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.codec import encode
 from protocol.wire.messages import (

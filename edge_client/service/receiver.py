@@ -10,7 +10,7 @@ from edge_client.agent.state import Mode
 from edge_client.config import Settings
 from edge_client.service.downloads import import_backbones
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import CurrentRound, CurrentTask
+from edge_client.storage.stored_values import CurrentRound, CurrentTask
 from protocol.errors import BadSignature, MalformedMessage, ProtofleetError
 from protocol.log import event
 from protocol.wire.codec import decode, digest_of

@@ -15,7 +15,7 @@ from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
 from edge_client.submission.features import Workspace
 from edge_client.submission.head_installer import HeadInstaller
-from edge_client.submission.rounds import RoundTraining
+from edge_client.submission.round_submission import RoundTraining
 from protocol.errors import ProtofleetError, StateError
 from protocol.log import event
 from protocol.wire.messages import TaskManifest

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from edge_client.storage.facts import (
+from edge_client.storage.outbox import DEFAULT_MB, MIB, Outbox
+from edge_client.storage.privacy_ledger import Ledger
+from edge_client.storage.stored_values import (
     DeviceName,
     Epoch,
     Fact,
@@ -19,8 +21,6 @@ from edge_client.storage.facts import (
     read_fact,
     write_facts,
 )
-from edge_client.storage.outbox import DEFAULT_MB, MIB, Outbox
-from edge_client.storage.privacy_ledger import Ledger
 from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore, state_errors
 from protocol.storage.database import Database

@@ -9,7 +9,7 @@ import hashlib
 import msgspec
 
 from edge_client.agent.upload_item import Kind, UploadItem
-from edge_client.storage.facts import write_facts
+from edge_client.storage.stored_values import write_facts
 from protocol.errors import ProtofleetError
 from protocol.storage.database import Database
 from protocol.wire.codec import digest_of

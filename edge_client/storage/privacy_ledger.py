@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from edge_client.storage.facts import PrivacySpent, read_fact, write_facts
+from edge_client.storage.stored_values import PrivacySpent, read_fact, write_facts
 from protocol.errors import PrivacyRefused
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.database import Database

@@ -10,12 +10,12 @@ from edge_client.agent.upload_item import UploadItem
 from edge_client.privacy.differencing_guard import LastSubmission, last_submission
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress import Progress
-from edge_client.storage.facts import SubmissionSequence, UploadedImages
+from edge_client.storage.stored_values import SubmissionSequence, UploadedImages
 from edge_client.submission.features import Workspace
-from edge_client.submission.prepared import PreparedSubmission, encode_submission
-from edge_client.submission.private import PrivateSubmissions
-from edge_client.submission.prototypes import prepare_prototypes
-from edge_client.submission.rounds import RoundTraining
+from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
+from edge_client.submission.private_submission import PrivateSubmissions
+from edge_client.submission.prototype_submission import prepare_prototypes
+from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.trainer import Diverged
 from protocol.errors import BackboneMismatch, GraphRefused, PrivacyRefused, ProtofleetError, StateError
 from protocol.log import event

@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 
 from edge_client.config import LocalSettings, Settings
 from edge_client.data.extraction import Alter, Extraction, extract
-from edge_client.data.images import LabeledImage, find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import LabeledImage, find_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.progress import Progress
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import BackboneProvider
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.prepared import FoundImages
+from edge_client.storage.stored_values import BackboneProvider
+from edge_client.submission.prepared_submission import FoundImages
 from protocol.errors import PrivacyRefused
 from protocol.log import event
 from protocol.preprocessing import Preprocessing

@@ -13,11 +13,11 @@ from edge_client.inference.head_loader import open_installed
 from edge_client.inference.predictor import Head
 from edge_client.privacy.policy import HEAD_REFUSED, is_private
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.facts import Heads, HeadTrial, InstalledHead
+from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead
 from edge_client.submission.evaluation import evaluate_head
 from edge_client.submission.features import Workspace
-from edge_client.submission.prepared import FoundImages
-from edge_client.submission.rounds import RoundTraining
+from edge_client.submission.prepared_submission import FoundImages
+from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
 from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
 from protocol.log import event

@@ -13,9 +13,9 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from edge_client.data.prototypes import class_means
-from edge_client.runtime.graph import Graph, Role, graph_metadata, open_graph
 from edge_client.runtime.model import Tensors
 from edge_client.runtime.onnx_validation import check_graph
+from edge_client.runtime.program_graph import Graph, Role, graph_metadata, open_graph
 from edge_client.training.trainer import (
     Checkpoint,
     Diverged,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from protocol.log import event
-from protocol.mqtt import backoff
+from protocol.mqtt import reconnect_delay
 from protocol.mqtt.client import Connection, Version
 from protocol.mqtt.events import Drained, Event, Outgoing, Unsendable
 from protocol.mqtt.packet_limits import InferredLimit, packet_bytes
@@ -119,7 +119,7 @@ class Publisher:
         }
         if outgoing.retain and outgoing.topic not in pending:
             self._denied[outgoing.topic] = outgoing
-            self.retry_at_s = self.retry_at_s or time.monotonic() + backoff.MAX_RETRY_DELAY_S
+            self.retry_at_s = self.retry_at_s or time.monotonic() + reconnect_delay.MAX_RETRY_DELAY_S
 
     def retry_denied(self) -> None:
         """Queue what was denied again: the broker's access list may have been changed meanwhile."""

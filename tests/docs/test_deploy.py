@@ -19,10 +19,10 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Client, PrivacyBudget, Robust, Rounds, TaskFile, Training
 from aggregator.config.task_file import load_task
-from aggregator.coordination.rollout import Settings
+from aggregator.coordination.canary_rollout import Settings
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list
 from edge_client.cli import cli as edge_client
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Perturbation
 from tests.docs.command_lines import DEPLOY, parse
 from tests.support.brokers import mosquitto, mosquitto_program

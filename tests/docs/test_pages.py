@@ -21,7 +21,7 @@ from aggregator.config.schema import (
     TaskFile,
     Training,
 )
-from aggregator.coordination.rollout import Settings
+from aggregator.coordination.canary_rollout import Settings
 from aggregator.tasks.manifests import task_manifest
 from docs import generate_architecture, generate_status_schema
 from docs.generate_cli import PAGE, render

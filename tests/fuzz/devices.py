@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 import edge_client.service.publisher
-from edge_client.agent import events, machine
+from edge_client.agent import events, state_machine
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES
 from edge_client.agent.manifest_trust import ManifestTrust
 from edge_client.agent.state import Mode, State
@@ -148,7 +148,7 @@ def _lives_on(device: Device, kind: int, body: bytes) -> None:
         case 2:
             device._handle(Drained())
         case 3:
-            state, actions = machine.step(device._state, events.Ticked(), now_s=time.monotonic() + 1e4)
+            state, actions = state_machine.step(device._state, events.Ticked(), now_s=time.monotonic() + 1e4)
             device._state = state
             for action in actions:
                 device._perform(action)

@@ -9,8 +9,8 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.runtime.graph import Role
 from edge_client.runtime.onnx_validation import check_graph
+from edge_client.runtime.program_graph import Role
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.metadata import BackboneMetadata, GraphMetadata, HeadMetadata, ModelMetadata, read_metadata
 from tests.fuzz.mutations import of_protobuf

@@ -14,7 +14,15 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from protocol.mqtt.session import BrokerAddress, Connected, Drained, Event, Outgoing, Received, Session
+from protocol.mqtt.reconnecting_session import (
+    BrokerAddress,
+    Connected,
+    Drained,
+    Event,
+    Outgoing,
+    Received,
+    Session,
+)
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
     BlobRef,

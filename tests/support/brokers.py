@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from aggregator.messaging.embedded_broker import EmbeddedBroker
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 
 START_TIMEOUT_S = 90.0
 

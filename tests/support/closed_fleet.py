@@ -10,7 +10,7 @@ from aggregator.security.identity import aggregator_access
 from aggregator.security.mosquitto_config import FOLDER, LOG
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import BrokerAccess
 from tests.support.brokers import Mosquitto
 

@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 from aggregator.status.collect import collect_status
 from aggregator.storage.store import Store
 from protocol.errors import StateError
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.graphs import tiny_backbone
 
 TIMEOUT_S = 400.0

@@ -4,10 +4,10 @@ import functools
 
 from edge_client import cli
 from edge_client.runtime import watchdog
-from edge_client.submission import rounds
+from edge_client.submission import round_submission
 from edge_client.training.trainer import TrainingHooks
 
 if __name__ == "__main__":
     watchdog.MAX_RUN_S = 4.0
-    rounds.TrainingHooks = functools.partial(TrainingHooks, checkpoint_s=0.2)  # type: ignore[assignment, attr-defined]
+    round_submission.TrainingHooks = functools.partial(TrainingHooks, checkpoint_s=0.2)  # type: ignore[assignment, attr-defined]
     cli.main()

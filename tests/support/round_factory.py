@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
-from edge_client.runtime.graph import Role
+from edge_client.runtime.program_graph import Role
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.training.trainer import Checkpoint, TrainingHooks
 from protocol.storage.blobstore import BlobStore

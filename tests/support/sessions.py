@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from protocol.mqtt.session import BrokerAddress, Event, Session
+from protocol.mqtt.reconnecting_session import BrokerAddress, Event, Session
 
 E = TypeVar("E", bound=Event)
 PATIENCE_S = 120.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from aggregator.ingest.reassembly import Complete, Reassembly
 from aggregator.ingest.validation import Refused
 from edge_client.agent import events
-from edge_client.agent.machine import step
 from edge_client.agent.state import State, head_key
+from edge_client.agent.state_machine import step
 from edge_client.agent.upload_item import Kind, UploadItem
 from edge_client.agent.uploads import WINDOW_FRAMES
 from protocol.wire.codec import digest_of

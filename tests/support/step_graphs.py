@@ -10,7 +10,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, parser
 
-from edge_client.runtime.graph import Graph, Role, open_graph
+from edge_client.runtime.program_graph import Graph, Role, open_graph
 from protocol.metadata import GraphMetadata, to_properties
 
 FEATURES, CLASSES, PROJECTION = 4, 3, 2

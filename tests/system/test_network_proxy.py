@@ -8,7 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.mqtt.session import BrokerAddress, Connected, Disconnected, Event, Outgoing, Received, Session
+from protocol.mqtt.reconnecting_session import (
+    BrokerAddress,
+    Connected,
+    Disconnected,
+    Event,
+    Outgoing,
+    Received,
+    Session,
+)
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Frame
 from tests.support.brokers import free_address, mosquitto, mosquitto_program

@@ -16,7 +16,7 @@ import psutil
 from aggregator.security.enrollment import revoke
 from aggregator.storage.store import Store
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import Heads
+from edge_client.storage.stored_values import Heads
 from protocol.errors import StateError
 from protocol.storage.keyfile import read_key
 from protocol.wire.codec import decode, digest_of, encode

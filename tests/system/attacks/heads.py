@@ -9,7 +9,7 @@ import psutil
 
 from edge_client.runtime.backbone import open_backbone
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import Heads
+from edge_client.storage.stored_values import Heads
 from protocol.wire.codec import digest_of
 from tests.support.device_factory import linear_head
 from tests.support.fleet import write_digits

@@ -15,7 +15,7 @@ import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, open_tls
 
 PATIENCE_S = 60.0

@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from aggregator.storage.store import Store
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import Secret
+from edge_client.storage.stored_values import Secret
 from protocol.wire.codec import digest_of
 from tests.support.brokers import Mosquitto, free_address
 from tests.support.fleet import Fleet, counted_submissions

@@ -10,8 +10,8 @@ import pytest
 
 from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
-from protocol.mqtt import backoff
-from protocol.mqtt.session import (
+from protocol.mqtt import reconnect_delay
+from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,
     Disconnected,
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto i
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the retry delay of sessions to half a second."""
-    monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
+    monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
 
 
 @pytest.fixture

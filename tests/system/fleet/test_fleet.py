@@ -11,7 +11,7 @@ import onnxruntime
 import pytest
 from PIL import Image
 
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.brokers import amqtt, free_address
 from tests.support.fleet import CLASSES, QUICK, Fleet, write_digits, write_task
 from tests.support.graphs import tiny_backbone

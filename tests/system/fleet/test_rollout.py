@@ -14,8 +14,8 @@ import pytest
 from onnx import numpy_helper
 
 from aggregator.storage.store import Store
-from protocol.mqtt.session import BrokerAddress
-from protocol.wire.canary import canary_rank
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.wire.canary_rank import canary_rank
 from tests.support.brokers import mosquitto, mosquitto_program
 from tests.support.fleet import Fleet, write_digits, write_task
 

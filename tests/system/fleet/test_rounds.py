@@ -9,8 +9,8 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from protocol.mqtt import session
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt import reconnecting_session
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, BlobRef, Frame, RoundManifest
 from protocol.wire.signing import open_manifest
@@ -107,10 +107,10 @@ def _is_over(summary: dict[str, Any], algorithm: str) -> bool:
 
 def _check_shared_head(fleet: Fleet) -> None:
     """The aggregator's own file is a head that needs nothing but features."""
-    session = onnxruntime.InferenceSession(fleet.root / "aggregator" / "head.onnx")
-    (entry,) = session.get_inputs()
+    reconnecting_session = onnxruntime.InferenceSession(fleet.root / "aggregator" / "head.onnx")
+    (entry,) = reconnecting_session.get_inputs()
     features = np.random.default_rng(0).normal(size=(5, sum(FEATURES))).astype(np.float32)
-    probabilities = session.run(["probabilities"], {entry.name: features})[0]
+    probabilities = reconnecting_session.run(["probabilities"], {entry.name: features})[0]
     assert probabilities.shape == (5, len(CLASSES))
     np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
 
@@ -129,12 +129,12 @@ class Listener:
         self.alone: Counter[bytes] = Counter()
         self.rounds: dict[int, BlobRef] = {}
         topics = [fleet_topic("default", "round"), fleet_topic("default", "cast"), "pf/1/default/d/+/blk"]
-        self.session = session.Session(
+        self.session = reconnecting_session.Session(
             broker, client_id="listener", subscriptions=topics, on_event=self._take, will=None
         )
 
-    def _take(self, event: session.Event) -> None:
-        if not isinstance(event, session.Received) or not event.payload:
+    def _take(self, event: reconnecting_session.Event) -> None:
+        if not isinstance(event, reconnecting_session.Received) or not event.payload:
             return
         if event.topic == fleet_topic("default", "round"):
             body = open_manifest(event.payload, fleet="default", channel="round").body

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.mqtt.session import BrokerAddress, Outgoing, Received, Session
+from protocol.mqtt.reconnecting_session import BrokerAddress, Outgoing, Received, Session
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, HeadManifest, Signed
 from protocol.wire.signing import open_manifest, sign_manifest

@@ -10,15 +10,15 @@ from rich.console import Console
 
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import TaskFile
-from aggregator.coordination.rollout import CanaryResult, State, Trial
+from aggregator.coordination.canary_rollout import CanaryResult, State, Trial
 from aggregator.coordination.rounds import Entry
 from aggregator.ingest import intake_status
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_status
-from aggregator.storage.facts import ServedTask, TrainingProgress
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import ServedTask, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation

@@ -8,7 +8,13 @@ from click.testing import CliRunner
 
 from edge_client.cli import cli
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import DeviceName, Heads, InstalledHead, SubmissionReport, UploadProblem
+from edge_client.storage.stored_values import (
+    DeviceName,
+    Heads,
+    InstalledHead,
+    SubmissionReport,
+    UploadProblem,
+)
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from edge_client.cli import cli
 from edge_client.config import Settings
 from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import DeviceName
+from edge_client.storage.stored_values import DeviceName
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 
 
 @pytest.fixture

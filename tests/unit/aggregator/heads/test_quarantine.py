@@ -14,7 +14,7 @@ from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.training.jobs import Result
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, to_tensor, to_unsigned
 from protocol.wire.messages import Submission
 from tests.support.aggregator_command import run_aggregator

@@ -21,8 +21,8 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store, open_folder
 from aggregator.tasks.task import prepare_task
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.session import BrokerAddress
-from protocol.wire.canary import canary_rank
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import DeviceInfo, Evaluation, HeadManifest, Presence, Submission
 from protocol.wire.signing import open_manifest

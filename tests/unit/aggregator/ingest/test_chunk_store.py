@@ -13,7 +13,7 @@ from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import PROTOCOL_VERSION, Frame
 from protocol.wire.transfer import Assembly, Ranges
-from tests.support.machine import full_disk
+from tests.support.machine_faults import full_disk
 
 ONE, TWO = ("a", digest_of(b"one")), ("b", digest_of(b"two"))
 BLOCK = bytes(range(256)) * 240

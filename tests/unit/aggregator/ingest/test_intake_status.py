@@ -8,7 +8,7 @@ import pytest
 from aggregator.ingest import intake_status
 from aggregator.ingest.intake_status import Stopped
 from protocol.errors import StateError
-from tests.support.machine import full_disk
+from tests.support.machine_faults import full_disk
 
 
 def test_status_is_written_on_a_full_disk(tmp_path: Path) -> None:

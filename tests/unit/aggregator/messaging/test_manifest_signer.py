@@ -9,8 +9,8 @@ import pytest
 
 from aggregator.messaging.manifest_signer import ManifestSigner, identity_of, next_release
 from aggregator.security.identity import locked_identity
-from aggregator.storage.facts import SigningKey
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SigningKey
 from edge_client.agent.manifest_trust import ManifestTrust, verify
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.messages import Signed

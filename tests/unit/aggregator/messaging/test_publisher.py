@@ -1,7 +1,7 @@
 """Broadcasts over a real broker."""
 
 from aggregator.messaging.publisher import Publisher
-from protocol.mqtt.session import BrokerAddress, Connected, Received
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame
 from protocol.wire.topics import fleet_topic

@@ -18,7 +18,7 @@ from aggregator.tasks.task import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.metadata import HeadMetadata, read_metadata
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     BlobRequest,

@@ -6,7 +6,7 @@ from typing import Any
 from aggregator.security.enrollment import enroll, revoke
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, Evaluation, Receipt, Submission
 from protocol.wire.signing import public_key, sign_frame, sign_manifest

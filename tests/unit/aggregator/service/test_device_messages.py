@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aggregator.service.device_messages import bounded_info
-from protocol.mqtt.session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     MAX_CHUNK_BYTES,

@@ -9,16 +9,16 @@ import pytest
 from aggregator.coordination.rounds import Entry, Settings, Ticked, Train, Trained, resumed, step, waiting
 from aggregator.storage import store as store_module
 from aggregator.storage.devices import DeviceRecord
-from aggregator.storage.facts import PendingHead, SigningKey, TrainingProgress
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.migrations import MIGRATIONS
 from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store, open_folder
+from aggregator.storage.stored_values import PendingHead, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef
-from tests.support.machine import full_disk, read_only
-from tests.support.machine import open_folder as shared_folder
+from tests.support.machine_faults import full_disk, read_only
+from tests.support.machine_faults import open_folder as shared_folder
 from tests.support.submissions import TASK, device_info, evaluation
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from aggregator.config.schema import TaskFile
-from aggregator.coordination.rollout import State, Trial
+from aggregator.coordination.canary_rollout import State, Trial
 from aggregator.coordination.rounds import Entry
 from aggregator.ingest.validation import Expectation
-from aggregator.storage.facts import CompiledGraphs, PendingHead
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import CompiledGraphs, PendingHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import delete_lost_submissions, needed_blobs, served_blobs
 from aggregator.tasks.task import Task

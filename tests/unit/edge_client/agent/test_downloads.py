@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent import downloads
-from edge_client.agent.backoff import retry_delay_s
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, WINDOW_BYTES
 from edge_client.agent.events import RequestBlob
+from edge_client.agent.retry_delay import retry_delay_s
 from edge_client.agent.state import Download
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
 from protocol.wire.transfer import frames_of

@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aggregator.ingest.reassembly import Complete
-from edge_client.agent import events, selectors
-from edge_client.agent.backoff import BROADCAST_WAIT_S
-from edge_client.agent.machine import step
+from edge_client.agent import events, state_queries
+from edge_client.agent.retry_delay import BROADCAST_WAIT_S
 from edge_client.agent.state import Mode, State, head_key
+from edge_client.agent.state_machine import step
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import (
     HeadManifest,
@@ -199,7 +199,7 @@ class RoundsWorld(World):
         assert build.round is not None
         assert all(
             blob.digest in self.state.stored
-            for blob in selectors.required_blobs(self.state)
+            for blob in state_queries.required_blobs(self.state)
             if _for_work(blob)
         )
         self.begun.append((build.round.number, self.seen))

@@ -10,11 +10,11 @@ from PIL import Image
 
 from edge_client.config import LocalSettings
 from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, last_submission
-from edge_client.storage.facts import UploadedImages
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.stored_values import UploadedImages
 from edge_client.submission.features import extract_features
-from edge_client.submission.prepared import PreparedSubmission, encode_submission
-from edge_client.submission.prototypes import prepare_prototypes
+from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
+from edge_client.submission.prototype_submission import prepare_prototypes
 from protocol.wire.messages import BlobRef, TaskManifest
 from tests.support.device_factory import CLASSES, tiny, write_images
 

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edge_client.config import LocalSettings
-from edge_client.data.images import find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import find_images
 from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.features import backbone_digests, extract_features, training_feature_keys
-from edge_client.submission.prepared import FoundImages
-from edge_client.submission.prototypes import prepare_prototypes
+from edge_client.submission.prepared_submission import FoundImages
+from edge_client.submission.prototype_submission import prepare_prototypes
 from protocol.errors import PrivacyRefused
 from protocol.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, Perturbation, Program, TaskManifest

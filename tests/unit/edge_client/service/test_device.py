@@ -12,11 +12,11 @@ from edge_client.agent import events
 from edge_client.agent.state import Mode
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import CurrentTask, Heads, InstalledHead, StoredLocalModel
-from edge_client.submission.prepared import PreparedSubmission
+from edge_client.storage.stored_values import CurrentTask, Heads, InstalledHead, StoredLocalModel
+from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
-from protocol.mqtt.session import Outgoing, Received
+from protocol.mqtt.reconnecting_session import Outgoing, Received
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import DeviceInfo, Presence, PresenceState, Receipt
 from protocol.wire.signing import public_key, sign_manifest

@@ -18,8 +18,8 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.service.device import Device
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import Heads, InstalledHead, StoredLocalModel
-from edge_client.submission.prepared import FoundImages
+from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
+from edge_client.submission.prepared_submission import FoundImages
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import StateError
 from protocol.wire.codec import decode, encode

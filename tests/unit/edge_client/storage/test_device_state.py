@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from edge_client.storage import facts
+from edge_client.storage import stored_values
 from edge_client.storage.device_state import DeviceState, default_device_id
-from edge_client.storage.facts import Epoch, Heads, InstalledHead, SubmissionSequence
+from edge_client.storage.stored_values import Epoch, Heads, InstalledHead, SubmissionSequence
 from protocol.errors import StateError
 
 
@@ -18,15 +18,17 @@ def test_facts_survive_a_restart(tmp_path: Path) -> None:
     state = DeviceState(tmp_path)
     head = InstalledHead(head=b"\0\xff" * 16, version=3, backbones=(b"b" * 32,), classes=("a", "ü"), round=4)
     stored = (
-        facts.CurrentTask(b"t" * 32),
-        facts.SubmissionReport((facts.ClassReport("a", 9, 2, (7,)),), (("a/1.png", "broken"),), 77),
-        facts.UploadedImages({"a": frozenset({"01", "02"})}),
+        stored_values.CurrentTask(b"t" * 32),
+        stored_values.SubmissionReport(
+            (stored_values.ClassReport("a", 9, 2, (7,)),), (("a/1.png", "broken"),), 77
+        ),
+        stored_values.UploadedImages({"a": frozenset({"01", "02"})}),
         Heads(head, msgspec.structs.replace(head, tensors=b"r" * 32)),
     )
     state.set(*stored)
     again = DeviceState(tmp_path, read_only=True)
     assert tuple(again.get(type(fact)) for fact in stored) == stored
-    assert again.get(facts.PrivacySpent) == facts.PrivacySpent()
+    assert again.get(stored_values.PrivacySpent) == stored_values.PrivacySpent()
     assert [one.key for one in (stored[3].installed, stored[3].previous) if one] == [head.head, b"r" * 32]
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edge_client.storage.feature_cache import OTHERS_MAX_AGE_S, FeatureCache
 from protocol.errors import BackboneMismatch, StateError
-from tests.support.machine import full_disk, open_folder, read_only
+from tests.support.machine_faults import full_disk, open_folder, read_only
 
 ANY_NAME = st.binary(max_size=40).map(lambda name: name.decode(errors="surrogateescape"))
 

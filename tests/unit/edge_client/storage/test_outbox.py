@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from edge_client.agent.upload_item import UploadItem
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import Epoch, EvaluatedHead, SubmissionSequence
 from edge_client.storage.outbox import MIB
+from edge_client.storage.stored_values import Epoch, EvaluatedHead, SubmissionSequence
 from protocol.errors import ProtofleetError, StateError
 from protocol.wire.codec import digest_of
-from tests.support.machine import full_disk
+from tests.support.machine_faults import full_disk
 
 TASK = b"t" * 32
 KEY = "ab" * 32
@@ -160,7 +160,7 @@ def test_damaged_item_is_deleted(tmp_path: Path) -> None:
 _KEEP = """
 import pathlib, sys
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import Epoch, SubmissionSequence
+from edge_client.storage.stored_values import Epoch, SubmissionSequence
 
 state = DeviceState(pathlib.Path(sys.argv[1]))
 number = state.get(SubmissionSequence).number

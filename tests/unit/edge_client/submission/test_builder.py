@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.config import LocalSettings
-from edge_client.data.images import find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import find_images
 from edge_client.inference.predictor import open_head
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.evaluation import evaluate_head
 from edge_client.submission.features import extract_features
-from edge_client.submission.prepared import PreparedSubmission, encode_submission
-from edge_client.submission.prototypes import prepare_prototypes
+from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
+from edge_client.submission.prototype_submission import prepare_prototypes
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from tests.support.device_factory import CLASSES, linear_head, tiny, write_images

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import read_message
-from edge_client.data.images import LabeledImage, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import LabeledImage
 from edge_client.data.prototypes import class_means
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission import rounds
+from edge_client.submission import round_submission
 from edge_client.submission.features import Workspace, training_feature_keys
-from edge_client.submission.prepared import FoundImages, encode_submission
-from edge_client.submission.prototypes import prepare_prototypes
+from edge_client.submission.prepared_submission import FoundImages, encode_submission
+from edge_client.submission.prototype_submission import prepare_prototypes
 from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
@@ -86,9 +87,9 @@ def _sent(
         else:
             workspace = Workspace(replace(settings, local=local), DeviceState(folder), cache, dry_run=True)
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(rounds, "train_round", _class_means)
-                patched.setattr(rounds, "feature_size", lambda *_: SIZE)
-                prepared = rounds.RoundTraining(workspace).train(
+                patched.setattr(round_submission, "train_round", _class_means)
+                patched.setattr(round_submission, "feature_size", lambda *_: SIZE)
+                prepared = round_submission.RoundTraining(workspace).train(
                     b"t" * 32,
                     manifest,
                     RoundManifest(task=b"t" * 32, number=0, rounds=1, epochs=1, tensors=BLOB),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Interrupted
-from edge_client.submission.prepared import PreparedSubmission, encode_submission
+from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.training.local_round import (
     LocalModel,
     RoundResult,

@@ -13,9 +13,9 @@ import paho.mqtt.client as paho
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
-from protocol.mqtt import backoff, session
+from protocol.mqtt import reconnect_delay, reconnecting_session
 from protocol.mqtt.packet_limits import packet_bytes
-from protocol.mqtt.session import (
+from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,
     Disconnected,
@@ -49,13 +49,13 @@ def test_qos_0_is_ignored(address: BrokerAddress, tmp_path: Path) -> None:
 @pytest.fixture
 def only_311(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speak MQTT 3.1.1 to a broker that knows both."""
-    monkeypatch.setattr(session, "VERSIONS", (V311,))
+    monkeypatch.setattr(reconnecting_session, "VERSIONS", (V311,))
 
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session try again within half a second, however often it has failed."""
-    monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
+    monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
 
 
 def _speaking(known: int, heard: list[int], *, refusal: bytes) -> Callable[[socket.socket], None]:
@@ -98,7 +98,7 @@ def test_replaced_broker_is_tried_in_both_versions() -> None:
 
 
 def test_amqtt_connects_without_timeout(address: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(reconnecting_session, "CONNECT_TIMEOUT_S", 3600.0)
     will = Outgoing("state", b"offline", retain=True)
     with amqtt(address), running(address, "a" * 23, "t", will=will) as (made, ear):
         says = Outgoing("t", b"sent while connecting")
@@ -263,8 +263,8 @@ def test_delay_grows_if_every_publication_disconnects(
         counts.append(failures)
         return 3600.0
 
-    monkeypatch.setattr(session, "retry_delay_s", retry_delay_s)
-    monkeypatch.setattr(session.Session, "_stopped_within", lambda *_: False)
+    monkeypatch.setattr(reconnecting_session, "retry_delay_s", retry_delay_s)
+    monkeypatch.setattr(reconnecting_session.Session, "_stopped_within", lambda *_: False)
 
     def answer(peer: socket.socket) -> None:
         peer.recv(1024)
@@ -288,7 +288,7 @@ def _numbers(ear: Ear, count: int) -> list[Received]:
 def test_unacknowledged_messages_bound_delivery(
     version: MQTTProtocolVersion, address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "VERSIONS", (version,))
+    monkeypatch.setattr(reconnecting_session, "VERSIONS", (version,))
     options = "allow_anonymous true\nmax_inflight_messages 5"
     with (
         mosquitto(address, tmp_path, options=options),

@@ -16,9 +16,16 @@ import pytest
 
 from aggregator.security.pki import utc_now
 from protocol.errors import ConfigError
-from protocol.mqtt import backoff, session
+from protocol.mqtt import reconnect_delay, reconnecting_session
 from protocol.mqtt.client import Version
-from protocol.mqtt.session import BrokerAddress, Connected, Disconnected, Drained, Outgoing, Received
+from protocol.mqtt.reconnecting_session import (
+    BrokerAddress,
+    Connected,
+    Disconnected,
+    Drained,
+    Outgoing,
+    Received,
+)
 from protocol.mqtt.tls import (
     BrokerAccess,
     expiry_warning,
@@ -37,7 +44,7 @@ needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosqui
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session try again within half a second, however often it has failed."""
-    monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
+    monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
 def test_valid_certificate_connects(
     address: BrokerAddress, made: Certificates, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "VERSIONS", (version,))
+    monkeypatch.setattr(reconnecting_session, "VERSIONS", (version,))
     for name in ("shed-1", "shed-2"):
         made.client(name)
     with (

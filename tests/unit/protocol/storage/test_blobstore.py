@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.errors import StateError, TransferError
 from protocol.storage.blobstore import BlobStore, WriteBatch, file_digest, write_atomically
 from protocol.wire.codec import digest_of
-from tests.support.machine import full_disk, open_folder, read_only
+from tests.support.machine_faults import full_disk, open_folder, read_only
 
 DATA = bytes(range(256)) * 1000
 DIGEST = digest_of(DATA)

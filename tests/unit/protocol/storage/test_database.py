@@ -13,7 +13,7 @@ import pytest
 from protocol.errors import StateError
 from protocol.storage.database import Database
 from protocol.storage.folder_lock import FolderLock
-from tests.support.machine import full_disk, open_folder, read_only
+from tests.support.machine_faults import full_disk, open_folder, read_only
 
 FIRST = "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;"
 SECOND = """

@@ -11,7 +11,8 @@ One upload and one download run at a time: `upload_steps` and `download_steps`.
 from dataclasses import replace
 
 from edge_client.agent import download_steps, downloads, events, upload_steps, uploads
-from edge_client.agent.selectors import (
+from edge_client.agent.state import Mode, State, head_key
+from edge_client.agent.state_queries import (
     are_rounds_over,
     can_build,
     current_head,
@@ -20,7 +21,6 @@ from edge_client.agent.selectors import (
     open_round,
     prediction_blobs,
 )
-from edge_client.agent.state import Mode, State, head_key
 from protocol.wire.messages import HeadRef, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 

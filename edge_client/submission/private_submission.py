@@ -17,10 +17,10 @@ from edge_client.privacy.gaussian_mechanism import COUNT_WEIGHT, Mechanism, priv
 from edge_client.privacy.noise import KEY_BYTES, subkey
 from edge_client.privacy.perturbation import to_half
 from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
-from edge_client.storage.facts import ClassReport, PrivacySpent
 from edge_client.storage.privacy_ledger import Release, multipliers
+from edge_client.storage.stored_values import ClassReport, PrivacySpent
 from edge_client.submission.features import Workspace, backbone_digests
-from edge_client.submission.prepared import FoundImages, PreparedSubmission
+from edge_client.submission.prepared_submission import FoundImages, PreparedSubmission
 from protocol.errors import PrivacyRefused
 from protocol.log import event
 from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest

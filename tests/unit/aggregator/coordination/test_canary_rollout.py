@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aggregator.coordination.rollout import (
+from aggregator.coordination.canary_rollout import (
     RETAINED_HEADS,
     Action,
     Activate,
@@ -29,7 +29,7 @@ from aggregator.coordination.rollout import (
     step,
     summary_of,
 )
-from protocol.wire.canary import canary_rank
+from protocol.wire.canary_rank import canary_rank
 
 CANARY = Settings(canary_fraction=0.2, margin=0.02, canary_timeout_s=600.0)
 FLEET = frozenset(f"d{number}" for number in range(10))

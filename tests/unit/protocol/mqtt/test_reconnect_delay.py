@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.mqtt.backoff import MAX_RETRY_DELAY_S, failures_after, retry_delay_s
+from protocol.mqtt.reconnect_delay import MAX_RETRY_DELAY_S, failures_after, retry_delay_s
 
 
 @given(failures=st.integers(0, 10**9), seed=st.integers())

@@ -11,10 +11,10 @@ from edge_client.data.images import LabeledImage
 from edge_client.data.prototypes import batch_prototypes
 from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, keys_of
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
-from edge_client.storage.facts import ClassReport
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.stored_values import ClassReport
 from edge_client.submission.features import training_feature_keys
-from edge_client.submission.prepared import FoundImages, PreparedSubmission, require_prototype
+from edge_client.submission.prepared_submission import FoundImages, PreparedSubmission, require_prototype
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import TaskManifest
 

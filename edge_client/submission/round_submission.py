@@ -8,10 +8,15 @@ import numpy as np
 
 from edge_client.agent.upload_item import UploadItem
 from edge_client.data.images import LabeledImage
-from edge_client.storage.facts import ClassReport, StoredInitialModel, StoredLocalModel, SubmissionSequence
+from edge_client.storage.stored_values import (
+    ClassReport,
+    StoredInitialModel,
+    StoredLocalModel,
+    SubmissionSequence,
+)
 from edge_client.submission.features import Workspace, training_feature_keys
-from edge_client.submission.prepared import FoundImages, PreparedSubmission, require_prototype
-from edge_client.submission.prototypes import outgoing_prototypes
+from edge_client.submission.prepared_submission import FoundImages, PreparedSubmission, require_prototype
+from edge_client.submission.prototype_submission import outgoing_prototypes
 from edge_client.training.local_round import (
     LocalModel,
     TrainingSet,

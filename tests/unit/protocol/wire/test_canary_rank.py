@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.wire.canary import RANKS, canary_rank
+from protocol.wire.canary_rank import RANKS, canary_rank
 
 
 @given(device=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), version=st.integers(1, 2**63 - 1))

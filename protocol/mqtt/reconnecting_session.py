@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from protocol.mqtt.backoff import failures_after, retry_delay_s
 from protocol.mqtt.client import VERSIONS, Acknowledged, Closed, Connection, ConnectionOptions, Ready, Version
 from protocol.mqtt.events import (
     Connected,
@@ -27,6 +26,7 @@ from protocol.mqtt.events import (
     Unsendable,
 )
 from protocol.mqtt.publisher import Publisher
+from protocol.mqtt.reconnect_delay import failures_after, retry_delay_s
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, BrokerAddress, open_tls, parse_broker
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Selectors: the head, round and blobs that a device's state calls for."""
 
 from edge_client.agent.state import Mode, State, head_key
-from protocol.wire.canary import canary_rank
+from protocol.wire.canary_rank import canary_rank
 from protocol.wire.messages import BlobRef, HeadRef, RoundManifest
 
 

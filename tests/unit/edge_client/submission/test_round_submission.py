@@ -14,18 +14,18 @@ from edge_client.agent.upload_item import UploadItem
 from edge_client.data.extraction import Interrupted
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import StoredLocalModel, SubmissionReport, SubmissionSequence
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.stored_values import StoredLocalModel, SubmissionReport, SubmissionSequence
 from edge_client.submission.features import Workspace
-from edge_client.submission.prepared import FoundImages, PreparedSubmission, encode_submission
-from edge_client.submission.rounds import RoundTraining
+from edge_client.submission.prepared_submission import FoundImages, PreparedSubmission, encode_submission
+from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
 from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
 from tests.support.device_factory import make_settings, payload_of
-from tests.support.machine import full_disk
+from tests.support.machine_faults import full_disk
 from tests.support.round_factory import (
     COUNTS,
     TASK,

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.agent import events
 from edge_client.agent.upload_item import UploadItem
-from edge_client.data.images import find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import find_images
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.policy import (
     BOTH,
@@ -33,10 +34,10 @@ from edge_client.privacy.policy import (
 from edge_client.service.device import Device
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.facts import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.storage.privacy_ledger import LOST
-from edge_client.submission import private
-from edge_client.submission.prepared import encode_submission
+from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
+from edge_client.submission import private_submission
+from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
 from protocol.wire import messages
 from protocol.wire.codec import decode, encode
@@ -252,7 +253,7 @@ def test_a_charged_release_is_built_after_a_crash(bench: Bench, monkeypatch: pyt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(private, "private_prototypes", ends)
+        patched.setattr(private_submission, "private_prototypes", ends)
         with pytest.raises(KeyboardInterrupt):
             bench.build()
     assert bench.kept.outbox.items() == ()
@@ -308,7 +309,9 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "no accountant": (NO_ACCOUNTANT, lambda _, patch: without_accountant(patch)),
     "the accountant fails": (
         FAILED,
-        lambda _, patch: patch.setattr(private, "epsilon_of", _fails(ArithmeticError("too small"))),
+        lambda _, patch: patch.setattr(
+            private_submission, "epsilon_of", _fails(ArithmeticError("too small"))
+        ),
     ),
     "the record cannot be written": (FAILED, lambda bench, _: _forget(bench, FULL)),
     "the marker cannot be written": (FAILED, lambda bench, _: (bench.folder / "state" / "releases").mkdir()),
@@ -325,13 +328,15 @@ FAILURES: dict[str, tuple[str, Break]] = {
     ),
     "clipping fails": (
         FAILED,
-        lambda _, patch: patch.setattr(private, "private_prototypes", _fails(FloatingPointError("secret"))),
+        lambda _, patch: patch.setattr(
+            private_submission, "private_prototypes", _fails(FloatingPointError("secret"))
+        ),
     ),
     "no randomness": (FAILED, lambda _, patch: patch.setattr(os, "urandom", _fails(NotImplementedError()))),
     "no secret": (FAILED, lambda bench, patch: patch.setattr(bench.kept, "secret", lambda **_: b"")),
     "out of memory": (
         FAILED,
-        lambda _, patch: patch.setattr(private, "private_prototypes", _fails(MemoryError())),
+        lambda _, patch: patch.setattr(private_submission, "private_prototypes", _fails(MemoryError())),
     ),
 }
 """What may go wrong on the way to a submission, the reason that is told then, and how it is brought about."""
@@ -351,7 +356,7 @@ def test_any_failure_uploads_nothing(bench: Bench, monkeypatch: pytest.MonkeyPat
 
 def test_an_infinite_epsilon_exceeds_the_budget(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The accountant may give no bound."""
-    monkeypatch.setattr(private, "epsilon_of", lambda *_, **__: math.inf)
+    monkeypatch.setattr(private_submission, "epsilon_of", lambda *_, **__: math.inf)
     assert bench.refused() == BUDGET
 
 

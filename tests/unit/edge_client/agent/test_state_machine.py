@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.agent import events, selectors
-from edge_client.agent.backoff import MAX_DAMAGED, MAX_DELAY_S
-from edge_client.agent.machine import step
+from edge_client.agent import events, state_queries
+from edge_client.agent.retry_delay import MAX_DAMAGED, MAX_DELAY_S
 from edge_client.agent.state import Mode, State, head_key
+from edge_client.agent.state_machine import step
 from edge_client.agent.upload_item import UploadItem
 from edge_client.agent.uploads import QUERY_BYTES
-from protocol.wire.canary import canary_rank
+from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt, TaskManifest
 from tests.support.simulated_fleet import World, item_of, reference
@@ -324,11 +324,11 @@ def test_only_canaries_install_the_candidate() -> None:
     for below, version in ((rank + 1, 2), (rank, 1), (0, 1)):
         state = replace(_uploading(), device="device")
         state, _ = step(state, events.HeadSeen(_rollout(below=below)), now_s=0)
-        head = selectors.current_head(state)
+        head = state_queries.current_head(state)
         assert head is not None
         assert head.version == version
-        assert head.head in selectors.required_blobs(state)
-        assert len(selectors.prediction_blobs(state)) == 2
+        assert head.head in state_queries.required_blobs(state)
+        assert len(state_queries.prediction_blobs(state)) == 2
 
 
 def test_a_canary_goes_back_to_the_current_head() -> None:

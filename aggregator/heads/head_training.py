@@ -9,9 +9,9 @@ from typing import Any
 
 from aggregator.coordination import rounds
 from aggregator.heads.training_jobs import store_head, training_job
-from aggregator.storage.facts import PendingHead, TrainingProgress
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.retention import delete_lost_submissions, needed_blobs

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.mqtt import backoff, session
-from protocol.mqtt.session import (
+from protocol.mqtt import reconnect_delay, reconnecting_session
+from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,
     Disconnected,
@@ -26,7 +26,7 @@ from tests.support.sessions import PATIENCE_S, listening, running
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session try again within half a second, however often it has failed."""
-    monkeypatch.setattr(backoff, "MAX_RETRY_DELAY_S", 0.5)
+    monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
 
 
 def test_message_is_delivered_and_drained(broker: BrokerAddress) -> None:
@@ -97,7 +97,7 @@ def test_session_reconnects_and_resubscribes(serve: Serve, address: BrokerAddres
                 says.send(Outgoing("t", b"to myself"))
                 assert ear.wait(Received).payload == b"to myself"
             lost = ear.wait(Disconnected)
-            assert 0 < lost.retry_s <= backoff.MAX_RETRY_DELAY_S
+            assert 0 < lost.retry_s <= reconnect_delay.MAX_RETRY_DELAY_S
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -218,7 +218,7 @@ def test_lost_connections_leak_no_sockets() -> None:
 
 @pytest.mark.usefixtures("short_pauses")
 def test_silent_listener_times_out_and_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(reconnecting_session, "CONNECT_TIMEOUT_S", 0.5)
     release = threading.Event()
 
     def say_nothing(_: socket.socket) -> None:

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.wire.canary import canary_rank
+from protocol.wire.canary_rank import canary_rank
 
 RETAINED_HEADS = 5
 """Newest heads that a rollback can return to."""

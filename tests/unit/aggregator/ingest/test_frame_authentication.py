@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aggregator.ingest.authentication import FrameAuthenticator
+from aggregator.ingest.frame_authentication import FrameAuthenticator
 from aggregator.ingest.validation import Refused
 from aggregator.storage import device_keys
 from aggregator.storage.device_keys import Key, refusal_reason

@@ -11,8 +11,8 @@ import pytest
 
 from aggregator.config.task_file import load_task
 from aggregator.coordination import rounds
-from aggregator.heads import orchestrator
-from aggregator.heads.orchestrator import HeadTraining
+from aggregator.heads import head_training
+from aggregator.heads.head_training import HeadTraining
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task import Task, prepare_task
@@ -169,7 +169,7 @@ def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch:
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, number=0, shapes=task.expectation.tensors)
     size_bytes = len(encode(message))
-    monkeypatch.setattr(orchestrator, "MAX_REPLACED_BYTES", 3 * size_bytes)
+    monkeypatch.setattr(head_training, "MAX_REPLACED_BYTES", 3 * size_bytes)
     for number in range(1, 30):
         payload = encode(msgspec.structs.replace(message, sequence=number))
         entry = rounds.Entry(number, digest_of(payload), time.time())
