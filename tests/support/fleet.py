@@ -67,7 +67,7 @@ def write_task(
 def aggregator_status(state: Path) -> dict[str, Any]:
     """Return what `aggregator status --json` prints; empty before there is a state."""
     with contextlib.suppress(StateError), closing(Store(state, read_only=True)) as store:
-        return dict(msgspec.to_builtins(collect_status(store)))
+        return dict(msgspec.json.decode(msgspec.json.encode(collect_status(store))))
     return {}
 
 

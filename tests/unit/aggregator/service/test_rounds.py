@@ -303,7 +303,7 @@ def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
     assert last.startswith("error: cannot export the graphs of fpl: exit status 1: ")
-    assert last.endswith(f"more in {tmp_path / 'state' / 'training' / 'graphs'}")
+    assert last.endswith(f"see {tmp_path / 'state' / 'training' / 'graphs'}")
     assert "Traceback" not in done.stderr
 
 
