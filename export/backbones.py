@@ -15,7 +15,7 @@ from torch import nn
 from export.to_onnx import first_words
 from export.weights import load_weights, weights_digest
 from protocol.errors import ConfigError
-from protocol.metadata import BackboneMetadata
+from protocol.onnx_metadata import BackboneMetadata
 from protocol.preprocessing import Preprocessing
 from protocol.storage.blobstore import file_digest
 

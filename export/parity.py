@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from protocol.errors import ConfigError
-from protocol.metadata import Parity
+from protocol.onnx_metadata import Parity
 from protocol.preprocessing import Preprocessing, preprocess
 
 BATCH = 16

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from export.parity import Reference, compare, sample_photos
 from protocol.errors import ProtofleetError
-from protocol.metadata import BackboneMetadata, to_properties
+from protocol.onnx_metadata import BackboneMetadata, to_properties
 from protocol.preprocessing import preprocess
 from protocol.storage.blobstore import write_atomically
 

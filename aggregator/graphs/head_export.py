@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from aggregator.graphs.fuse import finished
-from protocol.metadata import HeadMetadata
+from aggregator.graphs.fused_model import finished
+from protocol.onnx_metadata import HeadMetadata
 
 OPSET = 18
 """ONNX operator set of all graphs; ONNX Runtime supports it since 1.14."""

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from aggregator.algorithms.program import Algorithm
 from protocol.errors import ProtofleetError
-from protocol.metadata import GraphMetadata, HeadMetadata, to_properties
+from protocol.onnx_metadata import GraphMetadata, HeadMetadata, to_properties
 
 RUNTIME_MIN = "1.14"
 """The first ONNX Runtime with the graphs' operator set, 18."""

@@ -15,7 +15,7 @@ from aggregator.algorithms.program import Algorithm, Function, Functions
 from aggregator.graphs.head_export import OPSET, quiet, without_notes
 from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError
-from protocol.metadata import GraphMetadata, to_properties
+from protocol.onnx_metadata import GraphMetadata, to_properties
 
 Examples = Mapping[str, Tensor]
 

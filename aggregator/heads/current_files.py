@@ -5,7 +5,7 @@ from pathlib import Path
 
 import onnx
 
-from aggregator.graphs.fuse import fuse
+from aggregator.graphs.fused_model import fuse
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task import Task

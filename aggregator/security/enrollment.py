@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from aggregator.security import mosquitto_config
+from aggregator.security.certificates import issue_client, issue_server, utc_now
 from aggregator.security.identity import (
     ca_fleet,
     has_ca,
@@ -21,7 +22,6 @@ from aggregator.security.identity import (
     open_ca,
     write_revocation_list,
 )
-from aggregator.security.pki import issue_client, issue_server, utc_now
 from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask

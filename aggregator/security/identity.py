@@ -10,8 +10,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from aggregator.security.mosquitto_config import aggregator_name
-from aggregator.security.pki import (
+from aggregator.security.certificates import (
     CA_DAYS,
     MAX_COMMON_NAME,
     Issued,
@@ -20,6 +19,7 @@ from aggregator.security.pki import (
     revocation_list,
     utc_now,
 )
+from aggregator.security.mosquitto_config import aggregator_name
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import BrokerAccess

@@ -11,7 +11,7 @@ import msgspec
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import read_message
 from protocol.errors import ProtofleetError
-from protocol.metadata import HeadMetadata
+from protocol.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import BlobStore, write_atomically
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Submission, TaskManifest
@@ -63,7 +63,9 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
         """Write `head.onnx`, and with one backbone `model.onnx`."""
         write_atomically(Path(self.folder) / "head.onnx", head)
         if len(manifest.backbones) == 1:
-            from aggregator.graphs.fuse import fuse  # imports onnx, which `aggregator release` does not need
+            from aggregator.graphs.fused_model import (
+                fuse,  # imports onnx, which `aggregator release` does not need
+            )
 
             backbone = BlobStore(Path(self.blobs)).read(manifest.backbones[0].digest)
             write_atomically(Path(self.folder) / "model.onnx", fuse(backbone, head))

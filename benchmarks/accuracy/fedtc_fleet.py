@@ -17,7 +17,7 @@ from aggregator.ingest.validation import Expectation, Prototypes, check_submissi
 from aggregator.training.robust_training_set import pool
 from benchmarks.data.features import Features
 from benchmarks.data.partitions import Partition, share_out
-from edge_client.data.prototypes import batch_prototypes
+from edge_client.data.prototype_averaging import batch_prototypes
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 

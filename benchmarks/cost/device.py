@@ -157,7 +157,7 @@ def loop_once(*, data: str, backbone: str, batch_size: int, workers: int) -> dic
     import onnxruntime
 
     from edge_client.data.images import decode, find_images
-    from protocol.metadata import BackboneMetadata, read_metadata
+    from protocol.onnx_metadata import BackboneMetadata, read_metadata
     from protocol.preprocessing import preprocess
 
     session = onnxruntime.InferenceSession(backbone, providers=["CPUExecutionProvider"])

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from benchmarks.research.decoder import Decoder, decode
 from benchmarks.research.leakage import CANDIDATES, best_ssim
 from benchmarks.research.reconstruction import Scene
-from edge_client.data.prototypes import batch_prototypes
+from edge_client.data.prototype_averaging import batch_prototypes
 
 
 def submit(

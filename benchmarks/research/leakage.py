@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.prototypes import batch_prototypes
+from edge_client.data.prototype_averaging import batch_prototypes
 
 CANDIDATES = 100
 """Images of a class among which the one in a prototype is to be found."""

@@ -10,7 +10,7 @@ from aggregator.algorithms.fedtc import Recipe, train_head
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
 from benchmarks.data.features import Features
-from edge_client.data.prototypes import batch_prototypes
+from edge_client.data.prototype_averaging import batch_prototypes
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of

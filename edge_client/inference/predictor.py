@@ -13,7 +13,7 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.model import OnnxModel, Tensors, describe, open_model
 from edge_client.runtime.program_graph import open_graph
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.metadata import HeadMetadata, read_metadata
+from protocol.onnx_metadata import HeadMetadata, read_metadata
 
 SUM_TOLERANCE = 1e-3
 

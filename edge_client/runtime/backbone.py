@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from edge_client.runtime.model import OnnxModel, Slot, describe, open_model
 from edge_client.runtime.session import Provider
 from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError
-from protocol.metadata import BackboneMetadata, read_metadata
+from protocol.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
 from protocol.wire.messages import MAX_BLOB_BYTES
 

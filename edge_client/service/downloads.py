@@ -6,7 +6,7 @@ from pathlib import Path
 
 from edge_client.agent import events, state_queries
 from edge_client.agent.state import State
-from edge_client.progress import Progress
+from edge_client.progress_bar import Progress
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentRound, Heads, StoredInitialModel, StoredLocalModel
 from protocol.errors import BackboneMismatch, TransferError

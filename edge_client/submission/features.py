@@ -14,7 +14,7 @@ from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage, find_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_private
-from edge_client.progress import Progress
+from edge_client.progress_bar import Progress
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from edge_client.config import LocalSettings
 from edge_client.data.images import LabeledImage
-from edge_client.data.prototypes import batch_prototypes
+from edge_client.data.prototype_averaging import batch_prototypes
 from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, keys_of
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.storage.feature_cache import FeatureCache

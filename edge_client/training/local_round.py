@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from edge_client.data.prototypes import class_means
+from edge_client.data.prototype_averaging import class_means
 from edge_client.runtime.model import Tensors
 from edge_client.runtime.onnx_validation import check_graph
 from edge_client.runtime.program_graph import Graph, Role, graph_metadata, open_graph
@@ -26,7 +26,7 @@ from edge_client.training.trainer import (
     train,
 )
 from protocol.errors import GraphRefused, MalformedMessage, StateError
-from protocol.metadata import GraphMetadata
+from protocol.onnx_metadata import GraphMetadata
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, digest_of, to_array, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor

@@ -10,7 +10,7 @@ import numpy as np
 from edge_client.training.local_round import LocalModel, pack, pack_checkpoint, unpack, unpack_checkpoint
 from edge_client.training.trainer import Checkpoint
 from protocol.errors import BackboneMismatch, StateError
-from protocol.metadata import (
+from protocol.onnx_metadata import (
     PROPERTY,
     BackboneMetadata,
     GraphMetadata,

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
-from aggregator.security.pki import (
+from aggregator.security.certificates import (
     Issued,
     create_ca,
     issue_client,

@@ -14,7 +14,7 @@ from edge_client.config import LocalSettings, Settings
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
-from protocol.metadata import HeadMetadata, to_properties
+from protocol.onnx_metadata import HeadMetadata, to_properties
 from tests.support.graphs import tiny_backbone
 
 CLASSES = ("cat", "dog")

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from protocol.metadata import BackboneMetadata, to_properties
+from protocol.onnx_metadata import BackboneMetadata, to_properties
 from protocol.preprocessing import Preprocessing
 
 EDGE = 8

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from protocol.metadata import BackboneMetadata
+from protocol.onnx_metadata import BackboneMetadata
 from protocol.preprocessing import Preprocessing
 
 EDGE = 16

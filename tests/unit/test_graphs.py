@@ -3,7 +3,7 @@
 import numpy as np
 import onnxruntime
 
-from protocol.metadata import BackboneMetadata, read_metadata
+from protocol.onnx_metadata import BackboneMetadata, read_metadata
 from tests.support.graphs import EDGE, tiny_backbone
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from click.testing import CliRunner
 
 from aggregator.cli import cli as aggregator
+from aggregator.security.certificates import create_ca, issue_client, issue_server, utc_now
 from aggregator.security.identity import open_ca
-from aggregator.security.pki import create_ca, issue_client, issue_server, utc_now
 from edge_client.cli import cli as edge_client
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from onnx import version_converter
 from torch import Tensor, nn
 
-from aggregator.graphs.fuse import fuse
+from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import OPSET, head_to_onnx, max_abs_difference
 from protocol.errors import BackboneMismatch
-from protocol.metadata import HeadMetadata, ModelMetadata, read_metadata
+from protocol.onnx_metadata import HeadMetadata, ModelMetadata, read_metadata
 from tests.support.graphs import EDGE, tiny_backbone
 
 FEATURE_SIZE = 16

@@ -19,7 +19,7 @@ from aggregator.algorithms.program import Algorithm, Contribution
 from aggregator.graphs.parity import TOLERANCE, check
 from aggregator.graphs.program_export import Graphs, bind, build, untrained
 from protocol.errors import ProtofleetError
-from protocol.metadata import GraphMetadata, HeadMetadata, read_metadata
+from protocol.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
 
 ROLES = ("init", "step", "project", "head")
 L, C, D = 12, 4, 8

@@ -17,8 +17,8 @@ from aggregator.storage.store import Store
 from aggregator.tasks.task import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
-from protocol.metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
     BlobRequest,

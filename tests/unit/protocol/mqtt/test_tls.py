@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.security.pki import utc_now
+from aggregator.security.certificates import utc_now
 from protocol.errors import ConfigError
 from protocol.mqtt import reconnect_delay, reconnecting_session
 from protocol.mqtt.client import Version

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from edge_client.data.prototypes import batch_prototypes, class_means
+from edge_client.data.prototype_averaging import batch_prototypes, class_means
 from protocol.errors import ConfigError, ProtofleetError
 
 Features = NDArray[np.float32]

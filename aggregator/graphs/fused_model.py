@@ -6,7 +6,7 @@ import onnx
 from onnx import compose, version_converter
 
 from protocol.errors import BackboneMismatch
-from protocol.metadata import BackboneMetadata, HeadMetadata, ModelMetadata, read_metadata, to_properties
+from protocol.onnx_metadata import BackboneMetadata, HeadMetadata, ModelMetadata, read_metadata, to_properties
 
 
 def finished(model: onnx.ModelProto, metadata: HeadMetadata | ModelMetadata) -> bytes:

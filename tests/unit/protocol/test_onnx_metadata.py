@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BackboneMismatch
-from protocol.metadata import (
+from protocol.onnx_metadata import (
     PROPERTY,
     BackboneMetadata,
     GraphMetadata,
