@@ -1,1 +1,1 @@
-"""What devices and aggregator share: messages, topics, transfers, MQTT sessions, storage and preprocessing."""
+"""Shared by devices and aggregator: messages, topics, transfers, MQTT sessions, storage and preprocessing."""

@@ -30,7 +30,7 @@ ABSENT_LOGIT = -1e4
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What one device uploaded to a round.
+    """One device's submission to a round.
 
     Attributes:
         device: its name; aggregation sorts by it, so that the order of arrival does not matter.

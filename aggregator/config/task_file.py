@@ -21,7 +21,7 @@ _HINTS = {
     "privacy.dp.clip_norm": "about the length of most features",
     "privacy.dp.max_epsilon": "how much a device may spend on all its submissions",
 }
-"""What to write for a key that is required."""
+"""Examples of required keys, for error messages."""
 
 
 def load_task(path: Path) -> tuple[TaskFile, list[Path]]:

@@ -65,7 +65,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class DeviceDecisions:
-    """What was decided about devices.
+    """Decisions about devices: quarantine, release, enrollment.
 
     Args:
         quarantined: devices whose submissions do not count.
@@ -142,7 +142,7 @@ Event = SubmissionReceived | Ticked | Trained | TrainingFailed | DeviceDecisions
 
 @dataclass(frozen=True)
 class SubmissionVerdict:
-    """What became of a submission; `counted_entry` is the device's entry that counts now, if there is one."""
+    """The outcome of a submission; `counted_entry` is the device's entry that counts now, if there is one."""
 
     device: str
     digest: bytes

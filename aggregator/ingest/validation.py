@@ -36,7 +36,7 @@ class Refused(ProtofleetError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the current task expects of a submission.
+    """The shape and limits of a submission to the current task.
 
     Args:
         task: the task's digest.

@@ -1,4 +1,4 @@
-"""What the aggregator announces to its fleet: its presence, and the signed manifests of task, round and head."""
+"""Announcements to the fleet: the aggregator's presence, and the signed manifests of task, round and head."""
 
 import time
 

@@ -35,7 +35,7 @@ class ManifestNumbers(msgspec.Struct, frozen=True):
 
 
 class TrainingProgress(msgspec.Struct, frozen=True):
-    """What the running training reports."""
+    """Progress of the running training."""
 
     version: int
     figures: Mapping[str, Any]

@@ -28,7 +28,7 @@ class UntrustedManifest(ProtofleetError):
 
 
 class ManifestTrust(msgspec.Struct, frozen=True):
-    """What a device knows of its aggregator.
+    """A device's knowledge of its aggregator: key and release numbers.
 
     Args:
         key: the aggregator's public key, 32 bytes; None before the first manifest.

@@ -1,1 +1,1 @@
-"""What limits what a device reveals: policy, noise, accounting and the guard against differencing."""
+"""Limits on what a device reveals: policy, noise, accounting and the guard against differencing."""

@@ -1,1 +1,1 @@
-"""What a device keeps over a restart, in SQLite and files. Imports no other room but item types of `agent`."""
+"""State that survives a restart, in SQLite and files. Imports no other room but item types of `agent`."""

@@ -87,7 +87,7 @@ class ClassReport(msgspec.Struct, frozen=True):
 
     @property
     def left_out(self) -> bool:
-        """Whether there are images to train on, but too few for any prototype."""
+        """True if there are training images, but too few for any prototype."""
         return self.images > self.held_out and not self.counts
 
 

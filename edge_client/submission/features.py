@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Workspace:
-    """What submissions and heads are built with: settings, state directory, feature cache and open backbones.
+    """Shared inputs of submissions and heads: settings, state directory, feature cache and open backbones.
 
     Args:
         dry_run: write nothing to the state directory.

@@ -37,12 +37,12 @@ _DIGEST_BYTES = 32
 _ABOUT, _PROTOTYPES, _COUNTS, _STATE = "about", "prototypes", "counts", "state."
 
 _Note = tuple[list[str | int], Annotated[int, Meta(ge=0)], float]
-"""What a checkpoint belongs to, its steps, and the sum of its losses."""
+"""The training that a checkpoint belongs to, its steps, and the sum of its losses."""
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """What stays on the device after a round, and is bound to a head.
+    """A device's local model: what stays on it after a round and is bound to a head.
 
     Args:
         state: the program's, by name.

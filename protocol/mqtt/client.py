@@ -60,7 +60,7 @@ Signal = Closed | Ready | Acknowledged
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """What all connections of a session share.
+    """Options of all connections of a session.
 
     Args:
         broker: its address.

@@ -66,12 +66,12 @@ class Publisher:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection is ready and has not ended."""
+        """True if a connection is ready and has not ended."""
         return self._connection is not None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is queued or in flight."""
+        """True if nothing is queued or in flight."""
         return not self._queue and not self._in_flight
 
     def add(self, publications: Iterable[Outgoing]) -> None:

@@ -24,7 +24,7 @@ class BrokerAddress:
 
     @property
     def is_local(self) -> bool:
-        """Whether the broker runs on this machine, so that connections to it cross no network."""
+        """True if the broker runs on this machine, so that connections to it cross no network."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

@@ -23,7 +23,7 @@ RETAINED: dict[str, bool] = {
     "get": False,
     "blk": False,
 }
-"""Whether the broker retains the last message of a channel. Everything is published at QoS 1."""
+"""True for channels whose last message the broker retains. Everything is published at QoS 1."""
 
 FROM_DEVICES: tuple[DeviceChannel, ...] = ("state", "info", "up", "get")
 """The channels that devices publish on; the aggregator publishes on the others."""
