@@ -97,7 +97,7 @@ def _likely_cause(access: BrokerAccess) -> str:
     if access.certificate is None:
         return f"it probably requires a certificate: {GIVE_CERTIFICATE}"
     return (
-        f"it probably rejects the certificate {access.certificate} as revoked, expired or another authority's: "
+        f"it probably refuses the certificate {access.certificate} as revoked, expired or another authority's: "
         "see the broker's log"
     )
 
