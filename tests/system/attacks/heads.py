@@ -104,7 +104,7 @@ def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
             _kill_when_large(fleet)
             captured.start()
         problem = captured.report_of(bench.version)
-        yield "has ended 3 times while it tried it out" not in problem or not bench.uses_the_good_one()
+        yield "ended 3 times while testing it" not in problem or not bench.uses_the_good_one()
 
 
 def _kill_when_large(fleet: AttackedFleet) -> None:
