@@ -1,6 +1,6 @@
 """An attacker's decoder: from what a frozen backbone says of an image back to the image (FedTC, appendix C).
 
-Whoever runs a fleet has its backbone, and finds public images of the same kind: pairs of image and feature to
+The operator of a fleet has its backbone, and finds public images of the same kind: pairs of image and feature to
 learn from, as many as there is patience for.
 """
 

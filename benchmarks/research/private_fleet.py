@@ -76,7 +76,7 @@ def run_private(
     seed: int,
     device: str,
 ) -> float:
-    """Return the share of the test images that a fleet's head gets right; 0 where nobody hands anything in.
+    """Return the accuracy of a fleet's head on the test images; 0 if no device uploads anything.
 
     Args:
         features: of the images to share out, and of those to judge by.

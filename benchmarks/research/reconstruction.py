@@ -39,7 +39,7 @@ class Scene:
     Attributes:
         public: features (p, L) and classes (p,) of the images that the attacker has as well.
         public_images: uint8 (p, H, W) or (p, H, W, 3).
-        features: float32 (n, L), of the device's images and of strangers, which nobody sends.
+        features: float32 (n, L), of the device's images and of non-members, which are not uploaded.
         labels: int64 (n,).
         images: float32 (n, H, W) or (n, H, W, 3), in 0 to 1.
         device: rows of the device, as many of each class.
@@ -230,7 +230,7 @@ def _private(
 ) -> Release | None:
     """Make differentially private prototypes, and note which images are in each; None where nothing is sent.
 
-    That is learned as nobody else ever may: by using the same noise twice.
+    It is measured with the same noise twice, which no device ever uses.
     """
     values, labels, counts, members = [], [], [], []
     for label in scene.strangers:

@@ -1,4 +1,4 @@
-"""The life of a collection: when it closes, who is in it, and that nobody is lost or counted twice."""
+"""The life of a collection: when it closes, its members, and that no device is lost or counted twice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

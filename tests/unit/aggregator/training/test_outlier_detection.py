@@ -1,4 +1,4 @@
-"""Who is quarantined: those that are far from the others, in words; and that nobody can have another quarantined."""
+"""Outlier devices are quarantined with a reason, and no device can cause another's quarantine."""
 
 import numpy as np
 import pytest
