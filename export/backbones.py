@@ -1,6 +1,7 @@
 """Create timm networks without classifiers, load their weights, and describe them."""
 
 import difflib
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,55 +10,50 @@ from typing import Any
 import msgspec
 import timm
 import torch
+from safetensors.torch import save
 from timm.data import resolve_model_data_config
-from torch import nn
+from torch import Tensor, nn
 
 from export.to_onnx import first_words
-from export.weights import load_weights, weights_digest
 from protocol.errors import ConfigError
 from protocol.onnx_metadata import BackboneMetadata
 from protocol.preprocessing import Preprocessing
 from protocol.storage.blobstore import file_digest
 
+SHOWN_KEYS = 5
+COUNTER = "num_batches_tracked"
+"""BatchNorm's counter of training steps, which features do not depend on and many files omit."""
+
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen network and weights.
-
-    Args:
-        model: its name in timm.
-        weights: a safetensors file or PyTorch checkpoint; None with `pretrained` or `random`.
-        pretrained: download timm's weights from the hub.
-        random: use random weights.
-        model_kwargs: passed to timm.
-        image_size: edge of the square input in pixels; None for the network's own.
-        mean: replaces the network's own, for pixels scaled to 0..1; likewise `std` and `crop_pct`.
-    """
+    """The chosen network of timm, with exactly one of `weights`, `pretrained` and `random`."""
 
     model: str
     weights: Path | None = None
+    """A safetensors file or PyTorch checkpoint."""
     pretrained: bool = False
+    """Download timm's weights from the hub."""
     random: bool = False
     model_kwargs: Mapping[str, Any] | None = None
     image_size: int | None = None
+    """Edge of the square input in pixels; None for the network's own, as for what follows."""
     mean: tuple[float, float, float] | None = None
+    """Of pixels scaled to 0..1."""
     std: tuple[float, float, float] | None = None
     crop_pct: float | None = None
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen network and its description.
-
-    Args:
-        module: normalized float32 (n, 3, H, W) to float32 (n, L), in evaluation mode.
-        config: timm's data config: `input_size`, `interpolation`, `crop_pct`, `crop_mode`, `mean`, `std`.
-        metadata: of the file, without the parity.
-    """
+    """A frozen network and its description."""
 
     module: nn.Module
+    """Normalized float32 (n, 3, H, W) to float32 (n, L), in evaluation mode."""
     config: Mapping[str, Any]
+    """Timm's data config: `input_size`, `interpolation`, `crop_pct`, `crop_mode`, `mean`, `std`."""
     metadata: BackboneMetadata
+    """Without the parity."""
 
 
 def list_models(pattern: str) -> list[str]:
@@ -93,6 +89,7 @@ def load_backbone(choice: Choice) -> Backbone:
     if choice.image_size and hasattr(module, "set_input_size"):
         module.set_input_size(img_size=config["input_size"][1:])
     module.eval()
+    source = str(module.pretrained_cfg.get("hf_hub_id") or "hub") if choice.pretrained else "random"
     metadata = BackboneMetadata(
         model=choice.model,
         feature_size=_feature_size(module, choice.model, config["input_size"]),
@@ -100,9 +97,43 @@ def load_backbone(choice: Choice) -> Backbone:
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
         weights_sha256=digest,
-        weights=_source(module, choice),
+        weights=choice.weights.name if choice.weights else source,
     )
     return Backbone(module, config, metadata)
+
+
+def load_weights(module: Any, path: Path) -> None:
+    """Load weights into a network that timm created with `num_classes=0`; a classifier in the file is ignored.
+
+    The file is `.safetensors`, or a PyTorch checkpoint with weights only: a state dict, or one under
+    `state_dict_ema`, `model_ema`, `state_dict` or `model`.
+
+    Raises:
+        ConfigError: the file is neither, or a weight is missing, unexpected or has another shape.
+    """
+    state = {key: value for key, value in _read(path).items() if not _is_classifier(module, key)}
+    own = module.state_dict()
+    problems = {
+        "missing": [key for key in own if key not in state and not key.endswith(COUNTER)],
+        "unexpected": [key for key in state if key not in own and not key.endswith(COUNTER)],
+        "of another shape": [
+            f"{key} {_shape(state[key])} instead of {_shape(own[key])}"
+            for key in own
+            if key in state and _shape(state[key]) != _shape(own[key])
+        ],
+    }
+    if found := [f"{len(keys)} {kind} ({_some(keys)})" for kind, keys in problems.items() if keys]:
+        raise ConfigError(
+            f"{path} does not fit {module.pretrained_cfg['architecture']}: {'; '.join(found)}; "
+            "check the model's name and --model-kwargs"
+        )
+    module.load_state_dict(state, strict=False)
+
+
+def weights_digest(module: nn.Module) -> str:
+    """Return the hex sha256 of a network's weights as safetensors."""
+    state = {key: value.detach().clone().contiguous() for key, value in module.state_dict().items()}
+    return hashlib.sha256(save(state)).hexdigest()
 
 
 def _check_name(model: str) -> None:
@@ -173,12 +204,6 @@ def _preprocessing(config: Mapping[str, Any]) -> Preprocessing:
         raise ConfigError(f"devices do not support the preprocessing of this network: {error}") from error
 
 
-def _source(module: Any, choice: Choice) -> str:
-    if choice.weights is not None:
-        return choice.weights.name
-    return str(module.pretrained_cfg.get("hf_hub_id") or "hub") if choice.pretrained else "random"
-
-
 def _feature_size(module: nn.Module, model: str, input_size: tuple[int, int, int]) -> int:
     """Return L, from a forward pass."""
     try:
@@ -196,3 +221,29 @@ def _feature_size(module: nn.Module, model: str, input_size: tuple[int, int, int
             "try --model-kwargs global_pool=avg, or another model"
         )
     return feature.shape[1]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"no weights at {path}: expected a safetensors file or a PyTorch checkpoint")
+    try:
+        state: dict[str, Any] = timm.models.load_state_dict(str(path), weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            f"{path} is neither safetensors nor a PyTorch checkpoint with weights only: {first_words(error)}"
+        ) from error
+    return state
+
+
+def _is_classifier(module: Any, key: str) -> bool:
+    names = module.pretrained_cfg.get("classifier") or ()
+    names = (names,) if isinstance(names, str) else names
+    return any(key.startswith(f"{name}.") for name in names)
+
+
+def _shape(value: Any) -> str:
+    return "x".join(map(str, value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:SHOWN_KEYS]) + (", ..." if len(keys) > SHOWN_KEYS else "")

@@ -68,16 +68,9 @@ def timm_reference(module: nn.Module, config: Mapping[str, Any]) -> Reference:
 def compare(
     file: bytes, *, preprocessing: Preprocessing, reference: Reference, photos: Iterable[Image.Image]
 ) -> Parity:
-    """Return the worst cosine and relative error over photos, each alone and in a batch.
+    """Return the worst cosine and relative error of an ONNX backbone over photos, each alone and in a batch.
 
-    Args:
-        file: the ONNX backbone.
-        preprocessing: of the device.
-        reference: computes the expected features.
-        photos: at least one.
-
-    Returns:
-        NaN if a feature is NaN, or an expected one is zero.
+    They are NaN if a feature is NaN, or an expected one is zero. There must be at least one photo.
     """
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     remaining, cosines, errors = iter(photos), [], []
@@ -86,24 +79,12 @@ def compare(
         expected = np.stack([reference(photo) for photo in batch]).astype(np.float64)
         singly = np.concatenate([session.run(["feature"], {"image": image[None]})[0] for image in images])
         together = session.run(["feature"], {"image": images})[0]
+        lengths = np.linalg.norm(expected, axis=1)
         for features in (singly.astype(np.float64), together.astype(np.float64)):
-            cosines += _cosines(features, expected).tolist()
-            errors += _relative_errors(features, expected).tolist()
+            with np.errstate(invalid="ignore", divide="ignore"):
+                products = (features * expected).sum(axis=1)
+                cosines += (products / (np.linalg.norm(features, axis=1) * lengths)).tolist()
+                errors += (np.linalg.norm(features - expected, axis=1) / lengths).tolist()
     return Parity(
         cosine=float(np.min(cosines)), relative_error=float(np.max(errors)), images=len(errors) // 2
     )
-
-
-def _cosines(features: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
-    with np.errstate(invalid="ignore"):
-        lengths = np.linalg.norm(features, axis=1) * np.linalg.norm(expected, axis=1)
-        cosines: NDArray[np.float64] = (features * expected).sum(axis=1) / lengths
-    return cosines
-
-
-def _relative_errors(features: NDArray[np.float64], expected: NDArray[np.float64]) -> NDArray[np.float64]:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        errors: NDArray[np.float64] = np.linalg.norm(features - expected, axis=1) / np.linalg.norm(
-            expected, axis=1
-        )
-    return errors

@@ -54,22 +54,16 @@ class _Normalized(nn.Module):
         self.shift: Tensor
 
     def forward(self, image: Tensor) -> Tensor:
-        """Return the features."""
         pixels = image.permute(0, 3, 1, 2).to(torch.float32)
         features: Tensor = self.module(pixels * self.scale + self.shift)
         return features
 
 
 def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET) -> bytes:
-    """Return a network as an ONNX file; the same network gives the same bytes.
+    """Return a network as an ONNX file, with mean and std as a part of it; the same network gives the same bytes.
 
-    Args:
-        module: normalized float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode.
-        metadata: of the file; mean and std become a part of the graph.
-        opset: ONNX operator set, 18 or newer.
-
-    Returns:
-        A graph from `image` uint8 (n, H, W, 3) to `feature` float32 (n, L), with dynamic n.
+    The module takes normalized float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode; the file takes
+    `image` uint8 (n, H, W, 3) to `feature` float32 (n, L), with dynamic n. `opset` is 18 or newer.
 
     Raises:
         ProtofleetError: PyTorch cannot export the network.
@@ -122,16 +116,10 @@ def export_module(
     tolerance: float = TOLERANCE,
     opset: int = OPSET,
 ) -> Exported:
-    """Write a network to an ONNX file, after comparing it with PyTorch on photos.
+    """Write `to_onnx`'s file with its parity, after comparing it with PyTorch on photos.
 
-    Args:
-        module: normalized float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode.
-        metadata: of the file; the parity is added.
-        path: of the file.
-        reference: computes the expected features; None for the module with the device's preprocessing.
-        photos: None for scikit-learn's two photos.
-        tolerance: maximum relative error, |onnx - torch| / |torch|.
-        opset: ONNX operator set, 18 or newer.
+    Without a reference, the module with the device's preprocessing computes the expected features; without photos,
+    scikit-learn's two are compared. `tolerance` is the maximum of |onnx - torch| / |torch|.
 
     Raises:
         ProtofleetError: PyTorch cannot export the network, or the features differ; no file is written.

@@ -17,7 +17,6 @@ from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
     PrivateFormat,
-    PublicFormat,
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -54,14 +53,9 @@ class Issued:
 def create_ca(fleet: str, *, now: datetime) -> Issued:
     """Create a fleet's CA, which can sign certificates but no other CA (RFC 5280, 4.2.1.9)."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name(
-        [
-            x509.NameAttribute(NameOID.ORGANIZATION_NAME, "protofleet"),
-            x509.NameAttribute(NameOID.COMMON_NAME, fleet),
-        ]
-    )
-    until = now + timedelta(days=CA_DAYS)
-    builder = _builder(name, key.public_key(), is_ca=True, now=now, until=until).issuer_name(name)
+    organization = x509.NameAttribute(NameOID.ORGANIZATION_NAME, "protofleet")
+    name = x509.Name([organization, x509.NameAttribute(NameOID.COMMON_NAME, fleet)])
+    builder = _builder(name, key, issuer=name, now=now, until=now + timedelta(days=CA_DAYS), is_ca=True)
     return _issued(builder.sign(key, hashes.SHA256()), key)
 
 
@@ -81,7 +75,7 @@ def issue_server(ca: Issued, hosts: Sequence[str], *, now: datetime, days: int) 
         ConfigError: one of them is neither.
     """
     names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys(hosts)])
-    return _issue(ca, "broker", now=now, days=days, use=ExtendedKeyUsageOID.SERVER_AUTH, names=names)
+    return _issue(ca, "broker", names, now=now, days=days, use=ExtendedKeyUsageOID.SERVER_AUTH)
 
 
 def revocation_list(ca: Issued, revoked: Mapping[int, datetime], *, now: datetime) -> bytes:
@@ -112,11 +106,10 @@ def utc_now() -> datetime:
 def _issue(
     ca: Issued,
     name: str,
-    *,
+    *extensions: x509.ExtensionType,
     now: datetime,
     days: int,
     use: x509.ObjectIdentifier,
-    names: x509.SubjectAlternativeName | None = None,
 ) -> Issued:
     if len(name) > MAX_COMMON_NAME:
         raise ConfigError(
@@ -126,34 +119,30 @@ def _issue(
     key = ec.generate_private_key(ec.SECP256R1())
     until = min(now + timedelta(days=days), ca_certificate.not_valid_after_utc)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    builder = (
-        _builder(subject, key.public_key(), is_ca=False, now=now, until=until)
-        .issuer_name(ca_certificate.subject)
-        .add_extension(x509.ExtendedKeyUsage([use]), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
-        )
-    )
-    if names is not None:
-        builder = builder.add_extension(names, critical=False)
+    builder = _builder(subject, key, issuer=ca_certificate.subject, now=now, until=until, is_ca=False)
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    for extension in (x509.ExtendedKeyUsage([use]), identifier, *extensions):
+        builder = builder.add_extension(extension, critical=False)
     return _issued(builder.sign(ca_key, hashes.SHA256()), key)
 
 
 def _builder(
-    subject: x509.Name, public: ec.EllipticCurvePublicKey, *, is_ca: bool, now: datetime, until: datetime
+    subject: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    *,
+    issuer: x509.Name,
+    now: datetime,
+    until: datetime,
+    is_ca: bool,
 ) -> x509.CertificateBuilder:
     usage = x509.KeyUsage(
         digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca, **_UNUSED_KEY_USAGES
     )
     constraints = x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None)
+    serial = x509.random_serial_number()
     return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .public_key(public)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - BACKDATED)
-        .not_valid_after(until)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        x509.CertificateBuilder(issuer, subject, key.public_key(), serial, now - BACKDATED, until)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(constraints, critical=True)
         .add_extension(usage, critical=True)
     )
@@ -171,19 +160,12 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _load(ca: Issued) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Return the CA's certificate and its private key.
-
-    Raises:
-        ConfigError: one of them is damaged, or they do not match.
-    """
     try:
         certificate = x509.load_pem_x509_certificate(ca.certificate)
         key = load_pem_private_key(ca.key, password=None)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"cannot read the fleet's CA: {error}; restore it from a backup") from error
-    encoded = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    matches = key.public_key().public_bytes(*encoded) == certificate.public_key().public_bytes(*encoded)
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or not matches:
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise ConfigError(
             "key and certificate of the fleet's CA do not match: restore both from the same backup"
         )

@@ -50,14 +50,8 @@ def enroll(
 ) -> None:
     """Enroll a device and close the fleet; the folder `out` then contains all that the device needs.
 
-    Args:
-        store: the aggregator's state.
-        device: its name.
-        fleet: the fleet's name.
-        out: the folder to create.
-        broker: `HOST[:PORT]` as seen from the device; empty if it is configured there.
-        days: validity of its certificate.
-        renew: replace the keys of a device that is enrolled or revoked.
+    `broker` is `HOST[:PORT]` as seen from the device, or empty if it is configured there; `renew` replaces the keys
+    of a device that is enrolled or revoked.
 
     Raises:
         ConfigError: the name is invalid or taken, or `out` exists.
@@ -115,13 +109,6 @@ def enroll(
 def enroll_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, days: int) -> None:
     """Create certificate, access list, revocation list and configuration for a mosquitto of a closed fleet.
 
-    Args:
-        store: the aggregator's state.
-        hosts: names and IP addresses of the broker.
-        fleet: the fleet's name.
-        out: the folder to create.
-        days: validity of the broker's certificate.
-
     Raises:
         ConfigError: a host is invalid, or the folder exists.
         StateError: the state or the folder cannot be written.
@@ -170,14 +157,7 @@ def revoke(store: Store, device: str) -> bool:
 
 @contextlib.contextmanager
 def _new_folder(out: Path, files: Mapping[str, bytes]) -> Iterator[Callable[[], None]]:
-    """Write files into a temporary folder; calling what is yielded renames it to `out`.
-
-    The folder is deleted if the body fails.
-
-    Raises:
-        ConfigError: `out` exists and is not an empty folder.
-        StateError: it cannot be written.
-    """
+    """Write files into a temporary folder, deleted if the body fails; calling what is yielded renames it to `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists: give --out a new folder, or an empty one")
     with state_errors(out):

@@ -85,13 +85,9 @@ def ca_fleet(state: Path) -> str:
         ConfigError: the certificate cannot be read.
     """
     file = identity_folder(state) / "ca.crt"
-    try:
+    with _readable(file, "is not a CA certificate: restore it from a backup"):
         certificate = x509.load_pem_x509_certificate(file.read_bytes())
         (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not a CA certificate: restore it from a backup") from error
     return str(name.value)
 
 
@@ -128,11 +124,14 @@ def write_revocation_list(store: Store, ca: Issued) -> bytes:
         StateError: it cannot be written.
     """
     file = identity_folder(store.folder) / "revoked.crl"
-    # An older database that was restored must not reinstate certificates.
-    revoked = _read_revoked(file) | {
-        int(serial, 16): datetime.fromtimestamp(int(since_s), UTC)
-        for serial, since_s in store.keys.revoked_certificates().items()
-    }
+    revoked = {}
+    if file.is_file():
+        with _readable(file, "is damaged: restore it from a backup, or delete it"):
+            # An older database that was restored must not reinstate certificates.
+            entries = x509.load_pem_x509_crl(file.read_bytes())
+        revoked = {entry.serial_number: entry.revocation_date_utc for entry in entries}
+    for serial, since_s in store.keys.revoked_certificates().items():
+        revoked[int(serial, 16)] = datetime.fromtimestamp(int(since_s), UTC)
     data = revocation_list(ca, revoked, now=utc_now())
     write_atomically(file, data)
     return data
@@ -143,11 +142,7 @@ def aggregator_access(
 ) -> BrokerAccess:
     """Return how the aggregator connects with TLS: with its own CA and certificate, unless others are given.
 
-    Args:
-        state: the state directory.
-        access: the given options.
-        fleet: the task's fleet.
-        is_closed: devices were enrolled, so that a CA must exist.
+    A fleet that `is_closed` has enrolled devices, so that a CA must exist.
 
     Raises:
         ConfigError: the CA is another fleet's, or lost.
@@ -170,16 +165,15 @@ def aggregator_access(
     return access
 
 
-def _read_revoked(file: Path) -> dict[int, datetime]:
-    if not file.is_file():
-        return {}
+@contextlib.contextmanager
+def _readable(file: Path, problem: str) -> Iterator[None]:
+    """Raise a ConfigError for a file that cannot be read, and with `problem` for one that cannot be parsed."""
     try:
-        entries = x509.load_pem_x509_crl(file.read_bytes())
+        yield
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{file} is damaged: restore it from a backup, or delete it") from error
-    return {entry.serial_number: entry.revocation_date_utc for entry in entries}
+        raise ConfigError(f"{file} {problem}") from error
 
 
 def _write(folder: Path, name: str, issued: Issued) -> None:

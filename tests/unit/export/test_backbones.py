@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from export.backbones import Choice, list_models, load_backbone
-from export.weights import weights_digest
+from export.backbones import Choice, list_models, load_backbone, weights_digest
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import file_digest
 
