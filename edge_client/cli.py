@@ -232,8 +232,7 @@ def predict_command(
     top: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Classify IMAGES with the installed head, offline."""
-    from edge_client.inference.head_loader import open_installed
-    from edge_client.inference.predictor import predict
+    from edge_client.inference import open_installed, predict
     from edge_client.runtime.backbone import open_backbone
     from edge_client.runtime.session import require_runtime
     from edge_client.storage.stored_values import Heads

@@ -16,7 +16,7 @@ from aggregator.graphs.program_export import Graphs, build
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from aggregator.tasks.manifests import program_of, round_manifest
 from benchmarks.data.domains import Client
-from edge_client.inference.predictor import open_round_head
+from edge_client.inference import open_round_head
 from edge_client.storage.stored_values import ClassReport
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet, train_round
@@ -191,10 +191,8 @@ def _judge(task: _Task, client: Client, local_model: LocalModel, tensors: BlobRe
         raise TypeError("the task of a benchmark of rounds has a program")
     head = open_round_head(
         task.blobs.read(task.manifest.program.head.digest),
-        state=local_model.state,
+        local_model=local_model,
         tensors=_read(task.blobs, tensors),
-        local_prototypes=local_model.prototypes,
-        local_counts=local_model.counts,
         feature_size=client.train.shape[1],
         classes=task.manifest.classes,
     )

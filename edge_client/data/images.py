@@ -2,6 +2,7 @@
 
 import csv
 import difflib
+import hashlib
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,17 +27,13 @@ UNLABELED = -1
 
 @dataclass(frozen=True, slots=True)
 class LabeledImage:
-    """A labeled image file as it was when it was found.
-
-    Args:
-        folder: of all classes, or of the list.
-        relative: path in that folder.
-        label: index into the task's classes, or UNLABELED.
-    """
+    """A labeled image file as it was when it was found."""
 
     folder: Path
+    """Of all classes, or of the list."""
     relative: str
     label: int
+    """Index into the task's classes, or UNLABELED."""
     size_bytes: int
     mtime_ns: int
 
@@ -56,14 +53,11 @@ def find_images(
 ) -> tuple[LabeledImage, ...]:
     """Return the labeled images of a device, in order of their relative paths.
 
-    Args:
-        source: a folder with one sub-folder per class, searched recursively and ignoring hidden files and files
-            without one of IMAGE_SUFFIXES, or a CSV file with the columns `path` (relative to the file) and `label`.
-        classes: the task's class names.
-        may_be_none: no images at all are no error.
+    `source` is a folder with one sub-folder per class, searched recursively and ignoring hidden files and files
+    without one of IMAGE_SUFFIXES, or a CSV file with the columns `path` (relative to the file) and `label`.
 
     Raises:
-        ConfigError: there are no images, or classes that are not the task's.
+        ConfigError: there are classes that are not the task's, or no images unless there may be none.
     """
     labels = {_normal(name): label for label, name in enumerate(classes)}
     try:
@@ -83,6 +77,15 @@ def find_images(
 def unlabeled(path: Path) -> LabeledImage:
     """Return a single file as an image of unknown class."""
     return _image(Path(), str(path), UNLABELED)
+
+
+def held_out(image: LabeledImage, fraction: float) -> bool:
+    """Return whether an image is held out of the prototypes, to evaluate heads on.
+
+    This depends only on its relative path, so that neither other images nor a restart change it.
+    """
+    drawn = hashlib.sha256(os.fsencode(image.relative)).digest()[:8]
+    return int.from_bytes(drawn, "big") < fraction * 2**64
 
 
 def decode(path: Path) -> Image.Image:

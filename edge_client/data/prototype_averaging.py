@@ -1,12 +1,21 @@
 """Prototypes of features: FedTC's batch averages without outliers, and class means."""
 
+import math
+from collections.abc import Callable, Iterable, Iterator
+from fractions import Fraction
+
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.outlier_filter import Chunks, blocks, closest_features
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ProtofleetError
+
+Chunks = Callable[[], Iterable[NDArray[np.float32]]]
 
 OMITTED = -1
+
+# Rows are summed in blocks of this size, so that not even the last bit of a score, which may decide between two
+# images, depends on how the caller cuts its features into chunks.
+BLOCK_ROWS = 256
 
 
 def batch_prototypes(
@@ -20,7 +29,7 @@ def batch_prototypes(
     Args:
         chunks: called three times, returns the class's features, float32 (any, L) each, in the same order. Memory
             grows with the prototypes, not with the features.
-        alpha: share of the features to keep, in (0, 1]: those whose cosine to the class mean is highest.
+        alpha: share of the features to keep, in (0, 1], rounded up: those whose cosine to the class mean is highest.
         batch_size: features in a prototype, B. The remainder joins the last one.
         min_images: fewer kept features give no prototype; at most `batch_size`.
         rng: assigns the kept features to prototypes.
@@ -33,24 +42,26 @@ def batch_prototypes(
         ConfigError: a setting is out of range.
         ProtofleetError: a feature is not finite.
     """
-    _check_settings(alpha=alpha, batch_size=batch_size, min_images=min_images)
-    kept = closest_features(chunks, alpha=alpha)
+    if not 0 < alpha <= 1:
+        raise ConfigError(f"alpha is the share of images to keep, above 0 and at most 1, not {alpha}")
+    if not 1 <= min_images <= batch_size:
+        raise ConfigError(
+            f"min_images must lie between 1 and the batch size {batch_size}, not at {min_images}: "
+            "no prototype averages fewer images than that"
+        )
+    total, features = _sum_features(chunks)
+    scores = _score(chunks, total / max(features, 1))
+    kept = _closest(scores, math.ceil(Fraction(str(alpha)) * features))
     return _average(chunks, _deal(kept, batch_size=batch_size, min_images=min_images, rng=rng))
 
 
 def class_means(
     projection: NDArray[np.float32], labels: NDArray[np.int64], *, num_classes: int, min_images: int
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return the mean of each class (FedPCL eq. 5, FPL eq. 2).
+    """Return the mean of each class with at least `min_images` images (FedPCL eq. 5, FPL eq. 2).
 
-    Args:
-        projection: float32 (n, D).
-        labels: int64 (n,), below `num_classes`.
-        num_classes: C.
-        min_images: a class with fewer images, or none, has no mean.
-
-    Returns:
-        Means float32 (p, D), their classes uint32 (p,) in ascending order, and the images in each uint32 (p,).
+    Of projections float32 (n, D) and labels int64 (n,) below C, returns means float32 (p, D), their classes
+    uint32 (p,) in ascending order, and the images in each uint32 (p,).
     """
     counts = np.bincount(labels, minlength=num_classes)
     classes = np.flatnonzero(counts >= max(min_images, 1))
@@ -60,14 +71,46 @@ def class_means(
     return means, classes.astype(np.uint32), counts[classes].astype(np.uint32)
 
 
-def _check_settings(*, alpha: float, batch_size: int, min_images: int) -> None:
-    if not 0 < alpha <= 1:
-        raise ConfigError(f"alpha is the share of images to keep, above 0 and at most 1, not {alpha}")
-    if not 1 <= min_images <= batch_size:
-        raise ConfigError(
-            f"min_images must lie between 1 and the batch size {batch_size}, not at {min_images}: "
-            "no prototype averages fewer images than that"
-        )
+def _blocks(chunks: Chunks) -> Iterator[NDArray[np.float64]]:
+    """Cut chunks of any size into blocks of BLOCK_ROWS features and a last one with the remainder."""
+    rest: NDArray[np.float32] | None = None
+    for chunk in chunks():
+        rows = chunk if rest is None else np.concatenate([rest, chunk])
+        full = len(rows) - len(rows) % BLOCK_ROWS
+        for start in range(0, full, BLOCK_ROWS):
+            yield rows[start : start + BLOCK_ROWS].astype(np.float64)
+        rest = rows[full:]
+    if rest is not None:
+        yield rest.astype(np.float64)
+
+
+def _sum_features(chunks: Chunks) -> tuple[NDArray[np.float64], int]:
+    """Return the sum of the features, (L,), and how many there are: together the class mean (eq. 1)."""
+    total: NDArray[np.float64] = np.zeros(0)
+    features = 0
+    for block in _blocks(chunks):
+        total = block.sum(axis=0) + (total if features else 0.0)
+        features += len(block)
+    if not np.isfinite(total).all():
+        raise ProtofleetError("features must be finite; omit the images whose features are not")
+    return total, features
+
+
+def _score(chunks: Chunks, mean: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the cosine of every feature to the class mean (eq. 2), (n,); 0 where either has no direction."""
+    scores = [np.zeros(0)]
+    for block in _blocks(chunks):
+        lengths = np.linalg.norm(block, axis=1) * np.linalg.norm(mean)
+        along = (block * mean).sum(axis=1)
+        scores.append(np.divide(along, lengths, out=np.zeros(len(block)), where=lengths > 0))
+    return np.concatenate(scores)
+
+
+def _closest(scores: NDArray[np.float64], keep: int) -> NDArray[np.bool_]:
+    """Mark the `keep` highest scores (eq. 3), the earlier first among equals."""
+    kept = np.zeros(len(scores), dtype=np.bool_)
+    kept[np.argsort(-scores, kind="stable")[:keep]] = True
+    return kept
 
 
 def _deal(
@@ -88,7 +131,7 @@ def _average(chunks: Chunks, dealt: NDArray[np.intp]) -> tuple[NDArray[np.float3
     counts = np.bincount(dealt[dealt != OMITTED])
     sums = np.zeros((len(counts), 0))
     start = 0
-    for block in blocks(chunks):
+    for block in _blocks(chunks):
         if not start:
             sums = np.zeros((len(counts), block.shape[1]))
         into = dealt[start : start + len(block)]

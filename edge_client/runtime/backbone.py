@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.model import OnnxModel, Slot, describe, open_model
+from edge_client.runtime.onnx_model import OnnxModel, Slot, describe, open_model
 from edge_client.runtime.session import Provider
 from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError
 from protocol.onnx_metadata import BackboneMetadata, read_metadata
@@ -16,23 +16,15 @@ from protocol.wire.messages import MAX_BLOB_BYTES
 
 @dataclass(frozen=True)
 class Backbone:
-    """A frozen network that turns images into features.
-
-    Args:
-        sha256: hex digest of its file.
-        metadata: read from the file.
-        model: the opened file.
-    """
+    """A frozen network that turns images into features."""
 
     sha256: str
+    """Hex digest of its file."""
     metadata: BackboneMetadata
     model: OnnxModel
 
     def features(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the features of a batch, float32 (n, L).
-
-        Args:
-            images: uint8 (n, H, W, 3), as `preprocess` makes them.
+        """Return the features, float32 (n, L), of images as `preprocess` makes them, uint8 (n, H, W, 3).
 
         Raises:
             BackboneMismatch: the features are not of the declared shape.
@@ -52,13 +44,7 @@ class Backbone:
 
 
 def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | None = None) -> Backbone:
-    """Open a backbone file.
-
-    Args:
-        path: an ONNX file written by `export-backbone`.
-        provider: `auto` takes CUDA if it works, else the CPU; a provider that does not work is replaced by the next
-            best, with a note.
-        threads: CPU threads of one run; all cores if None.
+    """Open an ONNX file written by `export-backbone`, as `open_session` does.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.

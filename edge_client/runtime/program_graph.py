@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.model import OnnxModel, Slot, Tensors, describe, fit, open_model
+from edge_client.runtime.onnx_model import OnnxModel, Slot, Tensors, describe, fit, open_model
 from edge_client.runtime.session import require_runtime
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.onnx_metadata import GraphMetadata, read_metadata
 
-Role: TypeAlias = Literal["init", "step", "project", "head"]
+Role = Literal["init", "step", "project", "head"]
 
 FREE = ("feature", "labels")
 """Inputs that every run brings itself."""
@@ -41,12 +41,7 @@ class Graph:
 
 
 def open_graph(file: bytes, *, role: Role, threads: int = 1) -> Graph:
-    """Open a graph of a program.
-
-    Args:
-        file: the ONNX file's bytes.
-        role: the expected role.
-        threads: CPU threads of one run.
+    """Open the graph of a program for a role, from the ONNX file's bytes.
 
     Raises:
         GraphRefused: it is not such a graph, cannot be run here, or needs a newer ONNX Runtime.

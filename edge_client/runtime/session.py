@@ -7,7 +7,6 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,28 +54,11 @@ def require_runtime() -> Any:
     return onnxruntime
 
 
-@dataclass(frozen=True)
-class Session:
-    """An ONNX Runtime session.
+def open_session(file: Path | bytes, *, provider: Provider, threads: int | None) -> tuple[Any, str, str]:
+    """Open an ONNX file, given by its path or bytes, on a provider, or on the next best one that works.
 
-    Args:
-        session: ONNX Runtime's.
-        provider: what runs it, such as `cpu` or `cuda`.
-        note: one line if that is not the best or requested provider; else empty.
-    """
-
-    session: Any
-    provider: str
-    note: str
-
-
-def open_session(file: Path | bytes, *, provider: Provider, threads: int | None) -> Session:
-    """Open an ONNX file on a provider, or on the next best one that works, with a note.
-
-    Args:
-        file: the file, or its bytes.
-        provider: `auto` takes CUDA if it works, else the CPU.
-        threads: CPU threads of one run; all cores if None.
+    `auto` takes CUDA if it works, else the CPU. A run uses `threads` CPU threads; all cores if None. Returns the
+    session, what runs it, such as `cpu` or `cuda`, and one line if that is not the best or requested provider.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
@@ -98,8 +80,8 @@ def open_session(file: Path | bytes, *, provider: Provider, threads: int | None)
                 f"{name} can run only {coverage:.0%} of this graph, and the CPU is slow at the rest"
             )
         if coverage >= LEAST_COVERAGE:
-            return Session(session, name, _note(reasons, name))
-    return Session(_create(runtime, file, [_CPU], threads), "cpu", _note(reasons, "cpu"))
+            return session, name, _note(reasons, name)
+    return _create(runtime, file, [_CPU], threads), "cpu", _note(reasons, "cpu")
 
 
 def release_memory() -> None:
@@ -119,12 +101,7 @@ def _note(reasons: Sequence[str], provider: str) -> str:
 def _create_accelerated(
     runtime: Any, file: Path | bytes, accelerator: str, threads: int | None
 ) -> tuple[Any, float]:
-    """Return a session on an accelerator and the share of the graph that runs there.
-
-    Raises:
-        _Unavailable: the accelerator does not work here.
-        GraphRefused: no provider can load the file.
-    """
+    """Return a session on an accelerator and the share of the graph that runs there; raises _Unavailable."""
     name = _short(accelerator)
     if accelerator not in runtime.get_available_providers():
         raise _Unavailable(f"no {name} in this ONNX Runtime, pip install 'protofleet[gpu]' in its place")
@@ -185,16 +162,13 @@ def _create(
     return session
 
 
-def _coverage(profile: Path) -> float:
+def _coverage(json_profile: Path) -> float:
     """Return the share of the output bytes of a run's nodes that was not computed on the CPU.
 
     Nodes that compute shapes run on the CPU even beside a GPU; their outputs are tiny.
-
-    Args:
-        profile: ONNX Runtime's JSON profile of a run.
     """
     total = on_cpu = 0
-    for event in json.loads(profile.read_bytes()):
+    for event in json.loads(json_profile.read_bytes()):
         details = event.get("args", {})
         if event.get("cat") == "Node" and "provider" in details:
             size_bytes = int(details.get("output_size", 0))

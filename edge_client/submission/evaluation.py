@@ -5,9 +5,8 @@ import logging
 from collections.abc import Sequence
 
 from edge_client.config import LocalSettings
-from edge_client.data.holdout import held_out
-from edge_client.data.images import find_images
-from edge_client.inference.predictor import Head, evaluate
+from edge_client.data.images import find_images, held_out
+from edge_client.inference import Head, evaluate
 from edge_client.privacy.policy import is_private
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.features import backbone_digests

@@ -9,8 +9,7 @@ import msgspec
 from edge_client.agent.events import HeadInstalled, InstallHead, RefuseHead
 from edge_client.agent.state import head_key
 from edge_client.agent.upload_item import UploadItem
-from edge_client.inference.head_loader import open_installed
-from edge_client.inference.predictor import Head
+from edge_client.inference import Head, open_installed
 from edge_client.privacy.policy import HEAD_REFUSED, is_private
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead

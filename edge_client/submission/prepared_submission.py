@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage
+from edge_client.data.images import LabeledImage, held_out
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionReport
 from edge_client.training.local_round import LocalModel

@@ -13,7 +13,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from edge_client.data.prototype_averaging import class_means
-from edge_client.runtime.model import Tensors
+from edge_client.runtime.onnx_model import Tensors
 from edge_client.runtime.onnx_validation import check_graph
 from edge_client.runtime.program_graph import Graph, Role, graph_metadata, open_graph
 from edge_client.training.trainer import (

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Interrupted
-from edge_client.runtime.model import Slot, Tensors, fit
+from edge_client.runtime.onnx_model import Slot, Tensors, fit
 from edge_client.runtime.program_graph import FREE, Graph
 from protocol.errors import GraphRefused, ProtofleetError
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from edge_client.config import LocalSettings
-from edge_client.data.holdout import held_out
-from edge_client.data.images import find_images
+from edge_client.data.images import find_images, held_out
 from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.runtime.model import Slot, fit
+from edge_client.runtime.onnx_model import Slot, fit
 from edge_client.runtime.onnx_validation import MAX_DEPTH, MAX_FIELDS, MAX_GRAPH_BYTES, check_graph
 from edge_client.runtime.program_graph import Role, open_graph
 from protocol.errors import GraphRefused

@@ -16,12 +16,12 @@ from tests.support.graphs import tiny_backbone
 def test_accelerator_with_low_coverage_is_noted_or_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covered: float, provider: str
 ) -> None:
-    cpu = open_session(tiny_backbone(), provider="cpu", threads=1).session
+    cpu = open_session(tiny_backbone(), provider="cpu", threads=1)[0]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr("edge_client.runtime.session._create_accelerated", lambda *_: (cpu, covered))
     opened = open_session(tiny_backbone(), provider="auto", threads=1)
-    assert opened.provider == provider
-    assert ("%" in opened.note) == (covered < 1)
+    assert opened[1] == provider
+    assert ("%" in opened[2]) == (covered < 1)
 
 
 def test_coverage_is_the_share_of_output_bytes_not_from_the_cpu(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_coverage_is_the_share_of_output_bytes_not_from_the_cpu(tmp_path: Path) 
 
 def test_threads_are_passed_to_onnx_runtime() -> None:
     for threads, expected in ((3, 3), (None, 0)):
-        session = open_session(tiny_backbone(), provider="cpu", threads=threads).session
+        session = open_session(tiny_backbone(), provider="cpu", threads=threads)[0]
         assert session.get_session_options().intra_op_num_threads == expected
 
 

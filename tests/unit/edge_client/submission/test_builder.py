@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.config import LocalSettings
-from edge_client.data.holdout import held_out
-from edge_client.data.images import find_images
-from edge_client.inference.predictor import open_head
+from edge_client.data.images import find_images, held_out
+from edge_client.inference import open_head
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.evaluation import evaluate_head
 from edge_client.submission.features import extract_features

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import read_message
-from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage
+from edge_client.data.images import LabeledImage, held_out
 from edge_client.data.prototype_averaging import class_means
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache

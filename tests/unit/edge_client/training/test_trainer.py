@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edge_client.data.extraction import Interrupted
-from edge_client.runtime.model import Tensors
+from edge_client.runtime.onnx_model import Tensors
 from edge_client.runtime.program_graph import Graph
 from edge_client.training.trainer import (
     Checkpoint,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
-from protocol.mqtt.packet_limits import MIN_LIMIT_BYTES, InferredLimit, packet_bytes
+from protocol.mqtt.publisher import MIN_LIMIT_BYTES, InferredLimit, packet_bytes
 
 SIZES = st.integers(1, 10**6)
 

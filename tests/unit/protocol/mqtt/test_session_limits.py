@@ -14,7 +14,7 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from protocol.mqtt import reconnect_delay, reconnecting_session
-from protocol.mqtt.packet_limits import packet_bytes
+from protocol.mqtt.publisher import packet_bytes
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,

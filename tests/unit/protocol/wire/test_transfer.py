@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import TransferError
-from protocol.mqtt.packet_limits import packet_bytes
+from protocol.mqtt.publisher import packet_bytes
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
 from protocol.wire.topics import device_topic

@@ -1,20 +1,27 @@
-"""An ONNX model: validated, opened in ONNX Runtime, and run under the watchdog."""
+"""An ONNX model: validated, opened in ONNX Runtime, and run under a watchdog."""
 
+import contextlib
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.runtime.onnx_validation import MAX_GRAPH_BYTES, check_graph
 from edge_client.runtime.session import Provider, first_line, open_session, require_runtime
-from edge_client.runtime.watchdog import run_options
 from protocol.errors import GraphRefused
 
-Tensors: TypeAlias = Mapping[str, NDArray[Any]]
+MAX_RUN_S = 120.0
+"""Time limit for one batch of a head or a program's graph, which normally takes milliseconds."""
+
+POLL_S = 0.25
+
+Tensors = Mapping[str, NDArray[Any]]
 """Arrays by the names of a model's inputs or outputs."""
 
 _DTYPES: dict[str, type[np.generic]] = {
@@ -41,21 +48,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """A model in ONNX Runtime.
-
-    Args:
-        name: what it is, for error messages.
-        properties: the file's `protofleet` metadata.
-        provider: what runs it, such as `cpu` or `cuda`.
-        note: one line if that is not the best or requested provider; else empty.
-        inputs: by name.
-        outputs: by name.
-    """
+    """A model in ONNX Runtime."""
 
     name: str
+    """For error messages."""
     properties: Mapping[str, str]
+    """The file's `protofleet` metadata."""
     provider: str
+    """The one in use, such as `cpu` or `cuda`."""
     note: str
+    """One line if it is not the best or requested provider; else empty."""
     inputs: Mapping[str, Slot]
     outputs: Mapping[str, Slot]
     _session: Any = field(repr=False)
@@ -63,12 +65,7 @@ class OnnxModel:
     def run(
         self, feeds: Tensors, outputs: Sequence[str] | None = None, *, limited: bool = True
     ) -> dict[str, NDArray[Any]]:
-        """Return the named outputs, or all of them.
-
-        Args:
-            feeds: every input.
-            outputs: names of those to compute.
-            limited: end a run that exceeds the time limit.
+        """Return the named outputs, or all of them; `limited` ends a run that exceeds the time limit.
 
         Raises:
             GraphRefused: it fails on these inputs, or exceeds the time limit.
@@ -94,7 +91,7 @@ class OnnxModel:
         try:
             if not limited:
                 return run(None)
-            with run_options() as options:
+            with _time_limit() as options:
                 return run(options)
         except Exception as error:  # ONNX Runtime has no error class of its own
             raise GraphRefused(f"the {self.name} fails on its inputs: {first_line(error)}") from error
@@ -109,15 +106,9 @@ def open_model(
     max_bytes: int = MAX_GRAPH_BYTES,
     accept: Callable[[Mapping[str, str]], object] = lambda _: None,
 ) -> OnnxModel:
-    """Validate an ONNX file and open it.
+    """Validate an ONNX file, given by its path or bytes, and open it as `open_session` does.
 
-    Args:
-        source: the file, or its bytes.
-        name: what it is, for error messages.
-        provider: as in `open_session`.
-        threads: CPU threads of one run; all cores if None.
-        max_bytes: larger files are refused.
-        accept: called with the file's properties before ONNX Runtime loads it; raises to refuse the file.
+    `accept` is called with the file's properties before ONNX Runtime loads it, and raises to refuse the file.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
@@ -125,15 +116,15 @@ def open_model(
     """
     properties = check_graph(_content(source) if isinstance(source, Path) else source, max_bytes=max_bytes)
     accept(properties)
-    opened = open_session(source, provider=provider, threads=threads)
+    session, used_provider, note = open_session(source, provider=provider, threads=threads)
     return OnnxModel(
         name=name,
         properties=properties,
-        provider=opened.provider,
-        note=opened.note,
-        inputs=_slots(opened.session.get_inputs()),
-        outputs=_slots(opened.session.get_outputs()),
-        _session=opened.session,
+        provider=used_provider,
+        note=note,
+        inputs=_slots(session.get_inputs()),
+        outputs=_slots(session.get_outputs()),
+        _session=session,
     )
 
 
@@ -175,3 +166,51 @@ def _slots(values: list[Any]) -> dict[str, Slot]:
         )
         for value in values
     }
+
+
+class _Watchdog(threading.Thread):
+    """Ends runs that exceed their time limit; a thread for each run would often cost more than the run."""
+
+    def __init__(self) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._changed = threading.Condition()
+        self._runs: dict[int, tuple[Any, float]] = {}
+
+    def watch(self, options: Any, until_s: float) -> None:
+        """Terminate the run with these options at a time of the monotonic clock."""
+        with self._changed:
+            if not self.is_alive():
+                self.start()
+            self._runs[id(options)] = (options, until_s)
+            self._changed.notify()
+
+    def release(self, options: Any) -> None:
+        with self._changed:
+            del self._runs[id(options)]
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._runs)
+                for options, until_s in self._runs.values():
+                    if time.monotonic() > until_s:
+                        options.terminate = True
+            time.sleep(POLL_S)
+
+
+_WATCHDOG = _Watchdog()
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[Any]:
+    """Yield ONNX Runtime options that end a run after `MAX_RUN_S`, between two operators or iterations of a loop."""
+    options, limit_s = require_runtime().RunOptions(), MAX_RUN_S
+    _WATCHDOG.watch(options, time.monotonic() + limit_s)
+    try:
+        yield options
+    except Exception as error:
+        if options.terminate:
+            raise TimeoutError(f"it exceeded the time limit of {limit_s:.0f} s") from error
+        raise
+    finally:
+        _WATCHDOG.release(options)

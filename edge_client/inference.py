@@ -1,4 +1,4 @@
-"""Heads on the device: opened, tested, evaluated, and used to predict."""
+"""Heads on the device: opened, tested, evaluated, and used to predict, offline."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from numpy.typing import NDArray
 from edge_client.data.extraction import Refusal, feature_batches
 from edge_client.data.images import unlabeled
 from edge_client.runtime.backbone import Backbone
-from edge_client.runtime.model import OnnxModel, Tensors, describe, open_model
+from edge_client.runtime.onnx_model import OnnxModel, Tensors, describe, open_model
 from edge_client.runtime.program_graph import open_graph
+from edge_client.storage.stored_values import InstalledHead
+from edge_client.training.local_round import LocalModel, read_tensors, unpack
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.onnx_metadata import HeadMetadata, read_metadata
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.messages import BlobRef
 
 SUM_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Head:
-    """A trained classifier head.
-
-    Args:
-        classes: the C class names, in the order of its outputs.
-        feature_size: L, of all backbones together.
-        model: the opened file.
-        bound: its inputs other than features.
-    """
+    """A trained classifier head."""
 
     classes: tuple[str, ...]
+    """C names, in the order of its outputs."""
     feature_size: int
+    """L, of all backbones together."""
     model: OnnxModel
     bound: Tensors
+    """Its inputs other than features."""
 
     def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return class probabilities, float32 (n, C), of features float32 (n, L).
@@ -47,16 +47,13 @@ class Head:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The result for one image.
-
-    Args:
-        top: the most probable classes with their probabilities, in descending order.
-        error: why there is no prediction; empty if there is one.
-    """
+    """The result for one image."""
 
     path: Path
     top: tuple[tuple[str, float], ...] = ()
+    """The most probable classes with their probabilities, in descending order."""
     error: str = ""
+    """Why there is no prediction; empty if there is one."""
 
     @property
     def label(self) -> str:
@@ -64,13 +61,30 @@ class Prediction:
         return self.top[0][0]
 
 
-def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[str] | None = None) -> Head:
-    """Open and test a head whose only input is features.
+def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequence[Backbone]) -> Head:
+    """Open a head from its stored description; in tasks with rounds, bind it to the round's tensors and local model.
 
-    Args:
-        file: the ONNX file's bytes.
-        backbones: those that compute its features, in order.
-        classes: the task's classes, if known.
+    Raises:
+        BackboneMismatch: it is not for these backbones or classes.
+        GraphRefused: it cannot be used.
+        StateError: a part of it is missing.
+    """
+    if not installed.tensors:
+        file = blobs.read(installed.head)
+        return open_head(file, backbones=backbones, classes=installed.classes)
+    local_model = unpack(blobs.read(installed.local_model))
+    reference = BlobRef(digest=installed.tensors, size_bytes=0, name="the round's tensors")
+    return open_round_head(
+        blobs.read(installed.head),
+        local_model=local_model,
+        tensors=read_tensors(blobs, reference),
+        feature_size=installed.feature_size,
+        classes=installed.classes,
+    )
+
+
+def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[str] | None = None) -> Head:
+    """Open and test a head whose only input is features, from the ONNX file's bytes.
 
     Raises:
         BackboneMismatch: it is no head, or not for these backbones or classes.
@@ -94,23 +108,14 @@ def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[s
 def open_round_head(
     file: bytes,
     *,
-    state: Tensors,
+    local_model: LocalModel,
     tensors: Tensors,
-    local_prototypes: NDArray[np.float32],
-    local_counts: NDArray[np.float32],
     feature_size: int,
     classes: Sequence[str],
 ) -> Head:
-    """Open and test the head of a program, bound to the tensors that it takes.
+    """Open and test the head of a program, bound to the local model and to the round's tensors.
 
-    Args:
-        file: the ONNX file's bytes.
-        state: the device's own.
-        tensors: the round's; they replace tensors of the state with the same name.
-        local_prototypes: the device's own, float32 (C, D); zeros for classes without images.
-        local_counts: images in each, float32 (C,).
-        feature_size: L, of all backbones together.
-        classes: the task's.
+    A tensor of the round replaces the one of the local model with the same name.
 
     Raises:
         GraphRefused: it takes other tensors, cannot run here, or does not give probabilities.
@@ -121,8 +126,8 @@ def open_round_head(
             f"expected a head for {feature_size} features and {len(classes)} classes, got one for "
             f"{graph.metadata.feature_size} and {graph.metadata.classes}"
         )
-    local = {"local_prototypes": local_prototypes, "local_counts": local_counts}
-    bound = graph.bind({**state, **tensors, **local})
+    local = {"local_prototypes": local_model.prototypes, "local_counts": local_model.counts}
+    bound = graph.bind({**local_model.state, **tensors, **local})
     return _tested(Head(tuple(classes), feature_size, graph.model, bound))
 
 
@@ -179,15 +184,9 @@ def predict(
     batch_size: int = 16,
     workers: int = 2,
 ) -> Iterator[Prediction]:
-    """Yield a prediction for each image, in order; for an unusable image, one with the reason.
+    """Yield a prediction for each image, in order, with the `top` classes; for an unusable image, with the reason.
 
-    Args:
-        paths: any number of images; a few at a time are in memory.
-        backbones: those that the head is for, in order.
-        head: the classifier.
-        top: classes to name.
-        batch_size: images in one run of a backbone.
-        workers: threads that decode.
+    Two batches of images are in memory at a time.
     """
     images = map(unlabeled, paths)
     for batch in feature_batches(images, backbones, batch_size=batch_size, workers=workers):

@@ -1,5 +1,6 @@
 """Heads on the device: opened, refused, evaluated, and used to predict."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 from PIL import Image
 
 from edge_client.data.images import decode
-from edge_client.inference.predictor import Head, evaluate, open_head, open_round_head, predict
-from edge_client.runtime import watchdog
+from edge_client.inference import Head, evaluate, open_head, open_round_head, predict
+from edge_client.runtime import onnx_model
 from edge_client.runtime.backbone import Backbone
+from edge_client.training.local_round import LocalModel
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.preprocessing import preprocess
 from tests.support import step_graphs
@@ -106,7 +108,7 @@ def test_endless_head_exceeds_the_time_limit(tmp_path: Path, monkeypatch: pytest
     """A good head runs after it."""
     backbone = tiny(tmp_path)
     good = linear_head([backbone], np.zeros((16, 2), dtype=np.float32))
-    monkeypatch.setattr(watchdog, "MAX_RUN_S", 0.5)
+    monkeypatch.setattr(onnx_model, "MAX_RUN_S", 0.5)
     with pytest.raises(GraphRefused, match="exceeded the time limit"):
         open_head(spoilt(good, endless), backbones=[backbone])
     assert open_head(good, backbones=[backbone]).probabilities(np.zeros((1, 16), np.float32)).shape == (1, 2)
@@ -129,15 +131,20 @@ def test_features_of_several_backbones_are_concatenated_in_order(tmp_path: Path)
         )
 
 
+LOCAL_MODEL = LocalModel(
+    state={"weight": np.eye(4, 2, dtype=np.float32)},
+    prototypes=np.array([[0, 0], [0, 0], [5, 5]], dtype=np.float32),
+    counts=np.array([0, 0, 2], dtype=np.float32),
+)
+"""Of a device that has images of the last class only."""
+
+
 def round_head(**replaced: Any) -> Head:
-    """The head of a round on a device that has prototypes of the last class alone."""
     return open_round_head(
         **{
             "file": step_graphs.file("head"),
-            "state": {"weight": np.eye(4, 2, dtype=np.float32)},
+            "local_model": LOCAL_MODEL,
             "tensors": step_graphs.round_tensors(),
-            "local_prototypes": np.array([[0, 0], [0, 0], [5, 5]], dtype=np.float32),
-            "local_counts": np.array([0, 0, 2], dtype=np.float32),
             "feature_size": 4,
             "classes": ("a", "b", "c"),
             **replaced,
@@ -152,27 +159,26 @@ def test_round_head_is_bound_to_state_tensors_and_local_prototypes() -> None:
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(head.probabilities(features), expected, rtol=1e-5)
     assert evaluate(head, [features, features[:1]], label=2) == 4
-    strange = round_head(local_counts=np.zeros(3, np.float32))
+    strange = round_head(local_model=replace(LOCAL_MODEL, counts=np.zeros(3, np.float32)))
     assert evaluate(strange, [features], label=0) == 2
 
 
 def test_bound_state_is_not_copied() -> None:
-    state = {"weight": np.eye(4, 2, dtype=np.float32)}
-    assert round_head(state=state).bound["weight"] is state["weight"]
+    assert round_head().bound["weight"] is LOCAL_MODEL.state["weight"]
 
 
 def test_round_head_with_unsuitable_tensors_is_refused() -> None:
     """A missing tensor, another shape, size or role, and NaN: the error names each."""
     with pytest.raises(GraphRefused, match="the head graph asks for weight; there are targets"):
-        round_head(state={})
+        round_head(local_model=replace(LOCAL_MODEL, state={}))
     with pytest.raises(GraphRefused, match=r"'local_counts' must be float32 \(3\), and is float32 \(2\)"):
-        round_head(local_counts=np.zeros(2, np.float32))
+        round_head(local_model=replace(LOCAL_MODEL, counts=np.zeros(2, np.float32)))
     with pytest.raises(GraphRefused, match="for 5 features and 2 classes, got one for 4 and 3"):
         round_head(feature_size=5, classes=("a", "b"))
     with pytest.raises(GraphRefused, match="expected the graph for head, got the one for step"):
         round_head(file=step_graphs.file("step"))
     with pytest.raises(GraphRefused, match="one probability per class"):
-        round_head(state={"weight": np.full((4, 2), np.nan, np.float32)})
+        round_head(local_model=replace(LOCAL_MODEL, state={"weight": np.full((4, 2), np.nan, np.float32)}))
     broken = """h (float[n, 4] feature, float[4, 2] weight) => (float[n, k] probabilities)
         { probabilities = Concat<axis = 1>(feature, weight) }"""
     with pytest.raises(GraphRefused, match="the head graph fails"):

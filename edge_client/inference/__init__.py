@@ -1,1 +1,0 @@
-"""Predictions with the installed head, offline. Imports `training` and the rooms below it."""
