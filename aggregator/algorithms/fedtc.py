@@ -1,8 +1,9 @@
 """FedTC on the aggregator: trains a head on the prototypes of all devices."""
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
@@ -87,17 +88,17 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 class Head(nn.Module):
     """The paper's adapter and head (Table 5): features (n, L) to logits (n, C)."""
 
-    def __init__(self, *, feature_size: int, num_classes: int) -> None:
+    def __init__(self, *, feature_size: int, num_classes: int, hidden: Sequence[int] = (1024, 512)) -> None:
         super().__init__()
-        self.adapter_1 = nn.Linear(feature_size, 1024)
-        self.adapter_2 = nn.Linear(1024, 512)
-        self.classifier = nn.Linear(512, num_classes)
+        sizes = (feature_size, *hidden)
+        self.adapter = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
+        self.classifier = nn.Linear(sizes[-1], num_classes)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits; rows of zeros stay zero instead of NaN."""
-        hidden = functional.normalize(functional.relu(self.adapter_1(features)))
-        hidden = functional.normalize(functional.relu(self.adapter_2(hidden)))
-        logits: Tensor = self.classifier(hidden)
+        for layer in self.adapter:
+            features = functional.normalize(functional.relu(layer(features)))
+        logits: Tensor = self.classifier(features)
         return logits
 
 
@@ -298,7 +299,7 @@ def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
 
 def _fold(head: Head, mean: Tensor | float, scale: Tensor | float) -> None:
     """Fold standardization into the first layer: a head trained on (x - mean) / scale then takes x."""
-    first = head.adapter_1
+    first = head.adapter[0]
     with torch.no_grad():
         first.weight /= scale
         first.bias.sub_((first.weight * mean).sum(dim=1))

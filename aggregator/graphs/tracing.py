@@ -1,7 +1,10 @@
 """Traces an algorithm's torch functions into ONNX files, whose inputs and outputs are named as its tensors."""
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from aggregator.algorithms.program import Algorithm, Function, Functions
-from aggregator.graphs.head_export import OPSET, quiet, without_notes
+from aggregator.graphs.head_export import OPSET
 from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError
 from protocol.onnx_metadata import GraphMetadata, to_properties
@@ -95,7 +98,7 @@ def to_onnx(
         return tuple(outputs.values())
 
     inputs = tuple(tensors[name] for name in function.inputs)
-    with quiet():
+    with _quiet():
         traced = make_fx(positional, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
         program = torch.onnx.export(
             traced,
@@ -106,7 +109,8 @@ def to_onnx(
             external_data=False,
             verbose=False,
         )
-    model = without_notes(program)
+    model = program.model_proto
+    _remove_notes(model)
     _rename(model.graph, inputs=function.inputs, outputs=names)
     _fold_transposes(model.graph)
     tile(model)
@@ -163,6 +167,27 @@ def _prune(graph: onnx.GraphProto) -> None:
     del graph.node[:], graph.initializer[:]
     graph.node.extend(reversed(nodes))
     graph.initializer.extend(constants)
+
+
+def _remove_notes(model: onnx.ModelProto) -> None:
+    """Remove the exporter's stack traces, which contain paths of this machine."""
+    graph = model.graph
+    parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
+    for part in parts:
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the exporter's warnings."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _dynamic(axes: tuple[str | None, ...]) -> dict[int, Any]:
