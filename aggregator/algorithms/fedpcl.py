@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.cluster.hierarchy import fcluster, linkage
 
 from aggregator.algorithms.program import (
     Algorithm,
@@ -120,6 +119,8 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.sets == "sample":
             chosen = np.sort(np.random.default_rng(seed).choice(len(padded), self.max_sets, replace=False))
             return padded[chosen], counts[chosen]
+        from scipy.cluster.hierarchy import fcluster, linkage
+
         tree = linkage(padded.reshape(len(padded), -1), method="ward")
         group = fcluster(tree, self.max_sets, criterion="maxclust")
         merged = [_merged(padded[group == number], counts[group == number]) for number in np.unique(group)]

@@ -90,15 +90,16 @@ class Head(nn.Module):
 
     def __init__(self, *, feature_size: int, num_classes: int, hidden: Sequence[int] = (1024, 512)) -> None:
         super().__init__()
-        sizes = (feature_size, *hidden)
-        self.adapter = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
-        self.classifier = nn.Linear(sizes[-1], num_classes)
+        sizes = (feature_size, *hidden, num_classes)
+        self.layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+        self.registered = nn.ModuleList(self.layers)
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the logits; rows of zeros stay zero instead of NaN."""
-        for layer in self.adapter:
+        *adapter, classifier = self.layers
+        for layer in adapter:
             features = functional.normalize(functional.relu(layer(features)))
-        logits: Tensor = self.classifier(features)
+        logits: Tensor = classifier(features)
         return logits
 
 
@@ -280,8 +281,8 @@ def _first_head(data: _TrainingSet, seed: int) -> Head:
         head = Head(feature_size=data.centers.shape[1], num_classes=len(data.sizes))
     absent = (data.sizes == 0).cpu()
     with torch.no_grad():
-        head.classifier.weight[absent] = 0.0
-        head.classifier.bias[absent] = ABSENT_LOGIT
+        head.layers[-1].weight[absent] = 0.0
+        head.layers[-1].bias[absent] = ABSENT_LOGIT
     return head
 
 
@@ -299,7 +300,7 @@ def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
 
 def _fold(head: Head, mean: Tensor | float, scale: Tensor | float) -> None:
     """Fold standardization into the first layer: a head trained on (x - mean) / scale then takes x."""
-    first = head.adapter[0]
+    first = head.layers[0]
     with torch.no_grad():
         first.weight /= scale
         first.bias.sub_((first.weight * mean).sum(dim=1))

@@ -5,8 +5,6 @@ Sarfraz, Sharma, Stiefelhagen, "Efficient parameter-free clustering using first 
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 TIE = 1e-9
 """Cosines closer than this are equal, and a point this much shorter than the longest one has no direction; rounding
@@ -53,6 +51,9 @@ def _linked(points: NDArray[np.float64], shortest: float) -> NDArray[np.int64]:
 
     Two points with the same first neighbor are connected through it, so links to first neighbors suffice.
     """
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
     lengths = np.linalg.norm(points, axis=1)
     directed = lengths > shortest
     units = points[directed] / lengths[directed, None]

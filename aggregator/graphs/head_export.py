@@ -31,11 +31,11 @@ def head_to_onnx(head: Head, *, metadata: HeadMetadata) -> bytes:
     """
     constants = {"axes": np.array([1]), "min_length": np.float32(MIN_LENGTH)}
     nodes, value = [], "feature"
-    for number, layer in enumerate([*head.adapter, head.classifier]):
+    for number, layer in enumerate(head.layers):
         constants[f"weight_{number}"] = layer.weight.detach().numpy()
         constants[f"bias_{number}"] = layer.bias.detach().numpy()
         nodes.append(f"dense_{number} = Gemm<transB=1>({value}, weight_{number}, bias_{number})")
-        if layer is not head.classifier:
+        if layer is not head.layers[-1]:
             nodes += [
                 f"positive_{number} = Relu(dense_{number})",
                 f"length_{number} = ReduceL2<keepdims=1>(positive_{number}, axes)",

@@ -109,8 +109,7 @@ def to_onnx(
             external_data=False,
             verbose=False,
         )
-    model = program.model_proto
-    _remove_notes(model)
+    model = _without_notes(program)
     _rename(model.graph, inputs=function.inputs, outputs=names)
     _fold_transposes(model.graph)
     tile(model)
@@ -169,13 +168,15 @@ def _prune(graph: onnx.GraphProto) -> None:
     graph.initializer.extend(constants)
 
 
-def _remove_notes(model: onnx.ModelProto) -> None:
-    """Remove the exporter's stack traces, which contain paths of this machine."""
+def _without_notes(program: Any) -> onnx.ModelProto:
+    """Return the graph without the exporter's stack traces, which contain paths of this machine."""
+    model: onnx.ModelProto = program.model_proto
     graph = model.graph
     parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
     for part in parts:
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
+    return model
 
 
 @contextlib.contextmanager

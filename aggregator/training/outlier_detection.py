@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import median_abs_deviation
 
 from aggregator.ingest.validation import Prototypes
 
@@ -181,6 +180,8 @@ def _standardized(values: NDArray[np.float64], *, unit: float = 0.0) -> NDArray[
         values: (K,).
         unit: a scale below which differences do not count.
     """
+    from scipy.stats import median_abs_deviation
+
     median = float(np.median(values))
     deviation = float(median_abs_deviation(values, scale="normal"))
     deviation = max(deviation, LEAST_DEVIATION * max(median, unit))

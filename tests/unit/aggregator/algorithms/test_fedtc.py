@@ -77,7 +77,7 @@ def test_same_seed_same_head() -> None:
     first, again, other = (_train(*_blobs(0, 1, 2), seed=seed) for seed in (1, 1, 2))
     for a, b in zip(first.module.parameters(), again.module.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert not torch.equal(first.module.adapter[0].weight, other.module.adapter[0].weight)
+    assert not torch.equal(first.module.layers[0].weight, other.module.layers[0].weight)
 
 
 def test_training_leaves_the_global_random_state_alone() -> None:
@@ -145,13 +145,13 @@ def test_the_head_is_table_5_of_the_paper() -> None:
     head = Head(feature_size=FEATURE_SIZE, num_classes=3)
     features = np.random.default_rng(0).normal(size=(4, FEATURE_SIZE)).astype(np.float32)
     expected = features
-    for layer in head.adapter:
+    for layer in head.layers[:-1]:
         expected = np.maximum(expected @ layer.weight.detach().numpy().T + layer.bias.detach().numpy(), 0)
         expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    expected = expected @ head.classifier.weight.detach().numpy().T + head.classifier.bias.detach().numpy()
+    expected = expected @ head.layers[-1].weight.detach().numpy().T + head.layers[-1].bias.detach().numpy()
     with torch.inference_mode():
         np.testing.assert_allclose(head(torch.from_numpy(features)).numpy(), expected, atol=1e-6)
-    assert [layer.out_features for layer in head.adapter] == [1024, 512]
+    assert [layer.out_features for layer in head.layers[:-1]] == [1024, 512]
 
 
 @given(batch=st.integers(2, 40), seed=st.integers(0, 1000))
