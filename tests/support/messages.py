@@ -1,14 +1,15 @@
-"""One fixed message of every type, and hypothesis strategies for all the others."""
+"""One fixed message of every type, and a hypothesis strategy for any valid message."""
 
-from typing import Any
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
 from protocol.wire.codec import to_tensor
 from protocol.wire.messages import (
-    MAX_BLOB_BYTES,
-    MAX_CHUNK_BYTES,
+    PROTOCOL_VERSION,
     BlobRef,
     BlobRequest,
     DeviceInfo,
@@ -27,7 +28,6 @@ from protocol.wire.messages import (
     Signed,
     Submission,
     TaskManifest,
-    Tensor,
     Tensors,
 )
 
@@ -138,158 +138,50 @@ SAMPLES: tuple[Message | Frame, ...] = (
     Tensors(values={"prototypes": to_tensor(np.array([[0.0, 1.0]], dtype=np.float16))}),
 )
 
-_natural = st.integers(0, 2**63 - 1)
-_positive = st.integers(1, 2**63 - 1)
-_byte_count = st.integers(0, MAX_BLOB_BYTES)
-_digest = st.binary(min_size=32, max_size=32)
-_text = st.text(max_size=256)
-_class_name = st.text(min_size=1, max_size=128)
-_name = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
-_per_class = st.lists(_natural, max_size=20).map(tuple)
-_blob_ref = st.builds(BlobRef, digest=_digest, size_bytes=_byte_count, name=_text)
-_tensor = st.builds(
-    Tensor,
-    dtype=st.sampled_from(["f2", "f4", "u1", "u2", "u4"]),
-    shape=st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple),
-    data=st.binary(max_size=200),
-)
-_tensor_names = st.from_regex(r"[a-z][a-z0-9_]{0,63}", fullmatch=True)
-_tensor_map = st.dictionaries(_tensor_names, _tensor, max_size=4)
-_head_ref = st.builds(
-    HeadRef,
-    version=_positive,
-    head=_blob_ref,
-    devices=_positive,
-    prototypes=_positive,
-    metrics=st.dictionaries(_text, st.floats(allow_nan=False), max_size=32),
-    round=st.none() | _natural,
-    tensors=st.none() | _blob_ref,
-)
-_program = st.builds(
-    Program,
-    init=_blob_ref,
-    step=_blob_ref,
-    project=_blob_ref,
-    head=_blob_ref,
-    persistent=st.lists(_tensor_names, max_size=4).map(tuple),
-    uploaded=st.lists(_tensor_names, max_size=4).map(tuple),
-    batch_size=st.integers(1, 65535),
-)
-_large = st.floats(0, 1e6, exclude_min=True)
-_share = st.floats(0, 1, exclude_min=True, exclude_max=True)
-_perturbation = st.builds(
-    Perturbation,
-    on=st.sampled_from(["prototypes", "images"]),
-    noise=st.sampled_from(["gaussian", "laplace"]),
-    scale=_large,
-    shrink=_share,
-)
-_differential_privacy = st.builds(
-    DifferentialPrivacy, clip_norm=_large, noise_multiplier=_large, delta=_share, max_epsilon=_large
-)
-_privacy = st.builds(
-    Privacy, epsilon=st.floats(0, 1e9), total_epsilon=st.floats(0, 1e9), delta=_share, releases=_positive
-)
+_BOUNDS = ("gt", "ge", "lt", "le", "min_length", "max_length", "pattern")
 
 
-def _version_one(message_type: type[Any], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.builds(message_type, v=st.just(1), **fields)
+def _values(hint: Any, **bounds: Any) -> st.SearchStrategy[Any]:
+    """Return valid values of a type; `bounds` are those of its `msgspec.Meta`."""
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        given = {name: getattr(meta, name) for meta in arguments[1:] for name in _BOUNDS}
+        return _values(arguments[0], **{name: bound for name, bound in given.items() if bound is not None})
+    if kind is Literal:
+        return st.sampled_from(arguments)
+    if kind in {Union, types.UnionType}:
+        return st.one_of(map(_values, arguments))
+    if kind is tuple and arguments[-1] is not Ellipsis:
+        return st.tuples(*map(_values, arguments))
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        hints = get_type_hints(kind, include_extras=True)
+        fields = {name: _values(hints[name]) for name in kind.__struct_fields__ if name != "v"}
+        version = {"v": st.just(PROTOCOL_VERSION)} if "v" in hints else {}
+        return st.builds(kind, **version, **fields)
+    return _builtin_values(kind, arguments, **bounds)
 
 
-MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(
-    _version_one(
-        Signed,
-        key=_digest,
-        release=_positive,
-        signature=st.binary(min_size=64, max_size=64),
-        body=st.binary(max_size=300),
-    ),
-    _version_one(
-        TaskManifest,
-        fleet=_name,
-        algorithm=_name,
-        classes=st.lists(_class_name, min_size=1, max_size=20).map(tuple),
-        backbones=st.lists(_blob_ref, min_size=1, max_size=16).map(tuple),
-        alpha=st.floats(0, 1, exclude_min=True),
-        batch_size=st.integers(1, 65535),
-        min_images=st.integers(1, 65535),
-        seed=_natural,
-        program=st.none() | _program,
-        perturbation=st.none() | _perturbation,
-        differential_privacy=st.none() | _differential_privacy,
-    ),
-    _version_one(
-        RoundManifest,
-        task=_digest,
-        number=_natural,
-        rounds=_positive,
-        epochs=st.integers(0, 65535),
-        tensors=_blob_ref,
-    ),
-    _version_one(
-        HeadManifest,
-        task=_digest,
-        current=_head_ref,
-        candidate=st.none() | _head_ref,
-        canary_rank_limit=st.integers(0, 2**32),
-    ),
-    _version_one(Presence, state=st.sampled_from(["online", "stopped", "offline"]), epoch=_natural),
-    _version_one(
-        DeviceInfo,
-        epoch=_natural,
-        software=_text,
-        runtime=_text,
-        backbones=st.lists(_digest, max_size=5).map(tuple),
-        images=st.dictionaries(_class_name, _natural, max_size=20),
-        unusable_images=_natural,
-        problem=_text,
-        head_version=_natural,
-        refused_messages=st.dictionaries(_text, _natural, max_size=5),
-    ),
-    _version_one(
-        Submission,
-        task=_digest,
-        sequence=_natural,
-        prototypes=_tensor,
-        labels=_tensor,
-        counts=_tensor,
-        images=_natural,
-        omitted_classes=_per_class,
-        round=_natural,
-        tensors=_tensor_map,
-        loss=st.none() | st.floats(allow_nan=False),
-        privacy=st.none() | _privacy,
-    ),
-    _version_one(
-        Evaluation,
-        task=_digest,
-        head_version=_positive,
-        correct=_per_class,
-        incorrect=_per_class,
-        previous_correct=_per_class,
-        problem=_text,
-    ),
-    _version_one(
-        Frame,
-        digest=_digest,
-        size_bytes=_byte_count,
-        offset=_byte_count,
-        data=st.binary(max_size=300),
-        key=st.binary(max_size=32),
-        signature=st.binary(max_size=64),
-    ),
-    _version_one(
-        Receipt,
-        digest=_digest,
-        status=st.sampled_from(["received", "missing", "refused"]),
-        missing=st.lists(st.tuples(_byte_count, _byte_count), max_size=64).map(tuple),
-        reason=st.sampled_from([None, "malformed", "version", "oversized", "digest", "superseded"]),
-        detail=_text,
-        sequence=st.integers(0, 2**62),
-    ),
-    _version_one(
-        BlobRequest, digest=_digest, offset=_byte_count, length=st.integers(1, 16 * MAX_CHUNK_BYTES)
-    ),
-    _version_one(Tensors, values=_tensor_map),
-)
-"""Any valid message of protocol version 1."""
+def _builtin_values(kind: type, arguments: tuple[Any, ...], **bounds: Any) -> st.SearchStrategy[Any]:
+    least, most = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    size = {"min_size": bounds.get("min_length", 0)}
+    if kind is int:
+        return st.integers(least, most)
+    if kind is float:
+        return st.floats(least, most, exclude_min="gt" in bounds, exclude_max="lt" in bounds, allow_nan=False)
+    if kind is bytes:
+        return st.binary(**size, max_size=min(300, bounds.get("max_length", 300)))
+    if kind is str and "pattern" in bounds:
+        return st.from_regex(bounds["pattern"], fullmatch=True)
+    if kind is str:
+        return st.text(**size, max_size=bounds["max_length"])
+    most_items = min(8, bounds.get("max_length", 8))
+    if kind is dict:
+        return st.dictionaries(*map(_values, arguments), **size, max_size=most_items)
+    if kind is tuple:
+        return st.lists(_values(arguments[0]), **size, max_size=most_items).map(tuple)
+    assert kind is types.NoneType, kind
+    return st.none()
+
+
+MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(_values(type(sample)) for sample in SAMPLES)
+"""Any valid message of this protocol version."""
