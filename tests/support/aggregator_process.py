@@ -1,28 +1,17 @@
-"""A real aggregator process, and a client that can send it anything under a device's name."""
+"""The aggregator as a process, and a client that can send it anything under a device's name."""
 
 import contextlib
-import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import msgspec
 
-from protocol.mqtt.reconnecting_session import (
-    BrokerAddress,
-    Connected,
-    Drained,
-    Event,
-    Outgoing,
-    Received,
-    Session,
-)
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received, Session
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
     BlobRef,
@@ -40,8 +29,9 @@ from protocol.wire.messages import (
 from protocol.wire.signing import open_manifest, sign_frame
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import Assembly, frames_of
-from tests.support.fleet import aggregator_status, wait_until
+from tests.support.fleet import Fleet
 from tests.support.graphs import tiny_backbone
+from tests.support.sessions import E, EventLog
 
 TIMEOUT_S = 300.0
 MAX_BYTES = 2**20
@@ -60,7 +50,14 @@ rounds = 3
 projection_size = 4
 """
 """Task settings of three rounds, each closed by two devices."""
-E = TypeVar("E", bound=Event)
+PROGRAM = "from aggregator.cli import main; main()"
+WITHOUT_TORCH = f"""\
+import sys
+for heavy in ("torch", "onnx", "onnxscript", "amqtt"):
+    sys.modules[heavy] = None
+{PROGRAM}
+"""
+"""The program on a machine that lacks the large packages."""
 M = TypeVar("M", HeadManifest, RoundManifest, Presence, Receipt, Frame)
 
 
@@ -75,34 +72,28 @@ def write_task(folder: Path, added: str = "") -> Path:
     return path
 
 
-@dataclass(frozen=True)
+def run_aggregator(*arguments: str, program: str = WITHOUT_TORCH) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; returns its exit status and output."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
+    )
+
+
 class Daemon:
     """A running `aggregator run`."""
 
-    process: subprocess.Popen[bytes]
-    state: Path
-    log_file: Path
+    def __init__(self, fleet: Fleet) -> None:
+        self.process = fleet.processes["aggregator"]
+        self.state = fleet.aggregator_state
+        self.status = fleet.status
+        self._fleet = fleet
 
     def log(self) -> str:
-        """Its log so far."""
-        return self.log_file.read_text(encoding="utf-8")
-
-    def status(self) -> dict[str, Any]:
-        """Return what `aggregator status --json` prints; empty before there is a state."""
-        return aggregator_status(self.state)
+        return self._fleet.log("aggregator")
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Wait until the status meets a condition; returns that status."""
-        summary: dict[str, Any] = {}
-
-        def met() -> bool:
-            assert self.process.poll() is None, self.log()
-            summary.clear()
-            summary.update(self.status())
-            return bool(summary and holds(summary))
-
-        wait_until("a status", met, diagnostics=lambda: f"{self.status()}\n{self.log()}")
-        return summary
+        return self._fleet.wait_for("a status", holds)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it by a signal; returns its exit status."""
@@ -113,18 +104,10 @@ class Daemon:
 @contextmanager
 def aggregator(task: Path, broker: BrokerAddress, *options: str) -> Iterator[Daemon]:
     """Run the aggregator on a task file, with its state and log beside that."""
-    state, log_file = task.parent / "state", task.parent / "aggregator.log"
-    arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker), *options]
-    with log_file.open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "aggregator.cli", *arguments], stdout=log, stderr=log
-        )
-    daemon = Daemon(process, state, log_file)
-    try:
-        yield daemon
-    finally:
-        if process.poll() is None:
-            daemon.stop()
+    with Fleet(task.parent, broker) as fleet:
+        fleet.aggregator_state = task.parent / "state"
+        fleet.start_aggregator(task, *options)
+        yield Daemon(fleet)
 
 
 def key_of(device: str) -> bytes:
@@ -138,16 +121,11 @@ def signed(frame: Frame, device: str = "dev") -> bytes:
 
 
 class Device:
-    """A device's side of the wire, one call at a time.
-
-    Args:
-        broker: the fleet's.
-        name: its id.
-    """
+    """A device's side of the protocol, one call at a time."""
 
     def __init__(self, broker: BrokerAddress, name: str = "dev") -> None:
         self.name = name
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events = EventLog()
         self._unread: list[Received] = []
         self._session = Session(
             broker,
@@ -168,34 +146,30 @@ class Device:
         self._session.stop()
 
     def _event(self, kind: type[E]) -> E:
-        deadline = time.monotonic() + TIMEOUT_S
+        """Wait for an event; messages that arrive before it become unread."""
+        start = len(self._events.seen)
+        event = self._events.wait(kind)
+        self._unread += [each for each in self._events.seen[start:-1] if isinstance(each, Received)]
+        return event
+
+    def _next(self, topic: str) -> Received:
+        """Remove and return the next unread message on a topic, without those that clear a retained one."""
         while True:
-            event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
-            if isinstance(event, kind):
+            while (event := next((each for each in self._unread if each.topic == topic), None)) is None:
+                self._unread.append(self._event(Received))
+            self._unread.remove(event)
+            if event.payload:
                 return event
-            if isinstance(event, Received):
-                self._unread.append(event)
 
     def wait(self, topic: str, message_type: type[M], *, when: Callable[[M], bool] = lambda _: True) -> M:
         """Wait for a message on a topic that meets a condition; others on that topic are dropped."""
-        while True:
-            unread = [event for event in self._unread if event.topic == topic]
-            for event in unread:
-                self._unread.remove(event)
-                if not event.payload:
-                    continue  # a retained message that was cleared
-                message = decode(_body(event), message_type, max_bytes=MAX_BYTES)
-                if when(message):
-                    return message
-            self._unread.append(self._event(Received))
+        while not when(message := decode(_body(self._next(topic)), message_type, max_bytes=MAX_BYTES)):
+            pass
+        return message
 
     def signed(self, channel: FleetChannel) -> Signed:
         """Wait for the next signed manifest of a channel."""
-        topic = fleet_topic(FLEET, channel)
-        while not (found := [event for event in self._unread if event.topic == topic and event.payload]):
-            self._unread.append(self._event(Received))
-        self._unread.remove(found[0])
-        return open_manifest(found[0].payload, fleet=FLEET, channel=channel)
+        return open_manifest(self._next(fleet_topic(FLEET, channel)).payload, fleet=FLEET, channel=channel)
 
     def task(self) -> bytes:
         """Wait for the task manifest; returns its bytes."""
@@ -227,13 +201,13 @@ class Device:
         return assembly.payload()
 
     def casts(self) -> list[Frame]:
-        """Return frames that were sent to all devices and not read yet."""
+        """Return the unread frames that were sent to all devices."""
         topic = fleet_topic(FLEET, "cast")
         payloads = [event.payload for event in self._unread if event.topic == topic]
         return [decode(payload, Frame, max_bytes=MAX_BYTES) for payload in payloads]
 
     def topics(self) -> set[str]:
-        """Return the topics of messages that were not read yet."""
+        """Return the topics of unread messages."""
         return {event.topic for event in self._unread}
 
     def say(self, topic: str, payload: bytes, *, retain: bool = False) -> None:

@@ -18,7 +18,7 @@ START_TIMEOUT_S = 90.0
 
 
 def free_address() -> BrokerAddress:
-    """An address on this machine that nobody listens on now."""
+    """Return an unused address on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return BrokerAddress("127.0.0.1", probe.getsockname()[1])
@@ -45,9 +45,9 @@ class Mosquitto:
 
     Args:
         address: where it listens.
-        folder: gets its configuration, its log and what it stores; `{folder}` in the options is replaced by it.
+        folder: of its configuration, log and database; `{folder}` in the options is replaced by it.
         options: lines of its configuration.
-        access_list: what is in `{folder}/acl` at first, where the options name that file.
+        access_list: first content of `{folder}/acl`, for options that name that file.
     """
 
     def __init__(
@@ -62,9 +62,8 @@ class Mosquitto:
         self.folder = folder
         self._options = options.replace("{folder}", str(folder))
         if not any(line.startswith("user ") for line in options.splitlines()):
-            self._options += (
-                f"\nuser {getpass.getuser()}"  # else it gives up root's rights, and reads no file
-            )
+            # Without it, mosquitto drops root's permissions and cannot read its files.
+            self._options += f"\nuser {getpass.getuser()}"
         self._process: subprocess.Popen[bytes] | None = None
         if access_list:
             (folder / "acl").write_text(access_list, encoding="utf-8")
@@ -78,17 +77,14 @@ class Mosquitto:
 
     @property
     def log_file(self) -> Path:
-        """The file of its log."""
         return self.folder / f"mosquitto-{self.address.port}.log"
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         assert self._process is not None
         return self._process.pid
 
     def log(self) -> str:
-        """Its log so far."""
         return self.log_file.read_text(errors="replace")
 
     def start(self) -> None:
@@ -104,34 +100,32 @@ class Mosquitto:
         _wait_for(self.address, self._process)
 
     def stop(self) -> None:
-        """End it by SIGTERM."""
         self._end(signal.SIGTERM)
 
-    def kill(self, *, forgetting: bool = False) -> None:
-        """End it as a power cut does; with `forgetting`, what it has stored is lost as well."""
+    def kill(self, *, delete_database: bool = False) -> None:
+        """End it by SIGKILL."""
         self._end(signal.SIGKILL)
-        if forgetting:
+        if delete_database:
             (self.folder / "mosquitto.db").unlink(missing_ok=True)
 
     def allow(self, access_list: str) -> None:
-        """Give it another access list, which it reads at once."""
+        """Replace its access list, which it reads at once."""
         (self.folder / "acl").write_text(access_list, encoding="utf-8")
         self.send_signal(signal.SIGHUP)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send it a signal: SIGHUP reads files again, SIGUSR1 stores what it has to."""
+        """Send it a signal: on SIGHUP it reads its files again, on SIGUSR1 it writes its database."""
         if self._process is not None:
             self._process.send_signal(number)
 
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
-            self._process.wait(timeout=60)
+            self._process.wait(timeout=120)
             self._process = None
 
 
 def mosquitto(address: BrokerAddress, folder: Path, *, options: str = "allow_anonymous true") -> Mosquitto:
-    """Serve with a mosquitto process as long as the context lasts."""
     return Mosquitto(address, folder, options=options)
 
 

@@ -1,4 +1,4 @@
-"""A fleet's certificates for tests, as files, and the lines with which mosquitto asks for them."""
+"""A fleet's certificates as files, and mosquitto's configuration for them."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ HOSTS = ("localhost", "127.0.0.1")
 
 
 class Certificates:
-    """An authority and what it has issued, in a folder."""
+    """A certificate authority and its certificates, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,19 +30,19 @@ class Certificates:
         self.broker()
 
     def broker(self, *hosts: str, ago_days: int = 0) -> None:
-        """Make the broker's certificate, that many days ago."""
+        """Issue the broker's certificate, `ago_days` days ago."""
         now = utc_now() - timedelta(days=ago_days)
         self._write("broker", issue_server(self.authority, hosts or HOSTS, now=now, days=100))
 
     def client(self, name: str, *, ago_days: int = 0) -> Issued:
-        """Make somebody's certificate, that many days ago."""
+        """Issue a client's certificate, `ago_days` days ago."""
         now = utc_now() - timedelta(days=ago_days)
         issued = issue_client(self.authority, name, now=now, days=100)
         self._write(name, issued)
         return issued
 
     def revoke(self, *serials: int) -> None:
-        """Make the list of those that count no longer."""
+        """Write the revocation list."""
         now = utc_now()
         self.revoked.write_bytes(revocation_list(self.authority, dict.fromkeys(serials, now), now=now))
 
@@ -55,11 +55,8 @@ class Certificates:
         )
 
     def mosquitto(self, *, mutual: bool = True) -> str:
-        """Return mosquitto's configuration lines."""
-        lines = [
-            f"certfile {self.folder}/broker.crt",
-            f"keyfile {self.folder}/broker.key",
-        ]
+        """Return mosquitto's configuration lines; `mutual` requires certificates of clients."""
+        lines = [f"certfile {self.folder}/broker.crt", f"keyfile {self.folder}/broker.key"]
         if mutual:
             lines += [
                 f"cafile {self.ca}",

@@ -1,4 +1,4 @@
-"""A closed fleet on this machine: its broker with the configuration that `aggregator enroll-broker` writes."""
+"""A closed fleet: its broker has the configuration that `aggregator enroll-broker` writes."""
 
 import re
 import signal
@@ -21,9 +21,9 @@ class ClosedFleet:
     """A fleet's state, its enrollment folders and its broker.
 
     Args:
-        root: gets them.
+        root: their folder.
         address: where the broker listens.
-        open_address: where it listens as well, without certificates or an access list, if it does.
+        open_address: a second listener, without certificates and access list.
     """
 
     def __init__(
@@ -43,19 +43,16 @@ class ClosedFleet:
         return out
 
     def access(self, device: str) -> BrokerAccess:
-        """A device's certificate and key."""
         return read_enrollment(self.root / device).access
 
     def aggregator_access(self) -> BrokerAccess:
-        """The aggregator's certificate and key."""
         return aggregator_access(self.state, BrokerAccess(tls=True), fleet=FLEET)
 
     def configuration(self) -> str:
-        """Return the configuration that `aggregator enroll-broker` has written."""
         return (self.root / "broker" / "mosquitto.conf").read_text(encoding="utf-8")
 
     def mosquitto(self, configuration: str = "") -> Mosquitto:
-        """The broker, with that configuration; its paths lead to this folder."""
+        """Return the broker, by default with the written configuration; its paths lead to this folder."""
         text = configuration or self.configuration()
         for there, here in (
             (FOLDER, f"{self.root}/broker"),
@@ -71,7 +68,7 @@ class ClosedFleet:
         return Mosquitto(self._open_address, self.root, options=options)
 
     def publish_revocations(self, broker: Mosquitto | None = None) -> None:
-        """Copy the aggregator's list of revoked certificates to the broker, which reads it if it runs."""
+        """Copy the revocation list to the broker, and let it read it if it runs."""
         revoked = (self.state / "identity" / "revoked.crl").read_bytes()
         (self.root / "broker" / "revoked.crl").write_bytes(revoked)
         if broker is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -31,6 +32,19 @@ def write_images(folder: Path, *, count: int, seed: int = 0, classes: tuple[str,
     return folder
 
 
+def noise(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+    """Return an image of random pixels, which no codec can compress."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> Path:
+    """Write an image, random pixels by default, and create its folders; `options` are Pillow's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (image or noise()).save(path, **options)
+    return path
+
+
 def make_settings(folder: Path) -> Settings:
     """Return the settings of a service without a broker."""
     local = LocalSettings(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
@@ -57,14 +71,13 @@ def payload_of(state: DeviceState, item: UploadItem) -> bytes:
 
 
 def tiny(folder: Path, *, seed: int = 0, feature_size: int = 16) -> Backbone:
-    """Open a backbone that runs in a millisecond."""
     path = folder / f"tiny-{seed}.onnx"
     path.write_bytes(tiny_backbone(feature_size=feature_size, seed=seed))
     return open_backbone(path, provider="cpu", threads=1)
 
 
 def choosy(folder: Path) -> Backbone:
-    """Open a backbone that gives NaN for an image that is all white, and for no other."""
+    """Open a backbone whose feature of an all-white image is NaN."""
     model = onnx.load_from_string(tiny_backbone())
     last = model.graph.node[-1]
     last.output[0] = "plain"

@@ -1,4 +1,4 @@
-"""A fleet of real programs on this machine, each started by its own command line, with its output in a log file."""
+"""A fleet of real programs on this machine; each writes its output to a log file."""
 
 import contextlib
 import json
@@ -47,14 +47,7 @@ def write_digits(folder: Path, *, classes: list[int], start: int = 0, each: int 
 def write_task(
     folder: Path, *, feature_sizes: tuple[int, ...] = (16,), tables: str = QUICK, **settings: object
 ) -> Path:
-    """Write a task file and its backbones.
-
-    Args:
-        folder: gets them.
-        feature_sizes: of each backbone.
-        tables: TOML tables, which follow the settings; QUICK or more.
-        settings: keys at the top of the file.
-    """
+    """Write a task file with these settings and TOML tables, and a backbone for each feature size."""
     backbones = [f"backbone-{number}.onnx" for number in range(len(feature_sizes))]
     for number, (name, size) in enumerate(zip(backbones, feature_sizes, strict=True)):
         (folder / name).write_bytes(tiny_backbone(feature_size=size, seed=number))
@@ -65,14 +58,14 @@ def write_task(
 
 
 def aggregator_status(state: Path) -> dict[str, Any]:
-    """Return what `aggregator status --json` prints; empty before there is a state."""
+    """Return what `aggregator status --json` prints; empty before the state folder exists."""
     with contextlib.suppress(StateError), closing(Store(state, read_only=True)) as store:
         return dict(msgspec.json.decode(msgspec.json.encode(collect_status(store))))
     return {}
 
 
-def counted_submissions(aggregator_log: str) -> list[tuple[str, int]]:
-    """Return device and images of each submission that the aggregator has logged as counted."""
+def accepted_submissions(aggregator_log: str) -> list[tuple[str, int]]:
+    """Return device and number of images of each submission that the aggregator has logged as accepted."""
     found = re.findall(r"submission accepted device=(\S+) .*?images=(\d+)", aggregator_log)
     return [(device, int(images)) for device, images in found]
 
@@ -85,15 +78,7 @@ def wait_until(
     check: Callable[[], None] = lambda: None,
     pause_s: float = 0.05,
 ) -> None:
-    """Wait for a condition.
-
-    Args:
-        what: names the condition.
-        holds: returns whether it holds.
-        diagnostics: what the failure prints when it does not hold within TIMEOUT_S.
-        check: raises as soon as the condition can hold no more.
-        pause_s: between two calls.
-    """
+    """Wait until a condition holds; `check` raises as soon as it cannot hold any more."""
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():
         check()
@@ -107,8 +92,8 @@ class Fleet:
     Args:
         root: folder of all states and logs.
         broker: where the programs connect.
-        device_broker: where devices connect, if they reach the broker by another address, such as a proxy's.
-        enrolled: the broker takes certificates: each device is started with its enrollment folder `root/NAME`.
+        device_broker: where devices connect, if not to `broker`: a proxy's address.
+        enrolled: start each device with its enrollment folder `root/NAME`.
     """
 
     def __init__(
@@ -136,7 +121,7 @@ class Fleet:
             process.send_signal(signal.SIGCONT)
         for process in self.processes.values():
             try:
-                process.wait(timeout=10)
+                process.wait(timeout=120)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -149,15 +134,7 @@ class Fleet:
         limits: tuple[str, ...] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[bytes]:
-        """Start a module's command line; its output goes to NAME.log.
-
-        Args:
-            name: of the process; an earlier one of that name has to have ended.
-            module: to run.
-            arguments: of its command line.
-            limits: arguments of `ulimit`, set before it starts.
-            environment: variables that it gets beside those of the test.
-        """
+        """Start a module as a process, with `limits` as arguments of `ulimit`; its output goes to NAME.log."""
         assert name not in self.processes or self.processes[name].poll() is not None, f"{name} still runs"
         command = [sys.executable, "-m", module, *map(str, arguments)]
         if limits:
@@ -202,7 +179,7 @@ class Fleet:
         self.wait_exit(name)
 
     def kill(self, name: str, *, with_children: bool = True) -> None:
-        """End a process by SIGKILL, as a power cut does."""
+        """End a process, and by default its children, by SIGKILL."""
         process = self.processes[name]
         children = psutil.Process(process.pid).children() if with_children and process.poll() is None else []
         process.kill()
@@ -211,7 +188,7 @@ class Fleet:
             child.kill()
 
     def pause(self, name: str) -> None:
-        """Stop a process without ending it."""
+        """Stop a process with SIGSTOP."""
         self.processes[name].send_signal(signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
@@ -219,28 +196,26 @@ class Fleet:
         self.processes[name].send_signal(signal.SIGCONT)
 
     def device_state(self, name: str) -> Path:
-        """A device's state folder."""
         return self.root / "devices" / name
 
     def log(self, name: str) -> str:
-        """The output of a process so far."""
         file = self.root / f"{name}.log"
         return file.read_text(errors="replace") if file.exists() else ""
 
     def status(self) -> dict[str, Any]:
-        """Return what `aggregator status --json` prints; empty before there is a state."""
         return aggregator_status(self.aggregator_state)
 
     def device_status(self, name: str) -> dict[str, Any]:
-        """Return what `edge-client status --json` prints; empty before there is a state."""
-        return self._run("edge_client.cli", "status", "--json", "--state", self.device_state(name))
+        """Return what `edge-client status --json` prints; empty before the state folder exists."""
+        return self._json(name, "status")
 
     def predict(self, name: str, image: Path) -> dict[str, Any]:
         """Return what `edge-client predict --json` prints for an image."""
-        return self._run("edge_client.cli", "predict", "--json", "--state", self.device_state(name), image)
+        return self._json(name, "predict", str(image))
 
-    def _run(self, module: str, *arguments: str | Path) -> dict[str, Any]:
-        command = [sys.executable, "-m", module, *map(str, arguments)]
+    def _json(self, device: str, *arguments: str) -> dict[str, Any]:
+        options = ["--json", "--state", str(self.device_state(device))]
+        command = [sys.executable, "-m", "edge_client.cli", *arguments, *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
 
@@ -253,15 +228,17 @@ class Fleet:
         summary: dict[str, Any] = {}
 
         def met() -> bool:
+            aggregator = self.processes.get("aggregator")
+            assert aggregator is None or aggregator.poll() is None, f"it has ended\n{self.diagnostics()}"
             summary.clear()
             summary.update(self.status())
             return bool(summary and holds(summary))
 
-        self.wait_until(what, met, pause_s=0.2)
+        self.wait_until(what, met, pause_s=0.1)
         return summary
 
     def wait_for_log(self, name: str, text: str, *, times: int = 1) -> None:
-        """Wait until a process has logged a text so often."""
+        """Wait until a process has logged a text at least `times` times."""
         self.wait_until(f"{text!r} in {name}.log", lambda: self.log(name).count(text) >= times)
 
     def wait_exit(self, name: str, code: int = 0) -> None:
@@ -271,7 +248,7 @@ class Fleet:
         assert process.returncode == code, f"{name}: exit status {process.returncode}\n{self.diagnostics()}"
 
     def diagnostics(self) -> str:
-        """The end of every log, and the aggregator's status."""
+        """Return the end of every log, and the aggregator's status."""
         ends = [
             f"== {file.name}\n" + "\n".join(file.read_text(errors="replace").splitlines()[-25:])
             for file in sorted(self.root.glob("*.log"))
@@ -279,4 +256,4 @@ class Fleet:
         return "\n".join([*ends, json.dumps(self.status(), indent=1)])
 
     def check(self) -> None:
-        """Raise as soon as waiting is pointless; a subclass may know when."""
+        """Raise if waiting is pointless, for subclasses."""

@@ -1,4 +1,4 @@
-"""Faults of a machine, provoked for real: a disk that is full, a folder that cannot be written."""
+"""Faults of a machine, provoked for real: a full disk, a folder without write permission."""
 
 import contextlib
 import os
@@ -8,7 +8,18 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_NOBODY = 65534
+
+@contextlib.contextmanager
+def not_root() -> Iterator[None]:
+    """Drop root's permissions."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
 
 
 @contextlib.contextmanager
@@ -24,18 +35,14 @@ def full_disk(*, after_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Take away the right to write in a folder and all below it, from root as well."""
+    """Make a folder and all below it read-only, for root as well."""
     below = [path for path in (folder, *folder.rglob("*")) if path.is_dir()]
     for path in below:
         path.chmod(0o555)
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(_NOBODY)
     try:
-        yield
+        with not_root():
+            yield
     finally:
-        if root:
-            os.seteuid(0)
         for path in below:
             path.chmod(0o755)
 

@@ -150,7 +150,7 @@ def _values(hint: Any, **bounds: Any) -> st.SearchStrategy[Any]:
     if kind is Literal:
         return st.sampled_from(arguments)
     if kind in {Union, types.UnionType}:
-        return st.one_of(map(_values, arguments))
+        return st.one_of([_values(argument) for argument in arguments])
     if kind is tuple and arguments[-1] is not Ellipsis:
         return st.tuples(*map(_values, arguments))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -161,7 +161,9 @@ def _values(hint: Any, **bounds: Any) -> st.SearchStrategy[Any]:
     return _builtin_values(kind, arguments, **bounds)
 
 
-def _builtin_values(kind: type, arguments: tuple[Any, ...], **bounds: Any) -> st.SearchStrategy[Any]:
+def _builtin_values(  # noqa: PLR0911 - one return for each type
+    kind: type, arguments: tuple[Any, ...], **bounds: Any
+) -> st.SearchStrategy[Any]:
     least, most = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     size = {"min_size": bounds.get("min_length", 0)}
     if kind is int:
@@ -183,5 +185,5 @@ def _builtin_values(kind: type, arguments: tuple[Any, ...], **bounds: Any) -> st
     return st.none()
 
 
-MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of(_values(type(sample)) for sample in SAMPLES)
+MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of([_values(type(sample)) for sample in SAMPLES])
 """Any valid message of this protocol version."""

@@ -1,20 +1,18 @@
-"""MQTT packets as far as something between a client and a broker has to know them: versions 3.1.1 and 5."""
+"""The parts of MQTT 3.1.1 and 5 packets that the network proxy reads and writes."""
 
 import asyncio
 from dataclasses import dataclass
 
 CONNECT, PUBLISH = 1, 3
 DUPLICATE = 0b1000
-"""In a publication's first byte: it is sent again."""
+"""Flag in a publication's first byte: it was sent before."""
 
 UNACCEPTABLE_VERSION = bytes((0x20, 2, 0, 1))
-"""The answer of a broker without MQTT 5 to a client that tries it."""
+"""CONNACK of a broker without MQTT 5."""
 
 
 @dataclass(frozen=True)
 class Connect:
-    """A client's CONNECT packet."""
-
     version: int
     """4 is MQTT 3.1.1, 5 is MQTT 5."""
     client_id: str
@@ -22,8 +20,6 @@ class Connect:
 
 @dataclass(frozen=True)
 class Publish:
-    """A publication."""
-
     topic: str
     qos: int
     identifier: int
@@ -32,16 +28,11 @@ class Publish:
 
 
 def kind(packet: bytes) -> int:
-    """Return a packet's type: `CONNECT`, `PUBLISH` or another."""
     return packet[0] >> 4
 
 
 async def read_packet(reader: asyncio.StreamReader) -> bytes:
-    """Read one whole packet.
-
-    Raises:
-        asyncio.IncompleteReadError: the connection ended before, or within it.
-    """
+    """Read one whole packet; `asyncio.IncompleteReadError` if the connection ends before."""
     head = await reader.readexactly(2)
     while head[-1] & 0x80:
         head += await reader.readexactly(1)
@@ -50,7 +41,6 @@ async def read_packet(reader: asyncio.StreamReader) -> bytes:
 
 
 def parse_connect(packet: bytes) -> Connect:
-    """Read a CONNECT packet."""
     _, at = _varint(packet, 1)
     name, at = _text(packet, at)
     if name != "MQTT":
@@ -65,7 +55,6 @@ def parse_connect(packet: bytes) -> Connect:
 
 
 def parse_publish(packet: bytes, *, version: int) -> Publish:
-    """Read a PUBLISH packet of a connection of that version."""
     qos = packet[0] >> 1 & 3
     _, at = _varint(packet, 1)
     topic, at = _text(packet, at)
@@ -80,7 +69,7 @@ def parse_publish(packet: bytes, *, version: int) -> Publish:
 
 
 def puback(identifier: int) -> bytes:
-    """Return the packet that says a publication with QoS 1 has come."""
+    """Return the acknowledgement of a publication with QoS 1."""
     return bytes((0x40, 2)) + identifier.to_bytes(2, "big")
 
 

@@ -1,7 +1,6 @@
-"""A bad network between MQTT clients and their broker: a proxy that knows where packets begin and end.
+"""A proxy between MQTT clients and their broker that parses packets and provokes network faults.
 
-It cuts connections, delays and throttles, repeats, swaps, drops and damages publications, by chance from a
-seed; what it does is counted. What is asked of it can be changed at any time, from any thread.
+Faults are chosen at random from a seed and counted. They can be changed at any time, from any thread.
 """
 
 import asyncio
@@ -83,12 +82,12 @@ class _Cut(Exception):
 
 
 class Proxy:
-    """A server that forwards packets between clients and a broker, or not.
+    """Forwards packets between clients and a broker, with faults.
 
     Args:
         listen: where clients connect.
         broker: the real one.
-        seed: of all chances.
+        seed: of all random choices.
         up: faults on the way to the broker.
         down: faults on the way to a client.
         without_mqtt5: refuse clients that speak MQTT 5, as an older broker does.
@@ -115,8 +114,8 @@ class Proxy:
         self.down = down
         self.counts: Counter[str] = Counter()
         self._seed = seed
+        self.on_seen = on_seen
         self._without_mqtt5 = without_mqtt5
-        self._on_seen = on_seen
         self._links: dict[int, _Link] = {}
         self._made = 0
         self._loop = asyncio.new_event_loop()
@@ -126,20 +125,20 @@ class Proxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        if not self._started.wait(timeout=10):
+        if not self._started.wait(timeout=120):
             raise OSError(f"the proxy cannot listen on {self.address}")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=120)
 
     def calm(self) -> None:
         """End all faults."""
         self.up = self.down = CALM
 
     def cut(self, name: str = "") -> None:
-        """End the connections of all clients with this in their ids: what is on its way is gone."""
+        """End the connections of clients with `name` in their ids; what is in transit is lost."""
         self._loop.call_soon_threadsafe(self._cut, name)
 
     def _cut(self, name: str) -> None:
@@ -152,7 +151,7 @@ class Proxy:
             self._loop.run_until_complete(self._serve())
 
     async def _serve(self) -> None:
-        # A small buffer: what a killed client had on its way is lost with it.
+        # A small buffer, so that what a killed client had in transit is lost with it.
         listener = socket.create_server((self.address.host, self.address.port))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         server = await asyncio.start_server(self._accept, sock=listener)
@@ -191,12 +190,7 @@ class Proxy:
         return _Side(*await asyncio.open_connection(sock=plug))
 
     def faults(self, direction: Direction) -> Faults:
-        """Return the current faults of a direction."""
         return self.up if direction == "up" else self.down
-
-    def saw(self, seen: Seen) -> None:
-        """Report a publication that has crossed."""
-        self._on_seen(seen)
 
 
 class _Side:
@@ -224,18 +218,17 @@ class _Link:
         self._broker.writer.transport.abort()
 
     async def carry(self, first: bytes, *, seed: str) -> None:
-        """Pass on packets both ways until one side ends."""
+        """Forward packets both ways until one side ends."""
         self._broker.writer.write(first)
-        ways = [
-            _Way(self._proxy, self.connect, "up", self._client, self._broker, random.Random(f"{seed}/up")),
-            _Way(
-                self._proxy, self.connect, "down", self._broker, self._client, random.Random(f"{seed}/down")
-            ),
-        ]
+        up, down = random.Random(f"{seed}/up"), random.Random(f"{seed}/down")
+        ways = (
+            _Way(self._proxy, self.connect, "up", self._client, self._broker, up),
+            _Way(self._proxy, self.connect, "down", self._broker, self._client, down),
+        )
         tasks = [asyncio.ensure_future(way.run()) for way in ways]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # A side that has ended in order may have sent something before: the other one still gets it.
+            # What a side sent before it ended still reaches the other one.
             await asyncio.wait(tasks, timeout=0.05)
         finally:
             self.abort()
@@ -256,7 +249,7 @@ class _Way:
     chance: random.Random
 
     async def run(self) -> None:
-        """Pass on packets until the connection ends."""
+        """Forward packets until the connection ends."""
         with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, _Cut):
             while True:
                 packet = await read_packet(self.source.reader)
@@ -281,7 +274,7 @@ class _Way:
             at = len(packet) - min(_LAST_OF_BLOB, len(message.payload))
             packet = packet[:at] + bytes((packet[at] ^ 0xFF,)) + packet[at + 1 :]
         if chance.random() < faults.reorder:
-            await self._behind_the_next(packet, message)
+            await self._after_the_next(packet, message)
             return
         await self._deliver(packet, message)
         if chance.random() < faults.duplicate:
@@ -293,23 +286,23 @@ class _Way:
         await self._write(packet[: self.chance.randrange(len(packet))])
         raise _Cut
 
-    async def _behind_the_next(self, packet: bytes, message: Publish) -> None:
+    async def _after_the_next(self, packet: bytes, message: Publish) -> None:
         """Forward the next packet first, if one comes soon and is a publication."""
         task = asyncio.ensure_future(read_packet(self.source.reader))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.wait({task}, timeout=_HOLD_S)
-        if task.done() and not task.exception() and kind(task.result()) == PUBLISH:
+        swapped = task.done() and not task.exception() and kind(task.result()) == PUBLISH
+        if swapped:
             self._count("reordered")
             other = task.result()
             await self._deliver(other, parse_publish(other, version=self.connect.version))
-            await self._deliver(packet, message)
-            return
         await self._deliver(packet, message)
-        await self._pass_on(await task)
+        if not swapped:
+            await self._pass_on(await task)
 
     async def _deliver(self, packet: bytes, message: Publish) -> None:
         await self._pass_on(packet)
-        self.proxy.saw(Seen(self.connect.client_id, self.direction, message.topic, message.payload))
+        self.proxy.on_seen(Seen(self.connect.client_id, self.direction, message.topic, message.payload))
 
     async def _pass_on(self, packet: bytes) -> None:
         delay_s = self.proxy.faults(self.direction).delay_s
@@ -319,7 +312,7 @@ class _Way:
         await self._write(packet)
 
     async def _write(self, packet: bytes) -> None:
-        """Write a packet, as fast as the link is."""
+        """Write a packet at the link's speed."""
         async with self.target.turn:
             sent = 0
             while sent < len(packet):
@@ -337,6 +330,6 @@ class _Way:
 
 
 def _channel(topic: str) -> str:
-    """The channel of one of our topics: its level after the device's name, or after the fleet's."""
+    """Return the channel of a topic: its level after the device's name, or after the fleet's."""
     levels = topic.split("/")
     return levels[5] if len(levels) > 5 else levels[-1]

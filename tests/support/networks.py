@@ -1,4 +1,4 @@
-"""Small networks and their descriptions, for the tests of the export."""
+"""A small torch network and its metadata, for the tests of the export."""
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def tiny_network(*, seed: int = 0) -> nn.Module:
 
 
 def described(*, feature_size: int = FEATURE_SIZE) -> BackboneMetadata:
-    """What the file of such a network says."""
+    """Return the metadata of such a network's file."""
     return BackboneMetadata(
         model="tiny",
         feature_size=feature_size,

@@ -1,4 +1,4 @@
-"""Prototypes of synthetic fleets: honest devices and liars."""
+"""Prototypes of synthetic fleets, with correct and with shifted labels."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""A task that learns least squares in rounds, with its blobs, images, and interrupting hooks."""
+"""A least-squares task in rounds, with its blobs, images and training hooks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,6 @@ ROLES: tuple[Role, ...] = ("init", "step", "project", "head")
 
 
 def stored(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
-    """Store a blob, as if it was downloaded."""
     return BlobRef(digest=blobs.put(data), size_bytes=len(data), name=name)
 
 
@@ -61,7 +60,6 @@ def make_task(
 
 
 def tensors_blob(values: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return a round's encoded tensors."""
     return encode(Tensors(values={name: to_tensor(array) for name, array in values.items()}))
 
 
@@ -82,7 +80,7 @@ def open_round(
 def watching(
     *, stop_before: int | None = None, on_checkpoint: Callable[[Checkpoint], None] = lambda _: None
 ) -> TrainingHooks:
-    """A watch that stops the training before the step of a number."""
+    """Return hooks that stop the training before step `stop_before`."""
     asked = iter(range(10**6))
     return TrainingHooks(
         on_checkpoint=on_checkpoint,
@@ -93,7 +91,6 @@ def watching(
 
 
 def same_bits(one: Mapping[str, NDArray[Any]], other: Mapping[str, NDArray[Any]]) -> bool:
-    """Return whether all arrays are equal, bit for bit."""
     return one.keys() == other.keys() and all(
         array.dtype == other[name].dtype
         and array.shape == other[name].shape

@@ -1,4 +1,4 @@
-"""Running MQTT sessions for tests, and servers that are no broker."""
+"""MQTT sessions for tests, and a server that is not a broker."""
 
 import queue
 import socket
@@ -11,29 +11,28 @@ from typing import Any, TypeVar
 from protocol.mqtt.reconnecting_session import BrokerAddress, Event, Session
 
 E = TypeVar("E", bound=Event)
-PATIENCE_S = 120.0
+TIMEOUT_S = 300.0
 
 
-class Ear:
-    """A session's events, in order."""
+class EventLog:
+    """A session's events, in order; `seen` has those that were waited for or skipped."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.put = self._events.put
-        self.heard: list[Event] = []
-        """Events that were waited for or skipped."""
+        self.seen: list[Event] = []
 
     def wait(self, kind: type[E]) -> E:
         """Wait for the next event of a kind; events before it are skipped."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             event = self._events.get(timeout=max(0.01, deadline - time.monotonic()))
-            self.heard.append(event)
+            self.seen.append(event)
             if isinstance(event, kind):
                 return event
 
     def rest(self) -> list[Event]:
-        """Return the events since."""
+        """Return the events that were not waited for yet."""
         events = []
         while not self._events.empty():
             events.append(self._events.get())
@@ -43,20 +42,20 @@ class Ear:
 @contextmanager
 def running(
     broker: BrokerAddress, client_id: str, *topics: str, **options: Any
-) -> Iterator[tuple[Session, Ear]]:
+) -> Iterator[tuple[Session, EventLog]]:
     """Run a session as long as the context lasts."""
-    ear = Ear()
-    made = Session(broker, client_id=client_id, subscriptions=topics, on_event=ear.put, **options)
-    made.start()
+    log = EventLog()
+    session = Session(broker, client_id=client_id, subscriptions=topics, on_event=log.put, **options)
+    session.start()
     try:
-        yield made, ear
+        yield session, log
     finally:
-        made.stop()
+        session.stop()
 
 
 @contextmanager
 def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[BrokerAddress, list[float]]]:
-    """Accept connections without being a broker; with the times of the connections."""
+    """Let `answer` handle each connection to a port; yields its address and the times of the connections."""
     times: list[float] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

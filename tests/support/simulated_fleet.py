@@ -34,16 +34,12 @@ def item_of(
 
 @dataclass
 class World:
-    """The world around `machine.step`, which performs its actions.
+    """Performs the actions of `state_machine.step`, and returns events.
 
     Args:
-        state: the device's.
-        random: decides what is lost.
         loss: fraction of messages lost; the same fraction is duplicated.
-        submission: the payload of every build.
-        evaluation: the payload of every evaluation.
-        served: the blobs that the aggregator has, by digest.
-        packets: packet limits from which a connection's broker has one; None for no limit.
+        served: the aggregator's blobs, by digest.
+        packets: the broker's packet limit is one of these for each connection; None for no limit.
         chunks: frame sizes of an answer.
         full_until_s: time until which the aggregator has no space.
         crashes: numbers of actions from one power failure to the next.
@@ -51,8 +47,6 @@ class World:
         pending: events that follow before time passes.
         disk: the device's blobs and unfinished downloads.
         box: the device's outbox: of each kind, the pending item and the one received last.
-        in_use: key of the installed head on the device's disk.
-        evaluated: key of the evaluated head on its disk.
     """
 
     state: State
@@ -80,7 +74,6 @@ class World:
 
     @functools.cached_property
     def reassembly(self) -> Reassembly:
-        """The aggregator's unfinished transfers."""
         return Reassembly(max_bytes=10**7, holds=lambda _, digest: digest in self.taken)
 
     def arrives(self) -> bool:
@@ -104,10 +97,10 @@ class World:
                 return
 
     def tick(self) -> None:
-        """Do what happens beside the device as time passes."""
+        """Hook: do what happens beside the device as time passes."""
 
     def take(self, event: events.Event) -> None:
-        """Let the device take an event, and perform its actions until the power fails."""
+        """Handle an event, and perform its actions until the power fails."""
         before = self.state
         self.state, actions = step(self.state, event, now_s=self.now_s)
         if self.state.task != before.task:
@@ -157,7 +150,6 @@ class World:
         self.pending.append(events.AggregatorStarted())
 
     def perform(self, action: events.Action) -> None:
-        """Do what the device program and the aggregator would do."""
         self.done.append(action)
         match action:
             case events.OpenDownload(blob=blob):
@@ -183,14 +175,12 @@ class World:
     # The device's disk.
 
     def keep(self, kind: Kind, payload: bytes, *, task: bytes = b"t" * 32, about: str = "") -> UploadItem:
-        """Put an item into the outbox."""
         item = item_of(payload, kind=kind, task=task, about=about)
         self.payloads[item.digest] = payload
         self.box[kind, False] = item
         return item
 
     def keep_receipt(self, item: UploadItem) -> None:
-        """Store that an item was received."""
         waiting = self.box.get((item.kind, False))
         if waiting is None or waiting.digest != item.digest:
             return
@@ -205,7 +195,6 @@ class World:
         return self.box.get(("submission", False), self.box.get(("submission", True)))
 
     def outbox_seen(self) -> events.OutboxSeen:
-        """Return the event that lists the outbox."""
         return events.OutboxSeen(tuple(self.box.values()))
 
     def open_download(self, blob: BlobRef) -> None:
@@ -224,7 +213,6 @@ class World:
         self.pending.append(events.SubmissionBuilt(build.task, standing))
 
     def install(self, install: events.InstallHead) -> None:
-        """Install a head."""
         self.in_use = head_key(install.head)
         report = self.keep("evaluation", self.evaluation, task=install.task, about=self.in_use.hex())
         self.pending.append(events.HeadInstalled(self.in_use, report))

@@ -1,4 +1,4 @@
-"""A task and what devices upload for it, for the aggregator's tests."""
+"""Tasks, and valid uploads of devices for them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ TASK = digest_of(encode(MANIFEST))
 EXPECTATION = Expectation(TASK, MANIFEST, FEATURE_SIZE)
 
 SERVED = ServedTask(*(TASK, 1, "f", "fedtc", MANIFEST.classes), settings=Settings(quorum=1, deadline_s=1.0))
-"""That an aggregator was started with the task."""
+"""The task as an aggregator stores it when it starts."""
 
 _GRAPH = BlobRef(digest=bytes(32), size_bytes=1, name="graph.onnx")
 IN_ROUNDS = msgspec.structs.replace(
@@ -59,7 +59,7 @@ def round_submission(
     projection_size: int = PROJECTION_SIZE,
     seed: int = 0,
 ) -> Submission:
-    """A good submission for a round: one float16 prototype of five images a class, and changes of the tensors."""
+    """Return a valid submission for a round: a float16 prototype of five images per class, and tensor changes."""
     random = np.random.default_rng(seed)
     return msgspec.structs.replace(
         submission(task=task, sequence=sequence, labels=labels, feature_size=projection_size, seed=seed),
@@ -79,7 +79,7 @@ def submission(
     feature_size: int = FEATURE_SIZE,
     seed: int = 0,
 ) -> Submission:
-    """A good submission: float16 (m, L) prototypes of five images each."""
+    """Return a valid submission: float16 (m, L) prototypes of five images each."""
     values = np.random.default_rng(seed).normal(size=(len(labels), feature_size)).astype(np.float16)
     return Submission(
         task=task,
@@ -92,11 +92,10 @@ def submission(
 
 
 def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:
-    """A good evaluation: nine of ten held-out images right."""
+    """Return a valid evaluation: nine of ten held-out images correct."""
     return Evaluation(task=task, head_version=head_version, correct=(4, 5, 0), incorrect=(1, 0, 0))
 
 
 def device_info(**fields: Any) -> DeviceInfo:
-    """A device's report."""
     empty = DeviceInfo(epoch=1, software="", runtime="", backbones=(), images={}, unusable_images=0)
     return msgspec.structs.replace(empty, **fields)

@@ -18,7 +18,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Secret
 from protocol.wire.codec import digest_of
 from tests.support.brokers import Mosquitto, free_address
-from tests.support.fleet import Fleet, counted_submissions
+from tests.support.fleet import Fleet, accepted_submissions
 from tests.support.graphs import tiny_backbone
 from tests.support.network_proxy import Proxy
 from tests.system.faults.watch import Transfer, Watch
@@ -244,4 +244,4 @@ class FaultyFleet(Fleet):
 
     def times_accepted(self, name: str) -> int:
         """Count how often the aggregator has logged a submission of a device as counted."""
-        return sum(device == name for device, _ in counted_submissions(self.log("aggregator")))
+        return sum(device == name for device, _ in accepted_submissions(self.log("aggregator")))

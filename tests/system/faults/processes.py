@@ -96,23 +96,23 @@ def aggregator_killed_while_it_publishes(fleet: FaultyFleet) -> int:
 @fault("SIGKILL of the broker, its memory kept", least=2)
 def broker_killed(fleet: FaultyFleet) -> int:
     """All clients reconnect."""
-    return _kill_broker(fleet, forgetting=False)
+    return _kill_broker(fleet, delete_database=False)
 
 
 @fault("SIGKILL of the broker, its memory lost", least=2)
 def broker_killed_and_wiped(fleet: FaultyFleet) -> int:
     """All clients reconnect, and publish again what it has forgotten."""
-    return _kill_broker(fleet, forgetting=True)
+    return _kill_broker(fleet, delete_database=True)
 
 
-def _kill_broker(fleet: FaultyFleet, *, forgetting: bool) -> int:
+def _kill_broker(fleet: FaultyFleet, *, delete_database: bool) -> int:
     fleet.net.up = SLOWER
     fleet.run()
     killed = 0
     for _ in range(3):
         fleet.wait_for_frames(fleet.delivered)
         fleet.sleep_up_to(0.8)
-        fleet.mosquitto.kill(forgetting=forgetting)
+        fleet.mosquitto.kill(delete_database=delete_database)
         killed += fleet.uploads()
         fleet.log_progress(f"killed the broker within transfers, {killed}")
         fleet.mosquitto.start()

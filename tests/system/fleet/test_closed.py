@@ -86,7 +86,7 @@ def test_second_program_with_one_enrollment_ends_the_first(
     access = closed.aggregator_access()
     with (
         closed.mosquitto(),
-        running(closed.broker, "a", f"pf/1/{FLEET}/d/+/state", access=access) as (_, ear),
+        running(closed.broker, "a", f"pf/1/{FLEET}/d/+/state", access=access) as (_, log),
     ):
         fleet.start_device("shed-1", data)
         fleet.wait_for_log("shed-1", "connected to")
@@ -95,16 +95,16 @@ def test_second_program_with_one_enrollment_ends_the_first(
         second = fleet.start("second", "edge_client.cli", *options)
         fleet.wait_exit("shed-1", code=1)
         assert "another edge-client is online as 'shed-1'" in fleet.log("shed-1")
-        while b"online" not in ear.wait(Received).payload:
+        while b"online" not in log.wait(Received).payload:
             pass
         assert second.poll() is None
 
 
 def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
     """Return why a session was refused."""
-    with running(broker, "a", access=access) as (_, ear):
-        reason = ear.wait(Disconnected).reason
-        assert Connected not in map(type, ear.heard)
+    with running(broker, "a", access=access) as (_, log):
+        reason = log.wait(Disconnected).reason
+        assert Connected not in map(type, log.seen)
         return reason
 
 
@@ -124,18 +124,18 @@ def test_unenrolled_clients_are_refused(closed: ClosedFleet, tmp_path: Path, add
         )
         assert "refuse" in refusal(closed.broker, stranger)
         assert "refuse" in refusal(closed.broker, old)
-        with running(closed.broker, "a", access=closed.access("shed-2-again")) as (_, ear):
-            ear.wait(Connected)
+        with running(closed.broker, "a", access=closed.access("shed-2-again")) as (_, log):
+            log.wait(Connected)
 
 
 def denied(closed: ClosedFleet, access: BrokerAccess, topics: list[str]) -> set[str]:
     """Publish to topics; return those that the broker refuses."""
-    with running(closed.broker, "a", access=access) as (says, ear):
-        ear.wait(Connected)
+    with running(closed.broker, "a", access=access) as (says, log):
+        log.wait(Connected)
         for topic in topics:
             says.send(Outgoing(topic, b"x"))
-        ear.wait(Drained)
-        return {event.topic for event in ear.heard if isinstance(event, Unsendable)}
+        log.wait(Drained)
+        return {event.topic for event in log.seen if isinstance(event, Unsendable)}
 
 
 def every_topic(device: str) -> dict[str, str]:
@@ -166,26 +166,26 @@ def test_reading_is_limited_to_own_and_shared_topics(closed: ClosedFleet) -> Non
     own, others = every_topic("shed-1"), every_topic("shed-2")
     with (
         closed.mosquitto(),
-        running(closed.broker, "a", "pf/#", access=closed.access("shed-1")) as (one, hears_one),
-        running(closed.broker, "b", "pf/#", access=closed.access("shed-2")) as (two, hears_two),
-        running(closed.broker, "c", "pf/#", access=closed.aggregator_access()) as (aggregator, hears_all),
+        running(closed.broker, "a", "pf/#", access=closed.access("shed-1")) as (one, log_one),
+        running(closed.broker, "b", "pf/#", access=closed.access("shed-2")) as (two, log_two),
+        running(closed.broker, "c", "pf/#", access=closed.aggregator_access()) as (aggregator, log_all),
     ):
-        for ear in (hears_one, hears_two, hears_all):
-            ear.wait(Connected)
+        for log in (log_one, log_two, log_all):
+            log.wait(Connected)
         for name in ("d/info", "d/up", "d/get", "d/state"):
             one.send(Outgoing(own[name], b"one"))
             two.send(Outgoing(others[name], b"two"))
-        heard = {hears_all.wait(Received).topic for _ in range(8)}
+        heard = {log_all.wait(Received).topic for _ in range(8)}
         assert heard == {
             topics[f"d/{name}"] for topics in (own, others) for name in ("info", "up", "get", "state")
         }
         for name in ("task", "round", "head", "cast", "d/ack", "d/blk", "state"):
             aggregator.send(Outgoing(own[name], b"all"))
-        got = {hears_one.wait(Received).topic for _ in range(8)}
+        got = {log_one.wait(Received).topic for _ in range(8)}
         assert got == {
             own[name] for name in ("d/state", "task", "round", "head", "cast", "d/ack", "d/blk", "state")
         }
-        got = {hears_two.wait(Received).topic for _ in range(6)}
+        got = {log_two.wait(Received).topic for _ in range(6)}
         assert got == {others["d/state"], *(own[name] for name in ("task", "round", "head", "cast", "state"))}
 
 
@@ -193,16 +193,16 @@ def test_last_will_on_another_devices_topic_is_not_published(closed: ClosedFleet
     """A device's last will on another one's presence is dropped; on its own it is published."""
     own, others = every_topic("shed-1"), every_topic("shed-2")
     aggregator = closed.aggregator_access()
-    with closed.mosquitto(), running(closed.broker, "c", "pf/#", access=aggregator) as (_, hears):
-        hears.wait(Connected)
+    with closed.mosquitto(), running(closed.broker, "c", "pf/#", access=aggregator) as (_, received):
+        received.wait(Connected)
         for topic in (others["d/state"], own["d/state"]):
             will = Outgoing(topic, b"offline")
-            with running(closed.broker, "a", access=closed.access("shed-1"), will=will) as (_, ear):
-                ear.wait(Connected)
+            with running(closed.broker, "a", access=closed.access("shed-1"), will=will) as (_, first):
+                first.wait(Connected)
                 # A client with the same certificate takes the connection over: for the broker, the first has vanished.
                 with running(closed.broker, "b", access=closed.access("shed-1")) as (_, taker):
                     taker.wait(Connected)
-        assert hears.wait(Received).topic == own["d/state"]
+        assert received.wait(Received).topic == own["d/state"]
 
 
 def test_passwords_work_instead_of_certificates(closed: ClosedFleet, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from protocol.wire.signing import open_manifest, sign_manifest
 from protocol.wire.topics import fleet_topic
 from tests.support.brokers import amqtt
 from tests.support.fleet import Fleet, write_digits, write_task
-from tests.support.sessions import Ear, running
+from tests.support.sessions import EventLog, running
 
 TOPIC = fleet_topic("default", "head")
 
@@ -26,10 +26,10 @@ def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
         yield fleet
 
 
-def _head(ear: Ear, version: int) -> tuple[bytes, HeadManifest, Signed]:
+def _head(log: EventLog, version: int) -> tuple[bytes, HeadManifest, Signed]:
     """Return the retained message of a head: its payload, the manifest in it, and the envelope."""
     while True:
-        received = ear.wait(Received)
+        received = log.wait(Received)
         if received.payload:
             signed = open_manifest(received.payload, fleet="default", channel="head")
             manifest = decode(signed.body, HeadManifest, max_bytes=MAX_MANIFEST_BYTES)
@@ -51,11 +51,11 @@ def test_forged_and_replayed_heads_are_refused(fleet: Fleet, tmp_path: Path) -> 
     fleet.start_aggregator(write_task(tmp_path, quorum=1, retrain_after=1))
     data = write_digits(tmp_path / "data", classes=[0, 1])
     fleet.start_device("device", data, "--rescan-s", "0.5")
-    with running(fleet.broker, "attacker", TOPIC) as (session, ear):
-        old, _, _ = _head(ear, 1)
+    with running(fleet.broker, "attacker", TOPIC) as (session, log):
+        old, _, _ = _head(log, 1)
         fleet.wait_for("the first head in use", lambda s: s["devices"][0]["head"] == 1)
         write_digits(data, classes=[2])
-        newest, manifest, signed = _head(ear, 2)
+        newest, manifest, signed = _head(log, 2)
         fleet.wait_for("the second head in use", lambda s: s["devices"][0]["head"] == 2)
         body = encode(
             msgspec.structs.replace(manifest, current=msgspec.structs.replace(manifest.current, version=99))

@@ -23,7 +23,7 @@ import psutil
 from aggregator.storage.store import Store
 from protocol.errors import ProtofleetError
 from tests.support.brokers import mosquitto_program
-from tests.support.fleet import counted_submissions
+from tests.support.fleet import accepted_submissions
 from tests.support.network_proxy import Faults, Proxy
 from tests.system.soak.restless import RestlessFleet, Schedule
 
@@ -207,7 +207,7 @@ def count_submissions(fleet: RestlessFleet) -> dict[str, int]:
     newest = newest_submissions(fleet)
     made = sum(fleet.log(name).count("submission built") for name in fleet.names)
     # A device has an image more each time it starts, so that their number distinguishes its submissions.
-    taken = counted_submissions(fleet.log("aggregator"))
+    taken = accepted_submissions(fleet.log("aggregator"))
     return {
         "made": made,
         "taken": len(taken),

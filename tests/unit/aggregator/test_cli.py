@@ -8,8 +8,7 @@ import pytest
 
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
-from tests.support.aggregator_command import PROGRAM, run_aggregator
-from tests.support.aggregator_process import write_task
+from tests.support.aggregator_process import PROGRAM, run_aggregator, write_task
 from tests.support.submissions import SERVED
 
 

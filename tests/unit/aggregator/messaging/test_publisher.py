@@ -5,13 +5,13 @@ from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Receive
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame
 from protocol.wire.topics import fleet_topic
-from tests.support.sessions import Ear, running
+from tests.support.sessions import EventLog, running
 
 
 def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
     """Which follows the broker's limit."""
     payload = bytes(range(250))
-    ear = Ear()
+    ear = EventLog()
     publisher = Publisher(broker, fleet="f", epoch=1, on_event=ear.put)
     with running(broker, "device", fleet_topic("f", "cast")) as (_, hears):
         hears.wait(Connected)

@@ -19,8 +19,7 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.preprocessing import preprocess
 from tests.support.device_factory import CLASSES, choosy, tiny, write_images
-from tests.support.image_files import not_root
-from tests.support.machine_faults import open_folder
+from tests.support.machine_faults import not_root, open_folder
 
 
 class Extractor:

@@ -16,8 +16,8 @@ from PIL import Image
 from edge_client.data.images import LabeledImage, decode, find_images, held_out
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.preprocessing import Preprocessing, preprocess
-from tests.support.image_files import image_file, noise, not_root
-from tests.support.machine_faults import open_folder
+from tests.support.device_factory import image_file, noise
+from tests.support.machine_faults import not_root, open_folder
 
 CLASSES = ("cat", "dog", "Großer Käfer")
 

@@ -20,7 +20,7 @@ from protocol.mqtt.reconnecting_session import (
 )
 from tests.conftest import Serve
 from tests.support.brokers import mosquitto, mosquitto_program
-from tests.support.sessions import PATIENCE_S, listening, running
+from tests.support.sessions import TIMEOUT_S, listening, running
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_silent_listener_times_out_and_is_retried(monkeypatch: pytest.MonkeyPatc
     release = threading.Event()
 
     def say_nothing(_: socket.socket) -> None:
-        release.wait(PATIENCE_S)
+        release.wait(TIMEOUT_S)
 
     with listening(say_nothing) as (broker, _):
         with running(broker, "a") as (_, ear):

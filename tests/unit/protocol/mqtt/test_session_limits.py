@@ -25,7 +25,7 @@ from protocol.mqtt.reconnecting_session import (
     Unsendable,
 )
 from tests.support.brokers import amqtt, mosquitto, mosquitto_program
-from tests.support.sessions import PATIENCE_S, Ear, listening, running
+from tests.support.sessions import TIMEOUT_S, EventLog, listening, running
 
 needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
 
@@ -40,7 +40,7 @@ def test_qos_0_is_ignored(address: BrokerAddress, tmp_path: Path) -> None:
         loud.connect(address.host, address.port)
         loud.loop_start()
         for qos in (0, 0, 1):
-            loud.publish("said", str(qos), qos=qos).wait_for_publish(PATIENCE_S)
+            loud.publish("said", str(qos), qos=qos).wait_for_publish(TIMEOUT_S)
         assert ear.wait(Received).payload == b"1"
         loud.disconnect()
         loud.loop_stop()
@@ -105,7 +105,7 @@ def test_amqtt_connects_without_timeout(address: BrokerAddress, monkeypatch: pyt
         made.send(says)
         assert ear.wait(Received) == Received("t", says.payload)
         assert made._version is V311
-        assert Disconnected not in map(type, ear.heard)
+        assert Disconnected not in map(type, ear.seen)
 
 
 @needs_mosquitto
@@ -187,7 +187,7 @@ def test_receive_maximum_bounds_the_window() -> None:
         ear.wait(Connected)
         for _ in range(8):
             says.send(Outgoing("t", b"x"))
-        assert silent.wait(PATIENCE_S)
+        assert silent.wait(TIMEOUT_S)
     assert len(sent) == 2 * packet_bytes("t", 1)
 
 
@@ -279,7 +279,7 @@ def test_delay_grows_if_every_publication_disconnects(
     assert counts[:3] == [1, 2, 3]
 
 
-def _numbers(ear: Ear, count: int) -> list[Received]:
+def _numbers(ear: EventLog, count: int) -> list[Received]:
     return [ear.wait(Received) for _ in range(count)]
 
 
@@ -320,7 +320,7 @@ def test_message_ahead_of_suback_is_acknowledged() -> None:
         peer.sendall(b"\x20\x02\x00\x00")
         subscribe = peer.recv(1024)
         peer.sendall(b"\x32\x06\x00\x01t\x00\x07x")
-        peer.settimeout(PATIENCE_S)
+        peer.settimeout(TIMEOUT_S)
         with contextlib.suppress(TimeoutError):
             answers.append(peer.recv(1024))
         peer.sendall(b"\x90\x03" + subscribe[2:4] + b"\x01")

@@ -67,7 +67,7 @@ def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
     """Why a session was not let in."""
     with running(broker, "a", access=access) as (_, ear):
         reason = ear.wait(Disconnected).reason
-        assert Connected not in map(type, ear.heard)
+        assert Connected not in map(type, ear.seen)
         return reason
 
 
