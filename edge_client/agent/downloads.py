@@ -1,4 +1,4 @@
-"""One download: windows of a blob are requested, and of each window only the missing frames.
+"""Downloads: windows of a blob are requested, and of each window only the missing frames.
 
 Frames in order go to disk, frames ahead of their turn are held in memory. Once the last requested frame has arrived,
 earlier gaps will not fill by themselves and are requested again at once.
@@ -7,10 +7,9 @@ earlier gaps will not fill by themselves and are requested again at once.
 from bisect import bisect_left
 from dataclasses import replace
 
-from edge_client.agent.events import RequestBlob
-from edge_client.agent.retry_delay import retry_delay_s
-from edge_client.agent.state import Download
-from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
+from edge_client.agent import events
+from edge_client.agent.state import MAX_DAMAGED, Download, State, head_key, retry_delay_s
+from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Receipt
 from protocol.wire.transfer import Ranges
 
 WINDOW_BYTES = 16 * MAX_CHUNK_BYTES
@@ -25,53 +24,115 @@ MAX_AHEAD = 4096
 MAX_REQUESTS = 16
 """Gaps requested at once."""
 
+BROADCAST_WAIT_S = 3.0
+"""Seconds to wait for a broadcast blob before requesting it."""
 
-def restart(download: Download) -> Download:
+Step = tuple[State, tuple[events.Action, ...]]
+
+
+def choose(state: State, _now_s: float) -> Step:
+    """Open the first required blob that is not stored."""
+    missing = next((blob for blob in state.required_blobs if blob.digest not in state.stored), None)
+    if missing is None:
+        return replace(state, download=None), ()
+    if is_running(state, missing.digest):
+        return state, ()
+    download = Download(missing, offset=0, due_s=float("inf"))
+    return replace(state, download=download), (events.OpenDownload(missing),)
+
+
+def is_running(state: State, digest: bytes) -> bool:
+    """Return whether a blob is being downloaded."""
+    return state.download is not None and state.download.blob.digest == digest
+
+
+def opened(state: State, digest: bytes, offset: int, now_s: float) -> State:
+    """Continue at the bytes on disk; a broadcast counts as requested."""
+    download = state.download
+    if download is None or download.blob.digest != digest:
+        return state
+    seen, head = state.current_round, state.current_head
+    broadcast = {blob.digest for blob in (seen and seen.tensors, head and head.tensors) if blob}
+    until, delay_s = (download.blob.size_bytes, BROADCAST_WAIT_S) if digest in broadcast else (0, 0.0)
+    download = replace(download, offset=offset, ahead=(), until=until, attempts=0, due_s=now_s + delay_s)
+    return replace(state, download=download)
+
+
+def restart(state: State) -> State:
     """Make the next request due at once: frames in flight may be lost."""
-    if download.due_s == float("inf"):
-        return download
-    return replace(download, until=0, attempts=0, due_s=0.0)
+    if state.download is None or state.download.due_s == float("inf"):
+        return state
+    return replace(state, download=replace(state.download, until=0, attempts=0, due_s=0.0))
 
 
-def is_due(download: Download, *, now_s: float) -> bool:
-    """Return whether a request is due: nothing is in flight, or it is overdue."""
-    if download.offset >= download.blob.size_bytes or download.due_s == float("inf"):
-        return False
-    return not download.until or now_s >= download.due_s
-
-
-def request(download: Download, *, now_s: float) -> tuple[Download, tuple[RequestBlob, ...]]:
-    """Request the missing bytes of the next window."""
+def request_due(state: State, now_s: float) -> Step:
+    """Request the missing bytes of the next window, if nothing is in flight or it is overdue."""
+    download = state.download
+    if download is None or not state.connected or download.offset >= download.blob.size_bytes:
+        return state, ()
+    if download.due_s == float("inf") or (download.until and now_s < download.due_s):
+        return state, ()
     attempts = download.attempts + 1 if download.until else 0
     missing = _gaps(download)[:MAX_REQUESTS]
-    asked = replace(download, until=missing[-1][1], attempts=attempts, due_s=now_s + retry_delay_s(attempts))
-    return asked, tuple(RequestBlob(download.blob.digest, start, stop - start) for start, stop in missing)
+    due_s = now_s + retry_delay_s(attempts)
+    download = replace(download, until=missing[-1][1], attempts=attempts, due_s=due_s)
+    requests = (events.RequestBlob(download.blob.digest, start, stop - start) for start, stop in missing)
+    return replace(state, download=download), tuple(requests)
 
 
-def receive(download: Download, frame: Frame, *, now_s: float) -> tuple[Download, bytes]:
-    """Return the download with a frame, and the next bytes to write; duplicate and foreign frames are ignored."""
-    stop, size = frame.offset + len(frame.data), download.blob.size_bytes
-    if frame.digest != download.blob.digest or frame.size_bytes != size or stop > size:
-        return download, b""
-    if not frame.data or stop <= download.offset or _is_held(download, frame):
-        return download, b""
-    until = 0 if stop == download.until else download.until
-    ahead, parts = _with_frame(download, frame), []
-    offset = download.offset
+def receive(state: State, frame: Frame, now_s: float) -> Step:
+    """Take a frame, and write the bytes that are next; duplicate and foreign frames are ignored."""
+    download = state.download
+    if download is None or not _is_new(download, frame):
+        return state, ()
+    ahead, offset, parts = _with_frame(download, frame), download.offset, []
     while ahead and ahead[0][0] <= offset:
         start, data = ahead[0]
         ahead = ahead[1:]
         parts.append(data[offset - start :])
         offset = max(offset, start + len(data))
-    received = replace(
-        download,
-        offset=offset,
-        ahead=ahead,
-        until=0 if offset >= until else until,
-        attempts=0,
-        due_s=now_s + retry_delay_s(0),
+    ended = frame.offset + len(frame.data) == download.until or offset >= download.until
+    until, due_s = 0 if ended else download.until, now_s + retry_delay_s(0)
+    download = replace(download, offset=offset, ahead=ahead, until=until, attempts=0, due_s=due_s)
+    data = b"".join(parts)
+    return replace(state, download=download), (
+        (events.AppendBlob(download.blob, data, offset),) if data else ()
     )
-    return received, b"".join(parts)
+
+
+def finished(state: State, event: events.DownloadFinished, now_s: float) -> Step:
+    """Take a verified blob; download a damaged one again, at most `MAX_DAMAGED` times."""
+    if event.valid:
+        return replace(state, stored=state.stored | {event.digest}), ()
+    if state.download is None or state.download.blob.digest != event.digest:
+        return state, ()
+    damaged, blob = state.download.damaged + 1, state.download.blob
+    state = replace(state, download=Download(blob, offset=0, damaged=damaged, due_s=now_s))
+    if damaged < MAX_DAMAGED:
+        return state, (events.Log(f"{blob.name} arrived damaged, downloading it again", error=True),)
+    text = f"{blob.name} arrived damaged {damaged} times: check the aggregator's state"
+    head, task, manifest = state.current_head, state.task, state.manifest
+    if head is None or task is None or manifest is None or blob in state.submission_blobs:
+        return state, (events.Exit(1, text),)
+    # A head that always arrives damaged is refused.
+    key, reason = head_key(head), f"head {head.version} refused, the previous head stays in use: {text}"
+    state = replace(state, download=None, installing=key, refused=(key, reason))
+    return state, (events.InstallHead(task, manifest, head, problem=text),)
+
+
+def refused(state: State, receipt: Receipt, now_s: float) -> Step:
+    """Request again later: the aggregator may announce other blobs; exit if it does not know this device."""
+    download = state.download
+    if download is None:
+        return state, ()
+    attempts = download.attempts + 1
+    # `until` marks it as in flight, so that it is not requested before it is due.
+    until, due_s = download.blob.size_bytes, now_s + retry_delay_s(attempts)
+    state = replace(state, download=replace(download, until=until, attempts=attempts, due_s=due_s))
+    text = f"the aggregator refused to send {download.blob.name} ({receipt.reason}): {receipt.detail}"
+    if receipt.reason in {"unknown_device", "revoked"}:
+        return state, (events.Exit(1, text),)
+    return state, (events.Log(text, error=True),) if attempts == 1 else ()
 
 
 def _gaps(download: Download) -> Ranges:
@@ -79,19 +140,21 @@ def _gaps(download: Download) -> Ranges:
     covered = download.offset
     end = min(download.blob.size_bytes, covered + WINDOW_BYTES)
     missing = []
-    for start, data in download.ahead:
+    for start, data in (*download.ahead, (end, b"")):
         if covered < min(start, end):
             missing.append((covered, min(start, end)))
         covered = max(covered, start + len(data))
-    if covered < end:
-        missing.append((covered, end))
     return tuple(missing)
 
 
-def _is_held(download: Download, frame: Frame) -> bool:
+def _is_new(download: Download, frame: Frame) -> bool:
+    """Return whether a frame has bytes of the blob that are neither on disk nor held."""
+    stop, size = frame.offset + len(frame.data), download.blob.size_bytes
+    if frame.digest != download.blob.digest or frame.size_bytes != size or stop > size:
+        return False
     at = bisect_left(download.ahead, (frame.offset,))
-    held = download.ahead[at : at + 1]
-    return bool(held) and held[0][0] == frame.offset and len(held[0][1]) >= len(frame.data)
+    held = next((data for start, data in download.ahead[at : at + 1] if start == frame.offset), b"")
+    return stop > download.offset and len(frame.data) > len(held)
 
 
 def _with_frame(download: Download, frame: Frame) -> tuple[tuple[int, bytes], ...]:

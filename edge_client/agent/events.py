@@ -1,53 +1,49 @@
-"""Events and actions: what `machine.step` takes and returns."""
+"""Events and actions: what `state_machine.step` takes and returns."""
 
-from dataclasses import dataclass
+import msgspec
 
-from edge_client.agent.upload_item import UploadItem
+from edge_client.agent.state import UploadItem
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.wire.transfer import Ranges
 
 
-@dataclass(frozen=True)
-class Connected:
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened."""
+
+
+class Connected(Event, frozen=True):
     """A connection, with the broker's limit for packets if it sends one."""
 
     max_packet_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class Disconnected:
+class Disconnected(Event, frozen=True):
     """The connection is lost."""
 
 
-@dataclass(frozen=True)
-class Drained:
+class Drained(Event, frozen=True):
     """The broker has acknowledged everything that was sent."""
 
 
-@dataclass(frozen=True)
-class Unsendable:
+class Unsendable(Event, frozen=True):
     """The broker does not accept uploads, and why."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Ticked:
+class Ticked(Event, frozen=True):
     """Time has passed."""
 
 
-@dataclass(frozen=True)
-class AggregatorReconnected:
+class AggregatorReconnected(Event, frozen=True):
     """The aggregator has connected again; earlier requests may be lost."""
 
 
-@dataclass(frozen=True)
-class AggregatorStarted:
+class AggregatorStarted(Event, frozen=True):
     """The aggregator has restarted and may have lost unfinished transfers."""
 
 
-@dataclass(frozen=True)
-class TaskSeen:
+class TaskSeen(Event, frozen=True):
     """The retained task, or the stored one before the first connection (`recalled`)."""
 
     digest: bytes
@@ -55,59 +51,51 @@ class TaskSeen:
     recalled: bool = False
 
 
-@dataclass(frozen=True)
-class OutboxSeen:
+class OutboxSeen(Event, frozen=True):
     """All items in the outbox."""
 
     items: tuple[UploadItem, ...]
 
 
-@dataclass(frozen=True)
-class RoundSeen:
+class RoundSeen(Event, frozen=True):
     """The retained round, or the stored one before the first connection."""
 
     manifest: RoundManifest
 
 
-@dataclass(frozen=True)
-class HeadSeen:
+class HeadSeen(Event, frozen=True):
     """The retained head manifest."""
 
     manifest: HeadManifest
 
 
-@dataclass(frozen=True)
-class FrameSeen:
+class FrameSeen(Event, frozen=True):
     """A frame of a blob."""
 
     frame: Frame
 
 
-@dataclass(frozen=True)
-class ReceiptSeen:
+class ReceiptSeen(Event, frozen=True):
     """The aggregator's answer on a transfer."""
 
     receipt: Receipt
 
 
-@dataclass(frozen=True)
-class DownloadOpened:
+class DownloadOpened(Event, frozen=True):
     """The number of bytes of a blob that are on disk."""
 
     digest: bytes
     offset: int
 
 
-@dataclass(frozen=True)
-class DownloadFinished:
+class DownloadFinished(Event, frozen=True):
     """A blob is complete; `valid` if its digest matches."""
 
     digest: bytes
     valid: bool
 
 
-@dataclass(frozen=True)
-class SubmissionBuilt:
+class SubmissionBuilt(Event, frozen=True):
     """A submission, or why there is none; `may_pass` if the next round or task may succeed."""
 
     task: bytes
@@ -117,8 +105,7 @@ class SubmissionBuilt:
     may_pass: bool = False
 
 
-@dataclass(frozen=True)
-class HeadInstalled:
+class HeadInstalled(Event, frozen=True):
     """A head is in use, or was refused for a reason; `report` is its evaluation, `head` its `head_key`."""
 
     head: bytes
@@ -126,25 +113,19 @@ class HeadInstalled:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class ImagesChanged:
+class ImagesChanged(Event, frozen=True):
     """The images differ from those of the last build."""
 
 
-Event = (
-    Connected | Disconnected | Drained | Unsendable | Ticked | AggregatorReconnected | AggregatorStarted | TaskSeen
-    | OutboxSeen | RoundSeen | HeadSeen | FrameSeen | ReceiptSeen | DownloadOpened | DownloadFinished | SubmissionBuilt
-    | HeadInstalled | ImagesChanged
-)  # fmt: skip
+class Action(msgspec.Struct, frozen=True):
+    """Something that the device program must do."""
 
 
-@dataclass(frozen=True)
-class Announce:
+class Announce(Action, frozen=True):
     """Publish presence and info."""
 
 
-@dataclass(frozen=True)
-class BuildSubmission:
+class BuildSubmission(Action, frozen=True):
     """Build a submission for the task, or for the round if it has rounds, with a sequence above `above`.
 
     It replaces a build in progress.
@@ -156,15 +137,13 @@ class BuildSubmission:
     above: int = 0
 
 
-@dataclass(frozen=True)
-class OpenDownload:
+class OpenDownload(Action, frozen=True):
     """Find out how much of a blob is on disk; the result is DownloadOpened or DownloadFinished."""
 
     blob: BlobRef
 
 
-@dataclass(frozen=True)
-class RequestBlob:
+class RequestBlob(Action, frozen=True):
     """Request bytes of a blob."""
 
     digest: bytes
@@ -172,80 +151,55 @@ class RequestBlob:
     length: int
 
 
-@dataclass(frozen=True)
-class AppendBlob:
-    """Write the next bytes of a blob."""
+class AppendBlob(Action, frozen=True):
+    """Write the next bytes of a blob, of which `done` are on disk then; a complete one is verified."""
 
-    digest: bytes
+    blob: BlobRef
     data: bytes
+    done: int
 
 
-@dataclass(frozen=True)
-class FinishBlob:
-    """Verify a complete blob."""
+class InstallHead(Action, frozen=True):
+    """Install and evaluate a head, or report the `problem` for which it cannot be used.
 
-    digest: bytes
-
-
-@dataclass(frozen=True)
-class InstallHead:
-    """Install and evaluate a head; `as_canary` if other devices do not get it yet."""
+    `as_canary` is True if other devices do not get it yet.
+    """
 
     task: bytes
     manifest: TaskManifest
     head: HeadRef
     as_canary: bool = False
+    problem: str = ""
 
 
-@dataclass(frozen=True)
-class RefuseHead:
-    """Report that a head cannot be used, and why."""
-
-    task: bytes
-    manifest: TaskManifest
-    head: HeadRef
-    reason: str
-
-
-@dataclass(frozen=True)
-class SendFrames:
+class SendFrames(Action, frozen=True):
     """Send these bytes of an item in the outbox, one frame per range."""
 
     item: UploadItem
     ranges: Ranges
 
 
-@dataclass(frozen=True)
-class StoreReceipt:
+class StoreReceipt(Action, frozen=True):
     """Record that the aggregator has received an item."""
 
     item: UploadItem
 
 
-@dataclass(frozen=True)
-class ReportBlocked:
+class ReportBlocked(Action, frozen=True):
     """Store and publish what prevents uploads; empty if nothing does."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(Action, frozen=True):
     """Log a line for the operator."""
 
     text: str
     error: bool = False
 
 
-@dataclass(frozen=True)
-class Exit:
+class Exit(Action, frozen=True):
     """End the program."""
 
     code: int
     text: str = ""
-
-
-Action = (
-    Announce | BuildSubmission | OpenDownload | RequestBlob | AppendBlob | FinishBlob | InstallHead | RefuseHead
-    | SendFrames | StoreReceipt | ReportBlocked | Log | Exit
-)  # fmt: skip

@@ -1,9 +1,10 @@
-"""The state of a device that `machine.step` takes from one event to the next."""
+"""The state of a device that `state_machine.step` takes from one event to the next, and what follows from it."""
 
 import enum
 from dataclasses import dataclass, field
+from typing import Literal
 
-from edge_client.agent.upload_item import UploadItem
+from protocol.wire.canary_rank import canary_rank
 from protocol.wire.messages import (
     MAX_CHUNK_BYTES,
     BlobRef,
@@ -13,6 +14,14 @@ from protocol.wire.messages import (
     TaskManifest,
 )
 from protocol.wire.transfer import Ranges
+
+FIRST_DELAY_S = 10.0
+MAX_DELAY_S = 300.0
+
+MAX_DAMAGED = 3
+"""Transfers with a wrong digest after which the device stops trying."""
+
+Kind = Literal["submission", "evaluation"]
 
 
 class Mode(enum.Enum):
@@ -24,11 +33,33 @@ class Mode(enum.Enum):
 
 
 @dataclass(frozen=True)
+class UploadItem:
+    """An item to be uploaded, or received already; its bytes are in the outbox.
+
+    Args:
+        digest: identifies the transfer.
+        about: a submission's fingerprint or round number, or the key of an evaluation's head in hex.
+        received: the aggregator's receipt has arrived.
+    """
+
+    digest: bytes
+    size_bytes: int
+    kind: Kind
+    task: bytes
+    about: str = ""
+    received: bool = False
+
+    @property
+    def head(self) -> bytes | None:
+        """Return the key of an evaluation's head; None for a submission."""
+        return bytes.fromhex(self.about) if self.kind == "evaluation" else None
+
+
+@dataclass(frozen=True)
 class Upload:
     """A transfer to the aggregator.
 
     Args:
-        item: what is uploaded.
         missing: the ranges that the aggregator reported missing last.
         ranges: the ranges still to be sent before the next query.
         sent: everything missing and the query after it were sent.
@@ -56,7 +87,6 @@ class Download:
     """A transfer of a blob to this device.
 
     Args:
-        blob: what is downloaded.
         offset: bytes on disk, from the first one on.
         ahead: frames beyond `offset`, sorted by their offset.
         until: end of the last frame that was requested or is being broadcast; 0 if there is none.
@@ -74,25 +104,15 @@ class Download:
     due_s: float = 0.0
 
 
-def head_key(head: HeadRef) -> bytes:
-    """Return what distinguishes a head from the previous one: its file, or in rounds the tensors bound to it."""
-    return (head.tensors or head.head).digest
-
-
 @dataclass(frozen=True)
 class State:
     """Everything that decisions depend on.
 
     Args:
-        mode: when the program exits.
-        device: the device's id.
         stored: digests of the blobs on disk.
-        connected: there is a connection to the broker.
         chunk_bytes: payload of a frame, for the broker of the last connection.
         task: digest of the current task; None before the first one.
-        manifest: the current task.
         task_confirmed: the broker has delivered a task, so it is not only the stored one.
-        building: a submission is being built.
         images_changed: images changed since the last build began.
         received_submission: the task's submission that the aggregator has received.
         round: the newest round of any task.
@@ -102,7 +122,6 @@ class State:
         installed: key of the head in use.
         evaluated: key of the last head whose evaluation the aggregator has received.
         refused: key of the last head that was refused, and why.
-        download: the download in progress.
         uploads: the uploads, the current one first.
         blocked_reason: what prevents uploads; empty if nothing does.
     """
@@ -128,3 +147,80 @@ class State:
     download: Download | None = None
     uploads: tuple[Upload, ...] = ()
     blocked_reason: str = ""
+
+    @property
+    def current_head(self) -> HeadRef | None:
+        """The head that this device is to use: the candidate if it is a canary."""
+        seen = self.head
+        if seen is None or seen.task != self.task:
+            return None
+        candidate = seen.candidate
+        if candidate is not None and canary_rank(self.device, candidate.version) < seen.canary_rank_limit:
+            return candidate
+        return seen.current
+
+    @property
+    def current_round(self) -> RoundManifest | None:
+        """The current task's round, also after the last one."""
+        if self.round is None or self.manifest is None or self.manifest.program is None:
+            return None
+        return self.round if self.round.task == self.task else None
+
+    @property
+    def are_rounds_over(self) -> bool:
+        """True if the current task has rounds and all of them are over."""
+        seen = self.current_round
+        return seen is not None and seen.number >= seen.rounds
+
+    @property
+    def open_round(self) -> RoundManifest | None:
+        """The current task's round if its rounds are not over."""
+        return None if self.are_rounds_over else self.current_round
+
+    @property
+    def submission_blobs(self) -> tuple[BlobRef, ...]:
+        """The blobs for building a submission, broadcast ones first.
+
+        They include the program's head, so that a head can be installed as soon as its round is over.
+        """
+        if self.manifest is None:
+            return ()
+        program, seen = self.manifest.program, self.current_round
+        graphs = (program.init, program.step, program.project, program.head) if program else ()
+        return (*((seen.tensors,) if seen else ()), *self.manifest.backbones, *graphs)
+
+    @property
+    def prediction_blobs(self) -> tuple[BlobRef, ...]:
+        """The blobs for running the head that is to be used; none if it was refused."""
+        head = self.current_head
+        if head is None or self.manifest is None or self.mode is Mode.DRY_RUN or self.is_refused(head):
+            return ()
+        program = self.manifest.program
+        graphs = (program.init,) if program else ()
+        return (*self.manifest.backbones, *graphs, head.head, *((head.tensors,) if head.tensors else ()))
+
+    @property
+    def required_blobs(self) -> tuple[BlobRef, ...]:
+        """Every blob that the current task, its round and its newest head need, most urgent first."""
+        return (*self.submission_blobs, *self.prediction_blobs)
+
+    @property
+    def can_build(self) -> bool:
+        """True if every blob for the next submission is stored."""
+        if self.manifest is None or (self.manifest.program is not None and self.current_round is None):
+            return False
+        return all(blob.digest in self.stored for blob in self.submission_blobs)
+
+    def is_refused(self, head: HeadRef) -> bool:
+        """Return whether this device has refused a head."""
+        return self.refused is not None and self.refused[0] == head_key(head)
+
+
+def head_key(head: HeadRef) -> bytes:
+    """Return what distinguishes a head from the previous one: its file, or in rounds the tensors bound to it."""
+    return (head.tensors or head.head).digest
+
+
+def retry_delay_s(attempts: int) -> float:
+    """Return the seconds to wait for an answer, doubled with each attempt up to `MAX_DELAY_S`."""
+    return float(min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(attempts, 10)))

@@ -5,22 +5,13 @@ until the aggregator's receipt arrives, installs the announced head, evaluates i
 reason why the head is refused. In a task with rounds it builds a submission for each open round, and a newer round
 replaces an older one. Every request is repeated after a delay, so any message may be lost.
 
-One upload and one download run at a time: `upload_steps` and `download_steps`.
+One upload and one download run at a time.
 """
 
 from dataclasses import replace
 
-from edge_client.agent import download_steps, downloads, events, upload_steps, uploads
+from edge_client.agent import downloads, events, uploads
 from edge_client.agent.state import Mode, State, head_key
-from edge_client.agent.state_queries import (
-    are_rounds_over,
-    can_build,
-    current_head,
-    is_canary,
-    is_refused,
-    open_round,
-    prediction_blobs,
-)
 from protocol.wire.messages import HeadRef, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 
@@ -28,25 +19,18 @@ Step = tuple[State, tuple[events.Action, ...]]
 
 
 def step(state: State, event: events.Event, *, now_s: float) -> Step:
-    """Handle one event, then start everything that is possible and not under way.
-
-    Args:
-        state: the state after the previous step.
-        event: what happened.
-        now_s: seconds of a monotonic clock.
-    """
-    state, reactions = _react(state, event, now_s)
-    actions = list(reactions)
+    """Handle one event, then start everything that is possible and not under way; `now_s` is of a monotonic clock."""
+    state, actions = _react(state, event, now_s)
     for pursue in (
-        download_steps.choose,
+        downloads.choose,
         _install_and_build,
-        download_steps.request_due,
-        upload_steps.query_due,
+        downloads.request_due,
+        uploads.query_due,
         _exit_if_done,
     ):
         state, more = pursue(state, now_s)
-        actions.extend(more)
-    return state, tuple(actions)
+        actions = (*actions, *more)
+    return state, actions
 
 
 def _react(state: State, event: events.Event, now_s: float) -> Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
@@ -60,29 +44,29 @@ def _react(state: State, event: events.Event, now_s: float) -> Step:  # noqa: C9
             return _restart_transfers(state), ()
         case events.AggregatorStarted():
             # It may send now what it could not send, or sent wrong, before.
-            return replace(_restart_transfers(upload_steps.confirm(state)), refused=None), ()
+            return replace(_restart_transfers(uploads.confirm(state)), refused=None), ()
         case events.Drained():
-            return upload_steps.send_next(state, now_s)
+            return uploads.send_next(state, now_s)
         case events.Unsendable(reason=reason):
-            return upload_steps.unsendable(state, reason, now_s)
+            return uploads.unsendable(state, reason, now_s)
         case events.TaskSeen():
             return _new_task(state, event), ()
-        case events.OutboxSeen():
-            return upload_steps.synchronize(state, event), ()
+        case events.OutboxSeen(items=items):
+            return uploads.synchronize(state, items), ()
         case events.RoundSeen(manifest=manifest):
             return _new_round(state, manifest), ()
         case events.HeadSeen(manifest=manifest):
             return replace(state, head=manifest), ()
         case events.DownloadOpened(digest=digest, offset=offset):
-            return download_steps.opened(state, digest, offset, now_s), ()
+            return downloads.opened(state, digest, offset, now_s), ()
         case events.FrameSeen(frame=frame):
-            return download_steps.receive(state, frame, now_s)
+            return downloads.receive(state, frame, now_s)
         case events.DownloadFinished():
-            return download_steps.finished(state, event, now_s)
+            return downloads.finished(state, event, now_s)
         case events.ReceiptSeen(receipt=receipt):
-            if download_steps.is_running(state, receipt.digest) and receipt.status == "refused":
-                return download_steps.refused(state, receipt, now_s)
-            return upload_steps.receipt(state, receipt, now_s)
+            if downloads.is_running(state, receipt.digest) and receipt.status == "refused":
+                return downloads.refused(state, receipt, now_s)
+            return uploads.receipt(state, receipt, now_s)
         case events.SubmissionBuilt():
             return _built(state, event)
         case events.HeadInstalled():
@@ -94,38 +78,36 @@ def _react(state: State, event: events.Event, now_s: float) -> Step:  # noqa: C9
 
 def _install_and_build(state: State, _now_s: float) -> Step:
     """Install the head, then build the submission that is due: the worker does them in this order."""
-    manifest, task, head = state.manifest, state.task, current_head(state)
+    manifest, task, head = state.manifest, state.task, state.current_head
     if manifest is None or task is None:
         return state, ()
-    actions: list[events.Action] = []
-    blobs = prediction_blobs(state)
+    actions: tuple[events.Action, ...] = ()
+    blobs = state.prediction_blobs
     if head is not None and blobs and all(blob.digest in state.stored for blob in blobs):
-        key = head_key(head)
+        key, as_canary = head_key(head), state.head is not None and head == state.head.candidate
         if key not in (state.installed, state.installing):
             state = replace(state, installing=key)
-            actions.append(events.InstallHead(task, manifest, head, is_canary(state)))
-    if not can_build(state):
-        return state, tuple(actions)
-    if manifest.program is not None:
-        seen = open_round(state)
-        if seen is not None and state.joined_round != seen.number:
-            state = replace(state, joined_round=seen.number, images_changed=False, building=True)
-            actions.append(events.BuildSubmission(task, manifest, seen))
-    elif state.images_changed and not state.building:
-        state = replace(state, images_changed=False, building=True)
-        actions.append(events.BuildSubmission(task, manifest))
-    return state, tuple(actions)
+            actions = (events.InstallHead(task, manifest, head, as_canary),)
+    seen = state.open_round
+    if manifest.program is None:
+        is_due = state.images_changed and not state.building
+    else:
+        is_due = seen is not None and seen.number != state.joined_round
+    if not is_due or not state.can_build:
+        return state, actions
+    number = seen.number if seen else state.joined_round
+    state = replace(state, joined_round=number, images_changed=False, building=True)
+    return state, (*actions, events.BuildSubmission(task, manifest, seen))
 
 
 def _exit_if_done(state: State, _now_s: float) -> Step:
-    head = current_head(state)
-    if state.mode is Mode.DRY_RUN and are_rounds_over(state):
+    head = state.current_head
+    if state.mode is Mode.DRY_RUN and state.are_rounds_over:
         return state, (events.Exit(1, "all rounds are over: nothing is left to upload"),)
     if state.mode is not Mode.ONCE or head is None or state.uploads or state.building:
         return state, ()
-    if is_refused(state, head):
-        busy = state.installing is not None or state.refused is None
-        return state, () if busy or state.refused is None else (events.Exit(1, state.refused[1]),)
+    if state.refused is not None and state.is_refused(head):
+        return state, (events.Exit(1, state.refused[1]),) if state.installing is None else ()
     done = state.task_confirmed and state.evaluated == head_key(head) and _has_contributed(state, head)
     return state, (events.Exit(0),) if done else ()
 
@@ -134,13 +116,12 @@ def _has_contributed(state: State, head: HeadRef) -> bool:
     """Return whether nothing is left to upload: neither the current images nor anything in later rounds."""
     if state.manifest is None or state.manifest.program is None:
         return state.received_submission is not None and not state.images_changed
-    return are_rounds_over(state) and state.round is not None and head.round == state.round.rounds - 1
+    return state.are_rounds_over and state.round is not None and head.round == state.round.rounds - 1
 
 
 def _restart_transfers(state: State) -> State:
     """Repeat all requests: messages in flight may be lost."""
-    download = None if state.download is None else downloads.restart(state.download)
-    return replace(state, uploads=tuple(map(uploads.restart, state.uploads)), download=download)
+    return replace(downloads.restart(state), uploads=tuple(map(uploads.restart, state.uploads)))
 
 
 def _new_task(state: State, seen: events.TaskSeen) -> State:
@@ -183,13 +164,13 @@ def _built(state: State, built: events.SubmissionBuilt) -> Step:
         return state, (events.Exit(0),)
     if built.item.received:
         state = replace(state, received_submission=built.item)
-    return upload_steps.start(state, built.item), ()
+    return uploads.start(state, built.item), ()
 
 
 def _installed(state: State, installed: events.HeadInstalled) -> Step:
     if installed.head != state.installing:
         return state, ()
-    state = upload_steps.start(replace(state, installing=None), installed.report)
+    state = uploads.start(replace(state, installing=None), installed.report)
     if not installed.reason:
         return replace(state, installed=installed.head), ()
     # The previous head stays in use. With --once the program exits with this reason after the upload.

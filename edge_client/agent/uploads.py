@@ -1,4 +1,4 @@
-"""One upload: a query, the ranges that the aggregator is missing in windows, and another query until the receipt.
+"""Uploads: a query, the ranges that the aggregator is missing in windows, and another query until the receipt.
 
 A query is the last bytes of the item, to which the aggregator answers with the missing ranges. It is short, because
 queries are far more frequent than missing ranges.
@@ -6,9 +6,9 @@ queries are far more frequent than missing ranges.
 
 from dataclasses import replace
 
-from edge_client.agent.events import SendFrames
-from edge_client.agent.retry_delay import retry_delay_s
-from edge_client.agent.state import Upload
+from edge_client.agent import events
+from edge_client.agent.state import MAX_DAMAGED, Mode, State, Upload, UploadItem, retry_delay_s
+from protocol.wire.messages import Receipt
 from protocol.wire.transfer import Ranges
 
 WINDOW_FRAMES = 8
@@ -16,11 +16,51 @@ WINDOW_FRAMES = 8
 
 QUERY_BYTES = 256
 
+MAX_SEQUENCE = 2**53
+"""A device does not exceed a greater sequence: its own never decrease, and it would soon run out of them."""
 
-def query(upload: Upload, *, chunk_bytes: int) -> tuple[Upload, SendFrames]:
-    """Ask the aggregator for the missing ranges."""
-    asked = replace(upload, ranges=(), sent=False, attempts=upload.attempts + 1, due_s=None)
-    return asked, SendFrames(upload.item, (_query_range(upload, chunk_bytes),))
+NO_SPACE = "the aggregator has no space for this device's upload"
+"""A reason that is not published, because the aggregator knows it."""
+
+Step = tuple[State, tuple[events.Action, ...]]
+
+
+def start(state: State, item: UploadItem) -> State:
+    """Upload an item, unless it was received, in place of the current one of its kind; submissions come first."""
+    if any(upload.digest == item.digest for upload in state.uploads):
+        return state
+    others = tuple(upload for upload in state.uploads if upload.item.kind != item.kind)
+    if item.kind == "submission":
+        others = tuple(map(restart, others))
+    if item.received:
+        return replace(state, uploads=others)
+    new = (Upload(item),)
+    return replace(state, uploads=(*new, *others) if item.kind == "submission" else (*others, *new))
+
+
+def synchronize(state: State, items: tuple[UploadItem, ...]) -> State:
+    """Upload the task's items in the outbox: running transfers continue, transfers of removed items stop."""
+    if state.mode is Mode.DRY_RUN:
+        return state
+    items = tuple(item for item in items if item.task == state.task)
+    running = {upload.digest: upload for upload in state.uploads}
+    received = next((item for item in items if item.received), None)
+    pending = [
+        running.get(item.digest) or Upload(item)
+        for item in items
+        if not item.received or item.digest in running
+    ]
+    # An upload that is no longer the current one restarts when it is its turn.
+    queue = (*pending[:1], *map(restart, pending[1:]))
+    return replace(state, received_submission=received, uploads=queue)
+
+
+def confirm(state: State) -> State:
+    """Query whether the aggregator still has the submission: one that lost its state reports it missing."""
+    pending = any(upload.item.kind == "submission" for upload in state.uploads)
+    if state.received_submission is None or pending:
+        return state
+    return replace(state, uploads=(*state.uploads, Upload(state.received_submission)))
 
 
 def restart(upload: Upload) -> Upload:
@@ -28,41 +68,60 @@ def restart(upload: Upload) -> Upload:
     return replace(upload, ranges=(), sent=False, attempts=0, due_s=0.0)
 
 
-def back_off(upload: Upload, *, now_s: float) -> Upload:
-    """Send nothing until the next query is due."""
-    return replace(upload, ranges=(), sent=False, due_s=now_s + retry_delay_s(upload.attempts))
+def query_due(state: State, now_s: float) -> Step:
+    """Send the current upload's query if it is due."""
+    if not state.uploads or not state.connected:
+        return state, ()
+    upload = state.uploads[0]
+    if upload.due_s is None or now_s < upload.due_s:
+        return state, ()
+    query = events.SendFrames(upload.item, (_query_range(upload, state.chunk_bytes),))
+    upload = replace(upload, ranges=(), sent=False, attempts=upload.attempts + 1, due_s=None)
+    return _with_upload(state, upload), (query,)
 
 
-def send_missing(
-    upload: Upload, missing: Ranges, *, chunk_bytes: int, now_s: float
-) -> tuple[Upload, SendFrames | None]:
-    """Begin to send the missing ranges, unless earlier ones are still being sent: a query follows those."""
-    size = upload.item.size_bytes
-    missing = tuple((start, min(stop, size)) for start, stop in missing if start < min(stop, size))
-    if upload.ranges or not missing:
-        return upload, None
-    if upload.sent and missing == upload.missing:
-        return back_off(upload, now_s=now_s), None  # everything that was sent is being lost
-    ends_with_query = missing[-1][1] == size
-    attempts = upload.attempts if missing == upload.missing else 0
-    ranges = missing if ends_with_query else (*missing, _query_range(upload, chunk_bytes))
-    return send_window(
-        replace(upload, missing=missing, ranges=ranges, attempts=attempts), chunk_bytes=chunk_bytes
-    )
+def send_next(state: State, now_s: float) -> Step:
+    """Send the next window, or after the last one wait for a receipt."""
+    if not state.uploads or state.uploads[0].due_s is not None:
+        return state, ()
+    upload = state.uploads[0]
+    if upload.ranges:
+        return _send_window(state, upload)
+    return _with_upload(state, replace(upload, due_s=now_s + retry_delay_s(upload.attempts))), ()
 
 
-def send_window(upload: Upload, *, chunk_bytes: int) -> tuple[Upload, SendFrames]:
-    """Send the next window of frames."""
-    window, rest = cut_window(upload.ranges, chunk_bytes=chunk_bytes, frames=WINDOW_FRAMES)
-    return replace(upload, ranges=rest, sent=not rest, due_s=None), SendFrames(upload.item, window)
+def unsendable(state: State, reason: str, now_s: float) -> Step:
+    """Keep what the broker does not accept, and try again later: its configuration may change."""
+    if not state.uploads:
+        return state, ()
+    state = _with_upload(state, _back_off(state.uploads[0], now_s))
+    return _blocked(state, f"the broker does not accept this device's upload: {reason}")
+
+
+def receipt(state: State, receipt: Receipt, now_s: float) -> Step:
+    """Handle the aggregator's answer to an upload."""
+    upload = next((upload for upload in state.uploads if upload.digest == receipt.digest), None)
+    if upload is None:
+        return state, ()
+    if receipt.status == "missing":
+        return _send_missing(state, upload, receipt.missing, now_s)
+    if receipt.reason == "no_space":
+        return _blocked(_with_upload(state, _back_off(upload, now_s)), NO_SPACE)
+    actions: tuple[events.Action, ...] = (events.ReportBlocked(""),) if state.blocked_reason else ()
+    state = replace(state, blocked_reason="")
+    if receipt.status == "refused":
+        state, more = _refused(state, upload, receipt)
+        return state, (*actions, *more)
+    state, item = _without_upload(state, upload), upload.item
+    if item.kind == "submission":
+        state = replace(state, received_submission=item)
+    elif item.head == state.installed:
+        state = replace(state, evaluated=item.head)
+    return state, (*actions, events.StoreReceipt(item))
 
 
 def cut_window(ranges: Ranges, *, chunk_bytes: int, frames: int) -> tuple[Ranges, Ranges]:
-    """Split byte ranges into the first `frames` frames and the rest.
-
-    Returns:
-        One range of at most `chunk_bytes` per frame, and the remaining ranges; together they are `ranges`.
-    """
+    """Split byte ranges into one range of at most `chunk_bytes` for each of the first `frames` frames, and the rest."""
     window: list[tuple[int, int]] = []
     for number, (start, stop) in enumerate(ranges):
         for offset in range(start, stop, chunk_bytes):
@@ -72,7 +131,71 @@ def cut_window(ranges: Ranges, *, chunk_bytes: int, frames: int) -> tuple[Ranges
     return tuple(window), ()
 
 
+def _send_missing(state: State, upload: Upload, missing: Ranges, now_s: float) -> Step:
+    """Begin to send the missing ranges, unless earlier ones are still being sent: a query follows those."""
+    size = upload.item.size_bytes
+    missing = tuple((start, min(stop, size)) for start, stop in missing if start < min(stop, size))
+    if upload.digest != state.uploads[0].digest or upload.ranges or not missing:
+        return state, ()
+    if upload.sent and missing == upload.missing:
+        return _with_upload(state, _back_off(upload, now_s)), ()  # everything that was sent is being lost
+    attempts = upload.attempts if missing == upload.missing else 0
+    query = () if missing[-1][1] == size else (_query_range(upload, state.chunk_bytes),)
+    return _send_window(state, replace(upload, missing=missing, ranges=(*missing, *query), attempts=attempts))
+
+
+def _send_window(state: State, upload: Upload) -> Step:
+    window, rest = cut_window(upload.ranges, chunk_bytes=state.chunk_bytes, frames=WINDOW_FRAMES)
+    state = _with_upload(state, replace(upload, ranges=rest, sent=not rest, due_s=None))
+    return state, (events.SendFrames(upload.item, window),)
+
+
 def _query_range(upload: Upload, chunk_bytes: int) -> tuple[int, int]:
     """Return the last bytes; all bytes if they fit one frame."""
     size = upload.item.size_bytes
     return (0, size) if size <= chunk_bytes else (size - QUERY_BYTES, size)
+
+
+def _back_off(upload: Upload, now_s: float) -> Upload:
+    """Send nothing until the next query is due."""
+    return replace(upload, ranges=(), sent=False, due_s=now_s + retry_delay_s(upload.attempts))
+
+
+def _refused(state: State, upload: Upload, receipt: Receipt) -> Step:
+    if receipt.reason == "digest" and upload.damaged + 1 < MAX_DAMAGED:
+        damaged = restart(replace(upload, missing=(), damaged=upload.damaged + 1))
+        return _with_upload(state, damaged), ()
+    state = _without_upload(state, upload)
+    text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
+    exits = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}
+    final = events.Exit(1, text) if exits else events.Log(text, error=True)
+    if receipt.sequence > MAX_SEQUENCE:
+        return state, (final,)
+    task, manifest, seen = state.task, state.manifest, state.open_round
+    # A submission for a round that was not joined yet is built once its tensors are stored.
+    joined = seen is not None and seen.number == state.joined_round
+    if receipt.reason == "superseded" and task and manifest and (manifest.program is None or joined):
+        state = replace(state, building=True, images_changed=False)
+        return state, (events.BuildSubmission(task, manifest, seen, above=receipt.sequence),)
+    if receipt.reason in {"superseded", "late", "unknown_round"}:
+        return state, (events.Log(f"submission not counted, continuing: {receipt.detail or receipt.reason}"),)
+    if receipt.reason == "unknown_task":
+        return state, (events.Log("the aggregator has another task: waiting for it"),)
+    return state, (final,)
+
+
+def _blocked(state: State, reason: str) -> Step:
+    """Report once what prevents uploads."""
+    if state.blocked_reason == reason:
+        return state, ()
+    actions = (events.ReportBlocked(reason), events.Log(f"{reason}; retrying", error=True))
+    return replace(state, blocked_reason=reason), actions
+
+
+def _with_upload(state: State, upload: Upload) -> State:
+    uploads = (upload if other.digest == upload.digest else other for other in state.uploads)
+    return replace(state, uploads=tuple(uploads))
+
+
+def _without_upload(state: State, upload: Upload) -> State:
+    return replace(state, uploads=tuple(other for other in state.uploads if other.digest != upload.digest))

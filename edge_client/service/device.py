@@ -5,16 +5,15 @@ import queue
 import time
 from dataclasses import replace
 
-from edge_client.agent import events, state_machine, state_queries
-from edge_client.agent.state import Mode, State
-from edge_client.agent.upload_item import UploadItem
+from edge_client.agent import events, state_machine
+from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
 from edge_client.service.downloads import BlobDownloads
 from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Receiver
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import BuildProblem, Epoch, EvaluatedHead, Heads, UploadProblem
+from edge_client.storage.stored_values import BuildProblem, EvaluatedHead, Heads, UploadProblem
 from edge_client.submission.builder import ShowDryRun
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.log import event as log_event
@@ -30,13 +29,7 @@ _Event = mqtt.Event | events.Event | Crashed
 
 
 class Device:
-    """One device of one fleet.
-
-    Args:
-        settings: the device's settings.
-        store: the device's state directory, locked.
-        show: in a dry run, takes what would be sent.
-    """
+    """One device of one fleet, on a locked state directory; in a dry run `show` takes what would be sent."""
 
     def __init__(self, settings: Settings, store: DeviceState, *, show: ShowDryRun | None = None) -> None:
         self._settings = settings
@@ -46,8 +39,7 @@ class Device:
         self._worker = Worker(settings, store, emit=self._inbox.put, show=show)
         self._receiver = Receiver(settings, store, on_refused=self._send_info)
         self._downloads = BlobDownloads(store)
-        epoch = 0 if self._is_dry_run else store.next_number(Epoch)
-        self._publisher = Publisher(settings, store, epoch=epoch, on_event=self._inbox.put)
+        self._publisher = Publisher(settings, store, on_event=self._inbox.put)
         self._exit: events.Exit | None = None
         self._next_scan_s = 0.0
         self._problem = ""
@@ -90,10 +82,8 @@ class Device:
                 for received in self._receiver.receive(topic, payload, retained=retained):
                     self._take(received)
             case mqtt.Connected(max_packet_bytes=limit):
-                device = self._settings.local.device_id
-                log_event(
-                    log, logging.INFO, "connected to the broker", broker=self._settings.broker, device=device
-                )
+                broker, device = self._settings.broker, self._settings.local.device_id
+                log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
                 self._step(events.Connected(limit))
                 if self._state.task is None:
                     log_event(log, logging.INFO, "waiting for the fleet's task")
@@ -138,10 +128,9 @@ class Device:
         if not self._is_dry_run or self._settings.broker is None:
             for recalled in self._receiver.recall():
                 self._take(recalled)
-        if self._settings.broker is None and not state_queries.can_build(self._state):
-            raise ConfigError(
-                "not every blob of the task is stored: pass --broker HOST[:PORT] to download them"
-            )
+        if self._settings.broker is None and not self._state.can_build:
+            text = "not every blob of the task is stored: pass --broker HOST[:PORT] to download them"
+            raise ConfigError(text)
 
     def _check_own_presence(self, presence: Presence) -> None:
         """Replace an old Last Will, and exit if another program has the same device id."""
@@ -161,27 +150,23 @@ class Device:
         match action:
             case events.Announce():
                 self._announce()
-            case events.BuildSubmission() as build:
-                self._worker.build(build)
-            case events.InstallHead() as install:
-                self._worker.install(install)
-            case events.RefuseHead() as refuse:
-                self._worker.refuse(refuse)
+            case events.BuildSubmission():
+                self._worker.build(action)
+            case events.InstallHead():
+                self._worker.install(action)
             case events.OpenDownload(blob=blob):
                 opened = self._downloads.open(blob)
                 if isinstance(opened, events.DownloadOpened):
                     self._step(opened)  # at once: the next message may be a broadcast frame
                 else:
                     self._inbox.put(opened)
-            case events.RequestBlob(digest=digest, offset=offset, length=length):
-                self._publisher.request_blob(digest, offset, length)
-            case events.AppendBlob(digest=digest, data=data):
-                done = self._state.download.offset if self._state.download else 0
-                self._downloads.append(digest, data, done=done)
-            case events.FinishBlob(digest=digest):
-                self._inbox.put(self._downloads.finish(digest))
-            case events.SendFrames(item=item, ranges=ranges):
-                if not self._publisher.send_frames(item, ranges):  # replaced by a newer item
+            case events.RequestBlob():
+                self._publisher.request_blob(action)
+            case events.AppendBlob():
+                if finished := self._downloads.append(action):
+                    self._inbox.put(finished)
+            case events.SendFrames():
+                if not self._publisher.send_frames(action):  # replaced by a newer item
                     self._inbox.put(events.OutboxSeen(self._store.outbox.items()))
             case events.StoreReceipt(item=item):
                 self._store_receipt(item)
@@ -190,17 +175,15 @@ class Device:
                 self._send_info()
             case events.Log(text=text, error=error):
                 log.log(logging.ERROR if error else logging.INFO, "%s", text)
-            case events.Exit() as end:
-                self._exit = end
+            case events.Exit():
+                self._exit = action
 
     def _announce(self) -> None:
-        if not self._is_dry_run:
-            self._publisher.send_presence()
-            self._send_info()
+        self._publisher.send_presence()
+        self._send_info()
 
     def _send_info(self) -> None:
-        if not self._is_dry_run:
-            self._publisher.send_info(self._info())
+        self._publisher.send_info(self._info())
 
     def _info(self) -> DeviceInfo:
         refused = self._receiver.refused
@@ -208,8 +191,7 @@ class Device:
 
     def _store_receipt(self, item: UploadItem) -> None:
         head = self._store.get(Heads).installed
-        is_in_use = head is not None and head.key == item.head
-        facts = (EvaluatedHead(head.key),) if head is not None and is_in_use else ()
+        facts = (EvaluatedHead(head.key),) if head is not None and head.key == item.head else ()
         if self._store.outbox.receive(item.digest, facts=facts) and item.kind == "submission":
             log_event(log, logging.INFO, "submission received by the aggregator", digest=item.digest)
 
@@ -222,11 +204,11 @@ def _stored_state(settings: Settings, store: DeviceState) -> State:
             log_event(log, logging.WARNING, "deleted damaged items from the outbox", items=damaged)
     head, evaluated = store.get(Heads).installed, store.get(EvaluatedHead).key
     key = head.key if head else None
-    reports = {item.head for item in store.outbox.items()}
+    reported = {evaluated, *(item.head for item in store.outbox.items())}
     return State(
         mode=settings.mode,
         device=settings.local.device_id,
         stored=frozenset(store.blobs.digests()),
-        installed=key if key == evaluated or key in reports else None,
+        installed=key if key in reported else None,
         evaluated=key if key == evaluated else None,
     )

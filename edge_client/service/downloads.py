@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_client.agent import events, state_queries
+from edge_client.agent import events
 from edge_client.agent.state import State
 from edge_client.progress_bar import Progress
 from edge_client.storage.device_state import DeviceState
@@ -18,42 +18,30 @@ log = logging.getLogger(__name__)
 
 
 class BlobDownloads:
-    """The device's downloads.
-
-    Args:
-        store: the device's state directory.
-    """
+    """The downloads into a device's state directory."""
 
     def __init__(self, store: DeviceState) -> None:
         self._store = store
         self._blobs = store.blobs
         self._progress = Progress("downloading")
-        self._blob: BlobRef | None = None
 
     def open(self, blob: BlobRef) -> events.DownloadOpened | events.DownloadFinished:
         """Return how much of a blob is on disk; a complete one is verified."""
         offset = self._blobs.partial_bytes(blob.digest)
-        event(
-            log,
-            logging.INFO,
-            "downloading",
-            blob=blob.name,
-            bytes=blob.size_bytes,
-            resumed_at=offset or None,
-        )
-        self._blob, self._progress = blob, Progress(f"downloading {blob.name}")
+        fields = {"blob": blob.name, "bytes": blob.size_bytes, "resumed_at": offset or None}
+        event(log, logging.INFO, "downloading", **fields)
+        self._progress = Progress(f"downloading {blob.name}")
         if offset >= blob.size_bytes:
-            return self.finish(blob.digest)
+            return self._finish(blob.digest)
         return events.DownloadOpened(blob.digest, offset)
 
-    def append(self, digest: bytes, data: bytes, *, done: int) -> None:
-        """Write the next bytes of a blob, of which `done` are on disk then."""
-        self._blobs.append(digest, data)
-        if self._blob is not None:
-            self._progress.update(done, self._blob.size_bytes)
+    def append(self, append: events.AppendBlob) -> events.DownloadFinished | None:
+        """Write the next bytes of a blob; a complete one is verified, and deleted if it is damaged."""
+        self._blobs.append(append.blob.digest, append.data)
+        self._progress.update(append.done, append.blob.size_bytes)
+        return self._finish(append.blob.digest) if append.done == append.blob.size_bytes else None
 
-    def finish(self, digest: bytes) -> events.DownloadFinished:
-        """Verify a complete blob; a damaged one is deleted."""
+    def _finish(self, digest: bytes) -> events.DownloadFinished:
         self._progress.close()
         try:
             self._blobs.finish(digest)
@@ -71,7 +59,7 @@ class BlobDownloads:
         if state.installed is None or state.task is None or state.installing is not None:
             return state.stored
         store = self._store
-        used = {state.task, *(blob.digest for blob in state_queries.required_blobs(state))}
+        used = {state.task, *(blob.digest for blob in state.required_blobs)}
         with store.keeping:
             facts = (store.get(StoredLocalModel), store.get(StoredInitialModel), store.get(CurrentRound))
             used |= {fact.digest for fact in facts}

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
+from edge_client.agent.events import RequestBlob, SendFrames
 from edge_client.agent.state import Mode, State
-from edge_client.agent.upload_item import UploadItem
-from edge_client.agent.upload_steps import NO_SPACE
+from edge_client.agent.uploads import NO_SPACE
 from edge_client.config import Settings
 from edge_client.privacy import policy
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import BackboneProvider, Heads, SubmissionReport
+from edge_client.storage.stored_values import BackboneProvider, Epoch, Heads, SubmissionReport
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.codec import encode
@@ -24,31 +24,22 @@ from protocol.wire.messages import (
 )
 from protocol.wire.signing import sign_frame
 from protocol.wire.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
-from protocol.wire.transfer import Ranges
 
 
 class Publisher:
-    """A device's MQTT session and the messages that it sends; without a broker nothing is sent.
+    """A device's MQTT session and the messages that it sends.
 
-    Args:
-        settings: the device's settings; a dry run publishes no presence and no info.
-        store: the device's state directory.
-        epoch: number of this start of the program.
-        on_event: takes the session's events, from its thread.
+    Without a broker nothing is sent, and in a dry run neither presence nor info. `on_event` takes the session's events
+    from its thread. `epoch` is the number of this start of the program.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        store: DeviceState,
-        *,
-        epoch: int,
-        on_event: Callable[[mqtt.Event], None],
+        self, settings: Settings, store: DeviceState, *, on_event: Callable[[mqtt.Event], None]
     ) -> None:
-        self.epoch = epoch
         self._settings = settings
         self._store = store
         self._is_dry_run = settings.mode is Mode.DRY_RUN
+        self.epoch = 0 if self._is_dry_run else store.next_number(Epoch)
         self._key = settings.signing_key or b""
         if not self._key and not self._is_dry_run:
             self._key = read_or_make_key(store.folder / "signing.key")
@@ -75,28 +66,31 @@ class Publisher:
 
     def send_presence(self) -> None:
         """Publish that the device is online."""
-        self.send(self._presence("online"))
+        if not self._is_dry_run:
+            self.send(self._presence("online"))
 
     def send_info(self, info: DeviceInfo) -> None:
         """Publish what the device runs and has."""
-        self._send_message("info", info)
+        if not self._is_dry_run:
+            self.send(self._outgoing("info", info))
 
-    def request_blob(self, digest: bytes, offset: int, length: int) -> None:
+    def request_blob(self, request: RequestBlob) -> None:
         """Request bytes of a blob."""
-        self._send_message("get", BlobRequest(digest=digest, offset=offset, length=length))
+        message = BlobRequest(digest=request.digest, offset=request.offset, length=request.length)
+        self.send(self._outgoing("get", message))
 
-    def send_frames(self, item: UploadItem, ranges: Ranges) -> bool:
+    def send_frames(self, send: SendFrames) -> bool:
         """Send signed frames of an item; returns False if it is not in the outbox any more."""
-        pieces = self._store.outbox.read(item.digest, ranges)
+        item, settings = send.item, self._settings
+        pieces = self._store.outbox.read(item.digest, send.ranges)
         if pieces is None:
             return False
-        settings = self._settings
-        for (start, _), data in zip(ranges, pieces, strict=True):
+        for (start, _), data in zip(send.ranges, pieces, strict=True):
             frame = Frame(
                 v=PROTOCOL_VERSION, digest=item.digest, size_bytes=item.size_bytes, offset=start, data=data
             )
             signed = sign_frame(frame, key=self._key, fleet=settings.fleet, device=settings.local.device_id)
-            self._send_message("up", signed)
+            self.send(self._outgoing("up", signed))
         return True
 
     def info(self, state: State, *, problem: str, refused_messages: Mapping[str, int]) -> DeviceInfo:
@@ -117,26 +111,24 @@ class Publisher:
             refused_messages=dict(refused_messages),
         )
 
-    def _send_message(self, channel: DeviceChannel, message: Message | Frame) -> None:
-        self.send(mqtt.Outgoing(self.topic(channel), encode(message), RETAINED[channel]))
+    def _outgoing(self, channel: DeviceChannel, message: Message | Frame) -> mqtt.Outgoing:
+        return mqtt.Outgoing(self.topic(channel), encode(message), RETAINED[channel])
 
     def _presence(self, state: PresenceState) -> mqtt.Outgoing:
-        message = Presence(state=state, epoch=self.epoch)
-        return mqtt.Outgoing(self.topic("state"), encode(message), RETAINED["state"])
+        return self._outgoing("state", Presence(state=state, epoch=self.epoch))
 
     def _open_session(self, on_event: Callable[[mqtt.Event], None]) -> mqtt.Session | None:
         settings = self._settings
         if settings.broker is None:
             return None
-        own = [self.topic(channel) for channel in ("blk", "ack")]
+        own: list[DeviceChannel] = ["blk", "ack"] if self._is_dry_run else ["blk", "ack", "state"]
         return mqtt.Session(
             settings.broker,
             # A new client id for each start: brokers differ in how they treat two clients with the same id.
             client_id=f"pf-{settings.fleet}-{settings.local.device_id}-{self.epoch or 'dry-run'}",
             subscriptions=[
                 *(fleet_topic(settings.fleet, name) for name in ("task", "round", "head", "state", "cast")),
-                *own,
-                *([] if self._is_dry_run else [self.topic("state")]),
+                *map(self.topic, own),
             ],
             on_event=on_event,
             access=settings.access,

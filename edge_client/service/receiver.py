@@ -11,7 +11,7 @@ from edge_client.config import Settings
 from edge_client.service.downloads import import_backbones
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentRound, CurrentTask
-from protocol.errors import BadSignature, MalformedMessage, ProtofleetError
+from protocol.errors import BadSignature, MalformedMessage
 from protocol.log import event
 from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import (
@@ -34,10 +34,8 @@ log = logging.getLogger(__name__)
 class Receiver:
     """Translates received messages, and stores the task and the round before they are acted upon.
 
-    Args:
-        settings: the device's settings.
-        store: the device's state directory; a dry run writes nothing to it.
-        on_refused: called when the number of messages refused for one reason reaches a power of two.
+    A dry run stores nothing. `on_refused` is called when the number of messages refused for one reason reaches a power
+    of two.
     """
 
     def __init__(self, settings: Settings, store: DeviceState, *, on_refused: Callable[[], None]) -> None:
@@ -54,21 +52,27 @@ class Receiver:
         self._trust = manifest_trust.with_operator_key(stored, settings.aggregator_key)
         if self._trust != stored and self._writes:
             store.set(self._trust)
-        fleet, own = settings.fleet, settings.local.device_id
-        self._frames = {device_topic(fleet, own, "blk"), fleet_topic(fleet, "cast")}
-        self._receipts, self._own_state = (device_topic(fleet, own, name) for name in ("ack", "state"))
+        fleet, device = settings.fleet, settings.local.device_id
+        self._channels = {
+            **{fleet_topic(fleet, name): name for name in ("cast", "task", "round", "head", "state")},
+            **{device_topic(fleet, device, name): f"own {name}" for name in ("blk", "ack", "state")},
+        }
 
     def receive(self, topic: str, payload: bytes, *, retained: bool) -> Sequence[events.Event | Presence]:
         """Return the events of a message, or the presence on the device's own topic; nothing if it is refused."""
         try:
             return self._translate(topic, payload, retained=retained) if payload else ()
-        except UntrustedManifest as error:
-            self._refuse(error.reason, topic, error)
-        except BadSignature as error:
-            self._refuse("signature", topic, error)
-        except MalformedMessage as error:
-            self._refuse("malformed", topic, error)
-        return ()
+        except (UntrustedManifest, BadSignature, MalformedMessage) as error:
+            reason: Reason = "signature" if isinstance(error, BadSignature) else "malformed"
+            if isinstance(error, UntrustedManifest):
+                reason = error.reason
+            self.refused[reason] += 1
+            count = self.refused[reason]
+            level = logging.WARNING if count == 1 else logging.DEBUG
+            event(log, level, "message refused", topic=topic, reason=reason, error=error)
+            if count & (count - 1) == 0:
+                self._on_refused()
+            return ()
 
     def recall(self) -> Sequence[events.Event]:
         """Return the events of the stored task and round, so that a start without a broker is not idle."""
@@ -80,34 +84,25 @@ class Receiver:
             recalled = (*recalled, self._round_event(blobs.read(opened.digest)))
         return recalled
 
-    def _refuse(self, reason: Reason, topic: str, error: ProtofleetError) -> None:
-        """Count a refused message; log each reason once."""
-        self.refused[reason] += 1
-        count = self.refused[reason]
-        level = logging.WARNING if count == 1 else logging.DEBUG
-        event(log, level, "message refused", topic=topic, reason=reason, error=error)
-        if count & (count - 1) == 0:
-            self._on_refused()
-
-    def _translate(  # noqa: PLR0911 - one case per topic
+    def _translate(  # noqa: PLR0911 - one case per channel
         self, topic: str, payload: bytes, *, retained: bool
     ) -> Sequence[events.Event | Presence]:
-        fleet = self._settings.fleet
-        if topic in self._frames:
-            return (events.FrameSeen(decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)),)
-        if topic == self._receipts:
-            return (events.ReceiptSeen(decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES)),)
-        if topic == fleet_topic(fleet, "task"):
-            return self._task_events(self._verified("task", payload))
-        if topic == fleet_topic(fleet, "round"):
-            return (self._round_event(self._verified("round", payload)),)
-        if topic == fleet_topic(fleet, "head"):
-            body = self._verified("head", payload)
-            return (events.HeadSeen(decode(body, HeadManifest, max_bytes=MAX_MANIFEST_BYTES)),)
-        if topic == fleet_topic(fleet, "state"):
-            return self._presence_events(decode(payload, Presence, max_bytes=1024), retained=retained)
-        if topic == self._own_state:
-            return (decode(payload, Presence, max_bytes=1024),)
+        match self._channels.get(topic):
+            case "cast" | "own blk":
+                return (events.FrameSeen(decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)),)
+            case "own ack":
+                return (events.ReceiptSeen(decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES)),)
+            case "task":
+                return self._task_events(self._verified("task", payload))
+            case "round":
+                return (self._round_event(self._verified("round", payload)),)
+            case "head":
+                body = self._verified("head", payload)
+                return (events.HeadSeen(decode(body, HeadManifest, max_bytes=MAX_MANIFEST_BYTES)),)
+            case "state":
+                return self._presence_events(decode(payload, Presence, max_bytes=1024), retained=retained)
+            case "own state":
+                return (decode(payload, Presence, max_bytes=1024),)
         return ()
 
     def _verified(self, channel: FleetChannel, payload: bytes) -> bytes:
@@ -124,18 +119,13 @@ class Receiver:
             if self._writes:
                 self._store.set(trust)
             if self._trust.key is None:
-                event(
-                    log,
-                    logging.WARNING,
-                    "trusting the first aggregator key received: pass --aggregator-key to require a key",
-                    key=signed.key,
-                )
+                text = "trusting the first aggregator key received: pass --aggregator-key to require a key"
+                event(log, logging.WARNING, text, key=signed.key)
             self._trust = trust
         return signed.body
 
     def _task_events(self, payload: bytes, *, recalled: bool = False) -> Sequence[events.Event]:
-        manifest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
-        digest = digest_of(payload)
+        manifest, digest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES), digest_of(payload)
         seen = events.TaskSeen(digest, manifest, recalled=recalled)
         if digest == self._task:
             return (seen,)
@@ -151,9 +141,8 @@ class Receiver:
         )
         if not recalled:
             import_backbones(self._store.blobs, self._settings.backbones, manifest.backbones)
-        if not recalled and self._writes:
-            self._store.blobs.put(payload)
-            self._store.set(CurrentTask(digest))
+            if self._writes:
+                self._store.set(CurrentTask(self._store.blobs.put(payload)))
         return (seen, events.OutboxSeen(self._store.outbox.items()))
 
     def _round_event(self, payload: bytes) -> events.RoundSeen:

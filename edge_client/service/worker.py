@@ -31,14 +31,7 @@ class Crashed:
 
 
 class Worker:
-    """Runs jobs on a thread of its own.
-
-    Args:
-        settings: the device's settings.
-        state: the device's state directory.
-        emit: takes the results, from the worker thread.
-        show: in a dry run, takes what would be sent.
-    """
+    """Runs jobs on a thread of its own, from which `emit` takes the results and, in a dry run, `show` submissions."""
 
     def __init__(
         self,
@@ -81,13 +74,9 @@ class Worker:
         self._jobs.put(lambda: self._build(build))
 
     def install(self, install: events.InstallHead) -> None:
-        """Install and evaluate a head; emits HeadInstalled, unless another task or head becomes current."""
+        """Install or refuse a head; emits HeadInstalled, unless another task or head becomes current."""
         self._newest_head = head_key(install.head)
         self._jobs.put(lambda: self._install(install))
-
-    def refuse(self, refuse: events.RefuseHead) -> None:
-        """Report that a head is not used; emits HeadInstalled with the reason."""
-        self._jobs.put(lambda: self._emit(self._installer.refuse(refuse)))
 
     def check_images(self) -> None:
         """Emit ImagesChanged if the images differ from those of the last submission."""

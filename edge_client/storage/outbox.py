@@ -8,7 +8,7 @@ import hashlib
 
 import msgspec
 
-from edge_client.agent.upload_item import Kind, UploadItem
+from edge_client.agent.state import Kind, UploadItem
 from edge_client.storage.stored_values import write_facts
 from protocol.errors import ProtofleetError
 from protocol.storage.database import Database

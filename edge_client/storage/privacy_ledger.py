@@ -6,7 +6,6 @@ disagree, one of them was lost, and the privacy loss is unknown.
 """
 
 import math
-from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -89,8 +88,3 @@ class Ledger:
         with state_errors(self._marker):
             text = self._marker.read_bytes().strip()
         return int(text) if text.isdigit() else -2
-
-
-def multipliers(releases: tuple[Release, ...]) -> Counter[float]:
-    """Return how many releases there are of each noise multiplier."""
-    return Counter(release.noise_multiplier for release in releases)

@@ -6,15 +6,18 @@ import time
 from collections.abc import Callable
 
 from edge_client.agent.events import BuildSubmission, SubmissionBuilt
-from edge_client.agent.upload_item import UploadItem
-from edge_client.privacy.differencing_guard import LastSubmission, last_submission
+from edge_client.agent.state import UploadItem
+from edge_client.privacy.differencing_guard import last_submission
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
 from edge_client.storage.stored_values import SubmissionSequence, UploadedImages
 from edge_client.submission.features import Workspace
-from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
-from edge_client.submission.private_submission import PrivateSubmissions
-from edge_client.submission.prototype_submission import prepare_prototypes
+from edge_client.submission.prepared_submission import (
+    PreparedSubmission,
+    encode_submission,
+    prepare_prototypes,
+)
+from edge_client.submission.private_submission import prepare_private
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.trainer import Diverged
 from protocol.errors import BackboneMismatch, GraphRefused, PrivacyRefused, ProtofleetError, StateError
@@ -32,20 +35,13 @@ _MAY_PASS = (BackboneMismatch, Diverged, GraphRefused, PrivacyRefused)
 
 
 class SubmissionBuilder:
-    """Builds submissions.
-
-    Args:
-        workspace: what they are built with.
-        rounds: trains the rounds.
-        show: in a dry run, takes what would be sent; nothing is stored.
-    """
+    """Builds submissions; in a dry run `show` takes what would be sent, and nothing is stored."""
 
     def __init__(self, workspace: Workspace, rounds: RoundTraining, show: ShowDryRun | None) -> None:
         self._workspace = workspace
         self._store = workspace.store
         self._rounds = rounds
         self._show = show
-        self._private = PrivateSubmissions(workspace)
         self._warned: set[tuple[str, str]] = set()
 
     def build(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> SubmissionBuilt:
@@ -57,7 +53,13 @@ class SubmissionBuilder:
         number = None if build.round is None else build.round.number
         try:
             check_task(build.manifest, max_epsilon=self._workspace.local.max_epsilon)
-            item = self._existing_item(build) or self._new_item(build, should_stop)
+            item = None
+            if build.round is not None:
+                item = self._rounds.existing_submission(build.task, build.round, above=build.above)
+            if item is None:
+                prepared = self._prepare(build, should_stop)
+                self._warn(build.manifest, prepared)
+                item = self._put(build, prepared) if self._show is None else self._dry_run(build, prepared)
         except StateError:
             raise
         except ProtofleetError as error:
@@ -65,41 +67,25 @@ class SubmissionBuilder:
             return SubmissionBuilt(build.task, None, number, str(error), may_pass=may_pass)
         return SubmissionBuilt(build.task, item, number)
 
-    def _existing_item(self, build: BuildSubmission) -> UploadItem | None:
-        if build.round is None:
-            return None
-        return self._rounds.existing_submission(build.task, build.round, above=build.above)
-
-    def _new_item(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> UploadItem:
-        found = self._workspace.extract(build.manifest, should_stop)
+    def _prepare(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> PreparedSubmission:
+        task, manifest = build.task, build.manifest
+        found = self._workspace.extract(manifest, should_stop)
         if build.round is not None:
             with contextlib.closing(Progress(f"training, round {build.round.number}")) as progress:
-                prepared = self._rounds.train(
-                    build.task,
-                    build.manifest,
+                return self._rounds.train(
+                    task,
+                    manifest,
                     build.round,
                     found=found,
                     on_progress=progress.update,
                     should_stop=should_stop,
                 )
-        elif is_private(build.manifest):
-            prepared = self._private.prepare(build.task, build.manifest, found)
-        else:
-            prepared = prepare_prototypes(
-                task=build.manifest,
-                local=self._workspace.local,
-                found=found,
-                cache=self._workspace.cache,
-                secret=self._workspace.secret(build.manifest),
-                last=self._last_submission(build.task),
-            )
-        self._warn(build.manifest, prepared)
-        return self._put(build, prepared) if self._show is None else self._dry_run(build, prepared)
-
-    def _last_submission(self, task: bytes) -> LastSubmission:
+        if is_private(manifest):
+            return prepare_private(self._workspace, task, manifest, found)
         item = self._store.outbox.newest_submission()
         payload = self._store.outbox.payload(item) if item is not None and item.task == task else None
-        return last_submission(self._store.get(UploadedImages), payload)
+        last = last_submission(self._store.get(UploadedImages), payload)
+        return prepare_prototypes(self._workspace, manifest, found, last)
 
     def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
         """Put a submission into the outbox; an equal one that is there already stays."""
@@ -113,7 +99,7 @@ class SubmissionBuilder:
             item = self._rounds.store(build.task, build.round, prepared, payload)
         else:
             report, images = prepared.report(len(payload)), UploadedImages(prepared.image_keys)
-            facts = (report, images) if prepared.privacy is None else (report,)
+            facts = (report, images) if cost is None else (report,)
             item = outbox.keep("submission", payload, task=build.task, about=about, facts=facts)
         event(
             log,

@@ -1,15 +1,17 @@
 """The device's images and their features for a task."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.config import LocalSettings, Settings
-from edge_client.data.extraction import Alter, Extraction, extract
+from edge_client.data.extraction import Alter, extract
 from edge_client.data.images import LabeledImage, find_images, held_out
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_private
@@ -18,7 +20,6 @@ from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import BackboneProvider
-from edge_client.submission.prepared_submission import FoundImages
 from protocol.errors import PrivacyRefused
 from protocol.log import event
 from protocol.preprocessing import Preprocessing
@@ -27,12 +28,28 @@ from protocol.wire.messages import BlobRef, TaskManifest
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class FoundImages:
+    """A device's images whose features are in the cache, and the unusable files with reasons."""
+
+    usable: tuple[LabeledImage, ...]
+    unusable: tuple[tuple[Path, str], ...]
+
+    def of_class(self, label: int) -> list[LabeledImage]:
+        """Return the usable images of a class."""
+        return [image for image in self.usable if image.label == label]
+
+    def for_training(self, holdout: float, label: int | None = None) -> list[LabeledImage]:
+        """Return the usable images that are not held out, of one class or of all."""
+        images = self.usable if label is None else self.of_class(label)
+        return [image for image in images if not held_out(image, holdout)]
+
+
 @dataclass
 class Workspace:
     """Shared inputs of submissions and heads: settings, state directory, feature cache and open backbones.
 
-    Args:
-        dry_run: write nothing to the state directory.
+    A dry run writes no submission and no local model to the state directory.
     """
 
     settings: Settings
@@ -55,22 +72,52 @@ class Workspace:
         return [self._backbones[digest] for digest in backbone_digests(manifest)]
 
     def extract(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> FoundImages:
-        """Find the images and compute missing features; a task with rounds closes its backbones afterwards."""
+        """Find the images and put the features of all of them into the cache.
+
+        If the task perturbs images, training images are perturbed and held-out images are not. A task with rounds
+        closes its backbones afterwards.
+
+        Raises:
+            ConfigError: there are no images, or folders that are not classes of the task.
+            Interrupted: `should_stop` returned True.
+            PrivacyRefused: the task perturbs images, and there is no secret.
+        """
         blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
         if manifest.program is None:
             self.backbones(manifest)
+        alter, local = _perturbation(manifest, self.secret(manifest)), self.local
+        images = find_images(local.data, manifest.classes, may_be_none=is_private(manifest))
+        keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
+        self.cache.prune((image.identity for image in images), *keys)
+        parts: dict[bool, list[LabeledImage]] = {False: [], True: []}
+        for image in images:
+            parts[alter is not None and not held_out(image, local.holdout)].append(image)
+        unusable: list[tuple[Path, str]] = []
+        done, total = 0, len(images) * len(manifest.backbones)
         with contextlib.closing(Progress("extracting features")) as progress:
-            return extract_features(
-                task=manifest,
-                local=self.local,
-                cache=self.cache,
-                open_backbone=lambda digest: (
-                    self._open(blobs[digest]) if manifest.program else self._backbones[digest]
-                ),
-                on_progress=progress.update,
-                should_stop=should_stop,
-                secret=self.secret(manifest),
-            )
+
+            def show(before: int, now: int, _: int) -> None:
+                progress.update(before + now, total)
+
+            for is_altered, part in parts.items():
+                extraction = extract(
+                    part,
+                    backbone_digests(manifest),
+                    self.cache,
+                    open_backbone=lambda digest: (
+                        self._open(blobs[digest]) if manifest.program else self._backbones[digest]
+                    ),
+                    batch_size=local.batch_size,
+                    workers=local.workers,
+                    on_progress=functools.partial(show, done),
+                    should_stop=should_stop,
+                    alter=alter if is_altered else None,
+                )
+                unusable += extraction.refused
+                done += len(part) * len(manifest.backbones)
+        useless = {path for path, _ in unusable}
+        usable = tuple(image for image in images if image.path not in useless)
+        return FoundImages(usable, tuple(sorted(unusable)))
 
     def secret(self, manifest: TaskManifest) -> bytes:
         """Return the device's secret, from which shuffles and noise are derived.
@@ -86,65 +133,18 @@ class Workspace:
             event(log, logging.ERROR, "no secret for noise", error=error)
             raise PrivacyRefused(FAILED) from error
 
+    def features(self, images: Sequence[LabeledImage], keys: Sequence[str], size: int) -> NDArray[np.float32]:
+        """Return the cached features of images, float32 (n, size)."""
+        return self.cache.matrix([image.identity for image in images], *keys, size=size)
+
     def _open(self, blob: BlobRef) -> Backbone:
-        backbone = open_backbone(
-            self.store.blobs.path(blob.digest),
-            provider=self.settings.provider,
-            threads=self.settings.threads,
-        )
+        file, settings = self.store.blobs.path(blob.digest), self.settings
+        backbone = open_backbone(file, provider=settings.provider, threads=settings.threads)
         event(log, logging.INFO, "backbone opened", name=blob.name, provider=backbone.model.provider)
         if backbone.model.note:
             log.warning("%s", backbone.model.note)
         self.store.set(BackboneProvider(backbone.model.provider))
         return backbone
-
-
-def extract_features(
-    *,
-    task: TaskManifest,
-    local: LocalSettings,
-    cache: FeatureCache,
-    open_backbone: Callable[[str], Backbone],
-    on_progress: Callable[[int, int], None],
-    should_stop: Callable[[], bool],
-    secret: bytes = b"",
-) -> FoundImages:
-    """Find a device's images and put the features of all of them into the cache.
-
-    If the task perturbs images, training images are perturbed and held-out images are not.
-
-    Raises:
-        ConfigError: there are no images, or folders that are not classes of the task.
-        Interrupted: `should_stop` returned True.
-        PrivacyRefused: the task perturbs images, and `secret` is not 32 bytes.
-    """
-    images = find_images(local.data, task.classes, may_be_none=is_private(task))
-    cache.prune(
-        (image.identity for image in images), *{*backbone_digests(task), *training_feature_keys(task)}
-    )
-
-    def extraction(part: Sequence[LabeledImage], done: int, alter: tuple[str, Alter] | None) -> Extraction:
-        return extract(
-            part,
-            backbone_digests(task),
-            cache,
-            open_backbone=open_backbone,
-            batch_size=local.batch_size,
-            workers=local.workers,
-            on_progress=lambda now, _: on_progress(done + now, len(images) * len(task.backbones)),
-            should_stop=should_stop,
-            alter=alter,
-        )
-
-    if (alter := _perturbation(task, secret)) is None:
-        unusable = extraction(images, 0, None).refused
-    else:
-        held = [image for image in images if held_out(image, local.holdout)]
-        training = [image for image in images if not held_out(image, local.holdout)]
-        parts = (extraction(held, 0, None), extraction(training, len(held) * len(task.backbones), alter))
-        unusable = tuple(sorted(entry for part in parts for entry in part.refused))
-    useless = {path for path, _ in unusable}
-    return FoundImages(tuple(image for image in images if image.path not in useless), unusable)
 
 
 def backbone_digests(task: TaskManifest) -> list[str]:

@@ -1,4 +1,4 @@
-"""Installs heads: checks and evaluates them, and puts the evaluation into the outbox."""
+"""Installs heads: checks them, evaluates them on held-out images, and puts the evaluation into the outbox."""
 
 import contextlib
 import logging
@@ -6,22 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from edge_client.agent.events import HeadInstalled, InstallHead, RefuseHead
-from edge_client.agent.state import head_key
-from edge_client.agent.upload_item import UploadItem
-from edge_client.inference import Head, open_installed
+from edge_client.agent.events import HeadInstalled, InstallHead
+from edge_client.agent.state import UploadItem, head_key
+from edge_client.data.images import find_images, held_out
+from edge_client.inference import Head, evaluate, open_installed
 from edge_client.privacy.policy import HEAD_REFUSED, is_private
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead
-from edge_client.submission.evaluation import evaluate_head
-from edge_client.submission.features import Workspace
-from edge_client.submission.prepared_submission import FoundImages
+from edge_client.submission.features import FoundImages, Workspace, backbone_digests
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
 from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
 from protocol.log import event
 from protocol.wire.codec import encode
-from protocol.wire.messages import Evaluation
+from protocol.wire.messages import Evaluation, TaskManifest
 
 log = logging.getLogger(__name__)
 
@@ -43,28 +41,25 @@ class HeadInstaller:
         Raises:
             StateError: the disk fails.
         """
-        key = head_key(install.head)
+        key, problem = head_key(install.head), install.problem
         try:
-            with self._counting_crashes(key):
-                return HeadInstalled(key, self._install(install, should_stop))
+            if not problem:
+                with self._counting_crashes(key):
+                    return HeadInstalled(key, self._install(install, should_stop))
         except StateError:
             raise
         except ProtofleetError as error:
-            return self.refuse(RefuseHead(install.task, install.manifest, install.head, str(error)))
-
-    def refuse(self, refuse: RefuseHead) -> HeadInstalled:
-        """Put a report that a head is not used into the outbox."""
-        zeros = (0,) * len(refuse.manifest.classes)
+            problem = str(error)
+        zeros = (0,) * len(install.manifest.classes)
         evaluation = Evaluation(
-            task=refuse.task,
-            head_version=refuse.head.version,
+            task=install.task,
+            head_version=install.head.version,
             correct=zeros,
             incorrect=zeros,
-            problem=HEAD_REFUSED if is_private(refuse.manifest) else refuse.reason[:256],
+            problem=HEAD_REFUSED if is_private(install.manifest) else problem[:256],
         )
-        key = head_key(refuse.head)
-        report = self._store.outbox.keep("evaluation", encode(evaluation), task=refuse.task, about=key.hex())
-        reason = f"head {refuse.head.version} refused, the previous head stays in use: {refuse.reason}"
+        report = self._store.outbox.keep("evaluation", encode(evaluation), task=install.task, about=key.hex())
+        reason = f"head {install.head.version} refused, the previous head stays in use: {problem}"
         return HeadInstalled(key, report, reason)
 
     @contextlib.contextmanager
@@ -85,16 +80,20 @@ class HeadInstaller:
             self._store.set(HeadTrial())
 
     def _install(self, install: InstallHead, should_stop: Callable[[], bool]) -> UploadItem:
-        reference = install.head
-        installed, previous = self._describe(install, should_stop), self._previous_head(install)
+        reference, heads = install.head, self._store.get(Heads)
+        installed = self._describe(install, should_stop)
+        # The task's head in use before this one; this one may be in use already.
+        before = filter(None, (heads.installed, heads.previous))
+        previous = next(
+            (head for head in before if head.task == install.task and head.key != installed.key), None
+        )
         backbones = [] if reference.tensors else self._workspace.backbones(install.manifest)
         evaluation = evaluate_head(
+            self._workspace,
             open_installed(self._store.blobs, installed, backbones),
             task=install.task,
             manifest=install.manifest,
             version=reference.version,
-            local=self._workspace.local,
-            cache=self._workspace.cache,
             previous=self._open_previous(previous, backbones),
         )
         correct, total = sum(evaluation.correct), sum(evaluation.correct) + sum(evaluation.incorrect)
@@ -117,12 +116,6 @@ class HeadInstaller:
         )
         return report
 
-    def _previous_head(self, install: InstallHead) -> InstalledHead | None:
-        """Return the task's head in use before this one; this one may be in use already."""
-        heads, key = self._store.get(Heads), head_key(install.head)
-        candidates = filter(None, (heads.installed, heads.previous))
-        return next((head for head in candidates if head.task == install.task and head.key != key), None)
-
     def _open_previous(self, previous: InstalledHead | None, backbones: Sequence[Backbone]) -> Head | None:
         try:
             return open_installed(self._store.blobs, previous, backbones) if previous else None
@@ -138,7 +131,7 @@ class HeadInstaller:
             size = feature_size(manifest, self._store.blobs)
             local_model = self._previous_local_model(install) or self._rounds.local_model_digest(install.task)
             if not local_model:
-                found = self._find_images(install, should_stop)
+                found = self._find_images(manifest, should_stop)
                 local_model = self._rounds.store_initial_model(manifest, reference.tensors, found)
         return InstalledHead(
             head=reference.head.digest,
@@ -159,10 +152,64 @@ class HeadInstaller:
             return b""
         return previous.local_model if previous.local_model in self._store.blobs else b""
 
-    def _find_images(self, install: InstallHead, should_stop: Callable[[], bool]) -> FoundImages:
+    def _find_images(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> FoundImages:
         """Return the images of a device that trained in no round; it may have none."""
         try:
-            return self._workspace.extract(install.manifest, should_stop)
+            return self._workspace.extract(manifest, should_stop)
         except ConfigError as error:
             event(log, logging.WARNING, "no image to fit the head to", error=error)
             return FoundImages((), ())
+
+
+def evaluate_head(
+    workspace: Workspace,
+    head: Head,
+    *,
+    task: bytes,
+    manifest: TaskManifest,
+    version: int,
+    previous: Head | None = None,
+) -> Evaluation:
+    """Count correct and incorrect predictions per class on the held-out images, also of the previous head.
+
+    Only images whose features are cached count. If the data folder does not match the task, none counts: that is no
+    fault of the head. Under differential privacy none counts, because even a failure on an image is private.
+
+    Raises:
+        GraphRefused: the head fails on these images.
+    """
+    members = _held_out_images(workspace, manifest)
+
+    def count_correct(head: Head) -> tuple[int, ...]:
+        chunks = [workspace.cache.chunks(of_class, *backbone_digests(manifest)) for of_class in members]
+        return tuple(evaluate(head, of_class, label=label) for label, of_class in enumerate(chunks))
+
+    correct = count_correct(head)
+    previous_correct: tuple[int, ...] = ()
+    if previous is not None:
+        with contextlib.suppress(GraphRefused):
+            previous_correct = count_correct(previous)
+    return Evaluation(
+        task=task,
+        head_version=version,
+        correct=correct,
+        incorrect=tuple(len(of_class) - count for of_class, count in zip(members, correct, strict=True)),
+        previous_correct=previous_correct,
+    )
+
+
+def _held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[str]]:
+    """Return the identities of the images to evaluate on, by class."""
+    members: list[list[str]] = [[] for _ in manifest.classes]
+    if is_private(manifest):
+        return members
+    try:
+        images = find_images(workspace.local.data, manifest.classes)
+    except ConfigError as error:
+        event(log, logging.WARNING, "no image to evaluate the head on", error=error)
+        return members
+    known = workspace.cache.known(*backbone_digests(manifest))
+    for image in images:
+        if image.identity in known and held_out(image, workspace.local.holdout):
+            members[image.label].append(image.identity)
+    return members

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from edge_client.agent.upload_item import UploadItem
+from edge_client.agent.state import UploadItem
 from edge_client.data.images import LabeledImage
 from edge_client.storage.stored_values import (
     ClassReport,
@@ -14,9 +14,12 @@ from edge_client.storage.stored_values import (
     StoredLocalModel,
     SubmissionSequence,
 )
-from edge_client.submission.features import Workspace, training_feature_keys
-from edge_client.submission.prepared_submission import FoundImages, PreparedSubmission, require_prototype
-from edge_client.submission.prototype_submission import outgoing_prototypes
+from edge_client.submission.features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.prepared_submission import (
+    PreparedSubmission,
+    outgoing_prototypes,
+    require_prototype,
+)
 from edge_client.training.local_round import (
     LocalModel,
     TrainingSet,
@@ -78,7 +81,7 @@ class RoundTraining:
             ProtofleetError: no class has enough images.
         """
         images = found.for_training(self._workspace.local.holdout)
-        reports = list(_class_reports(manifest, found, images))
+        reports = _class_reports(manifest, found, images)
         require_prototype(manifest, reports, found)
         names = "\0".join(f"{image.label} {image.identity}" for image in images)
         images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
@@ -151,9 +154,8 @@ class RoundTraining:
         try:
             return unpack(self._store.blobs.read(stored.digest))
         except StateError as error:
-            event(
-                log, logging.WARNING, "local model lost, training starts from the initial model", error=error
-            )
+            text = "local model lost, training starts from the initial model"
+            event(log, logging.WARNING, text, error=error)
             self._store.set(StoredLocalModel())
             return None
 
@@ -173,19 +175,17 @@ class RoundTraining:
         return checkpoint
 
     def _training_set(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:
-        identities = [image.identity for image in images]
         size = feature_size(manifest, self._store.blobs)
-        feature = self._workspace.cache.matrix(identities, *training_feature_keys(manifest), size=size)
-        return TrainingSet(feature, np.array([image.label for image in images], np.int64))
+        features = self._workspace.features(images, training_feature_keys(manifest), size)
+        return TrainingSet(features, np.array([image.label for image in images], np.int64))
 
 
 def _class_reports(
     manifest: TaskManifest, found: FoundImages, training: Sequence[LabeledImage]
-) -> Sequence[ClassReport]:
+) -> list[ClassReport]:
     reports = []
     for label, name in enumerate(manifest.classes):
-        total = len(found.of_class(label))
-        size = sum(image.label == label for image in training)
+        total, size = len(found.of_class(label)), sum(image.label == label for image in training)
         if total:
             counts = (size,) if size >= manifest.min_images else ()
             reports.append(ClassReport(name, total, total - size, counts))

@@ -1,6 +1,7 @@
 """Images, backbones, heads, settings and jobs for the device's tests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,20 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from edge_client.agent.state import Mode
-from edge_client.agent.upload_item import UploadItem
+from edge_client.agent.state import Mode, UploadItem
 from edge_client.config import LocalSettings, Settings
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.feature_cache import FeatureCache
+from edge_client.submission.features import Workspace
 from protocol.onnx_metadata import HeadMetadata, to_properties
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import BlobRef, TaskManifest
 from tests.support.graphs import tiny_backbone
 
 CLASSES = ("cat", "dog")
+TINY = BlobRef(digest=digest_of(tiny_backbone()), size_bytes=len(tiny_backbone()), name="tiny")
 
 
 def write_images(folder: Path, *, count: int, seed: int = 0, classes: tuple[str, ...] = CLASSES) -> Path:
@@ -45,13 +50,26 @@ def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> 
     return path
 
 
-def make_settings(folder: Path) -> Settings:
-    """Return the settings of a service without a broker."""
-    local = LocalSettings(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
+def make_settings(folder: Path, **local: Any) -> Settings:
+    """Return the settings of a service without a broker; `local` replaces some of its `LocalSettings`."""
+    own = LocalSettings(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
     return Settings(
-        broker=None, fleet="f", local=local, mode=Mode.SERVICE, provider="cpu", threads=1, backbones=(),
-        rescan_s=30.0,
+        broker=None, fleet="f", local=replace(own, **local), mode=Mode.SERVICE, provider="cpu", threads=1,
+        backbones=(), rescan_s=30.0,
     )  # fmt: skip
+
+
+def make_workspace(folder: Path, **local: Any) -> Workspace:
+    """Return the workspace of a device that has the tiny backbone."""
+    store = DeviceState(folder / "state")
+    store.blobs.put(tiny_backbone())
+    return Workspace(make_settings(folder, **local), store, FeatureCache(folder / "features.sqlite"))
+
+
+def make_manifest(**changes: Any) -> TaskManifest:
+    """Return a task without rounds on the tiny backbone."""
+    values = {"alpha": 1.0, "batch_size": 5, "min_images": 2, "seed": 0, "backbones": (TINY,), **changes}
+    return TaskManifest(**{"fleet": "f", "algorithm": "fedtc", "classes": CLASSES, **values})
 
 
 def run_jobs(worker: Worker, count: int | None = None) -> None:

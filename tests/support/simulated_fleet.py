@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from aggregator.ingest.reassembly import Complete, Reassembly
 from aggregator.ingest.validation import Refused
 from edge_client.agent import events
-from edge_client.agent.state import State, head_key
+from edge_client.agent.state import Kind, State, UploadItem, head_key
 from edge_client.agent.state_machine import step
-from edge_client.agent.upload_item import Kind, UploadItem
 from edge_client.agent.uploads import WINDOW_FRAMES
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRef, Frame, Receipt
@@ -139,7 +138,9 @@ class World:
             evaluated=self.evaluated,
         )
         recalled = [
-            replace(event, recalled=True) for event in self.greets if isinstance(event, events.TaskSeen)
+            events.TaskSeen(event.digest, event.manifest, recalled=True)
+            for event in self.greets
+            if isinstance(event, events.TaskSeen)
         ]
         # A program that has just started knows of no start of the aggregator.
         self.pending = [*recalled, *self.connect(), events.AggregatorStarted()]
@@ -156,11 +157,11 @@ class World:
                 self.open_download(blob)
             case events.RequestBlob(digest=digest, offset=offset, length=length):
                 self.answer(digest, ((offset, offset + length),))
-            case events.AppendBlob(digest=digest, data=data):
-                self.disk[digest] = self.disk.get(digest, b"") + data
-            case events.FinishBlob(digest=digest):
-                good = digest_of(self.disk[digest]) == digest
-                self.pending.append(events.DownloadFinished(digest, valid=good))
+            case events.AppendBlob(blob=blob, data=data, done=done):
+                self.disk[blob.digest] = self.disk.get(blob.digest, b"") + data
+                if done == blob.size_bytes:
+                    good = digest_of(self.disk[blob.digest]) == blob.digest
+                    self.pending.append(events.DownloadFinished(blob.digest, valid=good))
             case events.BuildSubmission():
                 self.build(action)
             case events.InstallHead():

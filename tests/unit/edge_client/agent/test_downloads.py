@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from edge_client.agent import downloads
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, WINDOW_BYTES
-from edge_client.agent.events import RequestBlob
-from edge_client.agent.retry_delay import retry_delay_s
-from edge_client.agent.state import Download
+from edge_client.agent.events import AppendBlob, RequestBlob
+from edge_client.agent.state import Download, Mode, State, retry_delay_s
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
 from protocol.wire.transfer import frames_of
 from tests.support.simulated_fleet import reference
@@ -31,7 +30,7 @@ def answer(request: RequestBlob, *, chunk_bytes: int = MAX_CHUNK_BYTES) -> list[
     return list(frames_of(BLOB, digest=REFERENCE.digest, ranges=ranges, chunk_bytes=chunk_bytes))
 
 
-def in_chunks(requests: tuple[RequestBlob, ...]) -> list[tuple[int, int]]:
+def in_chunks(requests: list[RequestBlob]) -> list[tuple[int, int]]:
     """Return the offsets and lengths of requests, in full frames."""
     return [(each.offset // MAX_CHUNK_BYTES, each.length // MAX_CHUNK_BYTES) for each in requests]
 
@@ -44,17 +43,27 @@ class Receiver:
     file: bytes = b""
     now_s: float = 0.0
 
-    def ask(self) -> tuple[RequestBlob, ...]:
+    @property
+    def state(self) -> State:
+        """Return the state of a device with this download."""
+        return State(mode=Mode.SERVICE, connected=True, download=self.download)
+
+    def follow(self, state: State) -> None:
+        """Continue with the download of a state."""
+        assert state.download is not None
+        self.download = state.download
+
+    def ask(self) -> list[RequestBlob]:
         """Return the requests that are due."""
-        if not downloads.is_due(self.download, now_s=self.now_s):
-            return ()
-        self.download, requests = downloads.request(self.download, now_s=self.now_s)
-        return requests
+        state, requests = downloads.request_due(self.state, self.now_s)
+        self.follow(state)
+        return [each for each in requests if isinstance(each, RequestBlob)]
 
     def take(self, frame: Frame) -> None:
         """Write the next bytes."""
-        self.download, data = downloads.receive(self.download, frame, now_s=self.now_s)
-        self.file += data
+        state, actions = downloads.receive(self.state, frame, self.now_s)
+        self.follow(state)
+        self.file += b"".join(each.data for each in actions if isinstance(each, AppendBlob))
         assert len(self.file) == self.download.offset
         assert all(offset > self.download.offset for offset, _ in self.download.ahead)
 
@@ -103,7 +112,7 @@ def test_a_gap_is_requested_at_once(receiver: Receiver) -> None:
     frames = answer(request)
     for number, each in enumerate(frames):
         if number not in {3, 4, 9}:
-            assert receiver.ask() == ()
+            assert receiver.ask() == []
             receiver.take(each)
     assert receiver.download.offset == 3 * MAX_CHUNK_BYTES
     gaps = receiver.ask()
@@ -121,7 +130,7 @@ def test_a_lost_end_is_requested_after_the_delay(receiver: Receiver) -> None:
     frames = answer(receiver.ask()[0])
     for each in (*frames[:2], *frames[3:-1]):
         receiver.take(each)
-    assert receiver.ask() == ()
+    assert receiver.ask() == []
     receiver.now_s = retry_delay_s(0)
     assert in_chunks(receiver.ask()) == [(2, 1), (15, 3)]
 
@@ -131,7 +140,7 @@ def test_a_reconnect_requests_frames_in_flight_only(receiver: Receiver) -> None:
     frames = answer(receiver.ask()[0])
     for each in (frames[0], frames[2]):
         receiver.take(each)
-    receiver.download = downloads.restart(receiver.download)
+    receiver.follow(downloads.restart(receiver.state))
     assert in_chunks(receiver.ask()) == [(1, 1), (3, 14)]
     restarted = Receiver(Download(REFERENCE, offset=len(receiver.file)), file=receiver.file)
     (request,) = restarted.ask()
@@ -165,7 +174,7 @@ def test_held_frames_are_limited(receiver: Receiver) -> None:
         for start in range(size, huge.size_bytes, size):
             data = bytes(min(size, huge.size_bytes - start))
             piece = Frame(v=1, digest=huge.digest, size_bytes=huge.size_bytes, offset=start, data=data)
-            receiver.download, _ = downloads.receive(receiver.download, piece, now_s=0)
+            receiver.follow(downloads.receive(receiver.state, piece, 0)[0])
         held = [len(data) for _, data in receiver.download.ahead]
         assert len(held) <= MAX_AHEAD
         assert sum(held) <= MAX_AHEAD_BYTES

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aggregator.ingest.reassembly import Complete
-from edge_client.agent import events, state_queries
-from edge_client.agent.retry_delay import BROADCAST_WAIT_S
+from edge_client.agent import events
+from edge_client.agent.downloads import BROADCAST_WAIT_S
 from edge_client.agent.state import Mode, State, head_key
 from edge_client.agent.state_machine import step
 from protocol.wire.codec import digest_of
@@ -197,11 +197,7 @@ class RoundsWorld(World):
     def build(self, build: events.BuildSubmission) -> None:
         """Queue a training."""
         assert build.round is not None
-        assert all(
-            blob.digest in self.state.stored
-            for blob in state_queries.required_blobs(self.state)
-            if _for_work(blob)
-        )
+        assert all(blob.digest in self.state.stored for blob in self.state.submission_blobs)
         self.begun.append((build.round.number, self.seen))
         self.jobs.append((self.now_s + self.random.uniform(0, self.works_s), build))
 
@@ -261,10 +257,6 @@ class RoundsWorld(World):
             self.pending.append(events.TaskSeen(TASK, MANIFEST, recalled=True))
         if was.round is not None:
             self.pending.append(events.RoundSeen(was.round))
-
-
-def _for_work(blob: object) -> bool:
-    return blob in (reference(BACKBONE, "backbone"), *(reference(d, n) for n, d in GRAPHS.items()))
 
 
 @dataclass(frozen=True)

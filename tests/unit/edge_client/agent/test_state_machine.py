@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.agent import events, state_queries
-from edge_client.agent.retry_delay import MAX_DAMAGED, MAX_DELAY_S
-from edge_client.agent.state import Mode, State, head_key
+from edge_client.agent import events
+from edge_client.agent.state import MAX_DAMAGED, MAX_DELAY_S, Mode, State, UploadItem, head_key
 from edge_client.agent.state_machine import step
-from edge_client.agent.upload_item import UploadItem
 from edge_client.agent.uploads import QUERY_BYTES
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
@@ -286,14 +284,14 @@ def test_a_head_that_stays_damaged_is_refused() -> None:
     good = HeadRef(version=2, head=reference(b"good head", "head"), devices=1, prototypes=1)
     world = _begin(Mode.SERVICE)
     world.served[digest_of(HEAD)] = HEAD[:-1] + b"x"
-    refused: list[events.RefuseHead] = []
+    refused: list[events.InstallHead] = []
     perform = world.perform
 
     def performed(action: events.Action) -> None:
-        if isinstance(action, events.FinishBlob):
+        if isinstance(action, events.AppendBlob) and action.done == action.blob.size_bytes:
             perform(action)
-            world.disk.pop(action.digest)
-        elif isinstance(action, events.RefuseHead):
+            world.disk.pop(action.blob.digest)
+        elif isinstance(action, events.InstallHead) and action.problem:
             refused.append(action)
             report = _report(world, action.head)
             world.pending.append(events.HeadInstalled(head_key(action.head), report, "damaged"))
@@ -324,11 +322,11 @@ def test_only_canaries_install_the_candidate() -> None:
     for below, version in ((rank + 1, 2), (rank, 1), (0, 1)):
         state = replace(_uploading(), device="device")
         state, _ = step(state, events.HeadSeen(_rollout(below=below)), now_s=0)
-        head = state_queries.current_head(state)
+        head = state.current_head
         assert head is not None
         assert head.version == version
-        assert head.head in state_queries.required_blobs(state)
-        assert len(state_queries.prediction_blobs(state)) == 2
+        assert head.head in state.required_blobs
+        assert len(state.prediction_blobs) == 2
 
 
 def test_a_canary_goes_back_to_the_current_head() -> None:

@@ -8,36 +8,25 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.config import LocalSettings
 from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, last_submission
-from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import UploadedImages
-from edge_client.submission.features import extract_features
-from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
-from edge_client.submission.prototype_submission import prepare_prototypes
-from protocol.wire.messages import BlobRef, TaskManifest
-from tests.support.device_factory import CLASSES, tiny, write_images
+from edge_client.submission.prepared_submission import (
+    PreparedSubmission,
+    encode_submission,
+    prepare_prototypes,
+)
+from tests.support.device_factory import CLASSES, make_manifest, make_workspace, write_images
 
 TASK = b"t" * 32
 B = 5
-BLOB = BlobRef(digest=b"b" * 32, size_bytes=1, name="tiny")
-MANIFEST = TaskManifest(
-    fleet="f",
-    algorithm="fedtc",
-    classes=CLASSES,
-    backbones=(BLOB,),
-    alpha=1.0,
-    batch_size=B,
-    min_images=2,
-    seed=0,
-)
+MANIFEST = make_manifest(batch_size=B)
 
 
 class Life:
     """A device's folder of images over time, and what it uploads of it."""
 
     def __init__(self, folder: Path, *, images: int = 12) -> None:
-        self.folder = folder
+        self.workspace = make_workspace(folder)
         self.data = write_images(folder / "data", count=images)
         self.first = CLASSES[0]
         self.standing = NO_SUBMISSION
@@ -55,20 +44,9 @@ class Life:
 
     def upload(self, task: bytes = TASK) -> PreparedSubmission:
         """Make a submission, and remember it as the program does, in JSON and bytes."""
-        local = LocalSettings(device_id="device", data=self.data, holdout=0.0, batch_size=4, workers=1)
-        cache = FeatureCache(self.folder / "features.sqlite")
-        found = extract_features(
-            task=MANIFEST,
-            local=local,
-            cache=cache,
-            open_backbone=lambda _: tiny(self.folder),
-            on_progress=lambda _done, _total: None,
-            should_stop=lambda: False,
-        )
+        found = self.workspace.extract(MANIFEST, should_stop=lambda: False)
         standing = self.standing if task == TASK else LastSubmission(self.standing.images)
-        prepared = prepare_prototypes(
-            task=MANIFEST, local=local, found=found, cache=cache, secret=b"s" * 32, last=standing
-        )
+        prepared = prepare_prototypes(self.workspace, MANIFEST, found, standing)
         payload = encode_submission(prepared, task=TASK, manifest=MANIFEST, sequence=int(time.time()))
         stored = msgspec.json.encode(UploadedImages(prepared.image_keys))
         self.standing = last_submission(msgspec.json.decode(stored, type=UploadedImages), payload)

@@ -9,40 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from edge_client.config import LocalSettings
 from edge_client.data.images import find_images, held_out
 from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.features import backbone_digests, extract_features, training_feature_keys
-from edge_client.submission.prepared_submission import FoundImages
-from edge_client.submission.prototype_submission import prepare_prototypes
+from edge_client.storage.stored_values import Secret
+from edge_client.submission.features import Workspace, backbone_digests, training_feature_keys
+from edge_client.submission.prepared_submission import PreparedSubmission, prepare_prototypes
 from protocol.errors import PrivacyRefused
 from protocol.preprocessing import Preprocessing
-from protocol.wire.messages import BlobRef, Perturbation, Program, TaskManifest
-from tests.support.device_factory import CLASSES, tiny, write_images
+from protocol.wire.messages import Perturbation, Program, TaskManifest
+from tests.support.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HOW = Perturbation(on="prototypes", noise="gaussian", scale=0.5, shrink=0.25)
 WANTED = Preprocessing(height=8, width=8)
-BLOB = BlobRef(digest=b"b" * 32, size_bytes=1, name="tiny")
 
 
 def manifest(how: Perturbation | None, program: Program | None = None) -> TaskManifest:
     """A task that wants something perturbed."""
-    return TaskManifest(
-        fleet="f",
-        algorithm="fedtc",
-        classes=CLASSES,
-        backbones=(BLOB,),
-        alpha=1.0,
-        batch_size=5,
-        min_images=2,
-        seed=0,
-        perturbation=how,
-        program=program,
-    )
+    return make_manifest(perturbation=how, program=program)
 
 
 def on_images(scale: float = 0.2) -> Perturbation:
@@ -50,20 +36,21 @@ def on_images(scale: float = 0.2) -> Perturbation:
     return Perturbation(on="images", noise="gaussian", scale=scale)
 
 
-def _local(data: Path) -> LocalSettings:
-    return LocalSettings(device_id="device", data=data, holdout=0.3, batch_size=4, workers=2)
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    """A device with 12 images per class."""
+    write_images(tmp_path / "data", count=12)
+    workspace = make_workspace(tmp_path, holdout=0.3)
+    workspace.store.set(Secret(SECRET))
+    return workspace
 
 
-def _find(folder: Path, task: TaskManifest, cache: FeatureCache, secret: bytes = SECRET) -> FoundImages:
-    return extract_features(
-        task=task,
-        local=_local(folder / "data"),
-        cache=cache,
-        open_backbone=lambda _: tiny(folder),
-        on_progress=lambda _done, _total: None,
-        should_stop=lambda: False,
-        secret=secret,
-    )
+def _never() -> bool:
+    return False
+
+
+def _prepare(workspace: Workspace, task: TaskManifest) -> PreparedSubmission:
+    return prepare_prototypes(workspace, task, workspace.extract(task, _never))
 
 
 @pytest.mark.parametrize(
@@ -165,61 +152,55 @@ def test_image_keeps_its_noise() -> None:
     assert made.astype(np.float64).std() / 255 == pytest.approx(0.2, rel=0.2)
 
 
-def test_training_images_are_perturbed_and_held_out_ones_are_not(tmp_path: Path) -> None:
+def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Workspace) -> None:
     """The cache separates both, a second extraction computes nothing, and without noise features are clean."""
-    write_images(tmp_path / "data", count=12)
-    cache = FeatureCache(tmp_path / "features.sqlite")
     noisy, clean = manifest(on_images()), manifest(None)
-    found = _find(tmp_path, noisy, cache)
+    found = workspace.extract(noisy, _never)
     kept_out = {image.identity for image in found.usable if held_out(image, 0.3)}
     assert 0 < len(kept_out) < 24
-    assert cache.known(*backbone_digests(noisy)) == kept_out
-    assert cache.known(*training_feature_keys(noisy)) == {p.identity for p in found.usable} - kept_out
-    mean_noisy = prepare_prototypes(task=noisy, local=_local(tmp_path / "data"), found=found, cache=cache)
-    assert len(_find(tmp_path, clean, cache).usable) == len(found.usable)
-    mean_clean = prepare_prototypes(task=clean, local=_local(tmp_path / "data"), found=found, cache=cache)
+    assert workspace.cache.known(*backbone_digests(noisy)) == kept_out
+    assert (
+        workspace.cache.known(*training_feature_keys(noisy)) == {p.identity for p in found.usable} - kept_out
+    )
+    mean_noisy = prepare_prototypes(workspace, noisy, found)
+    found_clean = workspace.extract(clean, _never)
+    assert len(found_clean.usable) == len(found.usable)
+    mean_clean = prepare_prototypes(workspace, clean, found_clean)
     assert np.abs(mean_noisy.prototypes.astype(float) - mean_clean.prototypes).max() > 0.01
-    other_secret = _find(tmp_path, noisy, cache, OTHER)
-    again = prepare_prototypes(task=noisy, local=_local(tmp_path / "data"), found=other_secret, cache=cache)
-    assert again.fingerprint == mean_noisy.fingerprint, "the noise was drawn once"
+    workspace.store.secret = lambda **_: OTHER  # type: ignore[method-assign]
+    again = workspace.extract(noisy, _never)
+    workspace.store.secret = lambda **_: SECRET  # type: ignore[method-assign]
+    assert prepare_prototypes(workspace, noisy, again).fingerprint == mean_noisy.fingerprint, "drawn once"
 
 
-def test_unusable_images_are_reported_where_images_are_perturbed(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "data", count=10)
-    for image in find_images(data, CLASSES)[:8]:
+def test_unusable_images_are_reported_where_images_are_perturbed(workspace: Workspace) -> None:
+    for image in find_images(workspace.local.data, CLASSES)[:8]:
         image.path.write_text("broken")
-    found = _find(tmp_path, manifest(on_images()), FeatureCache(tmp_path / "features.sqlite"))
-    assert len(found.unusable) == 8
-    assert len(found.usable) == 12
+    found = workspace.extract(manifest(on_images()), _never)
+    assert (len(found.unusable), len(found.usable)) == (8, 16)
 
 
-def test_extraction_of_perturbed_images_without_secret_is_refused(tmp_path: Path) -> None:
+def test_extraction_of_perturbed_images_without_secret_is_refused(workspace: Workspace) -> None:
     """The whole extraction ends, and nothing is stored."""
-    write_images(tmp_path / "data", count=6)
-    cache = FeatureCache(tmp_path / "features.sqlite")
+    workspace.store.secret = lambda **_: b""  # type: ignore[method-assign]
     with pytest.raises(PrivacyRefused, match="no secret"):
-        _find(tmp_path, manifest(on_images()), cache, b"")
-    assert not cache.known(*training_feature_keys(manifest(on_images())))
+        workspace.extract(manifest(on_images()), _never)
+    assert not workspace.cache.known(*training_feature_keys(manifest(on_images())))
 
 
-def test_prepared_prototypes_are_perturbed(tmp_path: Path) -> None:
+def test_prepared_prototypes_are_perturbed(workspace: Workspace) -> None:
     """The same images give the same submission."""
-    write_images(tmp_path / "data", count=12)
-    cache = FeatureCache(tmp_path / "features.sqlite")
-    found = _find(tmp_path, manifest(HOW), cache)
-    local = _local(tmp_path / "data")
-    clean = prepare_prototypes(task=manifest(None), local=local, found=found, cache=cache)
-    noisy = prepare_prototypes(task=manifest(HOW), local=local, found=found, cache=cache, secret=SECRET)
+    clean, noisy = _prepare(workspace, manifest(None)), _prepare(workspace, manifest(HOW))
     difference = noisy.prototypes.astype(np.float64) - 0.75 * clean.prototypes.astype(np.float64)
     assert difference.std() == pytest.approx(0.5, rel=0.3)
-    again = prepare_prototypes(task=manifest(HOW), local=local, found=found, cache=cache, secret=SECRET)
-    assert again.fingerprint == noisy.fingerprint
+    assert _prepare(workspace, manifest(HOW)).fingerprint == noisy.fingerprint
+    workspace.store.secret = lambda **_: b""  # type: ignore[method-assign]
     with pytest.raises(PrivacyRefused, match="no secret"):
-        prepare_prototypes(task=manifest(HOW), local=local, found=found, cache=cache)
+        _prepare(workspace, manifest(HOW))
 
 
 def test_task_that_uploads_unperturbed_parameters_beside_prototypes_is_refused() -> None:
-    fields = {"persistent": (), "batch_size": 32, "init": BLOB, "step": BLOB, "project": BLOB, "head": BLOB}
+    fields = {"persistent": (), "batch_size": 32, "init": TINY, "step": TINY, "project": TINY, "head": TINY}
     uploading = Program(**fields, uploaded=("weight",))  # type: ignore[arg-type]
     with pytest.raises(PrivacyRefused, match="parameters beside them"):
         check_task(manifest(HOW, uploading))

@@ -19,7 +19,7 @@ from edge_client.service.device import Device
 from edge_client.service.worker import Crashed, Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
-from edge_client.submission.prepared_submission import FoundImages
+from edge_client.submission.features import FoundImages
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import StateError
 from protocol.wire.codec import decode, encode
@@ -221,7 +221,8 @@ def test_a_head_that_fails_on_the_devices_images_is_refused(bench: Bench) -> Non
 def test_a_head_that_cannot_be_downloaded_is_reported(bench: Bench) -> None:
     """The agent's reason is in the report."""
     head = HeadRef(version=4, head=BlobRef(digest=bytes(32), size_bytes=1, name="h"), devices=1, prototypes=1)
-    bench.worker.refuse(events.RefuseHead(bench.task, bench.manifest, head, "it arrived damaged"))
+    problem = "it arrived damaged"
+    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head, problem=problem))
     installed, evaluation = bench.result()
     assert installed.reason == "head 4 refused, the previous head stays in use: it arrived damaged"
     assert (evaluation.head_version, evaluation.problem) == (4, "it arrived damaged")

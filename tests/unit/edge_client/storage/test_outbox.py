@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edge_client.agent.upload_item import UploadItem
+from edge_client.agent.state import UploadItem
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.outbox import MIB
 from edge_client.storage.stored_values import Epoch, EvaluatedHead, SubmissionSequence

@@ -16,9 +16,8 @@ from edge_client.data.prototype_averaging import class_means
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission import round_submission
-from edge_client.submission.features import Workspace, training_feature_keys
-from edge_client.submission.prepared_submission import FoundImages, encode_submission
-from edge_client.submission.prototype_submission import prepare_prototypes
+from edge_client.submission.features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
 from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
@@ -77,14 +76,14 @@ def _sent(
     settings = make_settings(folder)
     local = replace(settings.local, holdout=holdout)
     cache = FeatureCache(folder / "features.sqlite")
+    workspace = Workspace(replace(settings, local=local), DeviceState(folder), cache, dry_run=True)
     (key,) = training_feature_keys(manifest)
     cache.put(key, [(image.identity, _feature(image)) for image in images], [])
     found = FoundImages(tuple(images), ())
     try:
         if manifest.program is None:
-            prepared = prepare_prototypes(task=manifest, local=local, found=found, cache=cache)
+            prepared = prepare_prototypes(workspace, manifest, found)
         else:
-            workspace = Workspace(replace(settings, local=local), DeviceState(folder), cache, dry_run=True)
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(round_submission, "train_round", _class_means)
                 patched.setattr(round_submission, "feature_size", lambda *_: SIZE)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.agent import events
-from edge_client.agent.upload_item import UploadItem
+from edge_client.agent.state import UploadItem
 from edge_client.data.images import find_images, held_out
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.policy import (

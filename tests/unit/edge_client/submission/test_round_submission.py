@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_client.agent.upload_item import UploadItem
+from edge_client.agent.state import UploadItem
 from edge_client.data.extraction import Interrupted
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import StoredLocalModel, SubmissionReport, SubmissionSequence
-from edge_client.submission.features import Workspace
-from edge_client.submission.prepared_submission import FoundImages, PreparedSubmission, encode_submission
+from edge_client.submission.features import FoundImages, Workspace
+from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
 from edge_client.training.trainer import Diverged
