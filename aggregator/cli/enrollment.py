@@ -136,7 +136,7 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
     """
     from aggregator.config.task_file import load_task
     from aggregator.security.identity import ca_fleet, has_ca, identity_folder
-    from aggregator.storage.store import Store, open_folder
+    from aggregator.storage.store import Store
 
     fleet = load_task(task)[0].fleet if task is not None else None
     if fleet is None and not (state / "aggregator.sqlite").is_file():
@@ -146,7 +146,7 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
         )
     require_owner(state)
     had_ca = has_ca(state)
-    with contextlib.closing(Store(open_folder(state))) as store:
+    with contextlib.closing(Store(state)) as store:
         if fleet is None and had_ca:
             fleet = ca_fleet(state)
         if fleet is None:

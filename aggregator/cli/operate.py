@@ -61,7 +61,7 @@ def release_command(*, device: str, state: Path) -> None:
 
     Its prototypes are used for training from now on, whatever it uploads, until it is revoked.
     """
-    from aggregator.heads.quarantine import release
+    from aggregator.heads.operator_commands import release
 
     with existing_state(state) as store:
         click.echo(release(store, device))

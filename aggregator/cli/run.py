@@ -65,7 +65,7 @@ def run_command(
     from aggregator.messaging.embedded_broker import EmbeddedBroker
     from aggregator.security.identity import aggregator_access, restore_closed
     from aggregator.service.aggregator import Aggregator
-    from aggregator.storage.store import Store, open_folder
+    from aggregator.storage.store import Store
     from aggregator.tasks.task import prepare_task
     from protocol.mqtt.reconnecting_session import parse_broker
     from protocol.mqtt.tls import NO_AUTHENTICATION, warnings
@@ -77,7 +77,7 @@ def run_command(
     for warning in warnings(access, address):
         log.warning("%s", warning)
     task_file, backbones = load_task(task)
-    with contextlib.closing(Store(open_folder(state))) as store, contextlib.ExitStack() as cleanup:
+    with contextlib.closing(Store(state)) as store, contextlib.ExitStack() as cleanup:
         access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
         store.lock()
         if restore_closed(store):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from aggregator.coordination import rounds
-from aggregator.heads.training_jobs import store_head, training_job
+from aggregator.heads.trained_heads import store_head
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead, TrainingProgress
@@ -16,7 +16,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.retention import delete_lost_submissions, needed_blobs
 from aggregator.tasks.task import Task
-from aggregator.training.jobs import CompileJob
+from aggregator.training.jobs import CompileJob, HeadJob, RoundJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
 from protocol.log import event
@@ -30,15 +30,9 @@ MAX_REPLACED_BYTES = 512 * 1024**2
 
 
 class HeadTraining:
-    """Makes the heads of a task from its submissions.
+    """Makes the heads of a task from its submissions; `state` is the state of the round logic.
 
-    Args:
-        task: the task.
-        store: the aggregator's state, which includes an interrupted training.
-        on_event: called from a thread with the progress and the end of a training; must only enqueue it.
-
-    Attributes:
-        state: the state of the round logic.
+    `on_event` is called from a thread with the progress and the end of a training; it must only enqueue it.
     """
 
     def __init__(self, task: Task, store: Store, *, on_event: Callable[[Progress | Finished], None]) -> None:
@@ -92,8 +86,7 @@ class HeadTraining:
     def submit(self, record: SubmissionRecord, payload: bytes) -> rounds.SubmissionVerdict:
         """Apply a validated submission; it is stored once `flush` and a commit of the store have returned.
 
-        Raises:
-            StateError: it cannot be stored.
+        Raises StateError if it cannot be stored.
         """
         self._read_changes()
         received = rounds.SubmissionReceived(record.device, record.entry)
@@ -105,11 +98,7 @@ class HeadTraining:
         return verdict
 
     def flush(self) -> None:
-        """Make submitted payloads durable.
-
-        Raises:
-            StateError: they cannot be stored.
-        """
+        """Make submitted payloads durable; raises StateError if they cannot be stored."""
         self._writing.finish()
 
     def reload(self) -> None:
@@ -123,7 +112,8 @@ class HeadTraining:
 
     def store_progress(self, figures: Mapping[str, Any]) -> None:
         """Store a training's progress for `status`."""
-        self._store.facts.put(TrainingProgress(self.state.head_version + 1, figures))
+        known = {name: figures[name] for name in ("epoch", "epochs", "loss") if name in figures}
+        self._store.facts.put(TrainingProgress(self.state.head_version + 1, **known))
 
     def finish(self, finished: Finished) -> bool:
         """Apply the end of a training; return True if there is a new head."""
@@ -181,13 +171,36 @@ class HeadTraining:
         )
 
     def _start(self, train: rounds.Train) -> None:
-        released = self.state.decisions.released
-        job = training_job(self._task, self._store, train, tensors=self._tensors, released=released)
+        job = self._job(train)
         try:
             self._store.facts.put(PendingHead(self._task.digest, train.version, dict(train.members)))
             self._trainer.start(job)
         except StateError as error:
             self._on_event(Finished(job, None, str(error)))
+
+    def _job(self, train: rounds.Train) -> HeadJob | RoundJob:
+        folder = self._store.folder / "training"
+        shared: dict[str, Any] = {
+            "version": train.version,
+            "task": self._task.digest.hex(),
+            "members": {device: entry.digest.hex() for device, entry in train.members},
+            "blobs": str(self._store.blobs.folder),
+            "feature_size": self._task.feature_size,
+        }
+        if self._tensors is not None:
+            return RoundJob(
+                **shared,
+                task_file=self._task.file,
+                tensors=self._tensors.digest.hex(),
+                folder=str(folder / f"round-{train.version - 1}"),
+            )
+        return HeadJob(
+            **shared,
+            released=tuple(sorted(self.state.decisions.released)),
+            robust=self._task.file.robust,
+            training=self._task.file.training,
+            folder=str(folder / f"head-{train.version}"),
+        )
 
     def _fail(self, reason: str) -> None:
         version, settings = self.state.head_version + 1, self._settings
@@ -205,15 +218,8 @@ class HeadTraining:
         metrics, total = head.metrics, self._settings.rounds
         made = {"devices": len(head.members), "prototypes": head.prototypes, "seconds": metrics["seconds"]}
         if total is None:
-            difference = metrics["onnx_max_difference"]
-            event(
-                log,
-                logging.INFO,
-                "head trained",
-                version=head.version,
-                **made,
-                onnx_max_difference=difference,
-            )
+            made["onnx_max_difference"] = metrics["onnx_max_difference"]
+            event(log, logging.INFO, "head trained", version=head.version, **made)
             return
         carried, classes = int(metrics["carried"]), int(metrics["classes"])
         figures = {**made, "carried": carried, "classes": classes, "head": head.version}

@@ -1,8 +1,9 @@
-"""An operator's commands about heads: checked at once, left in the store, carried out by the aggregator."""
+"""An operator's commands: checked at once, left in the store, carried out by the aggregator."""
 
 import time
 
 from aggregator.coordination import canary_rollout
+from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError
 
@@ -22,19 +23,22 @@ def usable_heads(store: Store, task: bytes) -> dict[int, bool]:
 
 
 def submit_command(store: Store, kind: canary_rollout.CommandKind, version: int | None = None) -> str:
-    """Make a head current; return the outcome in words.
-
-    Args:
-        store: the state of an aggregator, running or not.
-        kind: "rollback" to another head, or "promote" the candidate.
-        version: the head to roll back to; None for the previous one.
+    """Make a head current, the previous one without `version`; return the outcome in words.
 
     Raises:
         ConfigError: it cannot be done.
         StateError: there is no task yet, or the state cannot be written.
     """
     task = store.served_task().digest
-    version = _check(store, task, kind, version)
+    heads = usable_heads(store, task)
+    command = canary_rollout.CommandReceived(kind, version, heads)
+    state, actions = canary_rollout.step(
+        _after_pending(store, task, heads), command, settings=canary_rollout.Settings()
+    )
+    for action in actions:
+        if isinstance(action, canary_rollout.RefuseCommand):
+            raise ConfigError(action.reason)
+    version = state.current
     number = store.commands.add(task, kind, version)
     if not store.is_locked():
         return f"head {version} will be current when the aggregator is started"
@@ -62,18 +66,21 @@ def _after_pending(store: Store, task: bytes, heads: dict[int, bool]) -> canary_
     return state
 
 
-def _check(store: Store, task: bytes, kind: canary_rollout.CommandKind, version: int | None) -> int:
-    """Return the head that a command makes current once the pending ones are carried out.
+def release(store: Store, device: str) -> str:
+    """Release a device from quarantine; return the outcome in words.
 
     Raises:
-        ConfigError: it cannot be carried out.
+        ConfigError: it is not quarantined, or was revoked.
+        StateError: there is no task yet, or the state cannot be written.
     """
-    heads = usable_heads(store, task)
-    command = canary_rollout.CommandReceived(kind, version, heads)
-    state, actions = canary_rollout.step(
-        _after_pending(store, task, heads), command, settings=canary_rollout.Settings()
-    )
-    for action in actions:
-        if isinstance(action, canary_rollout.RefuseCommand):
-            raise ConfigError(action.reason)
-    return state.current
+    task = store.served_task().digest
+    entry = store.quarantine.all(task).get(device)
+    if entry is None:
+        raise ConfigError(f"{device} is not quarantined: `aggregator status` lists quarantined devices")
+    if entry.released_s is not None:
+        return f"{device} is already released"
+    if entry.reason == REVOKED:
+        raise ConfigError(f"{device} is revoked: enroll it again with `aggregator enroll --renew`")
+    store.quarantine.release(task, device, now_s=time.time())
+    when = "" if store.is_locked() else " after the start of the aggregator"
+    return f"released {device}: the next head{when} includes it"

@@ -2,17 +2,21 @@
 
 import logging
 import time
+from pathlib import Path
+
+import onnx
 
 from aggregator.coordination import canary_rollout
-from aggregator.heads.current_files import write_current_files
+from aggregator.graphs.fused_model import fuse
 from aggregator.heads.operator_commands import usable_heads
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.tasks.manifests import head_manifest
+from aggregator.tasks.manifests import head_ref
 from aggregator.tasks.retention import needed_blobs, served_blobs
 from aggregator.tasks.task import Task
-from protocol.errors import StateError
+from protocol.errors import BackboneMismatch, StateError
 from protocol.log import event
+from protocol.storage.blobstore import file_digest, state_errors, write_atomically
 from protocol.wire.messages import Evaluation, HeadManifest
 
 log = logging.getLogger(__name__)
@@ -23,10 +27,6 @@ POLL_S = 0.5
 
 class Releases:
     """Which head of a task the fleet uses.
-
-    Args:
-        task: the task.
-        store: the aggregator's state.
 
     Attributes:
         manifest: the head manifest to publish; None if there is no head.
@@ -51,8 +51,7 @@ class Releases:
     def tick(self, newest: int) -> None:
         """Apply the passing of time; `newest` is the version of the newest head.
 
-        Raises:
-            StateError: a change cannot be stored; the next call tries again.
+        Raises StateError if a change cannot be stored; the next call tries again.
         """
         if newest > self._state.newest:
             self._heads = self._read_heads()
@@ -68,12 +67,15 @@ class Releases:
         self._publish()
 
     def evaluate(self, device: str, evaluation: Evaluation) -> None:
-        """Apply a device's evaluation of a head.
-
-        Raises:
-            StateError: a change cannot be stored.
-        """
-        self._step(canary_rollout.Evaluated(device, evaluation.head_version, canary_result(evaluation)))
+        """Apply a device's evaluation of a head; raises StateError if a change cannot be stored."""
+        correct = sum(evaluation.correct)
+        result = canary_rollout.CanaryResult(
+            correct=correct,
+            images=correct + sum(evaluation.incorrect),
+            previous_correct=sum(evaluation.previous_correct) if evaluation.previous_correct else None,
+            problem=evaluation.problem,
+        )
+        self._step(canary_rollout.Evaluated(device, evaluation.head_version, result))
 
     def reload(self) -> None:
         """Return to the stored state after a failed write."""
@@ -116,10 +118,10 @@ class Releases:
         if not state.current or not self._has_changed:
             return
         trial = state.trial
-        self.manifest = head_manifest(
-            self._task.digest,
-            heads[state.current],
-            candidate=heads[trial.version] if trial else None,
+        self.manifest = HeadManifest(
+            task=self._task.digest,
+            current=head_ref(heads[state.current]),
+            candidate=head_ref(heads[trial.version]) if trial else None,
             canary_rank_limit=trial.rank_limit if trial else 0,
         )
         self._has_changed = False
@@ -151,12 +153,47 @@ class Releases:
                 event(log, logging.WARNING, "operator's command refused", reason=reason)
 
 
-def canary_result(evaluation: Evaluation) -> canary_rollout.CanaryResult:
-    """Return an evaluation's totals over all classes."""
-    correct = sum(evaluation.correct)
-    return canary_rollout.CanaryResult(
-        correct=correct,
-        images=correct + sum(evaluation.incorrect),
-        previous_correct=sum(evaluation.previous_correct) if evaluation.previous_correct else None,
-        problem=evaluation.problem,
-    )
+def write_current_files(task: Task, store: Store, head: HeadRecord) -> None:
+    """Write `head.onnx`, and with one backbone `model.onnx`, into the state directory; raises StateError.
+
+    The model is written first, so that the digest of `head.onnx` shows that both are written.
+    """
+    path = store.folder / "head.onnx"
+    if not (path.is_file() and file_digest(path) == head.file):
+        data = _read(store, head.file, head) if head.file else None
+        _replace(store.folder / "model.onnx", _model(task, store, head, data))
+        _replace(path, data)
+
+
+def _model(task: Task, store: Store, head: HeadRecord, data: bytes | None) -> bytes | None:
+    """Return backbone and head as one file: the training's if it is still there, otherwise fused again."""
+    if data is None or len(task.manifest.backbones) != 1:
+        return None
+    name = f"head-{head.version}" if head.tensors is None else f"round-{head.version - 1}"
+    made = store.folder / "training" / name
+    if (made / "model.onnx").is_file() and file_digest(made / "head.onnx") == head.file:
+        with state_errors(made):
+            return (made / "model.onnx").read_bytes()
+    backbone = _read(store, task.manifest.backbones[0].digest, head)
+    try:
+        return None if backbone is None else fuse(backbone, data)
+    except (BackboneMismatch, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        event(log, logging.WARNING, "cannot write model.onnx", head=head.version, reason=error)
+        return None
+
+
+def _read(store: Store, digest: bytes, head: HeadRecord) -> bytes | None:
+    try:
+        return store.blobs.read(digest)
+    except StateError as error:
+        event(log, logging.ERROR, "cannot read a head's file", head=head.version, reason=error)
+        return None
+
+
+def _replace(path: Path, data: bytes | None) -> None:
+    """Write a file, or delete an older one."""
+    if data is not None:
+        write_atomically(path, data)
+    else:
+        with state_errors(path):
+            path.unlink(missing_ok=True)

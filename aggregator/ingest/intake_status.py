@@ -6,52 +6,46 @@ The file gets its room when the aggregator starts, and is overwritten in place, 
 import contextlib
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
+from aggregator.storage.devices import UnixSeconds
 from protocol.storage.blobstore import state_errors, write_atomically
 
 _BYTES = 4096
 _NAME = "intake.json"
 
 
-class Stopped(msgspec.Struct, frozen=True):
-    """The intake is stopped: nothing can be stored, since a time in unix seconds, for a reason."""
+class Intake(msgspec.Struct, frozen=True):
+    """The state of the intake of uploads."""
 
-    since_s: float
-    reason: str
+    stopped_s: Annotated[UnixSeconds | None, Meta(description="Since when uploads cannot be stored.")] = None
+    reason: str = ""
 
 
 def create(folder: Path) -> None:
-    """Create the file in the state directory, for an intake that works.
-
-    Raises:
-        StateError: the disk is full, or the folder cannot be written.
-    """
-    write_atomically(folder / _NAME, _padded(None))
+    """Create the file in the state directory; raises StateError if the disk is full or cannot be written."""
+    write_atomically(folder / _NAME, _padded(Intake()))
 
 
-def write(folder: Path, stopped: Stopped | None) -> None:
-    """Overwrite the status; None if the intake works.
-
-    Raises:
-        StateError: the file is gone or cannot be written.
-    """
+def write(folder: Path, intake: Intake) -> None:
+    """Overwrite the status; raises StateError if the file is gone or cannot be written."""
     with state_errors(folder / _NAME), (folder / _NAME).open("r+b") as file:
-        file.write(_padded(stopped))
+        file.write(_padded(intake))
         file.flush()
         os.fsync(file.fileno())
 
 
-def read(folder: Path) -> Stopped | None:
-    """Return the status; None if the intake works, or the file is missing or damaged."""
+def read(folder: Path) -> Intake:
+    """Return the status; that of a working intake if the file is missing or damaged."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode((folder / _NAME).read_bytes(), type=Stopped | None)
-    return None
+        return msgspec.json.decode((folder / _NAME).read_bytes(), type=Intake)
+    return Intake()
 
 
-def _padded(stopped: Stopped | None) -> bytes:
+def _padded(intake: Intake) -> bytes:
     """Return JSON of constant size."""
-    if stopped is not None:
-        stopped = Stopped(stopped.since_s, stopped.reason[: _BYTES // 8])
-    return msgspec.json.encode(stopped).ljust(_BYTES - 1) + b"\n"
+    bounded = Intake(intake.stopped_s, intake.reason[: _BYTES // 8])
+    return msgspec.json.encode(bounded).ljust(_BYTES - 1) + b"\n"

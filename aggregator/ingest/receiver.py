@@ -11,7 +11,9 @@ from collections.abc import Iterator
 
 from aggregator.ingest import intake_status
 from aggregator.ingest.chunk_store import ChunkStore
+from aggregator.ingest.intake_status import Intake
 from aggregator.ingest.reassembly import Complete, Reassembly
+from aggregator.ingest.validation import Refused
 from aggregator.storage.store import Store
 from protocol.errors import StateError
 from protocol.log import event
@@ -27,14 +29,13 @@ EXPIRY_S = 60.0
 
 MAX_TRIAL_BYTES = 64 * 1024**2
 
+MAX_DETAIL = 500
+
 
 class Receiver:
-    """The uploads of devices, until they are complete.
+    """The uploads of devices, of at most `max_bytes`, until they are complete.
 
-    Args:
-        store: the state directory; it has what was accepted before.
-        max_bytes: size of the largest accepted upload.
-        unfinished_s: seconds without a frame after which an unfinished upload is deleted.
+    An unfinished one is deleted after `unfinished_s` seconds without a frame.
 
     Raises:
         StateError: the disk cannot be written.
@@ -45,7 +46,7 @@ class Receiver:
         self._max_bytes = max_bytes
         self._unfinished_s = unfinished_s
         self._chunks = ChunkStore(store.folder)
-        self._stopped: intake_status.Stopped | None = None
+        self._intake = Intake()
         self._trial_s = self._expiry_s = 0.0
         intake_status.create(store.folder)
         self._reassembly = self._load()
@@ -65,11 +66,17 @@ class Receiver:
     @property
     def is_stopped(self) -> bool:
         """True while nothing can be stored."""
-        return self._stopped is not None
+        return self._intake.stopped_s is not None
 
     def close(self) -> None:
         """Close the files."""
         self._chunks.close()
+
+    def count_refusal(self, device: str, refused: Refused) -> None:
+        """Count a refused message for `aggregator status`; log the first of its device and reason."""
+        reason, detail = refused.reason, refused.detail[:MAX_DETAIL]
+        if self._store.refusals.count(device, reason=reason, detail=detail, now_s=time.time()):
+            event(log, logging.WARNING, "message refused", device=device, reason=reason, detail=detail)
 
     def take(self, device: str, frame: Frame) -> Receipt | Complete | None:
         """Add a frame as `Reassembly.take` does; the ranges of a receipt are durable once `commit` has returned.
@@ -78,7 +85,7 @@ class Receiver:
             Refused: the frame is not accepted.
             StateError: the disk cannot be read.
         """
-        if self._stopped is None:
+        if not self.is_stopped:
             return self._reassembly.take(device, frame, now_s=time.time())
         if frame.offset + len(frame.data) < frame.size_bytes:
             return None
@@ -94,19 +101,18 @@ class Receiver:
             StateError: the disk cannot be written. Call `stop`: then none of these frames counts as arrived.
         """
         arrived, ended = self._reassembly.pending(), self._reassembly.ended
-        if self._stopped is None and (arrived or ended):
+        if not self.is_stopped and (arrived or ended):
             self._chunks.commit(arrived, ended)
             self._reassembly.settle()
 
     def stop(self, error: StateError) -> None:
         """Stop the intake, because something could not be stored."""
-        if self._stopped is not None:
+        if self.is_stopped:
             log.debug("%s", error)
             return
-        self._stopped = intake_status.Stopped(time.time(), str(error))
         self._trial_s = time.monotonic() + TRIAL_S
         event(log, logging.ERROR, "intake stopped: free space or fix permissions", reason=error)
-        self._publish_status()
+        self._set_intake(Intake(time.time(), str(error)))
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -119,15 +125,18 @@ class Receiver:
     def tick(self) -> bool:
         """Let time pass; returns True if a stopped intake was resumed just now."""
         now_s = time.monotonic()
-        if self._stopped is not None and now_s >= self._trial_s:
-            self._trial_s = now_s + TRIAL_S
-            return self._resume()
-        if self._stopped is None and now_s >= self._expiry_s:
+        if self.is_stopped:
+            return now_s >= self._trial_s and self._resume()
+        if now_s >= self._expiry_s:
             self._expiry_s = now_s + EXPIRY_S
-            self._expire()
+            for device, digest in self._reassembly.expire(time.time() - self._unfinished_s):
+                event(log, logging.INFO, "unfinished upload deleted", device=device, digest=digest)
+            with self.guard():
+                self.commit()
         return False
 
     def _resume(self) -> bool:
+        self._trial_s = time.monotonic() + TRIAL_S
         try:
             self._chunks.check_writable(min(self._max_bytes, MAX_TRIAL_BYTES))
             self._store.database.check_writable()
@@ -135,19 +144,13 @@ class Receiver:
         except StateError as error:
             log.debug("intake is still stopped: %s", error)
             return False
-        self._stopped = None
         event(log, logging.INFO, "intake resumed")
-        self._publish_status()
+        self._set_intake(Intake())
         return True
 
-    def _expire(self) -> None:
-        for device, digest in self._reassembly.expire(time.time() - self._unfinished_s):
-            event(log, logging.INFO, "unfinished upload deleted", device=device, digest=digest)
-        with self.guard():
-            self.commit()
-
-    def _publish_status(self) -> None:
+    def _set_intake(self, intake: Intake) -> None:
+        self._intake = intake
         try:
-            intake_status.write(self._store.folder, self._stopped)
+            intake_status.write(self._store.folder, intake)
         except StateError as error:
             event(log, logging.WARNING, "intake status not written for `aggregator status`", reason=error)

@@ -22,7 +22,7 @@ from aggregator.security.identity import (
     open_ca,
     write_revocation_list,
 )
-from aggregator.storage.quarantine import REVOKED
+from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text

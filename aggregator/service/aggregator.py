@@ -38,12 +38,6 @@ Event = mqtt.Event | Progress | Finished
 class Aggregator:
     """A fleet's aggregator.
 
-    Args:
-        task: the task to serve.
-        store: the state directory.
-        broker: the broker's address.
-        access: certificates and credentials for the broker.
-
     Raises:
         StateError: the state directory cannot be written.
         ConfigError: a certificate or key cannot be used.
@@ -73,8 +67,8 @@ class Aggregator:
         )
         self._blob_sender = BlobSender(store.blobs, self._publisher)
         self._announcements = Announcements(
-            task,
-            store,
+            task=task,
+            store=store,
             epoch=epoch,
             publisher=self._publisher,
             receiver=self._receiver,
@@ -82,8 +76,8 @@ class Aggregator:
             releases=self._releases,
         )
         self._messages = DeviceMessages(
-            task,
-            store,
+            task=task,
+            store=store,
             receiver=self._receiver,
             training=self._training,
             releases=self._releases,

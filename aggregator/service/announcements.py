@@ -1,11 +1,11 @@
 """Announcements to the fleet: the aggregator's presence, and the signed manifests of task, round and head."""
 
 import time
+from dataclasses import dataclass, field
 
 from aggregator.heads.head_training import HeadTraining
 from aggregator.heads.releases import Releases
 from aggregator.ingest.receiver import Receiver
-from aggregator.ingest.refusals import count_refusal
 from aggregator.ingest.validation import Refused
 from aggregator.messaging.blob_sender import reading
 from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
@@ -15,51 +15,35 @@ from aggregator.storage.store import Store
 from aggregator.tasks.task import Task
 from protocol.errors import ConfigError, MalformedMessage
 from protocol.wire.codec import decode, encode
-from protocol.wire.messages import HeadManifest, Presence, Reason
+from protocol.wire.messages import HeadManifest, Message, Presence, Reason
 from protocol.wire.presence import is_newer
 from protocol.wire.topics import FleetChannel
 
 
+@dataclass(kw_only=True)
 class Announcements:
-    """The retained messages of the fleet's topics.
+    """The retained messages of the fleet's topics."""
 
-    Args:
-        task: the task to serve.
-        store: the state directory.
-        epoch: of this start of the aggregator.
-        publisher: the connection to the fleet.
-        receiver: the intake, which is stopped when a release number cannot be stored.
-        training: has the open round.
-        releases: has the head manifest.
+    task: Task
+    store: Store
+    epoch: int
+    """Of this start of the aggregator."""
+    publisher: Publisher
+    receiver: Receiver
+    """The intake, which is stopped when a release number cannot be stored."""
+    training: HeadTraining
+    releases: Releases
+    is_connected: bool = False
+    """The broker is connected."""
+    _published: dict[FleetChannel, bytes] = field(default_factory=dict)
+    _overwritten: dict[FleetChannel, bytes] = field(default_factory=dict)
+    _head: HeadManifest | None = None
+    _broadcast_round: int | None = None
 
-    Attributes:
-        is_connected: the broker is connected.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        store: Store,
-        *,
-        epoch: int,
-        publisher: Publisher,
-        receiver: Receiver,
-        training: HeadTraining,
-        releases: Releases,
-    ) -> None:
-        self.is_connected = False
-        self._task = task
-        self._store = store
-        self._epoch = epoch
-        self._publisher = publisher
-        self._receiver = receiver
-        self._training = training
-        self._releases = releases
-        self._signer = ManifestSigner(store, key=identity_of(store.folder), fleet=task.file.fleet)
-        self._published: dict[FleetChannel, bytes] = {}
-        self._overwritten: dict[FleetChannel, bytes] = {}
-        self._head: HeadManifest | None = None
-        self._broadcast_round: int | None = None
+    def __post_init__(self) -> None:
+        self._signer = ManifestSigner(
+            self.store, key=identity_of(self.store.folder), fleet=self.task.file.fleet
+        )
 
     def connected(self) -> None:
         """Publish everything to a broker that was just connected."""
@@ -67,38 +51,37 @@ class Announcements:
         self._publish("task")
         self.open_round()
         self._publish("head")
-        self._publisher.publish_presence("online")
+        self.publisher.publish_presence("online")
 
     def open_round(self) -> None:
         """Publish the open round, and broadcast its tensors once; without rounds, clear the topic."""
         self._publish("round")
-        manifest = self._training.round
+        manifest = self.training.round
         if manifest is not None and self.is_connected and manifest.number != self._broadcast_round:
             with reading():
-                self._publisher.broadcast(self._store.blobs.read(manifest.tensors.digest))
+                self.publisher.broadcast(self.store.blobs.read(manifest.tensors.digest))
             self._broadcast_round = manifest.number
 
     def publish_new_head(self) -> None:
         """Publish the head manifest if it has changed."""
-        if self._releases.manifest != self._head:
+        if self.releases.manifest != self._head:
             self._publish("head")
 
     def _publish(self, channel: FleetChannel) -> None:
         """Publish a signed manifest, or clear its topic if there is none; also while nothing can be stored."""
-        body: bytes | None
-        if channel == "task":
-            body = self._task.manifest_bytes
-        elif channel == "round":
-            manifest = self._training.round
-            body = None if manifest is None else encode(manifest)
-        else:
-            self._head = self._releases.manifest
-            body = None if self._head is None else encode(self._head)
-        payload = b"" if body is None else self._signer.sign(channel, body)
-        with self._receiver.guard():
+        if channel == "head":
+            self._head = self.releases.manifest
+        manifests: dict[FleetChannel, Message | None] = {
+            "task": self.task.manifest,
+            "round": self.training.round,
+            "head": self._head,
+        }
+        manifest = manifests[channel]
+        payload = b"" if manifest is None else self._signer.sign(channel, encode(manifest))
+        with self.receiver.guard():
             self._signer.keep()
         self._published[channel] = payload
-        self._publisher.publish_to_fleet(channel, payload)
+        self.publisher.publish_to_fleet(channel, payload)
 
     def observe(self, channel: FleetChannel, payload: bytes) -> None:
         """Take note of a message on a fleet topic, which may be another client's.
@@ -117,7 +100,7 @@ class Announcements:
         overwritten, self._overwritten = self._overwritten, {}
         for channel, payload in overwritten.items():
             if payload and not self._signer.has_signed(channel, payload):
-                with self._receiver.guard():
+                with self.receiver.guard():
                     self._refuse(
                         "signature", f"a {channel} that this aggregator has not signed was on the broker"
                     )
@@ -130,17 +113,17 @@ class Announcements:
         except MalformedMessage as error:
             self._refuse("malformed", f"the aggregator's state: {error}")
             return
-        if is_newer(presence.epoch, own=self._epoch, now_s=time.time()):
+        if is_newer(presence.epoch, own=self.epoch, now_s=time.time()):
             raise ConfigError(
-                f"another aggregator has started for fleet {self._task.file.fleet!r} on this broker: "
+                f"another aggregator has started for fleet {self.task.file.fleet!r} on this broker: "
                 "a fleet has one; stop one of them, or give each task file a fleet of its own"
             )
-        if presence.epoch > self._epoch:
+        if presence.epoch > self.epoch:
             self._refuse(
                 "implausible", f"an aggregator's presence with epoch {presence.epoch}, in the future"
             )
-        if presence.state != "online" or presence.epoch > self._epoch:
-            self._publisher.publish_presence("online")
+        if presence.state != "online" or presence.epoch > self.epoch:
+            self.publisher.publish_presence("online")
 
     def _refuse(self, reason: Reason, detail: str) -> None:
-        count_refusal(self._store, UNKNOWN_DEVICE, Refused(reason, detail))
+        self.receiver.count_refusal(UNKNOWN_DEVICE, Refused(reason, detail))

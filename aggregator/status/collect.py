@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from aggregator.coordination import canary_rollout, rounds
 from aggregator.heads import operator_commands
 from aggregator.ingest import intake_status
@@ -20,11 +18,7 @@ _REFUSED: Mapping[Reason | None, str] = {"revoked": "revoked", "unknown_device":
 
 
 def collect_status(store: Store) -> model.Status:
-    """Return the status of a fleet.
-
-    Raises:
-        StateError: no aggregator has run on this state yet.
-    """
+    """Return the status of a fleet; raises StateError if no aggregator has run on this state yet."""
     served = store.served_task()
     task, settings = served.digest, served.settings
     submissions, state, used = store.submissions.all(task), store.round_state(task), store.heads.rollout(task)
@@ -32,7 +26,7 @@ def collect_status(store: Store) -> model.Status:
     key, full_model = store.facts.get(SigningKey), store.folder / "model.onnx"
     return model.Status(
         running=store.is_locked(),
-        intake=_intake(store),
+        intake=intake_status.read(store.folder),
         aggregator_key=key.public if key is not None else "",
         enrollment=model.Enrollment(closed=store.keys.is_closed(), **counts(store.keys.all().values())),
         fleet=served.fleet,
@@ -41,7 +35,7 @@ def collect_status(store: Store) -> model.Status:
         classes=served.classes,
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
-        training=_training(store),
+        training=store.facts.get(TrainingProgress),
         submissions=len(submissions),
         waiting=len(rounds.waiting(state, settings)),
         closes_at_s=rounds.closes_at_s(state, settings),
@@ -49,32 +43,12 @@ def collect_status(store: Store) -> model.Status:
         rollout=_rollout(used, requested=operator_commands.commanded_version(store, task)),
         devices=tuple(_devices(store, task, submissions, used)),
         coverage=_coverage(served.classes, submissions.values()),
-        quarantine=tuple(
-            model.Quarantined(
-                device=device, reason=one.reason, since_s=one.since_s, released_s=one.released_s
-            )
-            for device, one in store.quarantine.all(task).items()
-        ),
+        quarantine=tuple(store.quarantine.all(task).values()),
         heads=tuple(_head(store, task, head, used) for head in heads),
-        refusals=tuple(
-            model.Refusal(device=device, reason=reason, count=count, detail=detail)
-            for device, reason, count, detail in store.refusals.all()
-        ),
+        refusals=tuple(store.refusals.all()),
         head_path=str((store.folder / "head.onnx").resolve()) if heads else None,
         model_path=str(full_model.resolve()) if heads and full_model.is_file() else None,
     )
-
-
-def _intake(store: Store) -> model.Intake:
-    stopped = intake_status.read(store.folder)
-    return model.Intake(stopped_s=stopped.since_s, reason=stopped.reason) if stopped else model.Intake()
-
-
-def _training(store: Store) -> model.Training | None:
-    progress = store.facts.get(TrainingProgress)
-    if progress is None:
-        return None
-    return msgspec.convert({**progress.figures, "version": progress.version}, model.Training, strict=False)
 
 
 def _round(state: rounds.State, settings: rounds.Settings) -> model.Round | None:

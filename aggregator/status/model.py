@@ -5,15 +5,11 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from aggregator.ingest.intake_status import Intake
+from aggregator.storage.devices import QuarantinedDevice, Refusal, UnixSeconds
+from aggregator.storage.stored_values import TrainingProgress
+
 HeadState = Literal["current", "candidate", "rejected", ""]
-UnixSeconds = Annotated[float, Meta(description="Unix seconds.")]
-
-
-class Intake(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the intake of uploads."""
-
-    stopped_s: Annotated[UnixSeconds | None, Meta(description="Since when uploads cannot be stored.")] = None
-    reason: str = ""
 
 
 class Enrollment(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,15 +19,6 @@ class Enrollment(msgspec.Struct, frozen=True, kw_only=True):
     enrolled: int
     first_use: Annotated[int, Meta(description="Keys stored at their first use.")]
     revoked: int
-
-
-class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """The running training of a head."""
-
-    version: int
-    epoch: int = 0
-    epochs: int | None = None
-    loss: float | None = None
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,15 +90,6 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
 
 
-class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
-    """A device that is or was quarantined."""
-
-    device: str
-    reason: str
-    since_s: UnixSeconds
-    released_s: Annotated[UnixSeconds | None, Meta(description="When an operator released it.")]
-
-
 class HeldOut(Accuracy, frozen=True, kw_only=True):
     """Results of a head on all devices."""
 
@@ -132,15 +110,6 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     held_out: HeldOut
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages of a device that the aggregator has refused."""
-
-    device: str
-    reason: str
-    count: int
-    detail: Annotated[str, Meta(description="Of the last one.")]
-
-
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an aggregator and its fleet."""
 
@@ -154,7 +123,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     classes: tuple[str, ...]
     quorum: int
     retrain_after: int
-    training: Training | None
+    training: TrainingProgress | None
     submissions: int
     waiting: Annotated[int, Meta(description="Submissions that are in no head yet.")]
     closes_at_s: Annotated[
@@ -164,7 +133,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     rollout: Rollout
     devices: tuple[Device, ...]
     coverage: Annotated[dict[str, Coverage], Meta(description="By class.")]
-    quarantine: tuple[Quarantined, ...]
+    quarantine: tuple[QuarantinedDevice, ...]
     heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
     refusals: tuple[Refusal, ...]
     head_path: str | None

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from aggregator.coordination.canary_rollout import canaries
-from aggregator.status.model import Candidate, Device, Enrollment, Head, Quarantined, Round, Status
+from aggregator.status.model import Candidate, Device, Enrollment, Head, Round, Status
+from aggregator.storage.devices import QuarantinedDevice
 from protocol.cli import plain
 
 SHOWN_HEADS = 5
@@ -162,7 +163,7 @@ def _candidate(candidate: Candidate) -> str:
     return f"{tried}; awaited: {_names(candidate.awaited)}"
 
 
-def _print_quarantined(entry: Quarantined, console: Console) -> None:
+def _print_quarantined(entry: QuarantinedDevice, console: Console) -> None:
     released = entry.released_s is not None
     since = _clock(entry.since_s if entry.released_s is None else entry.released_s)
     label, style = ("released", "") if released else ("quarantined", "yellow")

@@ -29,12 +29,9 @@ class Key:
 
 
 def refusal_reason(known: Key | None, *, is_closed: bool, public: bytes | None = None) -> Reason | None:
-    """Return the reason for refusing a device's messages; None if they are accepted.
+    """Return the reason for refusing messages of a device whose key is `known`; None if they are accepted.
 
-    Args:
-        known: the device's key.
-        is_closed: only enrolled devices are accepted.
-        public: the key that the message was signed with, if it was signed.
+    `public` is the key that the message was signed with, if it was signed.
     """
     if known is not None and known.revoked_s is not None:
         return "revoked"

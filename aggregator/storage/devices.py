@@ -1,8 +1,10 @@
-"""Known devices: their presence, what they report about themselves, and their refused messages."""
+"""Known devices: their presence, what they report about themselves, their refused messages, and the quarantine."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from aggregator.storage.device_keys import MAX_PINNED_DEVICES, DeviceKeys
 from protocol.storage.database import Database
@@ -13,6 +15,11 @@ MAX_REFUSALS = 1000
 
 UNKNOWN_DEVICE = "?"
 """The device in `refusals` of messages that cannot be attributed to a device, or of one device too many."""
+
+REVOKED = "its key was revoked"
+"""The reason for quarantining a device whose submissions are refused before outlier detection."""
+
+UnixSeconds = Annotated[float, Meta(description="Unix seconds.")]
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,15 @@ class Devices:
         return dict(self._database.read("SELECT device, total FROM epsilons"))
 
 
+class Refusal(msgspec.Struct, frozen=True):
+    """Messages of a device that the aggregator has refused."""
+
+    device: str
+    reason: str
+    count: int
+    detail: Annotated[str, Meta(description="Of the last one.")]
+
+
 class Refusals:
     """The table `refusals`: refused messages, counted per device and reason."""
 
@@ -119,12 +135,12 @@ class Refusals:
         )
         return not is_known
 
-    def all(self) -> list[tuple[str, str, int, str]]:
-        """Return device, reason, count and the last detail of all refused messages."""
+    def all(self) -> list[Refusal]:
+        """Return all refused messages, by device and reason."""
         rows = self._database.read(
             "SELECT device, reason, count, detail FROM refusals ORDER BY device, reason"
         )
-        return [(device, reason, count, detail) for device, reason, count, detail in rows]
+        return [Refusal(*row) for row in rows]
 
     def _is_known(self, device: str, reason: str) -> bool:
         return bool(
@@ -136,3 +152,50 @@ class Refusals:
         if known is not None and known.enrolled:
             return True
         return int(self._database.read("SELECT count(*) FROM refusals")[0][0]) < MAX_REFUSALS
+
+
+class QuarantinedDevice(msgspec.Struct, frozen=True):
+    """A device that is or was quarantined: its prototypes are not trained on."""
+
+    device: str
+    reason: str
+    since_s: UnixSeconds
+    released_s: Annotated[UnixSeconds | None, Meta(description="When an operator released it.")]
+
+
+class Quarantine:
+    """The table `quarantine`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, task: bytes, device: str, *, reason: str, now_s: float) -> None:
+        """Quarantine a device, also one that was released."""
+        self._database.write(
+            "INSERT INTO quarantine (task, device, since_s, reason) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
+            "DO UPDATE SET reason = excluded.reason, released_s = NULL, "
+            "since_s = CASE WHEN released_s IS NULL THEN since_s ELSE excluded.since_s END",
+            *(task, device, now_s, reason),
+        )
+
+    def release(self, task: bytes, device: str, *, now_s: float) -> None:
+        """Train on a device's prototypes whatever outlier detection finds, until it is quarantined again."""
+        self._database.write(
+            "UPDATE quarantine SET released_s = ? WHERE task = ? AND device = ? AND released_s IS NULL",
+            *(now_s, task, device),
+        )
+
+    def delete(self, task: bytes, device: str) -> None:
+        """Delete a device's entry."""
+        self._database.write("DELETE FROM quarantine WHERE task = ? AND device = ?", task, device)
+
+    def delete_revocation(self, device: str) -> None:
+        """Delete a device's entries, of all tasks, that were made because its key was revoked."""
+        self._database.write("DELETE FROM quarantine WHERE device = ? AND reason = ?", device, REVOKED)
+
+    def all(self, task: bytes) -> dict[str, QuarantinedDevice]:
+        """Return the devices that were quarantined, including those released since."""
+        rows = self._database.read(
+            "SELECT device, reason, since_s, released_s FROM quarantine WHERE task = ? ORDER BY device", task
+        )
+        return {row[0]: QuarantinedDevice(*row) for row in rows}

@@ -1,13 +1,13 @@
-"""Trained heads, and the rollout state of each task."""
+"""Trained heads: their rollout, their evaluations by devices, and an operator's commands about them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from aggregator.coordination import canary_rollout
 from protocol.storage.database import Database
-from protocol.wire.messages import BlobRef
+from protocol.wire.messages import BlobRef, Evaluation
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,76 @@ class Heads:
         if rows:
             return msgspec.json.decode(rows[0][0], type=canary_rollout.State)
         return canary_rollout.initial_state(head.version for head in self.all(task))
+
+
+class Evaluations:
+    """The table `evaluations`: results of each head on each device's held-out images."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def put(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
+        """Store a device's evaluation of a head in place of its previous one."""
+        self._database.write(
+            "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?)",
+            *(evaluation.task, device, evaluation.head_version, digest, now_s),
+            msgspec.json.encode(evaluation).decode(),
+        )
+
+    def of_head(self, task: bytes, version: int) -> dict[str, Evaluation]:
+        """Return each device's evaluation of a head."""
+        rows = self._database.read(
+            "SELECT device, message FROM evaluations WHERE task = ? AND head_version = ? ORDER BY device",
+            *(task, version),
+        )
+        return {device: msgspec.json.decode(message, type=Evaluation) for device, message in rows}
+
+    def delete_except(self, task: bytes, versions: Collection[int]) -> None:
+        """Delete the evaluations of all heads of a task but these."""
+        marks = ", ".join("?" * len(versions))
+        self._database.write(
+            f"DELETE FROM evaluations WHERE task = ? AND head_version NOT IN ({marks})",  # noqa: S608 - marks
+            *(task, *versions),
+        )
+
+
+@dataclass(frozen=True)
+class OperatorCommand:
+    """An operator's command about heads."""
+
+    number: int
+    kind: canary_rollout.CommandKind
+    version: int | None
+
+
+class OperatorCommands:
+    """The table `operator_commands`: what an operator leaves for the running aggregator."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, task: bytes, kind: canary_rollout.CommandKind, version: int | None) -> int:
+        """Store a command for the aggregator that serves a task; returns its number."""
+        rows = self._database.read(
+            "INSERT INTO operator_commands (task, kind, version) VALUES (?, ?, ?) RETURNING number",
+            *(task, kind, version),
+        )
+        return int(rows[0][0])
+
+    def pending(self, task: bytes) -> list[OperatorCommand]:
+        """Return a task's commands without an outcome, oldest first."""
+        rows = self._database.read(
+            "SELECT number, kind, version FROM operator_commands WHERE task = ? AND outcome IS NULL ORDER BY number",
+            task,
+        )
+        return [OperatorCommand(*row) for row in rows]
+
+    def finish(self, number: int, outcome: str) -> None:
+        """Store a command's outcome: empty if it was carried out, otherwise the reason why not."""
+        self._database.write("UPDATE operator_commands SET outcome = ? WHERE number = ?", outcome, number)
+
+    def outcome(self, number: int) -> str | None:
+        """Return a command's outcome; None while it is pending."""
+        rows = self._database.read("SELECT outcome FROM operator_commands WHERE number = ?", number)
+        outcome: str | None = rows[0][0]
+        return outcome

@@ -6,26 +6,59 @@ from pathlib import Path
 
 from aggregator.coordination.rounds import DeviceDecisions, Entry, State
 from aggregator.storage.device_keys import DeviceKeys
-from aggregator.storage.devices import Devices, Refusals
-from aggregator.storage.evaluations import Evaluations
-from aggregator.storage.heads import Heads
-from aggregator.storage.migrations import MIGRATIONS
-from aggregator.storage.operator_commands import OperatorCommands
-from aggregator.storage.quarantine import REVOKED, Quarantine
+from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
+from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.stored_values import Facts, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore, state_errors
 from protocol.storage.database import Database
 from protocol.storage.folder_lock import FolderLock
+from protocol.wire.messages import BlobRef
+
+MIGRATIONS = (
+    """
+    CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+    CREATE TABLE devices (
+        device TEXT PRIMARY KEY, state TEXT NOT NULL DEFAULT 'unknown', epoch INTEGER NOT NULL DEFAULT 0,
+        seen_s REAL NOT NULL, info TEXT NOT NULL DEFAULT 'null'
+    ) STRICT;
+    CREATE TABLE epsilons (device TEXT PRIMARY KEY, total REAL NOT NULL) STRICT;
+    CREATE TABLE keys (
+        device TEXT PRIMARY KEY, public BLOB NOT NULL, enrolled INTEGER NOT NULL, since_s REAL NOT NULL,
+        serial TEXT NOT NULL DEFAULT '', revoked_s REAL
+    ) STRICT;
+    CREATE TABLE revoked_certificates (serial TEXT PRIMARY KEY, since_s REAL NOT NULL) STRICT;
+    CREATE TABLE submissions (
+        task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, record TEXT NOT NULL,
+        PRIMARY KEY (task, device)
+    ) STRICT;
+    CREATE TABLE evaluations (
+        task BLOB NOT NULL, device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL,
+        received_s REAL NOT NULL, message TEXT NOT NULL, PRIMARY KEY (task, device, head_version)
+    ) STRICT;
+    CREATE TABLE heads (
+        task BLOB NOT NULL, version INTEGER NOT NULL, record TEXT NOT NULL, PRIMARY KEY (task, version)
+    ) STRICT;
+    CREATE TABLE rollouts (task BLOB PRIMARY KEY, state TEXT NOT NULL) STRICT;
+    CREATE TABLE quarantine (
+        task BLOB NOT NULL, device TEXT NOT NULL, since_s REAL NOT NULL, reason TEXT NOT NULL, released_s REAL,
+        PRIMARY KEY (task, device)
+    ) STRICT;
+    CREATE TABLE operator_commands (
+        number INTEGER PRIMARY KEY, task BLOB NOT NULL, kind TEXT NOT NULL, version INTEGER, outcome TEXT
+    ) STRICT;
+    CREATE TABLE refusals (
+        device TEXT NOT NULL, reason TEXT NOT NULL, count INTEGER NOT NULL, last_s REAL NOT NULL,
+        detail TEXT NOT NULL, PRIMARY KEY (device, reason)
+    ) STRICT;
+    """,
+)
+"""SQL scripts, each from one schema version to the next."""
 
 
 class Store:
-    """The aggregator's state directory.
-
-    Args:
-        folder: created if missing.
-        read_only: read the state of a running aggregator.
+    """The aggregator's state directory, created if missing; `read_only` reads the state of a running aggregator.
 
     Raises:
         StateError: it cannot be used, or a newer protofleet wrote it.
@@ -38,6 +71,8 @@ class Store:
         if read_only and not file.is_file():
             raise StateError(f"no aggregator state in {folder}: give the --state of `aggregator run`")
         if not read_only:
+            with state_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
             self.blobs = BlobStore(folder / "blobs")
         self.database = Database(file, program="aggregator run", migrations=MIGRATIONS, read_only=read_only)
         self.facts = Facts(self.database)
@@ -51,11 +86,7 @@ class Store:
         self.commands = OperatorCommands(self.database)
 
     def lock(self) -> None:
-        """Lock the directory for this process.
-
-        Raises:
-            StateError: another aggregator has locked it.
-        """
+        """Lock the directory for this process; raises StateError if another aggregator has locked it."""
         if not self._lock.take():
             raise StateError(
                 f"another aggregator is running in {self.folder}: stop it, or give this one its own --state"
@@ -72,11 +103,7 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write everything within durably at its end, or nothing.
-
-        Raises:
-            StateError: it cannot be written.
-        """
+        """Write everything within durably at its end, or nothing; raises StateError if it cannot be written."""
         try:
             with self.database.transaction():
                 self.keys.refresh()
@@ -90,11 +117,7 @@ class Store:
         return int(self.database.read("PRAGMA data_version")[0][0])
 
     def served_task(self) -> ServedTask:
-        """Return the task that the aggregator was started with last.
-
-        Raises:
-            StateError: it was never started on this state directory.
-        """
+        """Return the task that the aggregator was started with last; raises StateError if it was never started."""
         served = self.facts.get(ServedTask)
         if served is None:
             raise StateError(f"no task in {self.folder} yet: start `aggregator run`")
@@ -110,13 +133,21 @@ class Store:
             )
         )
 
+    def put_blob(self, data: bytes, name: str) -> BlobRef:
+        """Store a blob and return the reference to it."""
+        return BlobRef(digest=self.blobs.put(data), size_bytes=len(data), name=name)
+
+    def put_file(self, file: Path, *, name: str = "") -> BlobRef:
+        """Store a file as a blob, by its own name or another; raises StateError if it cannot be read."""
+        with state_errors(file):
+            data = file.read_bytes()
+        return self.put_blob(data, name or file.name)
+
     def reset_device(self, device: str, *, delete_submissions: bool) -> None:
         """Let a device start over with another key.
 
-        Args:
-            device: its name, which another client may have used before.
-            delete_submissions: delete what was uploaded under the name; otherwise it counts until the device
-                uploads again, whatever the sequence numbers.
+        What was uploaded under its name, perhaps by another client, is deleted, or counts until the device uploads
+        again, whatever the sequence numbers.
         """
         if delete_submissions:
             self.submissions.delete_device(device)
@@ -159,14 +190,3 @@ class Store:
             ),
             enrolled=self.keys.enrolled(),
         )
-
-
-def open_folder(folder: Path) -> Path:
-    """Create the state directory.
-
-    Raises:
-        StateError: it cannot be created.
-    """
-    with state_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -1,7 +1,7 @@
 """Single values that survive a restart: a typed struct each, stored as JSON under the name of its class."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -35,10 +35,12 @@ class ManifestNumbers(msgspec.Struct, frozen=True):
 
 
 class TrainingProgress(msgspec.Struct, frozen=True):
-    """Progress of the running training."""
+    """The running training of a head."""
 
     version: int
-    figures: Mapping[str, Any]
+    epoch: int = 0
+    epochs: int | None = None
+    loss: float | None = None
 
 
 class PendingHead(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from aggregator.training.jobs import CompileJob, Result, run_as_program
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.log import event
-from protocol.storage.blobstore import state_errors, write_atomically
+from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import BlobRef
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,7 @@ _NOT_IN_GRAPHS = {"rounds", "epochs", "max_sets", "sets"}
 
 
 def run(job: CompileJob) -> Result:
-    """Export the graphs of a job to files.
-
-    Raises:
-        ProtofleetError: the task has no rounds, or a graph differs from PyTorch.
-    """
+    """Export the graphs of a job to files; raises ProtofleetError if a graph differs from PyTorch."""
     from aggregator.graphs.program_export import build
 
     if job.task_file.learning is None:
@@ -52,12 +48,9 @@ def run(job: CompileJob) -> Result:
 
 
 def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[str, BlobRef]:
-    """Return the graphs of a task by role, exported if they are not stored yet.
+    """Return the graphs of a task with rounds by role, exported if they are not stored yet.
 
-    Args:
-        task: a task with rounds.
-        feature_size: L, the sum over all backbones.
-        store: the aggregator's state.
+    `feature_size` is L, the sum over all backbones.
 
     Raises:
         ConfigError: the export failed.
@@ -74,7 +67,7 @@ def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[st
         task_file=task, feature_size=feature_size, folder=str(store.folder / "training" / "graphs")
     )
     result = _run_job(job, store.folder / "training")
-    made = {role: _stored(Path(job.folder) / f"{role}.onnx", store) for role in ROLES}
+    made = {role: store.put_file(Path(job.folder) / f"{role}.onnx") for role in ROLES}
     store.facts.put(CompiledGraphs({**compiled, key: made}))
     size_bytes = sum(graph.size_bytes for graph in made.values())
     event(log, logging.INFO, "exported graphs", seconds=result.metrics["seconds"], bytes=size_bytes)
@@ -102,12 +95,6 @@ def _run_job(job: CompileJob, folder: Path) -> Result:
             f"cannot export the graphs of {job.task_file.algorithm}: {outcome.reason}; see {job.folder}"
         )
     return outcome.result
-
-
-def _stored(file: Path, store: Store) -> BlobRef:
-    with state_errors(file):
-        data = file.read_bytes()
-    return BlobRef(digest=store.blobs.put(data), size_bytes=len(data), name=file.name)
 
 
 def _key(task: TaskFile, feature_size: int) -> str:

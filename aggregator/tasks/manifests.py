@@ -1,23 +1,26 @@
 """Builds the manifests that are published to the fleet."""
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 
 from aggregator.algorithms.program import Algorithm
 from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
-from aggregator.tasks.noise_calibration import noise_multiplier
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, RuntimeMissing
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
     MAX_MANIFEST_BYTES,
     BlobRef,
     DifferentialPrivacy,
-    HeadManifest,
     HeadRef,
     Program,
     RoundManifest,
     TaskManifest,
 )
+
+_STEPS = 1000
+"""Noise multipliers are rounded up to 1/1000, so that the task's identity does not depend on the last bits."""
 
 
 def program_of(learning: Algorithm, graphs: Mapping[str, BlobRef]) -> Program:
@@ -47,7 +50,7 @@ def task_manifest(
         seed=task.client.seed,
         program=program,
         perturbation=task.privacy.perturbation,
-        differential_privacy=None if task.privacy.dp is None else differential_privacy_of(task.privacy.dp),
+        differential_privacy=None if task.privacy.dp is None else _differential_privacy(task.privacy.dp),
     )
     size = len(encode(manifest))
     if size > MAX_MANIFEST_BYTES:
@@ -57,18 +60,33 @@ def task_manifest(
     return manifest
 
 
-def differential_privacy_of(budget: PrivacyBudget) -> DifferentialPrivacy:
-    """Return the wire form of `[privacy.dp]`, with the smallest noise multiplier that epsilon and delta allow.
-
-    Raises:
-        RuntimeMissing: dp-accounting is not installed.
-    """
+def _differential_privacy(budget: PrivacyBudget) -> DifferentialPrivacy:
     return DifferentialPrivacy(
         clip_norm=budget.clip_norm,
         noise_multiplier=noise_multiplier(budget.epsilon, budget.delta),
         delta=budget.delta,
         max_epsilon=budget.max_epsilon,
     )
+
+
+@functools.cache
+def noise_multiplier(epsilon: float, delta: float) -> float:
+    """Return the smallest noise multiplier of an (epsilon, delta) private Gaussian event, rounded up.
+
+    Raises:
+        RuntimeMissing: dp-accounting is not installed.
+    """
+    try:
+        from dp_accounting import GaussianDpEvent, calibrate_dp_mechanism
+        from dp_accounting.pld import PLDAccountant
+    except ImportError as error:
+        raise RuntimeMissing(
+            "differential privacy needs dp-accounting: pip install 'protofleet[aggregator]'"
+        ) from error
+    least = float(
+        calibrate_dp_mechanism(PLDAccountant, GaussianDpEvent, target_epsilon=epsilon, target_delta=delta)
+    )
+    return math.ceil(least * _STEPS) / _STEPS
 
 
 def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: BlobRef) -> RoundManifest:
@@ -79,18 +97,6 @@ def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: Bl
         rounds=learning.rounds,
         epochs=learning.epochs_of(number) if number < learning.rounds else 0,
         tensors=tensors,
-    )
-
-
-def head_manifest(
-    task: bytes, current: HeadRecord, *, candidate: HeadRecord | None = None, canary_rank_limit: int = 0
-) -> HeadManifest:
-    """Return the manifest of the current head and of the candidate for canaries."""
-    return HeadManifest(
-        task=task,
-        current=head_ref(current),
-        candidate=None if candidate is None else head_ref(candidate),
-        canary_rank_limit=canary_rank_limit,
     )
 
 

@@ -13,34 +13,25 @@ from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError
 from protocol.onnx_metadata import BackboneMetadata, read_metadata
-from protocol.storage.blobstore import state_errors
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, TaskManifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A task that is ready to be published.
-
-    Args:
-        file: the task file.
-        manifest: its manifest.
-        manifest_bytes: the encoded manifest; its sha256 identifies the task.
-        feature_size: L, the sum over all backbones.
-        expectation: the shapes and bounds of a valid submission.
-        first_tensors: the tensors of round 0; None without rounds.
-    """
+    """A task that is ready to be published."""
 
     file: TaskFile
     manifest: TaskManifest
-    manifest_bytes: bytes
     feature_size: int
+    """L, the sum over all backbones."""
     expectation: Expectation
     first_tensors: BlobRef | None
+    """The tensors of round 0; None without rounds."""
 
     @property
     def digest(self) -> bytes:
-        """The sha256 of the manifest."""
+        """The sha256 of the encoded manifest, which identifies the task."""
         return self.expectation.task
 
     @property
@@ -61,7 +52,7 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         StateError: the state directory cannot be written.
     """
     feature_size = sum(read_backbone(path).feature_size for path in backbones)
-    references = [_stored(path, store) for path in backbones]
+    references = [store.put_file(path) for path in backbones]
     learning = file.learning
     program, shapes, first = None, {}, None
     prototype_size = feature_size
@@ -73,15 +64,12 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
             feature_size=feature_size, num_classes=len(file.classes), seed=file.client.seed
         )
         shapes = {name: tensors[name].shape for name in learning.uploaded}
-        payload = pack_tensors(tensors)
-        first = BlobRef(digest=store.blobs.put(payload), size_bytes=len(payload), name="tensors-0")
+        first = store.put_blob(pack_tensors(tensors), "tensors-0")
     manifest = task_manifest(file, references, program=program)
-    manifest_bytes = encode(manifest)
-    digest = store.blobs.put(manifest_bytes)
+    digest = store.blobs.put(encode(manifest))
     return Task(
         file=file,
         manifest=manifest,
-        manifest_bytes=manifest_bytes,
         feature_size=feature_size,
         expectation=Expectation(
             *(digest, manifest, prototype_size, shapes),
@@ -106,9 +94,3 @@ def read_backbone(path: Path) -> BackboneMetadata:
     except (OSError, DecodeError) as error:
         raise ConfigError(f"cannot read the backbone {path}: {error}") from error
     return read_metadata({entry.key: entry.value for entry in model.metadata_props}, BackboneMetadata)
-
-
-def _stored(path: Path, store: Store) -> BlobRef:
-    with state_errors(path):
-        data = path.read_bytes()
-    return BlobRef(digest=store.blobs.put(data), size_bytes=len(data), name=path.name)

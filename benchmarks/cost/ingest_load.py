@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from aggregator.config.task_file import load_task
-from aggregator.storage.store import Store, open_folder
+from aggregator.storage.store import Store
 from aggregator.tasks.task import Task, prepare_task
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import Submission
@@ -45,7 +45,7 @@ def write_load(folder: Path, task: Path, *, devices: int, submissions: int, size
         submissions: of each device, one after the other.
         size_bytes: of the prototypes in each.
     """
-    store = Store(open_folder(folder / "preparation"))
+    store = Store(folder / "preparation")
     prepared = prepare_task(*load_task(task), store=store)
     store.close()
     names = tuple(f"device-{number}" for number in range(devices))

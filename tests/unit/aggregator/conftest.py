@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.config.task_file import load_task
-from aggregator.storage.store import Store, open_folder
+from aggregator.storage.store import Store
 from aggregator.tasks.task import prepare_task
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.aggregator_process import IN_ROUNDS, write_task
@@ -17,7 +17,7 @@ from tests.support.brokers import amqtt
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a task file of rounds and a state directory with its graphs; only to be copied."""
     folder = tmp_path_factory.mktemp("prepared")
-    store = Store(open_folder(folder / "state"))
+    store = Store(folder / "state")
     prepare_task(*load_task(write_task(folder, IN_ROUNDS)), store=store)
     store.close()
     return folder

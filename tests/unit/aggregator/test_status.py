@@ -13,9 +13,11 @@ from aggregator.config.schema import TaskFile
 from aggregator.coordination.canary_rollout import CanaryResult, State, Trial
 from aggregator.coordination.rounds import Entry
 from aggregator.ingest import intake_status
+from aggregator.ingest.intake_status import Intake
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_status
+from aggregator.storage.devices import Refusal
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, TrainingProgress
@@ -112,7 +114,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
     assert head.held_out == model.HeldOut(correct=9, incorrect=1, accuracy=0.9, devices=1)
     assert (status.head_path, status.model_path) == (str(folder / "head.onnx"), None)
     assert status.refusals == (
-        model.Refusal(device="c", reason="shape", count=1, detail="expected [16], got [17]"),
+        Refusal(device="c", reason="shape", count=1, detail="expected [16], got [17]"),
     )
     text = _text(status)
     for piece in (
@@ -180,16 +182,16 @@ def test_nothing_is_truncated_on_a_narrow_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("figures", "text"),
+    ("progress", "text"),
     [
-        ({"device": "cpu", "prototypes": 7}, "epoch 0 of ?"),
-        ({"epoch": 4, "epochs": 15, "loss": 0.5}, "epoch 4 of 15"),
+        (TrainingProgress(3), "epoch 0 of ?"),
+        (TrainingProgress(3, epoch=4, epochs=15, loss=0.5), "epoch 4 of 15"),
     ],
 )
-def test_running_training(tmp_path: Path, figures: dict[str, object], text: str) -> None:
+def test_running_training(tmp_path: Path, progress: TrainingProgress, text: str) -> None:
     """Its head's version and its epoch, also before the first epoch."""
     store = _started(tmp_path)
-    store.facts.put(TrainingProgress(3, figures))
+    store.facts.put(progress)
     assert f"training head 3: {text}" in _text(_collect(store))
 
 
@@ -214,10 +216,10 @@ def test_stopped_intake(tmp_path: Path) -> None:
     """It is shown with time and reason."""
     store = _started(tmp_path)
     intake_status.create(tmp_path)
-    assert _collect(store).intake == model.Intake(stopped_s=None, reason="")
+    assert _collect(store).intake == Intake(stopped_s=None, reason="")
     assert "intake" not in _text(_collect(store))
-    intake_status.write(tmp_path, intake_status.Stopped(100.0, "the disk is [full]"))
-    assert _collect(store).intake == model.Intake(stopped_s=100.0, reason="the disk is [full]")
+    intake_status.write(tmp_path, Intake(100.0, "the disk is [full]"))
+    assert _collect(store).intake == Intake(stopped_s=100.0, reason="the disk is [full]")
     assert "intake stopped since 1970-01-01" in _text(_collect(store))
     assert ": the disk is [full]" in _text(_collect(store))
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from aggregator.coordination.rounds import DeviceDecisions
-from aggregator.heads.quarantine import release, update_quarantine
+from aggregator.heads.operator_commands import release
+from aggregator.heads.trained_heads import update_quarantine
 from aggregator.ingest.validation import Prototypes
+from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.quarantine import REVOKED
 from aggregator.storage.store import Store
 from aggregator.training.jobs import Result
 from protocol.errors import ConfigError, StateError

@@ -18,7 +18,7 @@ from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.releases import Releases
 from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.store import Store, open_folder
+from aggregator.storage.store import Store
 from aggregator.tasks.task import prepare_task
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -284,7 +284,7 @@ def test_release_number_grows_after_a_restored_backup(
     def told(version: int, *, at_s: int) -> tuple[int, HeadManifest]:
         """What a start of the aggregator tells the fleet; at that time, and with a new head of that version."""
         monkeypatch.setattr(time, "time", lambda: float(at_s))
-        store = Store(open_folder(state))
+        store = Store(state)
         task = prepare_task(*load_task(write_task(tmp_path)), store=store)
         if version:
             _made(store, task.digest, version)
@@ -309,7 +309,7 @@ def test_release_number_grows_after_a_restored_backup(
 
 def test_head_is_served_although_its_file_could_not_be_written(tmp_path: Path) -> None:
     """A disk that is full for a moment has no lasting effect."""
-    store = Store(open_folder(tmp_path / "state"))
+    store = Store(tmp_path / "state")
     task = prepare_task(*load_task(write_task(tmp_path)), store=store)
     releases = Releases(task, store)
     row = _made(store, task.digest, 1)
@@ -325,7 +325,7 @@ def test_head_is_served_although_its_file_could_not_be_written(tmp_path: Path) -
 
 def test_command_is_carried_out_once(tmp_path: Path) -> None:
     """If its outcome cannot be stored, it is undone; otherwise a rollback would happen twice."""
-    store = Store(open_folder(tmp_path / "state"))
+    store = Store(tmp_path / "state")
     task = prepare_task(*load_task(write_task(tmp_path)), store=store)
     releases = Releases(task, store)
     for version in (1, 2, 3):

@@ -17,7 +17,7 @@ from aggregator.security import enrollment
 from aggregator.security.enrollment import enroll, enroll_broker, revoke
 from aggregator.security.identity import aggregator_access, has_ca, restore_closed
 from aggregator.security.mosquitto_config import access_list
-from aggregator.storage.quarantine import REVOKED
+from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError, StateError

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from aggregator.coordination.rounds import DeviceDecisions, Entry, Settings, waiting
+from aggregator.storage.devices import REVOKED, QuarantinedDevice
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.quarantine import REVOKED, QuarantinedDevice
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from tests.support.submissions import TASK
@@ -47,13 +47,13 @@ def test_release_holds_until_the_next_quarantine(store: Store) -> None:
     """A repeated quarantine or release keeps its date; a deleted entry cannot be released."""
     store.quarantine.add(TASK, "a", reason="far off", now_s=5.0)
     store.quarantine.add(TASK, "a", reason="farther off", now_s=6.0)
-    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("farther off", 5.0)}
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("a", "farther off", 5.0, None)}
     store.quarantine.release(TASK, "a", now_s=7.0)
     store.quarantine.release(TASK, "a", now_s=8.0)
-    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("farther off", 5.0, 7.0)}
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("a", "farther off", 5.0, 7.0)}
     assert store.decisions(TASK) == DeviceDecisions(released=frozenset("a"))
     store.quarantine.add(TASK, "a", reason=REVOKED, now_s=9.0)
-    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice(REVOKED, 9.0)}
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("a", REVOKED, 9.0, None)}
     store.quarantine.delete(TASK, "a")
     store.quarantine.release(TASK, "a", now_s=10.0)
     assert (store.quarantine.all(TASK), store.decisions(TASK)) == ({}, DeviceDecisions())

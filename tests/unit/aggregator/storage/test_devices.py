@@ -24,7 +24,7 @@ def test_refusals_beyond_limit_are_counted_together(store: Store) -> None:
     ]
     store.refusals.count("device-0", reason="signature", detail="", now_s=0.0)
     assert first == [True, True, True, True, *[False] * 6]
-    counts = {device: count for device, _, count, _ in store.refusals.all()}
+    counts = {refusal.device: refusal.count for refusal in store.refusals.all()}
     assert counts == {"?": 7, "device-0": 2, "device-1": 1, "device-2": 1}
 
 
@@ -33,7 +33,7 @@ def test_refusals_of_enrolled_device_are_always_counted(store: Store) -> None:
     store.keys.enroll("shed-1", bytes(32), now_s=0.0)
     for device in (*"abcdefgh", "shed-1"):
         store.refusals.count(device, reason="signature", detail="", now_s=0.0)
-    assert ("shed-1", "signature", 1, "") in store.refusals.all()
+    assert devices.Refusal("shed-1", "signature", 1, "") in store.refusals.all()
 
 
 def test_unenrolled_devices_are_limited(store: Store) -> None:

@@ -8,11 +8,9 @@ import pytest
 
 from aggregator.coordination.rounds import Entry, Settings, Ticked, Train, Trained, resumed, step, waiting
 from aggregator.storage import store as store_module
-from aggregator.storage.devices import DeviceRecord
+from aggregator.storage.devices import REVOKED, DeviceRecord, Refusal
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.migrations import MIGRATIONS
-from aggregator.storage.quarantine import REVOKED
-from aggregator.storage.store import Store, open_folder
+from aggregator.storage.store import MIGRATIONS, Store
 from aggregator.storage.stored_values import PendingHead, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
@@ -49,7 +47,7 @@ def _head(version: int, *rows: SubmissionRecord, task: bytes = TASK) -> HeadReco
 def test_state_survives_a_restart(tmp_path: Path) -> None:
     """Facts, devices, submissions, heads, evaluations, refusals and blobs."""
     store = Store(tmp_path)
-    store.facts.put(TrainingProgress(3, {"loss": 0.5}))
+    store.facts.put(TrainingProgress(3, loss=0.5))
     store.devices.put_presence("a", state="online", epoch=3, now_s=10.0)
     store.devices.put_info("a", device_info(runtime="x"), now_s=11.0)
     store.submissions.put(TASK, _row("a"))
@@ -59,13 +57,13 @@ def test_state_survives_a_restart(tmp_path: Path) -> None:
     digest = store.blobs.put(b"blob")
     store.close()
     again = Store(tmp_path)
-    assert again.facts.get(TrainingProgress) == TrainingProgress(3, {"loss": 0.5})
+    assert again.facts.get(TrainingProgress) == TrainingProgress(3, loss=0.5)
     assert again.facts.get(SigningKey) is None
     assert again.devices.all() == [DeviceRecord("a", "online", 11.0, device_info(runtime="x"))]
     assert again.submissions.all(TASK) == {"a": _row("a")}
     assert again.heads.all(TASK) == [_head(1, _row("a"))]
     assert again.evaluations.of_head(TASK, 1) == {"a": evaluation()}
-    assert again.refusals.all() == [("a", "shape", 1, "d")]
+    assert again.refusals.all() == [Refusal("a", "shape", 1, "d")]
     assert again.blobs.read(digest) == b"blob"
 
 
@@ -130,7 +128,11 @@ def test_refusals_are_counted_per_device_and_reason(tmp_path: Path) -> None:
         )
     ]
     assert is_first == [True, False, True, True]
-    assert store.refusals.all() == [("a", "dtype", 1, "3"), ("a", "shape", 2, "2"), ("b", "shape", 1, "4")]
+    assert store.refusals.all() == [
+        Refusal("a", "dtype", 1, "3"),
+        Refusal("a", "shape", 2, "2"),
+        Refusal("b", "shape", 1, "4"),
+    ]
 
 
 def test_collection_survives_a_restart(tmp_path: Path) -> None:
@@ -239,7 +241,7 @@ def test_unwritable_folder_is_a_state_error() -> None:
     """In one line."""
     with shared_folder() as folder, read_only(folder):
         with pytest.raises(StateError, match=f"cannot use {folder}/state: Permission denied"):
-            open_folder(folder / "state")
+            Store(folder / "state")
         with pytest.raises(StateError, match="Permission denied"):
             Store(folder)
 

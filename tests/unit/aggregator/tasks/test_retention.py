@@ -15,14 +15,12 @@ from aggregator.storage.stored_values import CompiledGraphs, PendingHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import delete_lost_submissions, needed_blobs, served_blobs
 from aggregator.tasks.task import Task
-from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef
 from tests.support.submissions import IN_ROUNDS, MANIFEST, PROJECTION_SIZE, ROUNDS_TASK, SHAPES, TASK
 
 ONE_SHOT = Task(
     file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",)),
     manifest=MANIFEST,
-    manifest_bytes=encode(MANIFEST),
     feature_size=16,
     expectation=Expectation(TASK, MANIFEST, 16),
     first_tensors=None,
@@ -31,7 +29,6 @@ FIRST = BlobRef(digest=b"f" * 32, size_bytes=1, name="tensors-0")
 ROUNDS = Task(
     file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), algorithm="fpl"),
     manifest=IN_ROUNDS,
-    manifest_bytes=encode(IN_ROUNDS),
     feature_size=16,
     expectation=Expectation(ROUNDS_TASK, IN_ROUNDS, PROJECTION_SIZE, SHAPES),
     first_tensors=FIRST,

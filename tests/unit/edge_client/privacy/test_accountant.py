@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-from aggregator.tasks.noise_calibration import noise_multiplier
+from aggregator.tasks.manifests import noise_multiplier
 from edge_client.privacy.accountant import MOST_LOSS, NO_ACCOUNTANT, epsilon_of
 from edge_client.privacy.policy import MAX_DELTA
 from protocol.errors import PrivacyRefused, RuntimeMissing

@@ -1,0 +1,75 @@
+"""Stores a trained head, and the quarantine that its training decided."""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from aggregator.coordination import rounds
+from aggregator.storage.devices import REVOKED
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.tasks.task import Task
+from aggregator.training.jobs import HeadJob, Result, RoundJob
+from protocol.log import event
+
+log = logging.getLogger(__name__)
+
+
+def store_head(
+    task: Task, store: Store, job: HeadJob | RoundJob, result: Result, members: Mapping[str, rounds.Entry]
+) -> HeadRecord:
+    """Store the head that a job has made of `members`, and update the quarantine; raises StateError."""
+
+    def digests(*, quarantined: bool) -> dict[str, str]:
+        return {
+            device: entry.digest.hex()
+            for device, entry in members.items()
+            if (device in result.quarantined) == quarantined
+        }
+
+    folder, program = Path(job.folder), task.manifest.program
+    file = store.put_file(folder / "head.onnx")
+    head, tensors = file, None
+    if program is not None:
+        head, tensors = program.head, store.put_file(folder / "tensors.bin", name=f"tensors-{job.version}")
+    record = HeadRecord(
+        version=job.version,
+        task=task.digest,
+        digest=head.digest,
+        size_bytes=head.size_bytes,
+        trained_s=time.time(),
+        prototypes=result.prototypes,
+        members=digests(quarantined=False),
+        metrics=result.metrics,
+        tensors=tensors,
+        file=file.digest,
+        quarantined=digests(quarantined=True),
+    )
+    with store.transaction():
+        store.heads.add(record)
+        update_quarantine(store, record, result)
+    return record
+
+
+def update_quarantine(store: Store, head: HeadRecord, result: Result) -> None:
+    """Quarantine the devices that a training excluded, and end the quarantine of those that it did not.
+
+    A device that was released meanwhile stays released, and a revoked one stays quarantined.
+    """
+    known = store.quarantine.all(head.task)
+    for device in sorted({**head.members, **head.quarantined}):
+        entry = known.get(device)
+        if entry is not None and (entry.released_s is not None or entry.reason == REVOKED):
+            continue
+        if device in head.quarantined:
+            reason = result.quarantined[device]
+            store.quarantine.add(head.task, device, reason=reason, now_s=head.trained_s)
+            if entry is None:
+                what_to_do = "device quarantined: `aggregator release DEVICE` includes it again"
+                event(log, logging.WARNING, what_to_do, device=device, reason=reason)
+        elif entry is not None:
+            store.quarantine.delete(head.task, device)
+            event(log, logging.INFO, "device no longer quarantined", device=device)
+    if result.warning:
+        event(log, logging.WARNING, "outlier detection without effect", reason=result.warning)
