@@ -41,37 +41,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """A device's evaluation of a head.
-
-    Args:
-        correct: held-out images that the head classifies correctly.
-        images: held-out images.
-        previous_correct: those that the previous head classified correctly; None if there was none.
-        problem: why the device cannot use the head; empty if it can.
-    """
+    """A device's evaluation of a head on its held-out images."""
 
     correct: int
     images: int
     previous_correct: int | None = None
+    """Images that the previous head classified correctly; None if there was none."""
     problem: str = ""
+    """Why the device cannot use the head; empty if it can."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate and its canaries.
-
-    Args:
-        version: the candidate's.
-        since_s: when it was offered to canaries, or last to others (unix seconds).
-        canaries: devices that must answer, by rank; empty until a device is online.
-        rank_limit: devices with a rank below this evaluate it.
-        answers: all results so far.
-    """
+    """A candidate and its canaries."""
 
     version: int
     since_s: float
+    """When it was offered to canaries, or last to others (unix seconds)."""
     canaries: tuple[str, ...] = ()
+    """Devices that must answer, by rank; empty until a device is online."""
     rank_limit: int = 0
+    """Devices with a rank below this evaluate it."""
     answers: Mapping[str, CanaryResult] = field(default_factory=dict)
 
     @property
@@ -82,21 +72,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a decision depends on.
-
-    Args:
-        newest: the newest head known; it and older ones do not become candidates again.
-        current: the head that devices use; 0 if there is none.
-        earlier: heads that were current before, the last one last.
-        trial: the candidate.
-        rejected: heads that are not to be used, with reasons.
-    """
+    """Everything that a decision depends on."""
 
     newest: int = 0
+    """The newest head known; it and older ones do not become candidates again."""
     current: int = 0
+    """The head that devices use; 0 if there is none."""
     earlier: tuple[int, ...] = ()
+    """Heads that were current before, the last one last."""
     trial: Trial | None = None
     rejected: Mapping[int, str] = field(default_factory=dict)
+    """Heads that are not to be used, with reasons."""
 
 
 @dataclass(frozen=True)

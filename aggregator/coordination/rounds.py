@@ -25,18 +25,7 @@ _NOTHING: Mapping[str, "Entry"] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """When a collection closes.
-
-    Args:
-        quorum: devices that a collection waits for.
-        deadline_s: seconds after its first submission at which it closes without the quorum.
-        retrain_after: without rounds, new submissions that make the next head.
-        grace_s: seconds that other devices get once the quorum is reached.
-        min_devices: devices that it needs to close, also after the deadline.
-        staleness: rounds that a submission may be behind and still count.
-        rounds: number of rounds; None for an endless sequence of collections without rounds.
-        devices: the only devices that may take part; None for any.
-    """
+    """When a collection closes, as the module says."""
 
     quorum: int
     deadline_s: float
@@ -44,8 +33,11 @@ class Settings:
     grace_s: float = 0.0
     min_devices: int = 1
     staleness: int = 0
+    """Rounds that a submission may be behind and still count."""
     rounds: int | None = None
+    """Number of rounds; None for an endless sequence of collections without rounds."""
     devices: frozenset[str] | None = None
+    """The only devices that may take part; None for any."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +57,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class DeviceDecisions:
-    """Decisions about devices: quarantine, release, enrollment.
-
-    Args:
-        quarantined: devices whose submissions do not count.
-        released: devices whose submissions count even if the newest head excluded them.
-        enrolled: the only devices whose submissions count; None for any.
-    """
+    """Decisions about devices: quarantine, release, enrollment."""
 
     quarantined: frozenset[str] = frozenset()
+    """Devices whose submissions do not count."""
     released: frozenset[str] = frozenset()
+    """Devices whose submissions count even if the newest head excluded them."""
     enrolled: frozenset[str] | None = None
+    """The only devices whose submissions count; None for any."""
 
     def counts(self, device: str) -> bool:
         """Return True if the device's submissions count."""
@@ -84,26 +73,22 @@ class DeviceDecisions:
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a decision depends on; the store can restore it.
-
-    Args:
-        submissions: the newest of each device.
-        covered: those that the newest head was made of.
-        training: those that a head is being made of now.
-        failed: those that the last training failed on; without rounds the same set is not tried again.
-        retry_s: with rounds, when the same set is tried again (unix seconds).
-        head_version: of the newest head, 0 if there is none; with rounds, also the number of the open round.
-        excluded: devices in `covered` whose submissions the newest head was made without.
-        decisions: what was decided about devices.
-    """
+    """Everything that a decision depends on; the store can restore it."""
 
     submissions: Mapping[str, Entry] = field(default_factory=lambda: _NOTHING)
+    """The newest of each device."""
     covered: Mapping[str, Entry] = field(default_factory=lambda: _NOTHING)
+    """Those that the newest head was made of."""
     training: Mapping[str, Entry] | None = None
+    """Those that a head is being made of now."""
     failed: Mapping[str, Entry] | None = None
+    """Those that the last training failed on; without rounds the same set is not tried again."""
     retry_s: float = 0.0
+    """With rounds, when the same set is tried again (unix seconds)."""
     head_version: int = 0
+    """Of the newest head, 0 if there is none; with rounds, also the number of the open round."""
     excluded: frozenset[str] = frozenset()
+    """Devices in `covered` whose submissions the newest head was made without."""
     decisions: DeviceDecisions = DeviceDecisions()
 
 

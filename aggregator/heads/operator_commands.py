@@ -25,9 +25,7 @@ def usable_heads(store: Store, task: bytes) -> dict[int, bool]:
 def submit_command(store: Store, kind: canary_rollout.CommandKind, version: int | None = None) -> str:
     """Make a head current, the previous one without `version`; return the outcome in words.
 
-    Raises:
-        ConfigError: it cannot be done.
-        StateError: there is no task yet, or the state cannot be written.
+    Raises ConfigError if that is impossible, and StateError if there is no task yet.
     """
     task = store.served_task().digest
     heads = usable_heads(store, task)
@@ -69,9 +67,7 @@ def _after_pending(store: Store, task: bytes, heads: dict[int, bool]) -> canary_
 def release(store: Store, device: str) -> str:
     """Release a device from quarantine; return the outcome in words.
 
-    Raises:
-        ConfigError: it is not quarantined, or was revoked.
-        StateError: there is no task yet, or the state cannot be written.
+    Raises ConfigError if it is not quarantined or was revoked, and StateError if there is no task yet.
     """
     task = store.served_task().digest
     entry = store.quarantine.all(task).get(device)

@@ -26,12 +26,7 @@ POLL_S = 0.5
 
 
 class Releases:
-    """Which head of a task the fleet uses.
-
-    Attributes:
-        manifest: the head manifest to publish; None if there is no head.
-        served: digests of the blobs that devices may request.
-    """
+    """Which head of a task the fleet uses."""
 
     def __init__(self, task: Task, store: Store) -> None:
         self._task = task
@@ -42,8 +37,10 @@ class Releases:
         self._written = 0
         self._has_changed = True
         self.manifest: HeadManifest | None = None
+        """To publish; None if there is no head."""
         self._heads = self._read_heads()
         self.served = self._served()
+        """Digests of the blobs that devices may request."""
         store.heads.put_rollout(task.digest, self._state)
         self._delete_unused()
         self._publish()

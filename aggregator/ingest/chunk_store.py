@@ -38,13 +38,9 @@ Piece = tuple[int, bytes]
 
 
 class ChunkStore:
-    """The file `incoming.sqlite` and the folder `incoming` in the aggregator's state directory.
+    """The file `incoming.sqlite`, replaced if damaged, and the folder `incoming` in the aggregator's state directory.
 
-    Args:
-        folder: the state directory. A damaged index in it is replaced by an empty one.
-
-    Raises:
-        StateError: it cannot be written.
+    Every method raises StateError if the disk cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,11 +58,7 @@ class ChunkStore:
         self._index.close()
 
     def load(self) -> list[Transfer]:
-        """Return the unfinished transfers, by the time of their last frame; delete what cannot be continued.
-
-        Raises:
-            StateError: the disk cannot be read or written.
-        """
+        """Return the unfinished transfers, by the time of their last frame; delete what cannot be continued."""
         found, lost = [], []
         rows = self._index.read(
             "SELECT device, digest, size_bytes, seen_s, ranges FROM transfers ORDER BY seen_s"
@@ -88,11 +80,7 @@ class ChunkStore:
         return found
 
     def read(self, key: Key, ranges: Ranges) -> list[Piece]:
-        """Return the bytes of a transfer's ranges, in order.
-
-        Raises:
-            StateError: they cannot be read.
-        """
+        """Return the bytes of a transfer's ranges, in order."""
         if not ranges:
             return []
         found = []
@@ -106,9 +94,6 @@ class ChunkStore:
         """Store the new bytes of transfers, and delete transfers: all durable when this returns, or none of it.
 
         Several files are written and synced in little more time than one.
-
-        Raises:
-            StateError: the disk cannot be written.
         """
         paths = [self._path(each.key) for each in arrived]
         with state_errors(self._folder):
@@ -134,11 +119,7 @@ class ChunkStore:
                 path.unlink()
 
     def check_writable(self, size_bytes: int) -> None:
-        """Write so many bytes, and delete them.
-
-        Raises:
-            StateError: the disk is full, or cannot be written.
-        """
+        """Write so many bytes, and delete them."""
         path = self._folder / ".trial"
         with state_errors(path):
             self._folder.mkdir(exist_ok=True)

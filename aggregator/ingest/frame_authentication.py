@@ -20,36 +20,20 @@ _DETAILS: dict[Reason, str] = {
 
 
 class FrameAuthenticator:
-    """Verifies that frames come from the device that their topic names.
-
-    Args:
-        store: has the keys, which other processes may change at any time.
-        fleet: the fleet's name.
-    """
+    """Verifies that frames come from the device that their topic names, with keys that any process may change."""
 
     def __init__(self, store: Store, *, fleet: str) -> None:
         self._keys = store.keys
         self._verify = functools.lru_cache(maxsize=VERIFIED)(functools.partial(_is_own, fleet))
 
     def check_name(self, device: str) -> None:
-        """Check that a device's messages are accepted.
-
-        Raises:
-            Refused: its key was revoked, or it is not enrolled in a closed fleet.
-        """
+        """Raise Refused if a device's key was revoked, or it is not enrolled in a closed fleet."""
         self._known_key(device, None)
 
     def check(self, device: str, frame: Frame, *, may_pin: bool = True) -> None:
-        """Check a frame's signature; an open fleet pins the first key of each device.
+        """Check a frame's signature; an open fleet pins the first key of each device if `may_pin`.
 
-        Args:
-            device: the device that the topic names.
-            frame: its frame.
-            may_pin: store a device's first key.
-
-        Raises:
-            Refused: it is another device's, or the device is not accepted.
-            StateError: the key cannot be stored.
+        Raises Refused if it is another device's or the device is not accepted, StateError if the key cannot be stored.
         """
         known = self._known_key(device, frame.key)
         if not self._verify(device, frame.digest, frame.size_bytes, frame.key, frame.signature):

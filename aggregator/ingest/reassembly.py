@@ -31,19 +31,15 @@ class Complete:
 
 @dataclass
 class Transfer:
-    """An unfinished transfer.
-
-    Args:
-        key: its device and digest.
-        assembly: what has arrived; `assembly.fresh` is not on the disk yet.
-        seen_s: when its last frame arrived, unix seconds.
-        stored: the ranges on the disk.
-    """
+    """An unfinished transfer."""
 
     key: Key
     assembly: Assembly
+    """What has arrived; `assembly.fresh` is not on the disk yet."""
     seen_s: float
+    """When its last frame arrived, unix seconds."""
     stored: Ranges = ()
+    """The ranges on the disk."""
 
     @property
     def weight(self) -> int:
@@ -60,7 +56,7 @@ class Reassembly:
     """The unfinished transfers of all devices.
 
     Args:
-        max_bytes: size of the largest accepted payload.
+        max_bytes: of a payload.
         holds: returns True for a device and the digest of a payload that was accepted earlier.
         per_device: unfinished transfers of one device; one more replaces the one without frames for longest.
         max_held_bytes: weight of all unfinished transfers; beyond it the one without frames for longest is dropped.
@@ -94,16 +90,10 @@ class Reassembly:
             self._drop(key)  # a kill came between storing the payload and clearing the transfer
 
     def take(self, device: str, frame: Frame, *, now_s: float = 0.0) -> Receipt | Complete | None:
-        """Add a frame.
+        """Add a frame whose signature was verified.
 
-        Args:
-            device: the sender.
-            frame: the frame, whose signature was verified.
-            now_s: unix seconds.
-
-        Returns:
-            The payload once it is complete; a receipt with the missing ranges for a frame with the transfer's last
-            bytes; None otherwise.
+        Returns the payload once it is complete; a receipt with the missing ranges for a frame with the transfer's last
+        bytes; None otherwise.
 
         Raises:
             Refused: the payload is too large, its frames contradict each other, or its digest is wrong.

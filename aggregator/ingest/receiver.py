@@ -35,10 +35,7 @@ MAX_DETAIL = 500
 class Receiver:
     """The uploads of devices, of at most `max_bytes`, until they are complete.
 
-    An unfinished one is deleted after `unfinished_s` seconds without a frame.
-
-    Raises:
-        StateError: the disk cannot be written.
+    An unfinished one is deleted after `unfinished_s` seconds without a frame. Raises StateError like `commit`.
     """
 
     def __init__(self, store: Store, *, max_bytes: int, unfinished_s: float) -> None:
@@ -79,12 +76,7 @@ class Receiver:
             event(log, logging.WARNING, "message refused", device=device, reason=reason, detail=detail)
 
     def take(self, device: str, frame: Frame) -> Receipt | Complete | None:
-        """Add a frame as `Reassembly.take` does; the ranges of a receipt are durable once `commit` has returned.
-
-        Raises:
-            Refused: the frame is not accepted.
-            StateError: the disk cannot be read.
-        """
+        """Add a frame as `Reassembly.take` does; the ranges of a receipt are durable once `commit` has returned."""
         if not self.is_stopped:
             return self._reassembly.take(device, frame, now_s=time.time())
         if frame.offset + len(frame.data) < frame.size_bytes:
@@ -97,8 +89,7 @@ class Receiver:
     def commit(self) -> None:
         """Make all frames durable that were taken.
 
-        Raises:
-            StateError: the disk cannot be written. Call `stop`: then none of these frames counts as arrived.
+        Raises StateError if the disk cannot be written. Call `stop`: then none of these frames counts as arrived.
         """
         arrived, ended = self._reassembly.pending(), self._reassembly.ended
         if not self.is_stopped and (arrived or ended):

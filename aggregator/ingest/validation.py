@@ -19,13 +19,7 @@ FLOAT16_SLACK = 1.01
 
 
 class Refused(ProtofleetError):
-    """A device's message is refused.
-
-    Args:
-        reason: for the program.
-        detail: for a person.
-        sequence: with `superseded`, the sequence number of the submission that counts.
-    """
+    """A device's message is refused; with `superseded`, `sequence` is that of the submission that counts."""
 
     def __init__(self, reason: Reason, detail: str, *, sequence: int = 0) -> None:
         super().__init__(detail)
@@ -36,46 +30,34 @@ class Refused(ProtofleetError):
 
 @dataclass(frozen=True)
 class Expectation:
-    """The shape and limits of a submission to the current task.
-
-    Args:
-        task: the task's digest.
-        manifest: its manifest.
-        prototype_size: values of a prototype: L, or with a program D.
-        tensors: with a program, the shape of each uploaded tensor.
-        max_norm: of a prototype, where the algorithm bounds it.
-    """
+    """The shape and limits of a submission to the current task."""
 
     task: bytes
+    """The digest of its manifest."""
     manifest: TaskManifest
     prototype_size: int
+    """L, or with a program D."""
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """With a program, the shape of each uploaded tensor."""
     max_norm: float = math.inf
+    """Of a prototype, where the algorithm bounds it."""
 
 
 @dataclass(frozen=True)
 class Prototypes:
-    """A checked submission.
-
-    Args:
-        values: float32 (m, L) prototypes; with a program (m, D).
-        labels: int64 (m,).
-        counts: int64 (m,), images averaged in each prototype.
-        tensors: float32, the program's uploaded tensors by name.
-    """
+    """A checked submission: m prototypes."""
 
     values: NDArray[np.float32]
+    """(m, L); with a program (m, D)."""
     labels: NDArray[np.int64]
     counts: NDArray[np.int64]
+    """Images averaged in each prototype."""
     tensors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """The program's uploaded tensors by name."""
 
 
 def read_message(payload: bytes) -> Submission | Evaluation:
-    """Decode a device's submission or evaluation.
-
-    Raises:
-        Refused: it is malformed, of another protocol version, or another message.
-    """
+    """Decode a device's submission or evaluation; raises Refused if it is malformed or of another version."""
     try:
         kind = message_kind(payload)
         if kind == "submission":
@@ -219,11 +201,7 @@ def _check_tensors(
 
 
 def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest_head: int) -> None:
-    """Check an evaluation.
-
-    Raises:
-        Refused: another task, an unknown head, or impossible counts.
-    """
+    """Raise Refused if an evaluation is for another task or an unknown head, or has impossible counts."""
     if evaluation.task != expectation.task:
         raise Refused("unknown_task", "the evaluation is for another task")
     if evaluation.head_version > newest_head:

@@ -25,12 +25,7 @@ MAX_DEVICE_REQUESTS = 64
 
 
 class BlobSender:
-    """The queue of blob requests, in the order of their arrival.
-
-    Args:
-        blobs: where the blobs are.
-        publisher: the connection to the fleet.
-    """
+    """The queue of blob requests, in the order of their arrival."""
 
     def __init__(self, blobs: BlobStore, publisher: Publisher) -> None:
         self._blobs = blobs
@@ -78,8 +73,7 @@ class BlobSender:
 def read_frames(path: Path, request: BlobRequest, *, chunk_bytes: int) -> Iterator[Frame]:
     """Yield the requested bytes of a blob, clipped to its size, in frames of at most `chunk_bytes`.
 
-    Raises:
-        StateError: the blob cannot be read.
+    Raises StateError if the blob cannot be read.
     """
     with state_errors(path), path.open("rb") as file:
         size = path.stat().st_size

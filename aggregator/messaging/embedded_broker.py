@@ -27,11 +27,7 @@ class _Subscriptions(dict[str, list[Any]]):
 
 
 class EmbeddedBroker:
-    """amqtt in its own thread: MQTT 3.1.1, with retained messages in memory.
-
-    Args:
-        address: the address to listen on.
-    """
+    """amqtt in its own thread: MQTT 3.1.1, with retained messages in memory."""
 
     def __init__(self, address: BrokerAddress) -> None:
         self._address = address
@@ -42,12 +38,7 @@ class EmbeddedBroker:
         self._thread = threading.Thread(target=self._run, name="embedded-broker", daemon=True)
 
     def start(self) -> None:
-        """Listen.
-
-        Raises:
-            RuntimeMissing: amqtt is not installed.
-            ConfigError: the address is in use or not local.
-        """
+        """Listen; raises RuntimeMissing without amqtt, ConfigError if the address is in use or not local."""
         if importlib.util.find_spec("amqtt") is None:
             raise RuntimeMissing(
                 "the embedded broker is not installed: pip install 'protofleet[aggregator,cpu]'"

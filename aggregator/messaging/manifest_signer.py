@@ -20,9 +20,7 @@ log = logging.getLogger(__name__)
 def identity_of(state: Path) -> bytes:
     """Return the aggregator's private key, 32 bytes, created at the first start.
 
-    Raises:
-        ConfigError: the file does not hold such a key.
-        StateError: it cannot be written.
+    Raises ConfigError if the file does not hold such a key, and StateError if it cannot be written.
     """
     with locked_identity(state):
         return read_or_make_key(identity_folder(state) / "signing.key")
@@ -34,13 +32,7 @@ def next_release(last: int, *, now_s: float) -> int:
 
 
 class ManifestSigner:
-    """Signs the manifests of one fleet.
-
-    Args:
-        store: keeps the release numbers.
-        key: the aggregator's private key, 32 bytes.
-        fleet: the fleet's name.
-    """
+    """Signs the manifests of one fleet with `key`, 32 bytes; the store keeps the release numbers."""
 
     def __init__(self, store: Store, *, key: bytes, fleet: str) -> None:
         self._store = store
@@ -101,8 +93,7 @@ class ManifestSigner:
     def keep(self) -> None:
         """Store the numbers.
 
-        Raises:
-            StateError: they cannot be stored. Then only the clock keeps the next start from using smaller ones.
+        Raises StateError if that fails. Then only the clock keeps the next start from using smaller ones.
         """
         if self._is_unkept:
             self._store.facts.put(ManifestNumbers(self._releases))

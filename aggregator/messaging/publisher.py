@@ -23,15 +23,7 @@ OWN_CHANNELS: tuple[FleetChannel, ...] = ("state", "task", "round", "head")
 class Publisher:
     """An MQTT session that subscribes to the devices' topics and publishes to them.
 
-    Args:
-        broker: the broker's address.
-        access: certificates and credentials for it.
-        fleet: the fleet's name.
-        epoch: of this start of the aggregator.
-        on_event: called from a thread with each event; it must only enqueue it.
-
-    Attributes:
-        chunk_bytes: payload bytes of a frame, as the broker's packet size allows.
+    `epoch` is that of this start of the aggregator. `on_event` is called from a thread, and must only enqueue.
     """
 
     def __init__(
@@ -44,6 +36,7 @@ class Publisher:
         on_event: Callable[[mqtt.Event], None],
     ) -> None:
         self.chunk_bytes = MAX_CHUNK_BYTES
+        """Payload bytes of a frame, as the broker's packet size allows."""
         self._fleet = fleet
         self._epoch = epoch
         self._own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}

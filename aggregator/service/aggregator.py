@@ -36,12 +36,7 @@ Event = mqtt.Event | Progress | Finished
 
 
 class Aggregator:
-    """A fleet's aggregator.
-
-    Raises:
-        StateError: the state directory cannot be written.
-        ConfigError: a certificate or key cannot be used.
-    """
+    """A fleet's aggregator; raises StateError or ConfigError if the state directory or a key cannot be used."""
 
     def __init__(
         self,

@@ -86,8 +86,7 @@ class Announcements:
     def observe(self, channel: FleetChannel, payload: bytes) -> None:
         """Take note of a message on a fleet topic, which may be another client's.
 
-        Raises:
-            ConfigError: another aggregator has started for this fleet.
+        Raises ConfigError if another aggregator has started for this fleet.
         """
         if channel == "state":
             if payload:

@@ -60,8 +60,7 @@ MIGRATIONS = (
 class Store:
     """The aggregator's state directory, created if missing; `read_only` reads the state of a running aggregator.
 
-    Raises:
-        StateError: it cannot be used, or a newer protofleet wrote it.
+    Raises StateError if it cannot be used, or a newer protofleet wrote it.
     """
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:

@@ -50,11 +50,7 @@ def run(job: CompileJob) -> Result:
 def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[str, BlobRef]:
     """Return the graphs of a task with rounds by role, exported if they are not stored yet.
 
-    `feature_size` is L, the sum over all backbones.
-
-    Raises:
-        ConfigError: the export failed.
-        StateError: they cannot be stored.
+    `feature_size` is L, the sum over all backbones. Raises ConfigError if the export failed.
     """
     key = _key(task, feature_size)
     compiled = known_graphs(store)

@@ -71,11 +71,7 @@ def _differential_privacy(budget: PrivacyBudget) -> DifferentialPrivacy:
 
 @functools.cache
 def noise_multiplier(epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier of an (epsilon, delta) private Gaussian event, rounded up.
-
-    Raises:
-        RuntimeMissing: dp-accounting is not installed.
-    """
+    """Return the smallest noise multiplier of an (epsilon, delta) private Gaussian event, rounded up."""
     try:
         from dp_accounting import GaussianDpEvent, calibrate_dp_mechanism
         from dp_accounting.pld import PLDAccountant

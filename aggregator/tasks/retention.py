@@ -16,13 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def served_blobs(task: Task, heads: Sequence[HeadRecord], state: canary_rollout.State) -> set[bytes]:
-    """Return the digests of the blobs that devices may download.
-
-    Args:
-        task: the current task.
-        heads: its heads, oldest first.
-        state: the rollout of its heads.
-    """
+    """Return the digests of the blobs that devices may download for a task with these heads, oldest first."""
     retained = _retained(heads, state)
     return task.blobs | {head.digest for head in retained} | _tensors(retained)
 

@@ -82,9 +82,7 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
 def read_backbone(path: Path) -> BackboneMetadata:
     """Return the metadata of a backbone file.
 
-    Raises:
-        ConfigError: it is no ONNX file.
-        BackboneMismatch: it was not written by `export-backbone`.
+    Raises ConfigError if it is no ONNX file, and BackboneMismatch if `export-backbone` has not written it.
     """
     import onnx
     from google.protobuf.message import DecodeError
