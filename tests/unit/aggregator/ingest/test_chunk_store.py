@@ -11,7 +11,7 @@ from aggregator.ingest.chunk_store import ChunkStore, contiguous
 from aggregator.ingest.reassembly import Key, Transfer
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import PROTOCOL_VERSION, Frame
+from protocol.wire.messages import Frame
 from protocol.wire.transfer import Assembly, Ranges
 from tests.support.machine_faults import full_disk
 
@@ -22,17 +22,15 @@ SIZE = 10 * len(BLOCK)
 
 
 def _arrived(key: Key, *pieces: tuple[int, bytes], after: Ranges = (), seen_s: float = 1.0) -> Transfer:
-    """A transfer of which pieces have arrived since the last commit."""
+    """Return a transfer of which pieces have arrived since the last commit."""
     transfer = Transfer(key, Assembly(key[1], SIZE, stored=after), seen_s, after)
     for offset, data in pieces:
-        transfer.assembly.add(
-            Frame(v=PROTOCOL_VERSION, digest=key[1], size_bytes=SIZE, offset=offset, data=data)
-        )
+        transfer.assembly.add(Frame(v=1, digest=key[1], size_bytes=SIZE, offset=offset, data=data))
     return transfer
 
 
 def _loaded(store: ChunkStore) -> dict[Key, tuple[float, Ranges]]:
-    """What the store continues with: when each transfer was seen last, and its ranges."""
+    """Return what the store continues with: when each transfer was seen last, and its ranges."""
     loaded = store.load()
     assert all(each.stored == each.assembly.ranges() and not each.assembly.fresh for each in loaded)
     assert [each.seen_s for each in loaded] == sorted(each.seen_s for each in loaded)
@@ -56,7 +54,6 @@ def test_committed_ranges_survive_a_restart(tmp_path: Path) -> None:
 
 
 def test_ended_transfer_is_deleted_and_can_begin_anew_in_the_same_batch(tmp_path: Path) -> None:
-    """Only the new bytes count."""
     store = ChunkStore(tmp_path)
     store.commit([_arrived(ONE, (0, b"one")), _arrived(TWO, (0, b"two"))], [])
     store.commit([_arrived(ONE, (1, b"new"), seen_s=3.0)], [ONE, TWO])
@@ -140,16 +137,14 @@ def test_index_stays_small(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     pieces = [(2 * number, b"x") for number in range(5000)]
     for number in range(60):
-        store.commit(
-            [_arrived(("a", bytes([number])), *pieces)], [("a", bytes([number - 1]))] if number else []
-        )
+        ended = [("a", bytes([number - 1]))] if number else []
+        store.commit([_arrived(("a", bytes([number])), *pieces)], ended)
     with sqlite3.connect(tmp_path / "incoming.sqlite") as database:
         assert database.execute("PRAGMA page_count").fetchone()[0] < 100
 
 
 @pytest.mark.parametrize("contents", [b"no database at all" * 1000, b""], ids=["noise", "empty"])
 def test_damaged_index_is_replaced(tmp_path: Path, contents: bytes) -> None:
-    """Devices send again what it listed."""
     (tmp_path / "incoming.sqlite").write_bytes(contents)
     store = ChunkStore(tmp_path)
     assert _loaded(store) == {}

@@ -19,7 +19,6 @@ FRAME = Frame(v=1, digest=digest_of(b"payload"), size_bytes=7, offset=0, data=b"
 
 
 def signed(device: str = "a", *, key: bytes = ONE, fleet: str = "barn") -> Frame:
-    """Return a device's frame."""
     return sign_frame(FRAME, key=key, fleet=fleet, device=device)
 
 
@@ -29,6 +28,12 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
+@pytest.fixture
+def authenticator(store: Store) -> FrameAuthenticator:
+    """The authenticator of that fleet."""
+    return FrameAuthenticator(store, fleet="barn")
+
+
 def reason(authenticator: FrameAuthenticator, frame: Frame, device: str = "a") -> str:
     """Return why a frame is refused."""
     with pytest.raises(Refused) as caught:
@@ -36,54 +41,44 @@ def reason(authenticator: FrameAuthenticator, frame: Frame, device: str = "a") -
     return caught.value.reason
 
 
-def test_open_fleet_pins_the_first_key(store: Store) -> None:
-    """Of each device, also after a restart; another key is refused."""
-    authenticator = FrameAuthenticator(store, fleet="barn")
+def test_open_fleet_pins_the_first_key(store: Store, authenticator: FrameAuthenticator) -> None:
+    """Of each device, also after a restart; the refusal of another key names the remedy."""
     authenticator.check("a", signed())
     authenticator.check("a", signed())
     authenticator.check("b", signed("b", key=TWO))
     for each in (authenticator, FrameAuthenticator(Store(store.folder), fleet="barn")):
-        assert reason(each, signed(key=TWO)) == "signature"
+        with pytest.raises(Refused, match="`aggregator reset-key a`") as caught:
+            each.check("a", signed(key=TWO))
+        assert caught.value.reason == "signature"
         each.check("a", signed())
     assert {name: key.public for name, key in store.keys.all().items()} == {
         "a": public_key(ONE), "b": public_key(TWO)
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        FRAME,
-        msgspec.structs.replace(signed(), signature=b""),
-        msgspec.structs.replace(signed(), key=b"short"),
-        msgspec.structs.replace(signed(), key=public_key(TWO)),
-        msgspec.structs.replace(signed(), digest=digest_of(b"another")),
-        msgspec.structs.replace(signed(), size_bytes=8),
-        signed("b"),
-        signed(fleet="shed"),
-    ],
-    ids=[
-        "unsigned",
-        "no signature",
-        "no key",
-        "other key",
-        "other payload",
-        "other size",
-        "other device",
-        "other fleet",
-    ],
-)
-def test_invalid_signature_is_refused_and_pins_nothing(store: Store, frame: Frame) -> None:
-    """The name stays free for the device."""
-    authenticator = FrameAuthenticator(store, fleet="barn")
+INVALID = {
+    "unsigned": FRAME,
+    "no signature": msgspec.structs.replace(signed(), signature=b""),
+    "no key": msgspec.structs.replace(signed(), key=b"short"),
+    "other key": msgspec.structs.replace(signed(), key=public_key(TWO)),
+    "other payload": msgspec.structs.replace(signed(), digest=digest_of(b"another")),
+    "other size": msgspec.structs.replace(signed(), size_bytes=8),
+    "other device": signed("b"),
+    "other fleet": signed(fleet="shed"),
+}
+
+
+@pytest.mark.parametrize("frame", INVALID.values(), ids=INVALID.keys())
+def test_invalid_signature_is_refused_and_pins_nothing(
+    store: Store, authenticator: FrameAuthenticator, frame: Frame
+) -> None:
     assert reason(authenticator, frame) == "signature"
     assert store.keys.all() == {}
     authenticator.check("a", signed())
 
 
-def test_closed_fleet_accepts_only_enrolled_keys(store: Store) -> None:
+def test_closed_fleet_accepts_only_enrolled_keys(store: Store, authenticator: FrameAuthenticator) -> None:
     """A pinned key is refused from then on; another process may close the fleet and enroll."""
-    authenticator = FrameAuthenticator(store, fleet="barn")
     authenticator.check("a", signed())
     other = Store(store.folder)
     other.keys.close_fleet()
@@ -94,13 +89,14 @@ def test_closed_fleet_accepts_only_enrolled_keys(store: Store) -> None:
     other.keys.enroll("a", public_key(TWO), serial="7f", now_s=1.0)
     authenticator.check_name("a")
     authenticator.check("a", signed(key=TWO))
-    assert reason(authenticator, signed()) == "signature"
+    with pytest.raises(Refused, match="with the folder of its last enrollment"):
+        authenticator.check("a", signed())
     assert store.keys.get("a") == Key(public_key(TWO), enrolled=True, since_s=1.0, serial="7f")
 
 
-def test_revoked_key_is_refused_at_once(store: Store) -> None:
+def test_revoked_key_is_refused_at_once(store: Store, authenticator: FrameAuthenticator) -> None:
     """Also for a transfer that is under way; a new enrollment is accepted."""
-    authenticator, other = FrameAuthenticator(store, fleet="barn"), Store(store.folder)
+    other = Store(store.folder)
     authenticator.check("a", signed())
     other.keys.revoke("a", now_s=5.0)
     assert reason(authenticator, signed()) == "revoked"
@@ -110,9 +106,11 @@ def test_revoked_key_is_refused_at_once(store: Store) -> None:
     authenticator.check("a", signed(key=TWO))
 
 
-def test_revocation_by_another_process_applies_to_the_next_batch(store: Store) -> None:
+def test_revocation_by_another_process_applies_to_the_next_batch(
+    store: Store, authenticator: FrameAuthenticator
+) -> None:
     """Within a transaction no other process can write, and the keys are read once; outside, each time."""
-    authenticator, other = FrameAuthenticator(store, fleet="barn"), Store(store.folder)
+    other = Store(store.folder)
     with store.transaction():
         authenticator.check("a", signed())
         authenticator.check("a", signed())
@@ -126,9 +124,8 @@ def test_revocation_by_another_process_applies_to_the_next_batch(store: Store) -
     assert reason(authenticator, signed(key=TWO)) == "revoked"
 
 
-def test_reset_pinned_key_accepts_the_next_one(store: Store) -> None:
+def test_reset_pinned_key_accepts_the_next_one(store: Store, authenticator: FrameAuthenticator) -> None:
     """An enrolled key is not reset."""
-    authenticator = FrameAuthenticator(store, fleet="barn")
     authenticator.check("a", signed())
     assert store.keys.reset("a")
     authenticator.check("a", signed(key=TWO))
@@ -137,10 +134,11 @@ def test_reset_pinned_key_accepts_the_next_one(store: Store) -> None:
     assert not store.keys.reset("nobody")
 
 
-def test_pinned_devices_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_devices_are_bounded(
+    store: Store, authenticator: FrameAuthenticator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clients can make up any number of names; enrolled devices are not counted."""
     monkeypatch.setattr(device_keys, "MAX_PINNED_DEVICES", 3)
-    authenticator = FrameAuthenticator(store, fleet="barn")
     store.keys.enroll("z", public_key(TWO), now_s=0.0)
     for device in ("a", "b", "c"):
         authenticator.check(device, signed(device))
@@ -151,9 +149,8 @@ def test_pinned_devices_are_bounded(store: Store, monkeypatch: pytest.MonkeyPatc
     assert device_keys.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
 
 
-def test_pin_that_was_rolled_back_is_pinned_again(store: Store) -> None:
+def test_pin_that_was_rolled_back_is_pinned_again(store: Store, authenticator: FrameAuthenticator) -> None:
     """A batch is stored as a whole, or not at all."""
-    authenticator = FrameAuthenticator(store, fleet="barn")
 
     def batch() -> None:
         with store.transaction():
@@ -167,9 +164,8 @@ def test_pin_that_was_rolled_back_is_pinned_again(store: Store) -> None:
     assert Store(store.folder).keys.all().keys() == {"a"}
 
 
-def test_stopped_intake_pins_no_key(store: Store) -> None:
+def test_stopped_intake_pins_no_key(store: Store, authenticator: FrameAuthenticator) -> None:
     """The signature is verified nevertheless."""
-    authenticator = FrameAuthenticator(store, fleet="barn")
     authenticator.check("a", signed(), may_pin=False)
     assert store.keys.all() == {}
     with pytest.raises(Refused):
@@ -185,14 +181,3 @@ def test_name_is_accepted_if_and_only_if_its_key_is(known: Key | None, *, is_clo
     assert refusal_reason(known, is_closed=is_closed) == refusal_reason(
         known, is_closed=is_closed, public=ONE
     )
-
-
-def test_refusal_of_another_key_names_the_remedy(store: Store) -> None:
-    """The command or the folder."""
-    authenticator = FrameAuthenticator(store, fleet="barn")
-    authenticator.check("a", signed())
-    with pytest.raises(Refused, match="`aggregator reset-key a`"):
-        authenticator.check("a", signed(key=TWO))
-    store.keys.enroll("a", public_key(TWO), now_s=1.0)
-    with pytest.raises(Refused, match="with the folder of its last enrollment"):
-        authenticator.check("a", signed())

@@ -28,12 +28,15 @@ DIGEST = digest_of(PAYLOAD)
 FRAMES = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=30))
 """Four: 0, 30, 60 and 90."""
 
-
 _reassembly = functools.partial(Reassembly, max_bytes=1000, holds=lambda *_: False)
 
 
+def _frame(offset: int, data: bytes = b"x", *, digest: bytes = DIGEST, size_bytes: int = 100) -> Frame:
+    return Frame(v=1, digest=digest, size_bytes=size_bytes, offset=offset, data=data)
+
+
 class Disk:
-    """A chunk store in memory: it takes what is pending, and is all that outlives a reassembly."""
+    """A chunk store in memory, which outlives a reassembly."""
 
     def __init__(self) -> None:
         self.files: dict[Key, dict[int, bytes]] = {}
@@ -56,11 +59,8 @@ class Disk:
         for key, file in self.files.items():
             ranges = tuple((start, start + len(data)) for start, data in sorted(file.items()))
             transfers.append(Transfer(key, Assembly(key[1], self.sizes[key], stored=ranges), 0.0, ranges))
-        return Reassembly(
-            max_bytes=1000,
-            holds=lambda *_: False,
-            transfers=transfers,
-            read=lambda key, ranges: list(self.files[key].items()) if ranges else [],
+        return _reassembly(
+            transfers=transfers, read=lambda key, ranges: list(self.files[key].items()) if ranges else []
         )
 
 
@@ -89,13 +89,9 @@ def test_any_order_completes_a_transfer(frames: list[Frame], data: st.DataObject
 
 def test_accepted_payload_is_acknowledged_again() -> None:
     """For the last frame, of which nothing is stored."""
-    reassembly = Reassembly(max_bytes=1000, holds=lambda *_: True)
-    assert [reassembly.take("a", frame) for frame in FRAMES] == [
-        None,
-        None,
-        None,
-        Receipt(digest=DIGEST, status="received"),
-    ]
+    reassembly = _reassembly(holds=lambda *_: True)
+    receipt = Receipt(digest=DIGEST, status="received")
+    assert [reassembly.take("a", frame) for frame in FRAMES] == [None, None, None, receipt]
     assert reassembly._transfers == {}
 
 
@@ -111,7 +107,6 @@ def test_devices_do_not_mix() -> None:
 
 
 def test_oversized_transfer_is_refused_at_its_first_frame() -> None:
-    """Nothing is stored."""
     reassembly = _reassembly(max_bytes=99)
     with pytest.raises(Refused, match="expected at most 99 bytes, got 100") as caught:
         reassembly.take("a", FRAMES[0])
@@ -122,9 +117,9 @@ def test_oversized_transfer_is_refused_at_its_first_frame() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        Frame(v=1, digest=DIGEST, size_bytes=101, offset=30, data=b"x"),
-        Frame(v=1, digest=DIGEST, size_bytes=100, offset=99, data=b"xy"),
-        Frame(v=1, digest=DIGEST, size_bytes=100, offset=50, data=b""),
+        _frame(30, size_bytes=101),
+        _frame(99, b"xy"),
+        _frame(50, b""),
     ],
     ids=["other size", "past the end", "empty"],
 )
@@ -141,25 +136,24 @@ def test_contradicting_frame_ends_its_transfer(wrong: Frame) -> None:
 
 
 def test_wrong_digest_is_refused() -> None:
-    """Once all bytes have arrived."""
     reassembly = _reassembly()
     with pytest.raises(Refused, match="expected sha256") as caught:
-        reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=3, offset=0, data=b"abc"))
+        reassembly.take("a", _frame(0, b"abc", size_bytes=3))
     assert caught.value.reason == "digest"
     assert reassembly._transfers == {}
 
 
-def test_transfers_of_a_device_are_bounded() -> None:
-    """A third one replaces the oldest; other devices keep theirs."""
+@pytest.mark.parametrize(
+    ("sent", "left"), [("one two three", "two three"), ("one two one three", "one three")]
+)
+def test_transfers_of_a_device_are_bounded(sent: str, left: str) -> None:
+    """A third one replaces the one without frames for longest; other devices keep theirs."""
     reassembly = _reassembly(per_device=2)
     reassembly.take("b", FRAMES[0])
-    for name in (b"one", b"two", b"three"):
-        reassembly.take("a", Frame(v=1, digest=digest_of(name), size_bytes=100, offset=0, data=b"x"))
-    assert list(reassembly._transfers) == [
-        ("b", DIGEST),
-        ("a", digest_of(b"two")),
-        ("a", digest_of(b"three")),
-    ]
+    for name in sent.split():
+        reassembly.take("a", _frame(0, digest=digest_of(name.encode())))
+    own = [("a", digest_of(name.encode())) for name in left.split()]
+    assert list(reassembly._transfers) == [("b", DIGEST), *own]
 
 
 def test_receipt_lists_the_first_gaps() -> None:
@@ -167,22 +161,19 @@ def test_receipt_lists_the_first_gaps() -> None:
     size_bytes = 1000
     reassembly = _reassembly()
     for offset in range(0, size_bytes - 2, 2):
-        reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=size_bytes, offset=offset, data=b"x"))
-    receipt = reassembly.take(
-        "a", Frame(v=1, digest=DIGEST, size_bytes=size_bytes, offset=size_bytes - 1, data=b"x")
-    )
+        reassembly.take("a", _frame(offset, size_bytes=size_bytes))
+    receipt = reassembly.take("a", _frame(size_bytes - 1, size_bytes=size_bytes))
     assert isinstance(receipt, Receipt)
     assert receipt.missing == tuple((offset + 1, offset + 2) for offset in range(0, 2 * MAX_RANGES, 2))
     assert decode(encode(receipt), Receipt, max_bytes=MAX_CHUNK_BYTES) == receipt
 
 
 def test_empty_payload_is_complete_at_once() -> None:
-    """With its only frame."""
     (frame,) = frames_of(b"", digest=digest_of(b""))
     assert _reassembly().take("a", frame) == Complete(digest_of(b""), b"")
 
 
-_frame = st.builds(
+_any_frame = st.builds(
     Frame,
     v=st.just(1),
     digest=st.sampled_from([bytes([n]) * 32 for n in range(4)]),
@@ -193,7 +184,7 @@ _frame = st.builds(
 
 
 @hypothesis.settings(max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from("ab"), _frame), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("ab"), _any_frame), max_size=40))
 def test_held_bytes_are_bounded(frames: list[tuple[str, Frame]]) -> None:
     """A device never holds more than its transfers times the largest size, whatever arrives."""
     reassembly = _reassembly(max_bytes=50)
@@ -224,7 +215,7 @@ def test_tiny_transfers_count_against_the_quota() -> None:
     """With their overhead: a transfer of one byte is not free."""
     reassembly = _reassembly(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + STRETCH_BYTES + 1))
     for number in range(1000):
-        frame = Frame(v=1, digest=digest_of(b"%d" % number), size_bytes=10**6, offset=0, data=b"x")
+        frame = _frame(0, digest=digest_of(b"%d" % number), size_bytes=10**6)
         reassembly.take(f"device-{number}", frame)
     assert len(reassembly._transfers) == 100
 
@@ -233,10 +224,10 @@ def test_gaps_count_against_the_quota() -> None:
     """Ranges apart from each other take a block of the disk each, until the gap is closed."""
     reassembly = _reassembly()
     for offset in (0, 2, 4):
-        reassembly.take("a", _part(PAYLOAD, offset, offset + 1))
+        reassembly.take("a", _frame(offset))
     assert reassembly._held_bytes == 3 + 4 * PIECE_BYTES + 3 * STRETCH_BYTES
     for offset in (1, 3):
-        reassembly.take("a", _part(PAYLOAD, offset, offset + 1))
+        reassembly.take("a", _frame(offset))
     assert reassembly._held_bytes == 5 + 6 * PIECE_BYTES + STRETCH_BYTES
 
 
@@ -246,14 +237,6 @@ def test_single_transfer_may_exceed_the_quota() -> None:
     frames = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=1))
     assert [reassembly.take("a", frame) for frame in frames][-1] == Complete(DIGEST, PAYLOAD)
     assert reassembly._held_bytes == 0
-
-
-def test_transfer_without_frames_for_longest_is_replaced() -> None:
-    """By a device's third transfer."""
-    reassembly = _reassembly(per_device=2)
-    for name in (b"one", b"two", b"one", b"three"):
-        reassembly.take("a", Frame(v=1, digest=digest_of(name), size_bytes=100, offset=0, data=b"x"))
-    assert list(reassembly._transfers) == [("a", digest_of(b"one")), ("a", digest_of(b"three"))]
 
 
 @hypothesis.settings(max_examples=200)
@@ -294,8 +277,7 @@ def test_any_frames_commits_and_restarts_complete_a_transfer(payload: bytes, dat
 
 
 def _part(payload: bytes, start: int, stop: int) -> Frame:
-    digest, size_bytes = digest_of(payload), len(payload)
-    return Frame(v=1, digest=digest, size_bytes=size_bytes, offset=start, data=payload[start:stop])
+    return _frame(start, payload[start:stop], digest=digest_of(payload), size_bytes=len(payload))
 
 
 def test_committed_bytes_are_released_from_memory() -> None:
@@ -310,7 +292,6 @@ def test_committed_bytes_are_released_from_memory() -> None:
 
 
 def test_transfer_complete_before_a_commit_is_not_stored() -> None:
-    """There is nothing to commit."""
     reassembly = _reassembly()
     for frame in FRAMES:
         reassembly.take("a", frame)
@@ -334,10 +315,10 @@ def test_contradicting_overlaps_fail_the_digest() -> None:
     """The first bytes are kept; the payload is refused and dropped, and can begin anew."""
     disk = Disk()
     reassembly = disk.start()
-    reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=100, offset=0, data=bytes(60)))
+    reassembly.take("a", _frame(0, bytes(60)))
     disk.commit(reassembly)
     with pytest.raises(Refused, match="expected sha256"):
-        reassembly.take("a", Frame(v=1, digest=DIGEST, size_bytes=100, offset=30, data=PAYLOAD[30:]))
+        reassembly.take("a", _frame(30, PAYLOAD[30:]))
     disk.commit(reassembly)
     assert disk.files == {}
     assert [reassembly.take("a", frame) for frame in FRAMES][-1] == Complete(DIGEST, PAYLOAD)

@@ -29,7 +29,6 @@ COMPLETE = Complete(DIGEST, PAYLOAD)
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A state directory."""
     return Store(tmp_path)
 
 
@@ -62,7 +61,6 @@ def test_upload_continues_after_a_restart(store: Store) -> None:
 
 
 def test_same_payload_of_two_devices_is_two_uploads(store: Store) -> None:
-    """One is completed without the other."""
     receiver = _receiver(store)
     first, *rest = FRAMES
     for device in "ab":
@@ -85,7 +83,6 @@ def test_upload_that_was_stored_meanwhile_is_deleted_at_the_start(store: Store) 
 
 
 def test_upload_without_frames_expires(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """On the disk as well."""
     receiver = _receiver(store, unfinished_s=-1.0)
     receiver.take("a", FRAMES[0])
     receiver.commit()

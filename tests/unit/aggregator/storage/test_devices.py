@@ -1,45 +1,168 @@
-"""Tests for the bounds on devices and refused messages in the database: clients can make up any number of names."""
+"""Devices in the database: presence, refused messages, privacy loss, quarantine and keys, and their bounds."""
 
 from pathlib import Path
 
 import pytest
 
+from aggregator.coordination.rounds import DeviceDecisions, Entry, Settings, waiting
 from aggregator.storage import devices
+from aggregator.storage.devices import REVOKED, QuarantinedDevice
+from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from aggregator.storage.submissions import SubmissionRecord
+from tests.support.submissions import TASK
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A store with room for three kinds of refusals and two devices."""
-    monkeypatch.setattr(devices, "MAX_REFUSALS", 3)
-    monkeypatch.setattr(devices, "MAX_PINNED_DEVICES", 2)
+def store(tmp_path: Path) -> Store:
     return Store(tmp_path)
 
 
-def test_refusals_beyond_limit_are_counted_together(store: Store) -> None:
+def test_presence_of_an_older_start_is_ignored(store: Store) -> None:
+    """An old Last Will does not end a new session."""
+    for state, epoch, expected in (
+        ("online", 5, "online"),
+        ("offline", 4, "online"),
+        ("stopped", 5, "stopped"),
+        ("online", 6, "online"),
+        ("offline", 6, "offline"),
+    ):
+        store.devices.put_presence("a", state=state, epoch=epoch, now_s=1.0)
+        assert [record.state for record in store.devices.all()] == [expected]
+
+
+def test_refusals_are_counted_per_device_and_reason(store: Store) -> None:
+    """The first of each pair is reported, so that it can be logged; the last detail is kept."""
+    is_first = [
+        store.refusals.count(device, reason=reason, detail=detail, now_s=1.0)
+        for device, reason, detail in (
+            ("a", "shape", "1"),
+            ("a", "shape", "2"),
+            ("a", "dtype", "3"),
+            ("b", "shape", "4"),
+        )
+    ]
+    assert is_first == [True, False, True, True]
+    assert store.refusals.all() == [
+        devices.Refusal("a", "dtype", 1, "3"),
+        devices.Refusal("a", "shape", 2, "2"),
+        devices.Refusal("b", "shape", 1, "4"),
+    ]
+
+
+def test_greatest_epsilon_is_kept(store: Store) -> None:
+    """A device that has lost its ledger does not lower what it has reported."""
+    for total in (2.0, 3.5, 1.0):
+        store.devices.raise_epsilon("a", total)
+    assert store.devices.epsilons() == {"a": 3.5}
+
+
+def test_refused_devices_are_not_online(store: Store) -> None:
+    """A revoked device, or one not enrolled in a closed fleet, cannot report that it goes offline."""
+    for device in ("enrolled", "pinned", "revoked", "new"):
+        store.devices.put_presence(device, state="online", epoch=1, now_s=1.0)
+    store.keys.enroll("enrolled", b"1" * 32, now_s=1.0)
+    store.keys.enroll("revoked", b"2" * 32, now_s=1.0)
+    store.keys.pin("pinned", b"3" * 32, now_s=1.0)
+    store.keys.revoke("revoked", now_s=2.0)
+    assert store.devices.online() == {"enrolled", "pinned", "new"}
+    store.keys.close_fleet()
+    assert store.devices.online() == {"enrolled"}
+
+
+@pytest.fixture
+def small(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A state directory with room for three kinds of refusals and two devices."""
+    monkeypatch.setattr(devices, "MAX_REFUSALS", 3)
+    monkeypatch.setattr(devices, "MAX_PINNED_DEVICES", 2)
+    return store
+
+
+def test_refusals_beyond_limit_are_counted_together(small: Store) -> None:
     """The first devices are counted each, all others under a name that no device can have."""
     first = [
-        store.refusals.count(f"device-{number}", reason="signature", detail="", now_s=0.0)
+        small.refusals.count(f"device-{number}", reason="signature", detail="", now_s=0.0)
         for number in range(10)
     ]
-    store.refusals.count("device-0", reason="signature", detail="", now_s=0.0)
+    small.refusals.count("device-0", reason="signature", detail="", now_s=0.0)
     assert first == [True, True, True, True, *[False] * 6]
-    counts = {refusal.device: refusal.count for refusal in store.refusals.all()}
+    counts = {refusal.device: refusal.count for refusal in small.refusals.all()}
     assert counts == {"?": 7, "device-0": 2, "device-1": 1, "device-2": 1}
 
 
-def test_refusals_of_enrolled_device_are_always_counted(store: Store) -> None:
+def test_refusals_of_enrolled_device_are_always_counted(small: Store) -> None:
     """Made-up names cannot hide them."""
-    store.keys.enroll("shed-1", bytes(32), now_s=0.0)
+    small.keys.enroll("shed-1", bytes(32), now_s=0.0)
     for device in (*"abcdefgh", "shed-1"):
-        store.refusals.count(device, reason="signature", detail="", now_s=0.0)
-    assert devices.Refusal("shed-1", "signature", 1, "") in store.refusals.all()
+        small.refusals.count(device, reason="signature", detail="", now_s=0.0)
+    assert devices.Refusal("shed-1", "signature", 1, "") in small.refusals.all()
 
 
-def test_unenrolled_devices_are_limited(store: Store) -> None:
+def test_unenrolled_devices_are_limited(small: Store) -> None:
     """Known and enrolled devices have room."""
     for device in ("a", "b"):
-        assert store.devices.has_room_for(device)
-        store.devices.put_presence(device, state="online", epoch=1, now_s=0.0)
-    store.keys.enroll("z", bytes(32), now_s=0.0)
-    assert [store.devices.has_room_for(device) for device in ("a", "c", "z")] == [True, False, True]
+        assert small.devices.has_room_for(device)
+        small.devices.put_presence(device, state="online", epoch=1, now_s=0.0)
+    small.keys.enroll("z", bytes(32), now_s=0.0)
+    assert [small.devices.has_room_for(device) for device in ("a", "c", "z")] == [True, False, True]
+
+
+SETTINGS = Settings(quorum=3, deadline_s=100.0)
+
+
+@pytest.fixture
+def trained(store: Store) -> Store:
+    """A state with a head of device a's submission that excluded device b's."""
+    for device in "ab":
+        record = SubmissionRecord(device, Entry(1, device.encode(), 0.0), 1, 1, 1, {0: 1})
+        store.submissions.put(TASK, record)
+    members, excluded = {"a": b"a".hex()}, {"b": b"b".hex()}
+    store.heads.add(HeadRecord(1, TASK, bytes(32), 9, 0.0, 1, members, {}, quarantined=excluded))
+    return store
+
+
+def test_excluded_submission_waits_once_its_device_is_released(trained: Store) -> None:
+    """The restored state of the round logic knows which submissions the head excluded."""
+    trained.quarantine.add(TASK, "b", reason="far off", now_s=5.0)
+    assert waiting(trained.round_state(TASK), SETTINGS) == {}
+    trained.quarantine.release(TASK, "b", now_s=6.0)
+    assert waiting(trained.round_state(TASK), SETTINGS).keys() == {"b"}
+
+
+def test_only_revoked_devices_do_not_count(store: Store) -> None:
+    """Other quarantined devices still submit, and are judged again."""
+    store.quarantine.add(TASK, "a", reason="far off", now_s=5.0)
+    store.quarantine.add(TASK, "b", reason=REVOKED, now_s=5.0)
+    expected = DeviceDecisions(quarantined=frozenset("b"))
+    assert store.decisions(TASK) == store.round_state(TASK).decisions == expected
+    assert store.decisions(bytes(32)) == DeviceDecisions()
+
+
+def test_release_holds_until_the_next_quarantine(store: Store) -> None:
+    """A repeated quarantine or release keeps its date; a deleted entry cannot be released."""
+    store.quarantine.add(TASK, "a", reason="far off", now_s=5.0)
+    store.quarantine.add(TASK, "a", reason="farther off", now_s=6.0)
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("a", "farther off", 5.0, None)}
+    store.quarantine.release(TASK, "a", now_s=7.0)
+    store.quarantine.release(TASK, "a", now_s=8.0)
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("a", "farther off", 5.0, 7.0)}
+    assert store.decisions(TASK) == DeviceDecisions(released=frozenset("a"))
+    store.quarantine.add(TASK, "a", reason=REVOKED, now_s=9.0)
+    assert store.quarantine.all(TASK) == {"a": QuarantinedDevice("a", REVOKED, 9.0, None)}
+    store.quarantine.delete(TASK, "a")
+    store.quarantine.release(TASK, "a", now_s=10.0)
+    assert (store.quarantine.all(TASK), store.decisions(TASK)) == ({}, DeviceDecisions())
+
+
+def test_keys_decide_for_every_task(store: Store) -> None:
+    """A revoked key counts in no task; from the first enrollment, only enrolled devices count."""
+    other = Store(store.folder)
+    other.keys.pin("a", b"a" * 32, now_s=1)
+    other.keys.revoke("a", now_s=2)
+    assert store.decisions(TASK) == store.decisions(bytes(32)) == DeviceDecisions(quarantined=frozenset("a"))
+    with other.transaction():
+        other.keys.enroll("b", b"b" * 32, now_s=3)
+        other.keys.close_fleet()
+    assert store.decisions(TASK) == DeviceDecisions(quarantined=frozenset("a"), enrolled=frozenset("b"))
+    other.keys.revoke("b", now_s=4)
+    assert store.decisions(TASK).enrolled == frozenset()

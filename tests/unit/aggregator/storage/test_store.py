@@ -101,40 +101,6 @@ def test_newer_evaluation_replaces_older(tmp_path: Path) -> None:
     assert [store.holds("a", digest) for digest in (b"first", b"second", b"third")] == [False, True, True]
 
 
-def test_presence_of_an_older_start_is_ignored(tmp_path: Path) -> None:
-    """An old Last Will does not end a new session."""
-    store = Store(tmp_path)
-    for state, epoch, expected in (
-        ("online", 5, "online"),
-        ("offline", 4, "online"),
-        ("stopped", 5, "stopped"),
-        ("online", 6, "online"),
-        ("offline", 6, "offline"),
-    ):
-        store.devices.put_presence("a", state=state, epoch=epoch, now_s=1.0)
-        assert [record.state for record in store.devices.all()] == [expected]
-
-
-def test_refusals_are_counted_per_device_and_reason(tmp_path: Path) -> None:
-    """The first of each pair is reported, so that it can be logged; the last detail is kept."""
-    store = Store(tmp_path)
-    is_first = [
-        store.refusals.count(device, reason=reason, detail=detail, now_s=1.0)
-        for device, reason, detail in (
-            ("a", "shape", "1"),
-            ("a", "shape", "2"),
-            ("a", "dtype", "3"),
-            ("b", "shape", "4"),
-        )
-    ]
-    assert is_first == [True, False, True, True]
-    assert store.refusals.all() == [
-        Refusal("a", "dtype", 1, "3"),
-        Refusal("a", "shape", 2, "2"),
-        Refusal("b", "shape", 1, "4"),
-    ]
-
-
 def test_collection_survives_a_restart(tmp_path: Path) -> None:
     """What a head covers, what waits, and the next version."""
     settings = Settings(quorum=1, deadline_s=10.0, retrain_after=1)
@@ -293,25 +259,3 @@ def test_reset_device_lets_any_submission_replace_the_stored_one(tmp_path: Path)
     assert (store.quarantine.all(TASK), store.devices.online()) == ({}, frozenset())
     store.reset_device("a", delete_submissions=True)
     assert store.submissions.all(TASK) == {}
-
-
-def test_greatest_epsilon_is_kept(tmp_path: Path) -> None:
-    """A device that has lost its ledger does not lower what it has reported."""
-    store = Store(tmp_path)
-    for total in (2.0, 3.5, 1.0):
-        store.devices.raise_epsilon("a", total)
-    assert store.devices.epsilons() == {"a": 3.5}
-
-
-def test_refused_devices_are_not_online(tmp_path: Path) -> None:
-    """A revoked device, or one not enrolled in a closed fleet, cannot report that it goes offline."""
-    store = Store(tmp_path)
-    for device in ("enrolled", "pinned", "revoked", "new"):
-        store.devices.put_presence(device, state="online", epoch=1, now_s=1.0)
-    store.keys.enroll("enrolled", b"1" * 32, now_s=1.0)
-    store.keys.enroll("revoked", b"2" * 32, now_s=1.0)
-    store.keys.pin("pinned", b"3" * 32, now_s=1.0)
-    store.keys.revoke("revoked", now_s=2.0)
-    assert store.devices.online() == {"enrolled", "pinned", "new"}
-    store.keys.close_fleet()
-    assert store.devices.online() == {"enrolled"}
