@@ -53,8 +53,7 @@ def initial_parameters(
     random = np.random.default_rng(seed)
     parameters = {}
     for name, shape in _shapes(settings, feature_size, num_classes).items():
-        inputs = feature_size if name.startswith("adapter") else settings.projection_size
-        bound = inputs**-0.5
+        bound = (feature_size if name.startswith("adapter") else settings.projection_size) ** -0.5
         parameters[name] = random.uniform(-bound, bound, shape).astype(np.float32)
     return parameters
 
@@ -71,14 +70,8 @@ def functions(
 ) -> Functions:
     """Return what devices run to train the model; imports torch.
 
-    Args:
-        settings: the algorithm's.
-        loss: what training descends.
-        head: the algorithm's.
-        round_tensors: the round's tensors that `loss` takes, with their dynamic axes.
-        feature_size: L.
-        num_classes: C.
-        initial: the parameters that a device starts from; zeros if every round brings its own.
+    `round_tensors` are the round's tensors that `loss` takes, with their dynamic axes; `initial` are the parameters
+    that a device starts from, zeros if every round brings its own.
     """
     import torch
 
@@ -107,7 +100,11 @@ def functions(
             apply=lambda tensors: {"projection": features_of(tensors)},
         ),
         head=head,
-        dimensions={"feature": ("n", None), "labels": ("n",), **_dynamic(round_tensors)},
+        dimensions={
+            "feature": ("n", None),
+            "labels": ("n",),
+            **{name: axes for name, axes in round_tensors.items() if any(axes)},
+        },
         parameters=PARAMETERS,
         objective=lambda tensors: loss(
             tensors, features := features_of(tensors), logits_of(tensors, features)
@@ -144,10 +141,6 @@ def _shapes(settings: Settings, feature_size: int, num_classes: int) -> dict[str
         "classifier_weight": (num_classes, settings.projection_size),
         "classifier_bias": (num_classes,),
     }
-
-
-def _dynamic(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[str | None, ...]]:
-    return {name: names for name, names in axes.items() if any(names)}
 
 
 def _step(settings: Settings, tensors: "Tensors", loss: "Loss") -> "dict[str, Tensor]":

@@ -25,6 +25,7 @@ EPSILON = 1e-8
 
 _PRIOR = "class_counts"
 _PARAMETERS = ("weight", "bias")
+_MOMENTS = ("weight_first", "weight_second", "bias_first", "bias_second")
 
 
 def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: int) -> Functions:
@@ -92,19 +93,10 @@ def _init(
     mean, std = statistics(feature, standardize=settings.standardize)
     weight, bias = (tensor.float() for tensor in first)
     weight = weight.reshape(-1, tile_rows(*weight.shape), weight.shape[1])
-    counts = one_hot(tensors["labels"], num_classes).float().sum(dim=0) if settings.prior else None
-    return {
-        **({} if counts is None else {_PRIOR: counts}),
-        "weight": weight,
-        "bias": bias,
-        "mean": mean,
-        "std": std,
-        "weight_first": torch.zeros_like(weight),
-        "weight_second": torch.zeros_like(weight),
-        "bias_first": torch.zeros_like(bias),
-        "bias_second": torch.zeros_like(bias),
-        "steps": feature.new_zeros(()),
-    }
+    state = {_PRIOR: one_hot(tensors["labels"], num_classes).float().sum(dim=0)} if settings.prior else {}
+    state |= {"weight": weight, "bias": bias, "mean": mean, "std": std}
+    state |= {name: torch.zeros_like(state[name.partition("_")[0]]) for name in _MOMENTS}
+    return {**state, "steps": feature.new_zeros(())}
 
 
 def hidden(tensors: Tensors) -> Tensor:
@@ -118,34 +110,24 @@ def projected(settings: "FedPCL", values: Tensor) -> Tensor:
 
 
 def log_prior(counts: Tensor) -> Tensor:
-    """Return the log of how often a device expects each class, (C,), up to a constant.
+    """Return the log of how often a device with these counts of images, (C,), expects each class, up to a constant.
 
     A tenth of the mean count is added to each, so that a class without images is not ruled out. A classifier learns
     this as its bias; similarities to prototypes have none. Not in the paper.
-
-    Args:
-        counts: images of each class on the device, (C,).
     """
     total = counts.sum()
     return (counts + torch.where(total > 0, total, torch.ones_like(total)) / (10 * counts.shape[0])).log()
 
 
 def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_classes: int) -> Tensor:
-    """Return the loss of a batch, () (eq. 8 to 10).
+    """Return the loss of a batch of projections (n, D), () (eq. 8 to 10).
 
     A class without prototypes is in no denominator. A sample whose class has none, or is the only one that has any,
-    adds 0.
-
-    Args:
-        settings: the terms, the temperature, the denominator and the prior.
-        tensors: `labels`, `prototypes` and `present`, `index` except for the global variant, and `class_counts` with
-            a prior.
-        projection: (n, D).
-        num_classes: C.
+    adds 0. `index` is needed except for the global variant, `class_counts` with a prior.
     """
-    same = one_hot(tensors["labels"], num_classes)
-    rivals = ~same & (tensors["present"] > 0)
-    counted = rivals.any(dim=1) & (same & (tensors["present"] > 0)).any(dim=1)
+    same, present = one_hot(tensors["labels"], num_classes), tensors["present"] > 0
+    rivals = ~same & present
+    counted = rivals.any(dim=1) & (same & present).any(dim=1)
     sets = _sets(settings, tensors, num_classes)
     prototypes = tensors["prototypes"][sets.reshape(-1)]
     logits = (projection @ prototypes.T / settings.tau).reshape(-1, sets.shape[0], num_classes)

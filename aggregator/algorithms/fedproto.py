@@ -95,13 +95,7 @@ def loss(settings: FedProto, tensors: "Tensors", features: "Tensor", logits: "Te
     """Return a batch's cross entropy + lambda times its distance to global prototypes, () ("Local model update").
 
     The distance is the mean over dimensions of (f(x) - C^y)^2, as in the published code. A sample whose class no
-    device has a prototype of adds its cross entropy alone.
-
-    Args:
-        settings: lambda.
-        tensors: `labels` (n,), `prototypes` (C, D) and `present` (C,).
-        features: f(x), (n, D).
-        logits: (n, C).
+    device has a prototype of adds its cross entropy alone. The features f(x) are (n, D), the logits (n, C).
     """
     from aggregator.algorithms.layers import cross_entropy
 

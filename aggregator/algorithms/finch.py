@@ -12,7 +12,7 @@ by the order of a sum is a millionth of it."""
 
 
 def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
-    """Cluster points, then the means of the clusters, and so on until no clusters join.
+    """Cluster finite points (p, D), p >= 1, then the means of the clusters, and so on until no clusters join.
 
     Where the paper is not specific, a point with several nearest neighbors is linked to all of them,
     which keeps the result free of the points' order. Points of length 0 have no direction: they form one cluster,
@@ -20,9 +20,6 @@ def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
 
     Laws: the order of the points does not matter, nor does a positive factor common to all of them. Each
     partition but the first has fewer clusters than the one before, and splits none of its clusters.
-
-    Args:
-        points: (p, D), p >= 1, finite.
 
     Returns:
         From fine to coarse, at least one: the cluster of each point, int64 (p,), numbered from 0 in the order
@@ -37,11 +34,7 @@ def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
 
 
 def coarsest(points: NDArray[np.floating]) -> NDArray[np.int64]:
-    """Return the last partition with at least two clusters, else the first.
-
-    Args:
-        points: (p, D), p >= 1, finite.
-    """
+    """Return the last partition with at least two clusters, else the first."""
     found = partitions(points)
     return next((labels for labels in reversed(found) if labels.max() > 0), found[0])
 

@@ -115,13 +115,8 @@ class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def loss(settings: FPL, tensors: "Tensors", features: "Tensor", logits: "Tensor") -> "Tensor":
     """Return CE + CPCL + weighted UPCR of a batch, () (eq. 12); a sample of a class without prototypes adds CE alone.
 
-    UPCR is the mean over dimensions, as in the published code; the paper prints a sum (eq. 9).
-
-    Args:
-        settings: the temperature and the weight.
-        tensors: `labels`, `clusters`, `cluster_labels`, `unbiased` and `present`.
-        features: z, the adapter's output, (n, D).
-        logits: (n, C).
+    UPCR is the mean over dimensions, as in the published code; the paper prints a sum (eq. 9). The features z are the
+    adapter's output, (n, D); the logits are (n, C).
     """
     from aggregator.algorithms.layers import cross_entropy, log_sum_exp, unit
 
@@ -174,14 +169,7 @@ def _pooled_prototypes(
 
 
 def cluster_means(prototypes: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the mean of each cluster of one class's prototypes (eq. 4 and 5).
-
-    Args:
-        prototypes: (p, D), p >= 1, of different devices.
-
-    Returns:
-        (clusters, D).
-    """
+    """Return the mean of each cluster, (clusters, D), of one class's prototypes (p, D), p >= 1 (eq. 4 and 5)."""
     groups = coarsest(prototypes)
     means = [prototypes[groups == group].mean(axis=0) for group in range(groups.max() + 1)]
     return np.stack(means).astype(np.float32)

@@ -24,14 +24,11 @@ def tile_rows(rows: int, columns: int) -> int:
 
 
 def statistics(feature: Tensor, *, standardize: bool) -> tuple[Tensor, Tensor]:
-    """Return the mean to subtract from each feature and the deviation to divide it by, (L,) each.
+    """Return the mean to subtract from features (n, L) and the deviation to divide them by, (L,) each.
 
     All features are divided by the same number, the root mean square of their deviations, so that a feature that
-    hardly varies among few images is not amplified on others. Of no rows, the mean is 0 and the deviation 1.
-
-    Args:
-        feature: (n, L), n >= 0.
-        standardize: False returns 0 and 1.
+    hardly varies among few images is not amplified on others. Of no rows, and without `standardize`, the mean is 0
+    and the deviation 1.
     """
     if not standardize:
         return feature.new_zeros(feature.shape[1]), feature.new_ones(feature.shape[1])

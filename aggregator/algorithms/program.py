@@ -30,10 +30,9 @@ ABSENT_LOGIT = -1e4
 
 @dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """One device's submission to a round.
+    """One device's submission to a round; aggregation sorts by device, so that the order of arrival does not matter.
 
     Attributes:
-        device: its name; aggregation sorts by it, so that the order of arrival does not matter.
         values: float32 (p, D) prototypes, finite.
         labels: int64 (p,), the class of each.
         counts: int64 (p,), the images averaged in each, at least 1.
@@ -49,11 +48,9 @@ class Contribution:
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """A torch function to be traced: tensors by name in, tensors by name out.
+    """A torch function to be traced, pure: tensors by name in, float32 or int64, tensors by name out.
 
-    Attributes:
-        inputs: the names that `apply` looks up.
-        apply: a pure function; every float is float32, every integer int64.
+    `inputs` are the names that `apply` looks up.
     """
 
     inputs: tuple[str, ...]
@@ -114,13 +111,7 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.epochs
 
     def first_tensors(self, *, feature_size: int, num_classes: int, seed: int) -> dict[str, NDArray[Any]]:
-        """Return the tensors of round 0 by name, in the dtypes in which they are sent.
-
-        Args:
-            feature_size: L.
-            num_classes: C.
-            seed: of random tensors.
-        """
+        """Return the tensors of round 0 by name, in the dtypes in which they are sent."""
         del feature_size
         return self.aggregate([], {}, num_classes=num_classes, seed=seed)
 
@@ -132,26 +123,16 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         num_classes: int,
         seed: int,
     ) -> dict[str, NDArray[Any]]:
-        """Return the tensors of the next round.
+        """Return the tensors of the next round from those of the round that closes.
+
+        There is at most one contribution per device; none is an empty round. Every round has another seed.
 
         Law: the order of the contributions does not matter.
-
-        Args:
-            contributions: at most one per device; none is an empty round.
-            previous: the tensors of the round that closes.
-            num_classes: C.
-            seed: of random draws; another one for every round.
         """
         raise NotImplementedError
 
     def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
-        """Return what devices run; imports torch.
-
-        Args:
-            feature_size: L.
-            num_classes: C.
-            seed: of the initial weights, the same on every device.
-        """
+        """Return what devices run; imports torch. The seed is that of the initial weights, the same on every device."""
         raise NotImplementedError
 
 

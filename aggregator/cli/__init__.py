@@ -2,13 +2,7 @@
 
 import click
 
-from aggregator.cli.enrollment import (
-    enroll_broker_command,
-    enroll_command,
-    reset_key_command,
-    revoke_command,
-)
-from aggregator.cli.operate import promote_command, release_command, rollback_command, status_command
+from aggregator.cli import enrollment, operator_commands
 from aggregator.cli.run import run_command
 from protocol.cli import run
 
@@ -19,10 +13,7 @@ def cli() -> None:
     """Collect prototypes from a fleet, train a head on them, and publish it as ONNX."""
 
 
-for _command in (
-    *(run_command, status_command, rollback_command, promote_command, release_command),
-    *(enroll_command, enroll_broker_command, revoke_command, reset_key_command),
-):
+for _command in (run_command, *operator_commands.COMMANDS, *enrollment.COMMANDS):
     cli.add_command(_command)
 
 

@@ -161,3 +161,6 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
             click.echo(
                 f"created the CA of fleet {fleet} in {identity_folder(state)}: keep a backup of this folder"
             )
+
+
+COMMANDS = (enroll_command, enroll_broker_command, revoke_command, reset_key_command)

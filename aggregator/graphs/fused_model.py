@@ -19,17 +19,15 @@ def finished(model: onnx.ModelProto, metadata: HeadMetadata | ModelMetadata) -> 
 def fuse(backbone: bytes, head: bytes) -> bytes:
     """Return backbone and head as one ONNX file: input `image`, outputs `logits` and `probabilities`.
 
-    Args:
-        backbone: an ONNX file that `export-backbone` wrote.
-        head: a head trained on features of that file.
-
     Raises:
         BackboneMismatch: the head was trained on another backbone's features.
     """
     first, second = onnx.load_model_from_string(backbone), onnx.load_model_from_string(head)
+    of_first, of_second = (
+        {each.key: each.value for each in model.metadata_props} for model in (first, second)
+    )
     facts = ModelMetadata(
-        backbone=read_metadata(_properties(first), BackboneMetadata),
-        head=read_metadata(_properties(second), HeadMetadata),
+        backbone=read_metadata(of_first, BackboneMetadata), head=read_metadata(of_second, HeadMetadata)
     )
     digest = hashlib.sha256(backbone).hexdigest()
     if facts.head.backbones != (digest,):
@@ -48,10 +46,6 @@ def _prepared(model: onnx.ModelProto, prefix: str, *, opset: int) -> onnx.ModelP
         model = version_converter.convert_version(model, opset)
     model.ClearField("metadata_props")
     return compose.add_prefix(model, prefix, rename_inputs=False, rename_outputs=False)
-
-
-def _properties(model: onnx.ModelProto) -> dict[str, str]:
-    return {entry.key: entry.value for entry in model.metadata_props}
 
 
 def _opset(model: onnx.ModelProto) -> int:

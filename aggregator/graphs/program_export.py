@@ -36,13 +36,7 @@ class Graphs:
 def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
     """Trace an algorithm's functions into ONNX files, and verify each against eager PyTorch.
 
-    The same arguments give the same bytes.
-
-    Args:
-        algorithm: its settings.
-        feature_size: L, of all backbones together.
-        num_classes: C.
-        seed: of the first weights.
+    The same arguments give the same bytes. `feature_size` is that of all backbones together.
 
     Raises:
         ProtofleetError: a graph differs from PyTorch.
@@ -71,12 +65,7 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
 
 
 def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
-    """Return the state of a device without images, by name, for a head that is not bound to a device.
-
-    Args:
-        init: the program's `init` graph.
-        feature_size: L.
-    """
+    """Return the state of a device without images, by name, for a head that is not bound to a device."""
     session = onnxruntime.InferenceSession(init, providers=["CPUExecutionProvider"])
     none = {"feature": np.zeros((0, feature_size), dtype=np.float32), "labels": np.zeros(0, dtype=np.int64)}
     values = session.run(None, {value.name: none[value.name] for value in session.get_inputs()})
@@ -86,14 +75,9 @@ def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
 def bind(head: bytes, tensors: Mapping[str, NDArray[Any]], *, metadata: HeadMetadata) -> bytes:
     """Return a program's head with its inputs bound to constants, to be used as any other head.
 
-    Args:
-        head: the program's `head` graph.
-        tensors: a state, such as that of `untrained`, and the tensors of a round, converted to the graph's dtypes. A
-            device's own prototypes are zeros if missing.
-        metadata: the file's metadata.
-
-    Returns:
-        A file with input `feature` float32 (n, L) and outputs `logits` and `probabilities` float32 (n, C).
+    The tensors are a state, such as that of `untrained`, and those of a round, converted to the graph's dtypes; a
+    device's own prototypes are zeros if missing. The file takes `feature` float32 (n, L) to `logits` and
+    `probabilities` float32 (n, C).
 
     Raises:
         ProtofleetError: a tensor is missing or of another shape.

@@ -37,13 +37,6 @@ def examples(
     """Return an example tensor for every input of a function.
 
     All dynamic axes have different lengths, and none that of a fixed axis: the tracer would treat them as equal.
-
-    Args:
-        algorithm: the algorithm.
-        functions: its functions.
-        feature_size: L.
-        num_classes: C.
-        seed: of the first round's tensors.
     """
     first = algorithm.first_tensors(feature_size=feature_size, num_classes=num_classes, seed=seed)
     tensors = {
@@ -80,15 +73,9 @@ def to_onnx(
     *,
     metadata: GraphMetadata,
 ) -> bytes:
-    """Trace a function into an ONNX file.
+    """Trace a function with tensors from `examples` into an ONNX file.
 
     `make_fx` comes first, since `torch.onnx.export` alone does not support `torch.func`.
-
-    Args:
-        function: the function.
-        tensors: `examples`.
-        dimensions: the functions' dynamic axes.
-        metadata: the file's metadata.
     """
     names: list[str] = []
 
@@ -103,7 +90,14 @@ def to_onnx(
         program = torch.onnx.export(
             traced,
             inputs,
-            dynamic_shapes=tuple(_dynamic(dimensions.get(name, ())) for name in function.inputs),
+            dynamic_shapes=tuple(
+                {
+                    axis: torch.export.Dim(size)
+                    for axis, size in enumerate(dimensions.get(name, ()))
+                    if size is not None
+                }
+                for name in function.inputs
+            ),
             opset_version=OPSET,
             dynamo=True,
             external_data=False,
@@ -189,7 +183,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _dynamic(axes: tuple[str | None, ...]) -> dict[int, Any]:
-    return {number: torch.export.Dim(axis) for number, axis in enumerate(axes) if axis is not None}

@@ -37,7 +37,10 @@ def run(job: RoundJob) -> Result:
         {name: previous[name].shape for name in algorithm.uploaded},
     )
     submissions = job.submissions()
-    contributions = [_contribution(device, each, expectation) for device, each in submissions.items()]
+    contributions = [
+        Contribution(device=device, **vars(check_submission(each, expectation)))
+        for device, each in submissions.items()
+    ]
     tensors = algorithm.aggregate(
         contributions, previous, num_classes=len(manifest.classes), seed=manifest.seed + job.version
     )
@@ -49,17 +52,6 @@ def run(job: RoundJob) -> Result:
     job.write_head(head, manifest)
     prototypes = sum(len(part.labels) for part in contributions)
     return Result(prototypes=prototypes, metrics={**metrics, "seconds": time.perf_counter() - started_s})
-
-
-def _contribution(device: str, submission: Submission, expectation: Expectation) -> Contribution:
-    checked = check_submission(submission, expectation)
-    return Contribution(
-        device=device,
-        values=checked.values,
-        labels=checked.labels,
-        counts=checked.counts,
-        tensors=checked.tensors,
-    )
 
 
 def _figures(

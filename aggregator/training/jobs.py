@@ -63,9 +63,7 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
         """Write `head.onnx`, and with one backbone `model.onnx`."""
         write_atomically(Path(self.folder) / "head.onnx", head)
         if len(manifest.backbones) == 1:
-            from aggregator.graphs.fused_model import (
-                fuse,  # imports onnx, which `aggregator release` does not need
-            )
+            from aggregator.graphs.fused_model import fuse  # onnx, which `aggregator release` does not need
 
             backbone = BlobStore(Path(self.blobs)).read(manifest.backbones[0].digest)
             write_atomically(Path(self.folder) / "model.onnx", fuse(backbone, head))

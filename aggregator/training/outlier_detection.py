@@ -39,33 +39,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Class:
-    """One class on the K devices that have it.
-
-    Args:
-        devices: their names.
-        means: float64 (K, L), count-weighted.
-        images: float64 (K,).
-        variances: float64 (K,), of an image about its device's mean, summed over dimensions; NaN for a single
-            prototype.
-    """
+    """One class on the K devices that have it."""
 
     devices: tuple[str, ...]
     means: NDArray[np.float64]
+    """(K, L), weighted by images."""
     images: NDArray[np.float64]
     variances: NDArray[np.float64]
+    """Of an image about its device's mean, summed over dimensions, (K,); NaN for a single prototype."""
 
 
 @dataclass(frozen=True)
 class Judgment:
-    """The devices to quarantine, with reasons.
-
-    Args:
-        quarantined: device to reason.
-        warning: why no device is quarantined although some are outliers; empty if none is.
-    """
+    """The devices to quarantine, with reasons."""
 
     quarantined: Mapping[str, str]
     warning: str = ""
+    """Why no device is quarantined although some are outliers; empty if none is."""
 
 
 def judge(
@@ -92,10 +82,7 @@ def outliers(
 ) -> dict[str, Finding]:
     """Return the devices that are farther from the others than a threshold, each with its greatest distance.
 
-    Args:
-        parts: the prototypes of each device.
-        classes: names, by label.
-        threshold: in robust standard deviations: median absolute deviations times 1.4826.
+    The threshold is in robust standard deviations: median absolute deviations times 1.4826.
     """
     found: dict[str, Finding] = {}
 
@@ -174,11 +161,7 @@ def _lengths(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
 def _standardized(values: NDArray[np.float64], *, unit: float = 0.0) -> NDArray[np.float64]:
     """Return the distance of non-negative values (K,) from their median in robust standard deviations.
 
-    Law: a common factor of the values and the unit does not matter.
-
-    Args:
-        values: (K,).
-        unit: a scale below which differences do not count.
+    Differences below the unit do not count. Law: a common factor of the values and the unit does not matter.
     """
     from scipy.stats import median_abs_deviation
 

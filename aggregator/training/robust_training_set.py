@@ -25,13 +25,11 @@ def pool(parts: Sequence[Prototypes]) -> Prototypes:
 
 
 def combine(parts: Sequence[Prototypes], *, by: Literal["none", "trimmed", "median"]) -> Prototypes:
-    """Return the training set, optionally with little influence of a few bad prototypes.
+    """Return the training set of one part per device, optionally with little influence of a few bad prototypes.
 
-    Args:
-        parts: one per device.
-        by: `trimmed` omits the fifth of each class that is farthest from the median of the devices' means;
-            `median` shifts each device's prototypes of a class so that their mean is that median. A class of fewer
-            than MIN_DEVICES devices stays unchanged.
+    `trimmed` omits the fifth of each class that is farthest from the median of the devices' means; `median` shifts each
+    device's prototypes of a class so that their mean is that median. A class of fewer than MIN_DEVICES devices stays
+    unchanged.
     """
     if by == "none":
         return pool(parts)
@@ -43,17 +41,11 @@ def combine(parts: Sequence[Prototypes], *, by: Literal["none", "trimmed", "medi
     included = np.ones(len(data.labels), dtype=np.bool_)
     for label, median in medians.items():
         members = np.flatnonzero(data.labels == label)
-        order = np.argsort(_distances(data, members, median), kind="stable")
+        # A prototype of n images is expected to be n times nearer.
+        distances = data.counts[members] * ((data.values[members] - median) ** 2).sum(axis=1)
+        order = np.argsort(distances, kind="stable")
         included[members[order[len(members) - int(TRIMMED_SHARE * len(members)) :]]] = False
     return Prototypes(data.values[included], data.labels[included], data.counts[included])
-
-
-def _distances(
-    data: Prototypes, members: NDArray[np.intp], median: NDArray[np.float32]
-) -> NDArray[np.float32]:
-    """Return squared distances (m,) times images: a prototype of n images is expected to be n times nearer."""
-    squares: NDArray[np.float32] = ((data.values[members] - median) ** 2).sum(axis=1)
-    return data.counts[members] * squares
 
 
 def _median(parts: Sequence[Prototypes], label: int) -> NDArray[np.float32] | None:

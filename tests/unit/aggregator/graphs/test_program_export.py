@@ -16,7 +16,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.program import Algorithm, Contribution
-from aggregator.graphs.parity import TOLERANCE, check
+from aggregator.graphs.parity import check
 from aggregator.graphs.program_export import Graphs, bind, build, untrained
 from protocol.errors import ProtofleetError
 from protocol.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
@@ -248,16 +248,6 @@ def test_head_is_not_bound_to_other_shapes(graphs: Graphs, name: str) -> None:
         bind(graphs.head, without, metadata=METADATA)
     with pytest.raises(ProtofleetError, match=r"takes mean of shape \(12,\), got \(3,\)"):
         bind(graphs.head, {**whole, "mean": np.zeros(3)}, metadata=METADATA)
-
-
-def test_difference_from_pytorch_is_small(graphs: Graphs, name: str) -> None:
-    """Outputs, loss, gradients and ten steps, for several batches and fleets."""
-    algorithm = ALGORITHMS[name]
-    functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
-    files = {role: getattr(graphs, role) for role in ROLES}
-    found = check(files, algorithm, functions, feature_size=L, num_classes=C)
-    assert found.keys() == TOLERANCE.keys()
-    assert all(0 <= difference <= TOLERANCE[key] for key, difference in found.items())
 
 
 LOSS_CHANGE = {"fedpcl": {"tau": 0.11}, "fpl": {"tau": 0.11}, "fedproto": {"pull": 1.1}}

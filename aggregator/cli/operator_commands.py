@@ -72,3 +72,6 @@ def _command(state: Path, kind: "CommandKind", version: int | None = None) -> No
 
     with existing_state(state) as store:
         click.echo(submit_command(store, kind, version))
+
+
+COMMANDS = (status_command, rollback_command, promote_command, release_command)
