@@ -19,8 +19,8 @@ from benchmarks.data.domains import Client
 from edge_client.inference import open_round_head
 from edge_client.storage.stored_values import ClassReport
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
-from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet, train_round
-from edge_client.training.trainer import TrainingHooks
+from edge_client.training.local_round import LocalModel, RoundResult, train_round
+from edge_client.training.trainer import TrainingHooks, TrainingSet
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Submission, TaskManifest

@@ -23,7 +23,7 @@ from aggregator.algorithms.program import Contribution
 from aggregator.graphs.program_export import Graphs, build, untrained
 from benchmarks.report import Table, json_option, write_json
 from edge_client.runtime.program_graph import open_graph
-from edge_client.training.trainer import Checkpoint, Schedule, TrainingHooks, train
+from edge_client.training.trainer import Checkpoint, Schedule, TrainingHooks, TrainingSet, train
 
 FEATURES = 1280
 """Of one MobileNetV2."""
@@ -155,9 +155,8 @@ def _graph_epoch(
         should_stop=lambda: False,
         on_progress=lambda _done, _total: None,
     )
-    return lambda: train(
-        graph, start, feature=feature, labels=labels, tensors=tensors, schedule=schedule, hooks=hooks
-    )
+    data = TrainingSet(feature, labels)
+    return lambda: train(graph, start, data, tensors=tensors, schedule=schedule, hooks=hooks)
 
 
 def _torch_epoch(

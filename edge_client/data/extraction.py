@@ -32,17 +32,14 @@ class Interrupted(ProtofleetError):
 
 @dataclass(frozen=True)
 class Extraction:
-    """The result of an extraction; an image counts once for each backbone.
-
-    Args:
-        computed: images whose features were computed.
-        cached: images whose features were in the cache.
-        refused: unusable images with reasons, in order of their paths.
-    """
+    """The result of an extraction; an image counts once for each backbone."""
 
     computed: int
+    """Images whose features were computed."""
     cached: int
+    """Images whose features were in the cache."""
     refused: tuple[tuple[Path, str], ...]
+    """Unusable images with reasons, in order of their paths."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +58,6 @@ Alter = Callable[[LabeledImage, Preprocessing, NDArray[np.uint8]], NDArray[np.ui
 
 _Pixels = dict[Preprocessing, NDArray[np.uint8]]
 """An image, uint8 (H, W, 3), preprocessed for each backbone."""
-
-_Loading = tuple[LabeledImage, Future[_Pixels | Refusal]]
 
 
 def extract(  # noqa: PLR0913 - features depend on nine things
@@ -83,11 +78,11 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     unusable for one backbone is skipped for those after it.
 
     Args:
-        images: whose features are wanted.
-        backbones: digests of those in use.
+        images: those whose features are wanted.
+        backbones: digests, hexadecimal.
         cache: receives the features, batch by batch.
-        open_backbone: opens the backbone of a digest; called only if there is something to compute.
-        batch_size: images in one run of the backbone.
+        open_backbone: called with a digest only if there is something to compute.
+        batch_size: images in one run of a backbone.
         workers: threads that decode and preprocess.
         on_progress: called with the number of images done and in total, each counted once per backbone.
         should_stop: called before every run.
@@ -174,7 +169,7 @@ def feature_batches(
     """
     specs = {backbone.metadata.preprocessing for backbone in backbones}
     ahead = iter(images)
-    waiting: deque[_Loading] = deque()
+    waiting: deque[tuple[LabeledImage, Future[_Pixels | Refusal]]] = deque()
     with warnings.catch_warnings(), ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
         # Pillow's warnings about a broken image repeat the reason of its refusal.
         warnings.filterwarnings("ignore", module="PIL")
@@ -186,7 +181,8 @@ def feature_batches(
                     return
                 if should_stop():
                     raise Interrupted("extraction was interrupted; what was computed is stored")
-                yield _compute(backbones, [waiting.popleft() for _ in range(min(batch_size, len(waiting)))])
+                batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
+                yield _compute(backbones, [(image, loading.result()) for image, loading in batch])
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -210,8 +206,9 @@ def _may_pass(cause: BaseException | None) -> bool:
     return isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno is not None)
 
 
-def _compute(backbones: Sequence[Backbone], loading: Sequence[_Loading]) -> list[Outcome]:
-    loaded = [(image, future.result()) for image, future in loading]
+def _compute(
+    backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
+) -> list[Outcome]:
     pixels = [made for _, made in loaded if not isinstance(made, Refusal)]
     features = iter(_features(backbones, pixels) if pixels else ())
     return [(image, made if isinstance(made, Refusal) else _finite(next(features))) for image, made in loaded]

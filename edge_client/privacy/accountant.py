@@ -18,11 +18,7 @@ MOST_LOSS = 50.0
 def epsilon_of(releases: Mapping[float, int], *, delta: float) -> float:
     """Return an upper bound of epsilon of adaptively chosen Gaussian releases of the same images.
 
-    It is infinite where the noise is too little to compute one.
-
-    Args:
-        releases: their number, by noise multiplier.
-        delta: the delta at which epsilon holds.
+    `releases` are their numbers by noise multiplier. It is infinite where the noise is too little to compute one.
 
     Raises:
         PrivacyRefused: dp-accounting is not installed.

@@ -23,15 +23,12 @@ KEY_BYTES = 8
 
 @dataclass(frozen=True)
 class LastSubmission:
-    """A device's last submission.
-
-    Args:
-        images: keys of the images in each class's prototypes, by class name.
-        submission: None if it belongs to another task.
-    """
+    """A device's last submission."""
 
     images: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Keys of the images in each class's prototypes, by class name."""
     submission: Submission | None = None
+    """None if it belongs to another task."""
 
     def waiting(self, name: str, kept: Sequence[LabeledImage], *, least: int) -> int:
         """Return how many images of a class were added or removed, if fewer than `least`; else 0: they count.

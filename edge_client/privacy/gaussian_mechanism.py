@@ -45,19 +45,16 @@ _ROUNDING = 1 - 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """The parameters of the mechanism.
-
-    Args:
-        clip_norm: S, the L2 norm that longer features are scaled to.
-        noise_multiplier: z, of one submission.
-        batch_size: B, the least number of images in a prototype on average.
-        min_images: the least count of a prototype.
-    """
+    """The parameters of the mechanism."""
 
     clip_norm: float
+    """S, the L2 norm that longer features are scaled to."""
     noise_multiplier: float
+    """z, of one submission."""
     batch_size: int
+    """B, the least number of images in a prototype on average."""
     min_images: int
+    """The least count of a prototype."""
 
     @property
     def noise(self) -> float:
@@ -78,7 +75,7 @@ def private_prototypes(
     Args:
         features: float32 (n, L), finite; n may be 0.
         identities: (n,), of the images, all different.
-        mechanism: its parameters.
+        mechanism: the parameters.
         secret: the device's, 32 bytes; it determines each image's batch.
         key: 32 random bytes from the operating system, used for this class of this release only: the noise is derived
             from it. The same inputs with the same key are the same release, which costs nothing more. Other inputs
@@ -92,7 +89,14 @@ def private_prototypes(
     Raises:
         PrivacyRefused: a parameter is out of range, or a feature is not finite.
     """
-    _check(features, identities, mechanism)
+    if not all(
+        math.isfinite(value) and value > 0 for value in (mechanism.clip_norm, mechanism.noise_multiplier)
+    ):
+        raise PrivacyRefused("the clipping norm and the noise must be above 0: nothing is uploaded")
+    if features.ndim != 2 or len(features) != len(identities) or len(set(identities)) != len(identities):
+        raise PrivacyRefused("expected one feature per image, each image once: nothing is uploaded")
+    if not np.isfinite(features).all():
+        raise PrivacyRefused("a feature is not finite: nothing is uploaded")
     count_noise = mechanism.noise / COUNT_WEIGHT
     noisy_images = len(features) + count_noise * float(gaussian(subkey(key, b"class"), (1,))[0])
     batches = _batches(noisy_images, mechanism)
@@ -135,13 +139,3 @@ def _clipped_sums(
     if not np.isfinite(sums).all():
         raise PrivacyRefused("clipping failed: nothing is uploaded")
     return sums
-
-
-def _check(features: NDArray[np.float32], identities: Sequence[str], mechanism: Mechanism) -> None:
-    positive = (mechanism.clip_norm, mechanism.noise_multiplier)
-    if not all(math.isfinite(value) and value > 0 for value in positive):
-        raise PrivacyRefused("the clipping norm and the noise must be above 0: nothing is uploaded")
-    if features.ndim != 2 or len(features) != len(identities) or len(set(identities)) != len(identities):
-        raise PrivacyRefused("expected one feature per image, each image once: nothing is uploaded")
-    if not np.isfinite(features).all():
-        raise PrivacyRefused("a feature is not finite: nothing is uploaded")

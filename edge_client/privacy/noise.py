@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 KEY_BYTES = 32
 
-_TO_UNIT = 2.0**-53
-
 
 def subkey(secret: bytes, *parts: bytes) -> bytes:
     """Return an independent key, 32 bytes, for each sequence of parts; it does not reveal the secret."""
@@ -47,13 +45,9 @@ NOISES: dict[str, Callable[[bytes, tuple[int, ...]], NDArray[np.float64]]] = {
 
 
 def _uniform(key: bytes, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """Return independent uniform values above 0 and up to 1 in steps of 2^-53, float64 of `shape`.
-
-    Raises:
-        ValueError: the key does not have KEY_BYTES.
-    """
+    """Return independent uniform values above 0 and up to 1 in steps of 2^-53, float64 of `shape`."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"expected a key of {KEY_BYTES} bytes, got {len(key)}")
     stream = hashlib.shake_256(key).digest(8 * math.prod(shape))
     steps = np.frombuffer(stream, "<u8").reshape(shape) >> np.uint64(11)
-    return (steps.astype(np.float64) + 1) * _TO_UNIT
+    return (steps.astype(np.float64) + 1) * 2.0**-53

@@ -23,15 +23,9 @@ MAX_FLOAT16 = 65504.0
 def perturb_prototypes(
     prototypes: NDArray[np.float32], labels: NDArray[np.uint32], how: Perturbation, *, secret: bytes
 ) -> NDArray[np.float16]:
-    """Return perturbed prototypes, float16 (m, L), clipped to its range.
+    """Return perturbed prototypes (m, L) of the classes in `labels`, clipped to the range of float16.
 
     Each prototype has independent noise, which is always the same for the same prototype of the same class.
-
-    Args:
-        prototypes: float32 (m, L), finite.
-        labels: uint32 (m,).
-        how: kind and amount of noise.
-        secret: the device's, 32 bytes.
 
     Raises:
         PrivacyRefused: there is no secret, or a prototype is not finite.
@@ -47,16 +41,9 @@ def perturb_prototypes(
 def perturb_image(
     pixels: NDArray[np.uint8], how: Perturbation, *, identity: str, wanted: Preprocessing, secret: bytes
 ) -> NDArray[np.uint8]:
-    """Return a preprocessed image with noise on its values from 0 to 1, clipped and rounded, uint8 (H, W, 3).
+    """Return a preprocessed image (H, W, 3) with noise on its values from 0 to 1, clipped and rounded.
 
-    The noise of an image is always the same.
-
-    Args:
-        pixels: uint8 (H, W, 3).
-        how: kind and amount of noise.
-        identity: the image's.
-        wanted: its preprocessing; another one gives other pixels, and independent noise.
-        secret: the device's, 32 bytes.
+    The noise of an image is always the same; another preprocessing gives other pixels, and independent noise.
 
     Raises:
         PrivacyRefused: there is no secret.

@@ -22,7 +22,6 @@ from edge_client.submission.prepared_submission import (
 )
 from edge_client.training.local_round import (
     LocalModel,
-    TrainingSet,
     feature_size,
     initial_model,
     pack,
@@ -31,7 +30,7 @@ from edge_client.training.local_round import (
     unpack,
     unpack_checkpoint,
 )
-from edge_client.training.trainer import Checkpoint, TrainingHooks
+from edge_client.training.trainer import Checkpoint, TrainingHooks, TrainingSet
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, write_atomically

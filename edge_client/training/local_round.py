@@ -21,6 +21,7 @@ from edge_client.training.trainer import (
     Diverged,
     Schedule,
     TrainingHooks,
+    TrainingSet,
     initial_state,
     project,
     train,
@@ -32,9 +33,7 @@ from protocol.wire.codec import decode, digest_of, to_array, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor
 from protocol.wire.messages import Tensors as TensorsMessage
 
-_DIGEST_BYTES = 32
-
-_ABOUT, _PROTOTYPES, _COUNTS, _STATE = "about", "prototypes", "counts", "state."
+_STATE = "state."
 
 _Note = tuple[list[str | int], Annotated[int, Meta(ge=0)], float]
 """The training that a checkpoint belongs to, its steps, and the sum of its losses."""
@@ -42,46 +41,30 @@ _Note = tuple[list[str | int], Annotated[int, Meta(ge=0)], float]
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A device's local model: what stays on it after a round and is bound to a head.
-
-    Args:
-        state: the program's, by name.
-        prototypes: the device's own, float32 (C, D); zeros for classes without images.
-        counts: images in each, float32 (C,).
-    """
+    """A device's local model: what stays on it after a round and is bound to a head."""
 
     state: Tensors
     prototypes: NDArray[np.float32]
+    """The device's own, (C, D); zeros for classes without images."""
     counts: NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class TrainingSet:
-    """Features of the training images, float32 (n, L), and their classes, int64 (n,)."""
-
-    feature: NDArray[np.float32]
-    labels: NDArray[np.int64]
+    """Images in each, (C,)."""
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """The result of a round on one device.
-
-    Args:
-        local_model: stays on the device.
-        prototypes: float16 (p, D).
-        labels: uint32 (p,), their classes.
-        counts: uint32 (p,), images in each.
-        changes: differences from the round's tensors that the program uploads, float16.
-        loss: mean over the last epoch; None without epochs.
-    """
+    """The result of a round on one device: the local model stays there, the rest is uploaded."""
 
     local_model: LocalModel
     prototypes: NDArray[np.float16]
+    """(p, D)."""
     labels: NDArray[np.uint32]
+    """Their classes, (p,)."""
     counts: NDArray[np.uint32]
+    """Images in each, (p,)."""
     changes: Mapping[str, Tensor]
+    """Differences from the round's tensors that the program uploads, float16."""
     loss: float | None
+    """Mean over the last epoch; None without epochs."""
 
 
 def train_round(
@@ -95,17 +78,10 @@ def train_round(
     device_id: str,
     hooks: TrainingHooks,
 ) -> RoundResult:
-    """Train for a round and compute what to upload.
+    """Train for the opened round and compute what to upload.
 
-    Args:
-        manifest: the task, which has a program.
-        opened: the round.
-        data: the training images.
-        last: the local model of earlier rounds, if any.
-        resumed: the checkpoint of this round's interrupted training, if any.
-        blobs: has the program's graphs and the round's tensors.
-        device_id: part of the seed of the shuffles.
-        hooks: callbacks of the training.
+    `last` is the local model of earlier rounds, and `resumed` the checkpoint of this round's interrupted training.
+    `blobs` has the program's graphs and the round's tensors; `device_id` is a part of the seed of the shuffles.
 
     Raises:
         GraphRefused: a graph or the round's tensors cannot be used.
@@ -117,19 +93,20 @@ def train_round(
     if resumed is None:
         state = {} if last is None else last.state
         kept = {name: state[name] for name in program.persistent if name in state}
-        resumed = Checkpoint(_initial_state(blobs, program, data, kept=kept, tensors=tensors))
+        # Each graph is closed once it was used: it holds as much memory as the state.
+        start = initial_state(_graph(blobs, program, "init"), data, kept=kept, tensors=tensors)
+        resumed = Checkpoint(start)
     key = digest_of(f"{manifest.seed}/{device_id}/{opened.number}".encode())
     trained = train(
         _graph(blobs, program, "step"),
         resumed,
-        feature=data.feature,
-        labels=data.labels,
+        data,
         tensors=tensors,
         schedule=Schedule(opened.epochs, program.batch_size, tuple(key)),
         hooks=hooks,
     )
     projection = project(
-        _graph(blobs, program, "project"), feature=data.feature, state=trained.state, tensors=tensors
+        _graph(blobs, program, "project"), data.feature, state=trained.state, tensors=tensors
     )
     classes = len(manifest.classes)
     values, owners, counts = class_means(
@@ -152,11 +129,7 @@ def initial_model(
 ) -> LocalModel:
     """Return the local model of a device that has taken part in no round: the initial state, no prototypes.
 
-    Args:
-        manifest: the task, which has a program.
-        tensors: the head's.
-        data: the device's images, from which the initial state may be computed; None if there are none.
-        blobs: has the program's graphs and the tensors.
+    `tensors` are the head's. The initial state may depend on the device's images; `data` is None if there are none.
 
     Raises:
         GraphRefused: a graph or the tensors cannot be used.
@@ -164,7 +137,8 @@ def initial_model(
     program, metadata = _program(manifest), _metadata(manifest, blobs)
     if data is None:
         data = TrainingSet(np.empty((0, metadata.feature_size), np.float32), np.empty(0, np.int64))
-    state = _initial_state(blobs, program, data, kept={}, tensors=read_tensors(blobs, tensors))
+    round_tensors = read_tensors(blobs, tensors)
+    state = initial_state(_graph(blobs, program, "init"), data, kept={}, tensors=round_tensors)
     classes = len(manifest.classes)
     shape = (classes, metadata.projection_size)
     return LocalModel(state, np.zeros(shape, np.float32), np.zeros(classes, np.float32))
@@ -201,7 +175,7 @@ def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]
 
 def pack(model: LocalModel) -> bytes:
     """Return a local model as bytes; `unpack(pack(x))` equals x."""
-    return _to_npz({_PROTOTYPES: model.prototypes, _COUNTS: model.counts, **_prefixed(model.state)})
+    return _to_npz(model.state, prototypes=model.prototypes, counts=model.counts)
 
 
 def unpack(data: bytes) -> LocalModel:
@@ -212,7 +186,7 @@ def unpack(data: bytes) -> LocalModel:
     """
     arrays = _from_npz(data)
     try:
-        return LocalModel(_state(arrays), arrays[_PROTOTYPES], arrays[_COUNTS])
+        return LocalModel(_state(arrays), arrays["prototypes"], arrays["counts"])
     except KeyError as error:
         raise StateError(f"expected a local model, got a file without {error}") from error
 
@@ -220,7 +194,7 @@ def unpack(data: bytes) -> LocalModel:
 def pack_checkpoint(checkpoint: Checkpoint, about: Sequence[str | int]) -> bytes:
     """Return a checkpoint as bytes, with what it belongs to, and preceded by their digest."""
     note = json.dumps([list(about), checkpoint.steps, checkpoint.loss_sum])
-    data = _to_npz({_ABOUT: np.array(note), **_prefixed(checkpoint.state)})
+    data = _to_npz(checkpoint.state, about=np.array(note))
     return digest_of(data) + data
 
 
@@ -230,12 +204,12 @@ def unpack_checkpoint(data: bytes, about: Sequence[str | int]) -> Checkpoint | N
     Raises:
         StateError: the bytes are not from `pack_checkpoint`, or have changed since.
     """
-    digest, data = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    digest, data = data[:32], data[32:]
     if digest_of(data) != digest:
         raise StateError("expected a checkpoint, got a file that has changed on disk, or another one")
     arrays = _from_npz(data)
     try:
-        of, steps, loss_sum = msgspec.json.decode(str(arrays[_ABOUT]), type=_Note)
+        of, steps, loss_sum = msgspec.json.decode(str(arrays["about"]), type=_Note)
     except (KeyError, msgspec.MsgspecError, UnicodeError) as error:
         raise StateError(
             f"expected a checkpoint, got a file without a note of what it belongs to ({error})"
@@ -247,14 +221,6 @@ def _program(manifest: TaskManifest) -> Program:
     if manifest.program is None:
         raise GraphRefused(f"the task ({manifest.algorithm}) has no program: there are no rounds")
     return manifest.program
-
-
-def _initial_state(
-    blobs: BlobStore, program: Program, data: TrainingSet, *, kept: Tensors, tensors: Tensors
-) -> dict[str, NDArray[Any]]:
-    # The graph is closed on return: it holds as much memory as the state.
-    init = _graph(blobs, program, "init")
-    return initial_state(init, feature=data.feature, labels=data.labels, kept=kept, tensors=tensors)
 
 
 def _metadata(manifest: TaskManifest, blobs: BlobStore) -> GraphMetadata:
@@ -280,26 +246,19 @@ def _half(name: str, values: NDArray[np.float32]) -> NDArray[np.float16]:
     return half
 
 
-def _prefixed(state: Tensors) -> dict[str, NDArray[Any]]:
-    return {_STATE + name: array for name, array in state.items()}
-
-
 def _state(arrays: Tensors) -> dict[str, NDArray[Any]]:
     return {name.removeprefix(_STATE): array for name, array in arrays.items() if name.startswith(_STATE)}
 
 
-def _to_npz(arrays: Tensors) -> bytes:
+def _to_npz(state: Tensors, **others: NDArray[Any]) -> bytes:
     file = io.BytesIO()
-    np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub knows only allow_pickle by name
+    arrays: dict[str, Any] = {_STATE + name: array for name, array in state.items()}
+    np.savez(file, **others, **arrays)
     return file.getvalue()
 
 
 def _from_npz(data: bytes) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a file, read-only and without copies: the file's size bounds their memory.
-
-    Raises:
-        StateError: the bytes are not from `_to_npz`.
-    """
+    """Return the arrays of a file, read-only and without copies: the file's size bounds their memory."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):

@@ -28,90 +28,69 @@ class Diverged(ProtofleetError):
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """How to iterate over the images.
+class TrainingSet:
+    """Features of the training images, float32 (n, L), and their classes, int64 (n,); n may be 0."""
 
-    Args:
-        epochs: passes over all images; may be 0.
-        batch_size: images in a step; the last one of an epoch has the remainder.
-        seed: of the shuffles: the same seed and images give the same state, bit for bit.
-    """
+    feature: NDArray[np.float32]
+    labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How to iterate over the images."""
 
     epochs: int
+    """Passes over all images; may be 0."""
     batch_size: int
+    """Images in a step; the last one of an epoch has the remainder."""
     seed: tuple[int, ...]
+    """Seed of the shuffles: the same seed and images give the same state, bit for bit."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An unfinished training; continued with the same schedule, it gives the same result as without interruption.
-
-    Args:
-        state: the state's tensors.
-        steps: steps done.
-        loss_sum: sum over the images of the current epoch.
-    """
+    """An unfinished training; continued with the same schedule, it gives the same result as without interruption."""
 
     state: Tensors
     steps: int = 0
     loss_sum: float = 0.0
+    """Sum over the images of the current epoch."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training.
-
-    Args:
-        state: the state's tensors.
-        loss: mean over the images of the last epoch; None without epochs.
-        steps: steps done, those before an interruption included.
-    """
+    """A finished training."""
 
     state: dict[str, NDArray[Any]]
     loss: float | None
-    steps: int
+    """Mean over the images of the last epoch; None without epochs."""
 
 
 @dataclass(frozen=True)
 class TrainingHooks:
-    """Callbacks of a training.
-
-    Args:
-        on_checkpoint: stores a checkpoint; later steps overwrite its arrays.
-        should_stop: called before every step.
-        on_progress: called with the steps done and in total.
-        checkpoint_s: seconds between checkpoints.
-        clock: returns monotonic seconds.
-    """
+    """Callbacks of a training."""
 
     on_checkpoint: Callable[[Checkpoint], None]
+    """Stores a checkpoint; later steps overwrite its arrays."""
     should_stop: Callable[[], bool]
+    """Called before every step."""
     on_progress: Callable[[int, int], None]
+    """Called with the steps done and in total."""
     checkpoint_s: float = 30.0
     clock: Callable[[], float] = time.monotonic
 
 
 def initial_state(
-    init: Graph,
-    *,
-    feature: NDArray[np.float32],
-    labels: NDArray[np.int64],
-    kept: Tensors,
-    tensors: Tensors,
+    init: Graph, data: TrainingSet, *, kept: Tensors, tensors: Tensors
 ) -> dict[str, NDArray[Any]]:
-    """Return the state at the start of a round.
+    """Return the state at the start of a round, computed by `init`.
 
-    Args:
-        init: computes a state from features and their classes.
-        feature: all of the device's, float32 (n, L); n may be 0.
-        labels: their classes, int64 (n,).
-        kept: persistent tensors of the last round's state, which replace those of `init`.
-        tensors: the round's; they replace tensors of the state with the same name.
+    The persistent tensors that were kept from the last round replace those of `init`, and the round's replace both.
 
     Raises:
         GraphRefused: the graph fails, or a tensor has another shape than the one it replaces, or is not finite.
     """
-    free: Tensors = {"feature": feature, "labels": labels}
+    free: Tensors = {"feature": data.feature, "labels": data.labels}
     state = {}
     for name, made in init.model.run(
         {name: free[name] for name in FREE if name in init.model.inputs}
@@ -127,33 +106,24 @@ def initial_state(
 def train(
     step: Graph,
     start: Checkpoint,
+    data: TrainingSet,
     *,
-    feature: NDArray[np.float32],
-    labels: NDArray[np.int64],
     tensors: Tensors,
     schedule: Schedule,
     hooks: TrainingHooks,
 ) -> Trained:
-    """Run the remaining steps of a schedule.
+    """Run the remaining steps of a schedule; the arrays of `start` are not changed.
 
+    `step` maps state, batch and the round's tensors to the loss and the next state.
     Law: interrupted at any step and continued from the checkpoint, it gives the same bits.
-
-    Args:
-        step: maps state, batch and the round's tensors to the loss and the next state.
-        start: where to begin; its arrays are not changed.
-        feature: of all training images, float32 (n, L).
-        labels: their classes, int64 (n,).
-        tensors: the round's.
-        schedule: how to iterate over the images.
-        hooks: callbacks.
 
     Raises:
         Diverged: the loss or the state is not finite.
         Interrupted: `should_stop` returned true; a checkpoint was stored.
         GraphRefused: the graph fails, or does not fit the state and the tensors.
     """
-    feature = fit("feature", feature, step.model.inputs["feature"])
-    labels = fit("labels", labels, Slot(np.dtype(np.int64), (len(feature),)))
+    feature = fit("feature", data.feature, step.model.inputs["feature"])
+    labels = fit("labels", data.labels, Slot(np.dtype(np.int64), (len(feature),)))
     stepper = _Stepper(step, start.state, tensors, rows=min(schedule.batch_size, len(feature)))
     per_epoch = -(-len(feature) // schedule.batch_size)
     total = schedule.epochs * per_epoch
@@ -170,19 +140,13 @@ def train(
             raise Diverged(f"the loss is {loss} after {done + 1} steps of {total}")
         loss_sum = loss * len(rows) + (loss_sum if done % per_epoch else 0.0)
         hooks.on_progress(done + 1, total)
-    return Trained(stepper.state(), loss_sum / len(feature) if total else None, total)
+    return Trained(stepper.state(), loss_sum / len(feature) if total else None)
 
 
 def project(
-    graph: Graph, *, feature: NDArray[np.float32], state: Tensors, tensors: Tensors
+    graph: Graph, feature: NDArray[np.float32], *, state: Tensors, tensors: Tensors
 ) -> NDArray[np.float32]:
-    """Return the projections that are averaged into prototypes, float32 (n, D), finite.
-
-    Args:
-        graph: features to projections.
-        feature: float32 (n, L).
-        state: the device's.
-        tensors: the round's.
+    """Return the projections float32 (n, D) of features float32 (n, L), which are averaged into prototypes.
 
     Raises:
         GraphRefused: the graph fails or does not fit.
@@ -235,7 +199,6 @@ class _Stepper:
         self._runs: dict[tuple[int, int], Callable[[], None]] = {}
 
     def take(self, feature: NDArray[np.float32], labels: NDArray[np.int64], rows: NDArray[np.intp]) -> float:
-        """Take a step on some rows; return the loss."""
         for name, array in (("feature", feature), ("labels", labels)):
             # In any other mode numpy would fill a copy first; these indices are in range.
             np.take(array, rows, axis=0, out=self._batch[name][: len(rows)], mode="clip")
@@ -247,11 +210,6 @@ class _Stepper:
         return float(self._loss)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return the whole state.
-
-        Raises:
-            Diverged: it is not finite.
-        """
         state = {**self._fixed, **self._sides[self._turn]}
         if broken := _not_finite(state):
             raise Diverged(f"not finite after a step: {broken}")

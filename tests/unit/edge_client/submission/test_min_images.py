@@ -18,7 +18,8 @@ from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission import round_submission
 from edge_client.submission.features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
-from edge_client.training.local_round import LocalModel, RoundResult, TrainingSet
+from edge_client.training.local_round import LocalModel, RoundResult
+from edge_client.training.trainer import TrainingSet
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest

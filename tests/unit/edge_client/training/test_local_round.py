@@ -18,17 +18,15 @@ from edge_client.submission.prepared_submission import PreparedSubmission, encod
 from edge_client.training.local_round import (
     LocalModel,
     RoundResult,
-    TrainingSet,
     feature_size,
     initial_model,
     pack,
     pack_checkpoint,
-    read_tensors,
     train_round,
     unpack,
     unpack_checkpoint,
 )
-from edge_client.training.trainer import Checkpoint, Diverged, TrainingHooks
+from edge_client.training.trainer import Checkpoint, Diverged, TrainingHooks, TrainingSet
 from protocol.errors import GraphRefused, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_array
@@ -38,7 +36,6 @@ from tests.support.round_factory import (
     make_task,
     open_round,
     same_bits,
-    stored,
     tensors_blob,
     watching,
 )
@@ -50,7 +47,6 @@ ABOUT = ("task", 3, "tensors", "images")
 
 @pytest.fixture
 def blobs(tmp_path: Path) -> BlobStore:
-    """A disk."""
     return BlobStore(tmp_path / "blobs")
 
 
@@ -63,7 +59,6 @@ def take_part(
     resumed: Checkpoint | None = None,
     hooks: TrainingHooks | None = None,
 ) -> RoundResult:
-    """What the device of all these tests makes of a round."""
     return train_round(
         manifest, opened, data=DATA, last=last, resumed=resumed, blobs=blobs, device_id="device",
         hooks=hooks or watching(),
@@ -71,7 +66,6 @@ def take_part(
 
 
 def sent(made: RoundResult, manifest: TaskManifest) -> bytes:
-    """What would leave the device."""
     prepared = PreparedSubmission(made.prototypes, made.labels, made.counts, (), (), made.changes, made.loss)
     return encode_submission(prepared, task=TASK, manifest=manifest, sequence=1, round_number=3)
 
@@ -114,24 +108,23 @@ def test_persistent_tensors_stay_unless_the_round_replaces_them(blobs: BlobStore
     ones = {"weight": np.ones((4, 2), np.float32), "velocity": np.ones((4, 2), np.float32)}
     last = LocalModel({**ones, "steps": np.array(7)}, np.zeros((3, 2), np.float32), np.zeros(3, np.float32))
     manifest = make_task(blobs, kept=("weight", "steps", "never_made"))
-    begun = take_part(blobs, manifest, open_round(blobs, epochs=0)).local_model.state
-    made = take_part(blobs, manifest, open_round(blobs, epochs=0), last=last).local_model.state
-    np.testing.assert_array_equal(made["weight"], ones["weight"])
-    np.testing.assert_array_equal(made["velocity"], begun["velocity"])
-    assert made["steps"] == 7
+    begun = take_part(blobs, manifest, open_round(blobs, epochs=0))
+    made = take_part(blobs, manifest, open_round(blobs, epochs=0), last=last)
+    state = made.local_model.state
+    np.testing.assert_array_equal(state["weight"], ones["weight"])
+    np.testing.assert_array_equal(state["velocity"], begun.local_model.state["velocity"])
+    assert state["steps"] == 7
+    assert made.loss is None
     brought = {"weight": np.full((4, 2), 0.25, np.float16)}
-    made = take_part(
-        blobs, manifest, open_round(blobs, epochs=0, tensors=brought), last=last
-    ).local_model.state
-    np.testing.assert_array_equal(made["weight"], np.full((4, 2), 0.25, np.float32))
-    assert made["weight"].dtype == np.float32
+    made = take_part(blobs, manifest, open_round(blobs, epochs=0, tensors=brought), last=last)
+    np.testing.assert_array_equal(made.local_model.state["weight"], np.full((4, 2), 0.25, np.float32))
+    assert made.local_model.state["weight"].dtype == np.float32
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_changes_are_the_state_minus_the_tensors_of_the_round(
     blobs: BlobStore, dtype: type[np.floating[Any]]
 ) -> None:
-    """In float16, and only those that the program uploads."""
     brought = {"weight": np.linspace(-1, 1, 8).reshape(4, 2).astype(dtype)}
     made = take_part(blobs, make_task(blobs, uploaded=("weight",)), open_round(blobs, tensors=brought))
     assert list(made.changes) == ["weight"]
@@ -140,11 +133,6 @@ def test_changes_are_the_state_minus_the_tensors_of_the_round(
     assert found.dtype == np.float16
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
     assert np.abs(expected).max() > 1e-2
-    untouched = take_part(
-        blobs, make_task(blobs, uploaded=("weight",)), open_round(blobs, tensors=brought, epochs=0)
-    )
-    assert not to_array(untouched.changes["weight"]).any()
-    assert untouched.loss is None
 
 
 def test_prototypes_are_class_means_of_projections(blobs: BlobStore) -> None:
@@ -209,13 +197,6 @@ def test_unusable_round_tensors_are_refused_by_name(blobs: BlobStore, payload: b
         take_part(blobs, make_task(blobs), open_round(blobs, payload=payload))
 
 
-def test_every_prefix_of_round_tensors_is_refused(blobs: BlobStore) -> None:
-    whole = tensors_blob(round_tensors())
-    for size in range(len(whole)):
-        with pytest.raises(GraphRefused):
-            read_tensors(blobs, stored(blobs, whole[:size], "tensors"))
-
-
 @pytest.mark.parametrize("role", ["init", "step", "project"])
 @pytest.mark.parametrize("graph", [b"", b"no graph", file("head")])
 def test_wrong_graph_is_refused(blobs: BlobStore, role: str, graph: bytes) -> None:
@@ -223,10 +204,9 @@ def test_wrong_graph_is_refused(blobs: BlobStore, role: str, graph: bytes) -> No
         take_part(blobs, make_task(blobs, graphs={role: graph}), open_round(blobs))
 
 
-@pytest.mark.parametrize("graph", [b"", b"no graph"])
-def test_feature_size_is_read_from_the_graph(blobs: BlobStore, graph: bytes) -> None:
+def test_feature_size_is_read_from_the_graph(blobs: BlobStore) -> None:
     with pytest.raises(GraphRefused):
-        feature_size(make_task(blobs, graphs={"init": graph}), blobs)
+        feature_size(make_task(blobs, graphs={"init": b"no graph"}), blobs)
     assert feature_size(make_task(blobs), blobs) == FEATURES
 
 
@@ -244,22 +224,21 @@ def test_initial_model_has_a_state_and_no_prototypes(blobs: BlobStore, images: i
     assert not local_model.counts.any()
 
 
-def _local_model() -> LocalModel:
-    state = {"weight": np.random.default_rng(0).normal(size=(4, 2)), "steps": np.array(3)}
-    return LocalModel(state, np.ones((3, 2), np.float32), np.arange(3, dtype=np.float32))
-
-
-CHECKPOINT = Checkpoint(_local_model().state, steps=17, loss_sum=0.1 + 0.2)
+MODEL = LocalModel(
+    state={"weight": np.random.default_rng(0).normal(size=(4, 2)), "steps": np.array(3)},
+    prototypes=np.ones((3, 2), np.float32),
+    counts=np.arange(3, dtype=np.float32),
+)
+CHECKPOINT = Checkpoint(MODEL.state, steps=17, loss_sum=0.1 + 0.2)
 
 
 def test_packed_models_and_checkpoints_are_read_back() -> None:
     """Bit for bit; a checkpoint only for what it belongs to."""
-    local_model = unpack(pack(_local_model()))
-    assert same_bits(local_model.state, _local_model().state)
-    assert same_bits(
-        {"p": local_model.prototypes, "c": local_model.counts},
-        {"p": _local_model().prototypes, "c": _local_model().counts},
+    local_model = unpack(pack(MODEL))
+    found, expected = (
+        {**model.state, "p": model.prototypes, "c": model.counts} for model in (local_model, MODEL)
     )
+    assert same_bits(found, expected)
     written = pack_checkpoint(CHECKPOINT, ABOUT)
     checkpoint = unpack_checkpoint(written, ABOUT)
     assert checkpoint is not None
@@ -271,7 +250,7 @@ def test_packed_models_and_checkpoints_are_read_back() -> None:
 
 def test_every_prefix_of_a_file_is_refused() -> None:
     for whole, read in (
-        (pack(_local_model()), unpack),
+        (pack(MODEL), unpack),
         (pack_checkpoint(CHECKPOINT, ABOUT), lambda data: unpack_checkpoint(data, ABOUT)),
     ):
         for size in range(len(whole)):
@@ -311,7 +290,7 @@ def _npz(note: object) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        pack(_local_model()),
+        pack(MODEL),
         _npz(7),
         _npz([list(ABOUT), "7", 0.5]),
         _npz([list(ABOUT), -1, 0.5]),
@@ -355,6 +334,6 @@ def test_memory_of_a_file_is_bounded_by_its_size(data: bytes) -> None:
 
 def test_checkpoint_and_local_model_are_not_interchangeable() -> None:
     with pytest.raises(StateError):
-        unpack_checkpoint(pack(_local_model()), ABOUT)
+        unpack_checkpoint(pack(MODEL), ABOUT)
     with pytest.raises(StateError):
         unpack(pack_checkpoint(CHECKPOINT, ABOUT))
