@@ -167,8 +167,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     from edge_client.service.device import Device
     from edge_client.storage.stored_values import CurrentTask
     from protocol.enrollment import read_enrollment
-    from protocol.mqtt.reconnecting_session import parse_broker
-    from protocol.mqtt.tls import readable_by_others, warnings
+    from protocol.mqtt.tls import parse_broker, readable_by_others, warnings
 
     start_logging(verbose=verbose)
     if once and dry_run:

@@ -137,8 +137,6 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """A formatter that writes each record as one printable line."""
-
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         return plain(super().formatMessage(record))
 
@@ -146,9 +144,8 @@ class _OneLine(logging.Formatter):
 def start_logging(*, verbose: bool) -> None:
     """Log to stderr, one line per event: local date and time, level, logger and message.
 
-    Args:
-        verbose: log this project's debug events too. Those of libraries stay off: Pillow logs an image's metadata,
-            GPS position included.
+    `verbose` adds this project's debug events. Those of libraries stay off: Pillow logs an image's metadata, GPS
+    position included.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

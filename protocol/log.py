@@ -7,11 +7,7 @@ import logging
 def event(logger: logging.Logger, level: int, message: str, **fields: object) -> None:
     """Log `message key=value ...`, formatted only if the logger is enabled for the level.
 
-    Args:
-        logger: the module's logger.
-        level: as in `logging`, for example `logging.INFO`.
-        message: constant words that describe the event; the same event has the same words everywhere.
-        fields: its details, in this order. A field whose value is None is omitted.
+    The message is constant: the same event has the same words everywhere. A field whose value is None is omitted.
     """
     if logger.isEnabledFor(level):
         pairs = [f"{name}={_text(value)}" for name, value in fields.items() if value is not None]

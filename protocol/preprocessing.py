@@ -42,15 +42,10 @@ class Preprocessing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def preprocess(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:
-    """Resize and crop an image.
+    """Resize and crop any Pillow image to RGB, uint8 (H, W, 3).
 
-    Args:
-        image: any Pillow image. Gray, palette and CMYK are converted to RGB, alpha is dropped, 16-bit gray keeps
-            its upper eight bits. The EXIF orientation is not applied.
-        spec: the backbone's preprocessing.
-
-    Returns:
-        (H, W, 3) uint8, RGB.
+    Gray, palette and CMYK are converted, alpha is dropped, 16-bit gray keeps its upper eight bits. The EXIF orientation
+    is not applied.
 
     Raises:
         UnreadableImage: the image has no pixels, or its aspect ratio is too extreme to resize.

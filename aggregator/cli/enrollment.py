@@ -50,7 +50,7 @@ def enroll_command(
     Copy the folder to the device and keep it secret: it contains the device's private keys.
     """
     from aggregator.security.enrollment import enroll
-    from protocol.mqtt.reconnecting_session import parse_broker
+    from protocol.mqtt.tls import parse_broker
 
     if broker:
         parse_broker(broker)

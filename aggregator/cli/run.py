@@ -67,8 +67,7 @@ def run_command(
     from aggregator.service.aggregator import Aggregator
     from aggregator.storage.store import Store
     from aggregator.tasks.task import prepare_task
-    from protocol.mqtt.reconnecting_session import parse_broker
-    from protocol.mqtt.tls import NO_AUTHENTICATION, warnings
+    from protocol.mqtt.tls import NO_AUTHENTICATION, parse_broker, warnings
 
     access = read_access(**access_given)
     if embedded_broker and access != NO_AUTHENTICATION:

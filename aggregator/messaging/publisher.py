@@ -82,10 +82,10 @@ class Publisher:
     def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
         """Publish to one device."""
         topic = device_topic(self._fleet, device, channel)
-        self._session.send(mqtt.Outgoing(topic, encode(message), RETAINED[channel]))
+        self._session.send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
 
     def _presence(self, state: PresenceState) -> mqtt.Outgoing:
         return self._outgoing("state", encode(Presence(state=state, epoch=self._epoch)))
 
     def _outgoing(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
-        return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, RETAINED[channel])
+        return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, channel in RETAINED)

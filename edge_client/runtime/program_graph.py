@@ -58,11 +58,7 @@ def open_graph(file: bytes, *, role: Role, threads: int = 1) -> Graph:
 
 
 def graph_metadata(properties: Mapping[str, str]) -> GraphMetadata:
-    """Return the metadata in a graph's properties.
-
-    Raises:
-        GraphRefused: there is none, or it is malformed.
-    """
+    """Return the metadata in a graph's properties; raises GraphRefused if there is none, or it is malformed."""
     try:
         return read_metadata(properties, GraphMetadata)
     except BackboneMismatch as error:

@@ -112,7 +112,7 @@ class Publisher:
         )
 
     def _outgoing(self, channel: DeviceChannel, message: Message | Frame) -> mqtt.Outgoing:
-        return mqtt.Outgoing(self.topic(channel), encode(message), RETAINED[channel])
+        return mqtt.Outgoing(self.topic(channel), encode(message), channel in RETAINED)
 
     def _presence(self, state: PresenceState) -> mqtt.Outgoing:
         return self._outgoing("state", Presence(state=state, epoch=self.epoch))

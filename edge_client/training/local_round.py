@@ -179,11 +179,7 @@ def pack(model: LocalModel) -> bytes:
 
 
 def unpack(data: bytes) -> LocalModel:
-    """Return the local model that `pack` wrote.
-
-    Raises:
-        StateError: the bytes are not from `pack`.
-    """
+    """Return the local model that `pack` wrote; raises StateError if the bytes are not from `pack`."""
     arrays = _from_npz(data)
     try:
         return LocalModel(_state(arrays), arrays["prototypes"], arrays["counts"])

@@ -6,7 +6,7 @@ paho's callbacks only pass values on, and paho never reconnects by itself: `sess
 import contextlib
 import ssl
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from protocol.mqtt import diagnostics
-from protocol.mqtt.events import Outgoing, Received, Token
+from protocol.mqtt.events import Outgoing, Received
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 KEEPALIVE_S = 30
@@ -30,9 +30,9 @@ VERSIONS = (Version.MQTTv5, Version.MQTTv311)
 
 @dataclass(frozen=True)
 class Closed:
-    """A connection ended or was refused."""
+    """A connection ended, was refused or could not be made."""
 
-    connection: object
+    connection: "Connection"
     reason: str
     unanswered: bool = False
     """Possibly because of the MQTT version."""
@@ -42,14 +42,14 @@ class Closed:
 class Ready:
     """A connection is open and subscribed."""
 
-    connection: object
+    connection: "Connection"
 
 
 @dataclass(frozen=True)
 class Acknowledged:
     """The broker answered a publication."""
 
-    connection: object
+    connection: "Connection"
     mid: int
     denial: str = ""
     """Why the broker refused it; empty if it was accepted."""
@@ -60,27 +60,22 @@ Signal = Closed | Ready | Acknowledged
 
 @dataclass(frozen=True)
 class ConnectionOptions:
-    """Options of all connections of a session.
-
-    Args:
-        broker: its address.
-        access: TLS settings and credentials.
-        tls: the context for `access`; None without encryption.
-        client_id: unique on the broker.
-        subscriptions: topic filters, subscribed at QoS 1.
-        will: the will message.
-        window: maximum number of publications in flight, unless the broker accepts fewer.
-        manual_ack: leave messages unacknowledged until `Connection.acknowledge` is called.
-    """
+    """Options of all connections of a session."""
 
     broker: BrokerAddress
     access: BrokerAccess
     tls: ssl.SSLContext | None
+    """The context for `access`; None without encryption."""
     client_id: str
+    """Unique on the broker, which may use the name in the client's certificate instead."""
     subscriptions: tuple[str, ...]
+    """Topic filters, subscribed at QoS 1."""
     will: Outgoing | None
+    """The message that the broker publishes if this client disappears."""
     window: int
+    """Maximum number of publications in flight, unless the broker accepts fewer."""
     manual_ack: bool
+    """Leave messages unacknowledged until `Connection.acknowledge` is called."""
 
 
 class _Client(mqtt.Client):
@@ -99,14 +94,9 @@ class _Client(mqtt.Client):
 
 
 class Connection:
-    """A connection with its own paho client.
+    """A connection with its own paho client, from whose thread `signal` and `on_message` are called.
 
-    Args:
-        options: shared with other connections.
-        version: of MQTT.
-        is_probe: connect without a will and subscriptions, to find out whether the broker speaks this version.
-        signal: called from paho's thread with state changes; must return at once.
-        on_message: called likewise with received messages.
+    A probe has no will and no subscriptions: it finds out whether the broker speaks a version of MQTT.
     """
 
     def __init__(
@@ -132,14 +122,14 @@ class Connection:
         self._ready_s: float | None = None
         self._client = self._make_client()
 
-    def open(self, *, timeout_s: float) -> str | None:
-        """Open the network connection and begin MQTT in the background; returns the reason on failure."""
+    def open(self, *, timeout_s: float) -> Closed | None:
+        """Open the network connection and begin MQTT in the background; None on success."""
         options = self._options
         self._client.connect_timeout = timeout_s
         try:
             self._client.connect(options.broker.host, options.broker.port, keepalive=KEEPALIVE_S)
         except (OSError, ValueError) as error:
-            return diagnostics.connect_error(error, options.broker, options.access)
+            return Closed(self, diagnostics.connect_error(error, options.broker, options.access))
         self._client.loop_start()
         return None
 
@@ -204,7 +194,8 @@ class Connection:
         self.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
         self.window = min(self._options.window, getattr(properties, "ReceiveMaximum", self._options.window))
         if self._options.subscriptions and not self.is_probe:
-            self._subscribe(self._options.subscriptions)
+            qos: Any = SubscribeOptions(qos=1) if self.version is Version.MQTTv5 else 1
+            self._client.subscribe([(topic, qos) for topic in self._options.subscriptions])
         else:
             self._report_ready()
 
@@ -212,26 +203,20 @@ class Connection:
         self._ready_s = time.monotonic()
         self._signal(Ready(self))
 
-    def _subscribe(self, topics: Sequence[str]) -> None:
-        if self.version is Version.MQTTv5:
-            self._client.subscribe([(topic, SubscribeOptions(qos=1)) for topic in topics])
-        else:
-            self._client.subscribe([(topic, 1) for topic in topics])
-
     def _on_subscribe(self, _c: mqtt.Client, _d: Any, _m: int, codes: list[ReasonCode], _p: Any) -> None:
         asked = zip(self._options.subscriptions, codes, strict=False)
-        denied = [topic for topic, code in asked if code.is_failure]
-        if denied:
-            topics = ", ".join(denied)
+        topics = ", ".join(topic for topic, code in asked if code.is_failure)
+        if topics:
             self._signal(Closed(self, f"the broker denies subscribing to {topics}: change its access list"))
         else:
             self._report_ready()
 
     def _on_disconnect(self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
-        reason = f"connection lost: {code}"
-        if not self.is_answered:
+        if self.is_answered:
+            self._signal(Closed(self, f"connection lost: {code}"))
+        else:
             reason = diagnostics.closed_before_answer(self._tls_error, self._options.access)
-        self._signal(Closed(self, reason, unanswered=not self.is_answered))
+            self._signal(Closed(self, reason, unanswered=True))
 
     def _on_crash(self, error: Exception) -> None:
         reason = f"connection lost: the broker sends invalid MQTT ({type(error).__name__})"
@@ -242,19 +227,17 @@ class Connection:
         self._signal(Acknowledged(self, mid, str(code) if code.is_failure else ""))
 
     def _on_message(self, client: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
-        if not self._is_subscribed(message.topic):
+        if not any(mqtt.topic_matches_sub(topic, message.topic) for topic in self._options.subscriptions):
+            # amqtt delivers retained messages of all topics to every client.
             client.ack(message.mid, message.qos)
             return
         if message.qos == 0:
             # This project publishes at QoS 1 only, and no acknowledgement slows down a flood at QoS 0.
             return
         self.messages += 1
-        token = Token(self, message.mid) if self._options.manual_ack else None
-        self._report_message(Received(message.topic, bytes(message.payload), message.retain, token))
-
-    def _is_subscribed(self, topic: str) -> bool:
-        # amqtt delivers retained messages of all topics to every client.
-        return any(mqtt.topic_matches_sub(wanted, topic) for wanted in self._options.subscriptions)
+        connection = self if self._options.manual_ack else None
+        payload = bytes(message.payload)
+        self._report_message(Received(message.topic, payload, message.retain, connection, message.mid))
 
     def _on_log(self, _c: mqtt.Client, _d: Any, level: int, text: str) -> None:
         # paho reports OpenSSL's errors only here.

@@ -79,11 +79,7 @@ def closed_before_answer(tls_error: str, access: BrokerAccess) -> str:
     """Return why a connection was closed before the broker answered.
 
     In TLS 1.3 a broker checks the client's certificate after the client has finished the handshake, and its alert may
-    be lost with the connection.
-
-    Args:
-        tls_error: OpenSSL's last error text; empty if there was none.
-        access: TLS settings and credentials of the connection.
+    be lost with the connection: `tls_error`, OpenSSL's last error text, is then empty.
     """
     if not access.tls:
         return "the broker closes the connection unanswered: if it uses TLS, give --enrollment, --ca or --tls"

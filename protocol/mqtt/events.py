@@ -32,14 +32,6 @@ class Disconnected:
 
 
 @dataclass(frozen=True)
-class Token:
-    """Identifies a received message to `Session.acknowledge`."""
-
-    connection: object
-    mid: int
-
-
-@dataclass(frozen=True)
 class Received:
     """A message arrived."""
 
@@ -47,7 +39,10 @@ class Received:
     payload: bytes
     retained: bool = field(default=False, compare=False)
     """The broker had stored it before the subscription; otherwise it was published just now."""
-    token: Token | None = field(default=None, compare=False, repr=False)
+    connection: object = field(default=None, compare=False, repr=False)
+    """The connection that delivered it, if it is to be acknowledged with `Session.acknowledge`; else None."""
+    mid: int = field(default=0, compare=False, repr=False)
+    """Its message id on that connection."""
 
 
 @dataclass(frozen=True)

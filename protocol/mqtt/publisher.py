@@ -57,11 +57,7 @@ class InferredLimit:
 
 
 class Publisher:
-    """Sends publications over one connection after another.
-
-    Args:
-        report: called with `Unsendable` and `Drained`.
-    """
+    """Sends publications over one connection after another, and reports `Unsendable` and `Drained`."""
 
     def __init__(self, report: Callable[[Event], None]) -> None:
         self._report = report

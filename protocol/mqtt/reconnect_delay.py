@@ -19,11 +19,5 @@ def failures_after(failures: int, *, connected_s: float, delay_s: float, message
 
     Only a useful connection resets the count: one that outlived the delay before it, or that carried more than the
     first few messages. A broker that ends every connection at the first publication is thus retried ever more slowly.
-
-    Args:
-        failures: consecutive failures so far.
-        connected_s: how long the connection lasted; 0 if there was none.
-        delay_s: the delay before it.
-        messages: received, or acknowledged by the broker.
     """
     return 1 if connected_s > delay_s or messages >= USEFUL_MESSAGES else failures + 1

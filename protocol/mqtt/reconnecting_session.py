@@ -22,15 +22,13 @@ from protocol.mqtt.events import (
     Event,
     Outgoing,
     Received,
-    Token,
     Unsendable,
 )
 from protocol.mqtt.publisher import Publisher
 from protocol.mqtt.reconnect_delay import failures_after, retry_delay_s
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, BrokerAddress, open_tls, parse_broker
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, BrokerAddress, open_tls
 
 __all__ = [
-    "BrokerAccess",
     "BrokerAddress",
     "Connected",
     "Disconnected",
@@ -39,9 +37,7 @@ __all__ = [
     "Outgoing",
     "Received",
     "Session",
-    "Token",
     "Unsendable",
-    "parse_broker",
 ]
 
 CONNECT_TIMEOUT_S = 15.0
@@ -65,28 +61,10 @@ class _Stop:
 _Command = Outgoing | Closed | Ready | Acknowledged | _Echoed | _Stop
 
 
-@dataclass(frozen=True)
-class _End:
-    """How a connection ended, or why it could not be made."""
-
-    reason: str
-    unanswered: bool = False
-    connected_s: float = 0.0
-    messages: int = 0
-
-
 class Session:
-    """A connection to a broker for the lifetime of a program.
+    """A connection to a broker for the lifetime of a program, with the options of `ConnectionOptions`.
 
-    Args:
-        broker: its address.
-        client_id: unique on the broker; a broker may use the name in the client's certificate instead.
-        subscriptions: topic filters, subscribed at QoS 1 on every connect.
-        on_event: called from the session's threads; must return at once.
-        access: TLS settings and credentials.
-        will: the will message, which the broker publishes if this client disappears.
-        window: maximum number of publications in flight, unless the broker accepts fewer.
-        manual_ack: leave messages unacknowledged until `acknowledge` is called.
+    `on_event` is called from the session's threads, and must return at once.
 
     Raises:
         ConfigError: a certificate or key cannot be used.
@@ -139,10 +117,9 @@ class Session:
 
         Does nothing if the message's connection has ended: the broker has forgotten its message ids.
         """
-        token = received.token
         connection = self._connection
-        if token is not None and connection is not None and token.connection is connection:
-            connection.acknowledge(token.mid)
+        if connection is not None and received.connection is connection:
+            connection.acknowledge(received.mid)
 
     def stop(self, final: Sequence[Outgoing] = (), *, timeout_s: float = 5.0) -> None:
         """Send the final publications, disconnect and end the thread."""
@@ -152,15 +129,11 @@ class Session:
 
     def _run(self) -> None:
         failures, reported, delay_s = 0, "", 0.0
-        while True:
-            end = self._connect()
-            if end is None:
-                return
-            failures = failures_after(
-                failures, connected_s=end.connected_s, delay_s=delay_s, messages=end.messages
-            )
+        while (end := self._connect()) is not None:
+            connected_s, messages = end.connection.connected_s(), end.connection.messages
+            failures = failures_after(failures, connected_s=connected_s, delay_s=delay_s, messages=messages)
             delay_s = retry_delay_s(failures, random.uniform)
-            repeated = end.reason == reported and not end.connected_s
+            repeated = end.reason == reported and not connected_s
             self._on_event(Disconnected(end.reason, delay_s, repeated=repeated))
             reported = end.reason
             if self._stopped_within(delay_s):
@@ -177,44 +150,34 @@ class Session:
                 return False
         return False
 
-    def _connect(self) -> _End | None:
-        """Connect with the MQTT version that the broker accepted last, then with the other one.
-
-        Returns:
-            How the connection ended; None after `stop`.
-        """
+    def _connect(self) -> Closed | None:
+        """Connect with the MQTT version that the broker accepted last, then with the other one; None after `stop`."""
         self._publisher.discard()
-        end: _End | None = None
+        end: Closed | None = None
         for version in sorted(VERSIONS, key=lambda version: version is not self._version):
             end = self._connect_with(version)
             if end is None or not end.unanswered:
                 break
         return end
 
-    def _connect_with(self, version: Version) -> _End | None:
+    def _connect_with(self, version: Version) -> Closed | None:
         is_new = version is Version.MQTTv5 and version is not self._version
         if is_new and self._options.will is not None:
             # amqtt reads an MQTT 5 will as one of 3.1.1, waits for the rest of it, and never answers. A broker that
             # is not known to speak MQTT 5 is therefore probed without a will first.
-            end = self._use(self._new_connection(version, is_probe=True))
+            end = self._use(version, is_probe=True)
             if self._version is not version:
                 return end
-        return self._use(self._new_connection(version, is_probe=False))
+        return self._use(version, is_probe=False)
 
-    def _new_connection(self, version: Version, *, is_probe: bool) -> Connection:
-        return Connection(
+    def _use(self, version: Version, *, is_probe: bool) -> Closed | None:
+        """Open a connection and use it until it ends; None after `stop`."""
+        connection = Connection(
             self._options, version, is_probe=is_probe, signal=self._inbox.put, on_message=self._on_message
         )
-
-    def _use(self, connection: Connection) -> _End | None:
-        """Open a connection and use it until it ends; None after `stop`."""
         # Before it is open: a broker may deliver messages ahead of the confirmed subscription.
         self._connection = connection
-        failure = connection.open(timeout_s=CONNECT_TIMEOUT_S)
-        if failure is not None:
-            connection.close()
-            return _End(failure)
-        end = self._serve(connection)
+        end = connection.open(timeout_s=CONNECT_TIMEOUT_S) or self._serve(connection)
         self._connection = None
         self._publisher.end()
         connection.close()
@@ -236,7 +199,7 @@ class Session:
             if getattr(command, "connection", connection) is connection:
                 return command
 
-    def _serve(self, connection: Connection) -> _End | None:  # noqa: C901 - one case per command
+    def _serve(self, connection: Connection) -> Closed | None:  # noqa: C901 - one case per command
         """Execute commands until the connection ends; None after `stop`."""
         publisher = self._publisher
         deadline_s: float | None = time.monotonic() + CONNECT_TIMEOUT_S
@@ -244,18 +207,18 @@ class Session:
             match self._next(connection, deadline_s):
                 case None if not publisher.is_connected:
                     reason = f"the broker at {self._options.broker} does not answer"
-                    return _End(reason, unanswered=not connection.is_answered)
+                    return Closed(connection, reason, unanswered=not connection.is_answered)
                 case None:
                     publisher.retry_denied()
                 case _Stop(final):
                     self._send_final(connection, final)
                     return None
-                case Closed(reason=reason, unanswered=unanswered):
-                    return _End(reason, unanswered, connection.connected_s(), connection.messages)
+                case Closed() as end:
+                    return end
                 case Ready():
                     self._version = connection.version
                     if connection.is_probe:
-                        return _End("the broker speaks MQTT 5")
+                        return Closed(connection, "the broker speaks MQTT 5")
                     self._on_event(Connected(publisher.begin(connection)))
                     publisher.send_queued()
                 case Acknowledged() as answer:

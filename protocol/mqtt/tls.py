@@ -33,21 +33,16 @@ class BrokerAddress:
 
 @dataclass(frozen=True)
 class BrokerAccess:
-    """TLS settings and credentials for a broker.
-
-    Args:
-        tls: encrypt, and verify the broker's certificate and host name.
-        ca: certificates (PEM) of the trusted authorities; None for the system's.
-        certificate: the client certificate (PEM), if the broker requires one.
-        key: its private key (PEM, without a password).
-        username: if the broker requires a password.
-        password: likewise.
-    """
+    """TLS settings and credentials for a broker."""
 
     tls: bool = False
+    """Encrypt, and verify the broker's certificate and host name."""
     ca: Path | None = None
+    """Certificates (PEM) of the trusted authorities; None for the system's."""
     certificate: Path | None = None
+    """The client certificate (PEM), if the broker requires one."""
     key: Path | None = None
+    """Its private key (PEM, without a password)."""
     username: str | None = None
     password: str | None = field(default=None, repr=False)
 
@@ -99,7 +94,11 @@ def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.hostname_checks_common_name = False
     if access.certificate is not None and access.key is not None:
-        _check_readable(access.certificate, access.key)
+        for file in (access.certificate, access.key):
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                raise _unreadable(error, str(file)) from error
         try:
             # Without a password given here, OpenSSL would prompt for it on a terminal.
             context.load_cert_chain(access.certificate, access.key, password="")
@@ -113,14 +112,6 @@ def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
                 error, f"the certificate {access.certificate} with the key {access.key}"
             ) from error
     return context
-
-
-def _check_readable(*files: Path) -> None:
-    for file in files:
-        try:
-            file.open("rb").close()
-        except OSError as error:
-            raise _unreadable(error, str(file)) from error
 
 
 def _unreadable(error: OSError, what: str) -> ConfigError:

@@ -82,19 +82,16 @@ class WriteBatch:
         Raises:
             StateError: a file cannot be written; then none is renamed.
         """
+        wait(self._written.values())
+        if failures := [failure for each in self._written.values() if (failure := each.exception())]:
+            self.discard()
+            raise failures[0]
         written, self._written = self._written, {}
-        wait(written.values())
-        failures = [failure for each in written.values() if (failure := each.exception())]
         with state_errors(Path()):
             for path, each in written.items():
-                if failures and not each.exception():
-                    each.result().unlink(missing_ok=True)
-                elif not failures:
-                    each.result().replace(path)
+                each.result().replace(path)
             for folder in {path.parent for path in written}:
                 sync(folder)
-        if failures:
-            raise failures[0]
 
     def discard(self) -> None:
         """Delete the files that were added since `finish`."""
@@ -117,21 +114,13 @@ def sync(path: Path) -> None:
 
 
 def file_digest(path: Path) -> bytes:
-    """Return the sha256 of a file.
-
-    Raises:
-        StateError: the file cannot be read.
-    """
+    """Return the sha256 of a file; raises StateError if the file cannot be read."""
     with state_errors(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
 class BlobStore:
-    """A folder of blobs, which is created if it does not exist.
-
-    Raises:
-        StateError: the folder cannot be created.
-    """
+    """A folder of blobs, which is created if it does not exist; raises StateError if the folder cannot be created."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -53,8 +53,8 @@ class Database:
         self._migrations = migrations
         self._read_only = read_only
         self._is_cache = is_cache
-        own = dict(pragmas or {})
-        self._pragmas = {} if read_only else own | {name: _PRAGMAS[name] for name in _PRAGMAS.keys() - own}
+        # Those of the caller first: auto_vacuum has no effect once the file has pages.
+        self._pragmas = {} if read_only else {**(pragmas or {}), **_PRAGMAS, **(pragmas or {})}
         self._thread_lock = threading.RLock()
         if lock is not None and not lock.take():
             raise StateError(f"`{program}` already runs on {file.parent}: stop it, or use another --state")

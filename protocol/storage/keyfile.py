@@ -16,11 +16,7 @@ from protocol.storage.blobstore import state_errors, write_atomically
 
 
 def read_key(path: Path) -> bytes:
-    """Return a private Ed25519 key, 32 bytes.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no such key.
-    """
+    """Return a private Ed25519 key, 32 bytes; raises ConfigError if the file cannot be read, or holds no such key."""
     try:
         key = load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
@@ -46,11 +42,7 @@ def read_or_make_key(path: Path) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file atomically, never readable by anybody but its owner.
-
-    Raises:
-        StateError: it cannot be written.
-    """
+    """Write a file atomically, never readable by anybody but its owner; raises StateError if it cannot be written."""
     with state_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomically(path, data, mode=0o600)

@@ -2,9 +2,6 @@
 
 from protocol.wire.codec import digest_of
 
-RANKS = 2**32
-"""Ranks are below this."""
-
 
 def canary_rank(device: str, version: int) -> int:
     """Return a device's rank for a head version, in [0, 2^32): every version orders the devices differently."""

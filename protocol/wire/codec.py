@@ -32,6 +32,9 @@ class FrameView(Frame, frozen=True, array_like=True, tag="frame"):
     data: Annotated[memoryview, Meta(max_length=MAX_CHUNK_BYTES)]  # type: ignore[assignment]  # it behaves like bytes
 
 
+_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError)
+
+
 @functools.cache
 def _decoder(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(message_type)
@@ -64,7 +67,7 @@ def decode(data: bytes, message_type: type[M], *, max_bytes: int) -> M:
                 "install the same protofleet version on both sides"
             )
         message: M = _decoder(cast("Any", message_type)).decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError) as error:
+    except _MALFORMED as error:
         name = message_type.__struct_config__.tag
         raise MalformedMessage(f"not a {name} message: {str(error)[:200]}") from error
     return message
@@ -78,7 +81,7 @@ def message_kind(data: bytes) -> str:
     """
     try:
         kind: str = _decoder(_MapHeader).decode(data).type
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, MemoryError) as error:
+    except _MALFORMED as error:
         raise MalformedMessage(f"not a message: {str(error)[:200]}") from error
     return kind
 

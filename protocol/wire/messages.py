@@ -1,7 +1,7 @@
 """The messages on the wire: one frozen struct each, with bounds on every field.
 
 A digest is a sha256, 32 raw bytes. Unknown map keys are ignored; a key that is missing, has another type or is out of
-bounds makes the message malformed. `docs/protocol.md` lists the same fields, and a test compares the two.
+bounds makes the message malformed. `docs/protocol.md` says what each field means, and a test compares the two.
 """
 
 from typing import Annotated, Literal
@@ -104,30 +104,20 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     init: BlobRef
-    """`feature`, and `labels` if it has that input, to every state tensor."""
     step: BlobRef
-    """One optimizer step: state and a batch to `loss` and, for each tensor that changes, `next_NAME`."""
     project: BlobRef
-    """`feature` to `projection`, which is averaged into prototypes."""
     head: BlobRef
-    """`feature` to `logits` and `probabilities`."""
     persistent: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
-    """State tensors kept from round to round; the others are initialized by `init` in every round."""
     uploaded: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
-    """State tensors that are uploaded, as the difference from the round's tensor of that name."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
-    """Images in one step."""
 
 
 class Signed(Message, frozen=True, kw_only=True, tag="signed"):
     """A signed manifest, as it is retained by the broker."""
 
     key: PublicKey
-    """The aggregator's public key, Ed25519: a device accepts only the one that it trusts."""
     release: Positive
-    """Increases with every publication on a topic, also of an older head, and with every start of the aggregator."""
     signature: Signature
-    """Ed25519 over the fleet, the channel, `release` and `body` (`protocol.wire.signing`)."""
     body: Annotated[bytes, Meta(max_length=MAX_MANIFEST_BYTES)]
 
 
@@ -136,7 +126,6 @@ class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
 
     on: Literal["prototypes", "images"]
     noise: Literal["gaussian", "laplace"] = "gaussian"
-    """Distribution of e."""
     scale: Annotated[float, Meta(gt=0, le=1e6)]
     """Standard deviation of a Gaussian e, or scale of a Laplacian e; images have values from 0 to 1."""
     shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
@@ -160,21 +149,13 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
 
     fleet: Name
     algorithm: Name
-    """Name for display; `program` defines the training."""
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
-    """Class names; a label is an index into them."""
     backbones: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=16)]
-    """An image's feature is the concatenation of their outputs."""
     alpha: Annotated[float, Meta(gt=0, le=1)]
-    """Fraction of each class's images that outlier filtering keeps (FedTC eq. 3)."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
-    """Images averaged in one prototype (FedTC eq. 4)."""
     min_images: Annotated[int, Meta(ge=1, le=65535)]
-    """Classes with fewer images after filtering are omitted."""
     seed: Natural
-    """Seed of every shuffle, combined with the device's name and its local secret."""
     program: Program | None = None
-    """Local training in rounds, with one prototype per class; without it, one submission and no local training."""
     perturbation: Perturbation | None = None
     differential_privacy: DifferentialPrivacy | None = None
 
@@ -184,12 +165,9 @@ class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):
 
     task: Digest
     number: Natural
-    """From 0; equal to `rounds` after the last round."""
     rounds: Positive
     epochs: Annotated[int, Meta(ge=0, le=65535)]
-    """Passes over the device's images before it uploads; 0 to upload prototypes without training."""
     tensors: BlobRef
-    """A `tensors` message; a tensor with the name of a state tensor replaces it."""
 
 
 class HeadRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,13 +176,10 @@ class HeadRef(msgspec.Struct, frozen=True, kw_only=True):
     version: Positive
     head: BlobRef
     devices: Positive
-    """Devices whose prototypes it was trained on."""
     prototypes: Positive
     metrics: Annotated[dict[Text, float], Meta(max_length=32)] = {}
     round: Natural | None = None
-    """The round that it was made from."""
     tensors: BlobRef | None = None
-    """With a program: a `tensors` message to bind to the head's inputs, beside the device's own state."""
 
 
 class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
@@ -213,9 +188,7 @@ class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
     task: Digest
     current: HeadRef
     candidate: HeadRef | None = None
-    """The head that canary devices use instead of `current`, and evaluate."""
     canary_rank_limit: Annotated[int, Meta(ge=0, le=2**32)] = 0
-    """Devices with a lower `canary_rank` for the candidate's version are canaries."""
 
 
 PresenceState = Literal["online", "stopped", "offline"]
@@ -226,7 +199,6 @@ class Presence(Message, frozen=True, kw_only=True, tag="presence"):
 
     state: PresenceState
     epoch: Natural
-    """Increases with every start of the sender, so that an old will message does not end a new session."""
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
@@ -235,32 +207,21 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     epoch: Natural
     software: Text
     runtime: Text
-    """Version of ONNX Runtime, and the execution provider."""
     backbones: Annotated[tuple[Digest, ...], Meta(max_length=64)]
-    """Backbones cached on the device."""
     images: Annotated[dict[ClassName, Natural], Meta(max_length=MAX_CLASSES)]
-    """Number of images per class."""
     unusable_images: Natural
-    """Number of files that cannot be used."""
     problem: Text = ""
-    """Why the device cannot take part; empty if it can."""
     head_version: Natural = 0
-    """Version of the installed head of the task; 0 if there is none."""
     refused_messages: Annotated[dict[Text, Natural], Meta(max_length=32)] = {}
-    """Number of refused messages by reason, since the program was started."""
 
 
 class Privacy(msgspec.Struct, frozen=True, kw_only=True):
     """A device's privacy loss, by its own accountant."""
 
     epsilon: Annotated[float, Meta(ge=0)]
-    """Of this submission alone."""
     total_epsilon: Annotated[float, Meta(ge=0)]
-    """Of all releases of the device so far, this one included, across tasks."""
     delta: Annotated[float, Meta(gt=0, lt=1)]
-    """The delta of both."""
     releases: Positive
-    """Number of releases, this one included."""
 
 
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
@@ -275,15 +236,10 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     counts: Tensor
     """uint8, uint16 or uint32 (m,): images averaged in each prototype."""
     images: Natural
-    """Number of images, including filtered ones."""
     omitted_classes: Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)] = ()
-    """Class indices with images, but fewer than `min_images`."""
     round: Natural = 0
-    """The round's number."""
     tensors: TensorMap = {}
-    """The tensors in the program's `uploaded`."""
     loss: float | None = None
-    """Mean training loss of the last epoch."""
     privacy: Privacy | None = None
     """With differential privacy: the privacy loss. `images` and `counts` are then noisy as well."""
 
@@ -294,12 +250,9 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     task: Digest
     head_version: Positive
     correct: PerClass
-    """Per class: held-out images that the head classified correctly."""
     incorrect: PerClass
     previous_correct: PerClass = ()
-    """Per class: those that the previous head classified correctly; empty if there was none."""
     problem: Text = ""
-    """Why the device does not use the head; empty if it uses it."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
@@ -308,13 +261,10 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     v: Annotated[int, Meta(ge=0)]
     digest: Digest
     size_bytes: ByteCount
-    """Size of the complete payload."""
     offset: ByteCount
     data: Annotated[bytes, Meta(max_length=MAX_CHUNK_BYTES)]
     key: Annotated[bytes, Meta(max_length=32)] = b""
-    """On `up`: the device's public key, Ed25519."""
     signature: Annotated[bytes, Meta(max_length=64)] = b""
-    """On `up`: over fleet, device, `digest` and `size_bytes`; the same in all frames of a transfer."""
 
 
 class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):
@@ -327,7 +277,6 @@ class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):
     reason: Reason | None = None
     detail: Text = ""
     sequence: Annotated[int, Meta(ge=0, le=2**62)] = 0
-    """With `superseded`: the stored sequence; submit a higher one. The bound leaves room above a forged one."""
 
 
 class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):
@@ -336,27 +285,3 @@ class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):
     digest: Digest
     offset: ByteCount
     length: Annotated[int, Meta(ge=1, le=16 * MAX_CHUNK_BYTES)]
-
-
-WIRE_TYPES: tuple[type[msgspec.Struct], ...] = (
-    Signed,
-    TaskManifest,
-    RoundManifest,
-    HeadManifest,
-    Presence,
-    DeviceInfo,
-    Submission,
-    Evaluation,
-    Frame,
-    Receipt,
-    BlobRequest,
-    Tensors,
-    Program,
-    Perturbation,
-    DifferentialPrivacy,
-    Privacy,
-    HeadRef,
-    BlobRef,
-    Tensor,
-)
-"""All messages and their parts, in the order of `docs/protocol.md`."""

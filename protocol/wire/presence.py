@@ -7,12 +7,7 @@ MAX_CLOCK_SKEW_S = 3600.0
 def is_newer(epoch: int, *, own: int, now_s: float) -> bool:
     """Return whether a presence on this program's own topic belongs to a program that started later.
 
-    Epochs are start times. One from the far future is ignored: it is retained by the broker, so that an attacker who
-    published it once would shut this program out for good.
-
-    Args:
-        epoch: of the presence.
-        own: of this program.
-        now_s: unix seconds.
+    Epochs are start times in unix seconds. One from the far future is ignored: it is retained by the broker, so that an
+    attacker who published it once would shut this program out for good.
     """
     return own < epoch <= max(own, now_s) + MAX_CLOCK_SKEW_S

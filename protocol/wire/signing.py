@@ -15,20 +15,16 @@ from protocol.wire.messages import MAX_SIGNED_BYTES, Frame, Signed
 from protocol.wire.topics import FleetChannel
 
 
+@functools.lru_cache(maxsize=16)
 def public_key(key: bytes) -> bytes:
     """Return the public key of a private key, 32 bytes each."""
-    return _public(key)
+    return _private(key).public_key().public_bytes_raw()
 
 
 def sign_manifest(body: bytes, *, key: bytes, fleet: str, channel: FleetChannel, release: int) -> bytes:
-    """Return a signed message, to be opened by `open_manifest`.
+    """Return an encoded manifest, signed with the aggregator's private key (32 bytes) for one fleet and topic.
 
-    Args:
-        body: the encoded manifest.
-        key: the aggregator's private key, 32 bytes.
-        fleet: the fleet that it is valid for.
-        channel: the only topic that it is valid on.
-        release: greater than that of every earlier message on the topic.
+    `release` is greater than that of every earlier message on the topic.
     """
     signed = _manifest(body, fleet=fleet, channel=channel, release=release)
     signature = _private(key).sign(signed)
@@ -49,24 +45,9 @@ def open_manifest(payload: bytes, *, fleet: str, channel: FleetChannel) -> Signe
     return signed
 
 
-def sign_transfer(key: bytes, *, fleet: str, device: str, digest: bytes, size_bytes: int) -> bytes:
-    """Return the signature of a transfer, 64 bytes, which each of its frames carries.
-
-    Args:
-        key: the device's private key, 32 bytes.
-        fleet: the receiving fleet.
-        device: the sender's name.
-        digest: sha256 of the payload.
-        size_bytes: of the payload.
-    """
-    return _sign_once(key, _transfer(fleet, device, digest, size_bytes))
-
-
 def sign_frame(frame: Frame, *, key: bytes, fleet: str, device: str) -> Frame:
-    """Return a frame with the device's public key and the signature of its transfer."""
-    signature = sign_transfer(
-        key, fleet=fleet, device=device, digest=frame.digest, size_bytes=frame.size_bytes
-    )
+    """Return a frame with the public key and the signature of its transfer, by the device's private key (32 bytes)."""
+    signature = _sign_transfer(key, _transfer(fleet, device, frame.digest, frame.size_bytes))
     return msgspec.structs.replace(frame, key=public_key(key), signature=signature)
 
 
@@ -91,12 +72,7 @@ def _private(key: bytes) -> Ed25519PrivateKey:
 
 
 @functools.lru_cache(maxsize=16)
-def _public(key: bytes) -> bytes:
-    return _private(key).public_key().public_bytes_raw()
-
-
-@functools.lru_cache(maxsize=16)
-def _sign_once(key: bytes, transfer: bytes) -> bytes:
+def _sign_transfer(key: bytes, transfer: bytes) -> bytes:
     return _private(key).sign(transfer)
 
 

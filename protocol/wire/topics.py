@@ -11,19 +11,8 @@ from protocol.wire.messages import PROTOCOL_VERSION
 DeviceChannel = Literal["state", "info", "up", "ack", "get", "blk"]
 FleetChannel = Literal["task", "round", "head", "state", "cast"]
 
-RETAINED: dict[str, bool] = {
-    "task": True,
-    "round": True,
-    "head": True,
-    "state": True,
-    "cast": False,
-    "info": True,
-    "up": False,
-    "ack": False,
-    "get": False,
-    "blk": False,
-}
-"""True for channels whose last message the broker retains. Everything is published at QoS 1."""
+RETAINED = frozenset({"task", "round", "head", "state", "info"})
+"""Channels whose last message the broker retains. Everything is published at QoS 1."""
 
 FROM_DEVICES: tuple[DeviceChannel, ...] = ("state", "info", "up", "get")
 """The channels that devices publish on; the aggregator publishes on the others."""

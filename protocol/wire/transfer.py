@@ -41,91 +41,31 @@ def frames_of(
             yield Frame(v=PROTOCOL_VERSION, digest=digest, size_bytes=size, offset=offset, data=piece)
 
 
-class Coverage:
-    """The bytes of a payload that have arrived: disjoint ranges, merged where they touch."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.held_bytes = 0
-        self._starts: list[int] = []
-        self._stops: list[int] = []
-
-    def add(self, start: int, stop: int) -> Ranges:
-        """Cover [start, stop), and return the parts of it that were not covered before."""
-        first = bisect_left(self._stops, start)
-        last = bisect_right(self._starts, stop)
-        starts, stops = self._starts[first:last], self._stops[first:last]
-        new = _between(start, stop, zip(starts, stops, strict=True))
-        if new:
-            self._starts[first:last] = [min(start, starts[0]) if starts else start]
-            self._stops[first:last] = [max(stop, stops[-1]) if stops else stop]
-            self.held_bytes += sum(end - begin for begin, end in new)
-        return new
-
-    @property
-    def stretches(self) -> int:
-        """The number of disjoint ranges."""
-        return len(self._starts)
-
-    def ranges(self) -> Ranges:
-        """Return the covered ranges."""
-        return tuple(zip(self._starts, self._stops, strict=True))
-
-    def missing(self) -> Ranges:
-        """Return the ranges that are not covered."""
-        return _between(0, self.size_bytes, zip(self._starts, self._stops, strict=True))
-
-
-def _between(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the parts of [start, stop) outside of ascending disjoint ranges."""
-    found = []
-    for begin, end in ranges:
-        if begin > start:
-            found.append((start, begin))
-        start = max(start, end)
-    if start < stop:
-        found.append((start, stop))
-    return tuple(found)
-
-
 class Assembly:
     """An incoming transfer: accepts frames of any size, in any order, with repetitions.
 
     Only bytes that have not arrived before are held, so that memory never exceeds the payload, and an announced size
-    allocates nothing. Bytes that were stored elsewhere can be released with `settle`.
-
-    Args:
-        digest: of the payload.
-        size_bytes: of the payload.
-        stored: ranges that are stored elsewhere already.
-
-    Attributes:
-        fresh: offset and bytes that are stored nowhere else.
+    allocates nothing. Bytes in the ranges `stored` are stored elsewhere; `settle` releases those that were since.
     """
 
     def __init__(self, digest: bytes, size_bytes: int, *, stored: Ranges = ()) -> None:
         self.digest = digest
         self.size_bytes = size_bytes
-        self.fresh: list[tuple[int, bytes]] = []
-        self._coverage = Coverage(size_bytes)
-        self._pieces = len(stored)
-        for start, stop in stored:
-            self._coverage.add(start, stop)
-
-    @property
-    def held_bytes(self) -> int:
+        self.held_bytes = 0
         """Bytes that have arrived, wherever they are stored."""
-        return self._coverage.held_bytes
-
-    @property
-    def pieces(self) -> int:
+        self.pieces = len(stored)
         """Number of pieces in which they arrived."""
-        return self._pieces
+        self.fresh: list[tuple[int, bytes]] = []
+        """Offset and bytes that are stored nowhere else."""
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in stored:
+            self._cover(start, stop)
 
     @property
     def stretches(self) -> int:
         """Number of gapless stretches that they form."""
-        return self._coverage.stretches
+        return len(self._starts)
 
     def add(self, frame: Frame) -> None:
         """Hold the new bytes of a frame.
@@ -142,31 +82,40 @@ class Assembly:
             )
         if not frame.data and self.size_bytes:
             raise TransferError("expected bytes in the frame, got none")
-        if self._pieces > MAX_PIECES + self.size_bytes // SMALLEST_CHUNK_BYTES:
-            raise TransferError(f"more than {self._pieces} pieces: send larger frames")
-        for start, end in self._coverage.add(frame.offset, stop):
+        if self.pieces > MAX_PIECES + self.size_bytes // SMALLEST_CHUNK_BYTES:
+            raise TransferError(f"more than {self.pieces} pieces: send larger frames")
+        for start, end in self._cover(frame.offset, stop):
             whole = end - start == len(frame.data)
             piece = frame.data if whole else frame.data[start - frame.offset : end - frame.offset]
             self.fresh.append((start, piece))
-            self._pieces += 1
+            self.pieces += 1
+
+    def _cover(self, start: int, stop: int) -> Ranges:
+        """Add [start, stop) to the ranges that have arrived, and return the parts of it that are new."""
+        first = bisect_left(self._stops, start)
+        last = bisect_right(self._starts, stop)
+        starts, stops = self._starts[first:last], self._stops[first:last]
+        new = _between(start, stop, zip(starts, stops, strict=True))
+        if new:
+            self._starts[first:last] = [min(start, starts[0]) if starts else start]
+            self._stops[first:last] = [max(stop, stops[-1]) if stops else stop]
+            self.held_bytes += sum(end - begin for begin, end in new)
+        return new
 
     def ranges(self) -> Ranges:
-        """Return the byte ranges that have arrived, wherever they are kept."""
-        return self._coverage.ranges()
+        """Return the byte ranges that have arrived, wherever they are stored."""
+        return tuple(zip(self._starts, self._stops, strict=True))
+
+    def missing(self) -> Ranges:
+        """Return the ranges that have not arrived; empty if the transfer is complete."""
+        return _between(0, self.size_bytes, self.ranges())
 
     def settle(self) -> None:
         """Release the bytes in `fresh`, which were stored elsewhere."""
         self.fresh = []
 
-    def missing(self) -> Ranges:
-        """Return the ranges that have not arrived; empty if the transfer is complete."""
-        return self._coverage.missing()
-
     def payload(self, stored: Iterable[tuple[int, bytes]] = ()) -> bytes:
-        """Return the payload after verifying its digest.
-
-        Args:
-            stored: offset and bytes that were stored elsewhere.
+        """Return the payload after verifying its digest; `stored` are offset and bytes that were stored elsewhere.
 
         Raises:
             TransferError: bytes are missing, or the digest is wrong.
@@ -177,3 +126,15 @@ class Assembly:
         if (digest := digest_of(payload)) != self.digest:
             raise TransferError(f"expected sha256 {self.digest.hex()}, got {digest.hex()}")
         return payload
+
+
+def _between(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return the parts of [start, stop) outside of ascending disjoint ranges."""
+    found = []
+    for begin, end in ranges:
+        if begin > start:
+            found.append((start, begin))
+        start = max(start, end)
+    if start < stop:
+        found.append((start, stop))
+    return tuple(found)

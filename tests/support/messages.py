@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from protocol.wire import messages
 from protocol.wire.codec import to_tensor
 from protocol.wire.messages import (
     PROTOCOL_VERSION,
@@ -30,6 +31,13 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensors,
 )
+
+WIRE_TYPES: list[type[msgspec.Struct]] = [
+    value
+    for value in vars(messages).values()
+    if isinstance(value, type) and issubclass(value, msgspec.Struct) and value is not Message
+]
+"""All messages and their parts."""
 
 _DIGEST = bytes(range(32))
 

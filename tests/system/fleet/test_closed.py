@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -21,7 +22,7 @@ from protocol.mqtt.reconnecting_session import (
     Unsendable,
 )
 from protocol.mqtt.tls import BrokerAccess
-from protocol.wire.topics import RETAINED, device_topic, fleet_topic
+from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from tests.support.brokers import mosquitto_program
 from tests.support.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleet import Fleet, write_digits, write_task
@@ -145,7 +146,10 @@ def every_topic(device: str) -> dict[str, str]:
         f"d/{channel}": device_topic(FLEET, device, channel)
         for channel in ("state", "info", "up", "get", "ack", "blk")
     }
-    assert {name.removeprefix("d/") for name in (*shared, *own)} == set(RETAINED)
+    assert {name.removeprefix("d/") for name in (*shared, *own)} == {
+        *get_args(DeviceChannel),
+        *get_args(FleetChannel),
+    }
     return {**shared, **own}
 
 

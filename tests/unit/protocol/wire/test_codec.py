@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.wire.codec import decode, digest_of, encode, message_kind, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import (
-    WIRE_TYPES,
     BlobRef,
     BlobRequest,
     DifferentialPrivacy,
@@ -38,7 +37,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.topics import device_topic
 from protocol.wire.transfer import frames_of
-from tests.support.messages import MESSAGES, SAMPLES
+from tests.support.messages import MESSAGES, SAMPLES, WIRE_TYPES
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden_v1.json").read_text())
 MAX_BYTES = 2**20

@@ -11,7 +11,6 @@ from paho.mqtt.client import topic_matches_sub
 from protocol.errors import MalformedMessage
 from protocol.wire.topics import (
     FROM_DEVICES,
-    RETAINED,
     SHARDS,
     DeviceChannel,
     DeviceTopic,
@@ -62,17 +61,6 @@ def test_topics_of_version_1() -> None:
         "blk": "pf/1/fleet/d/dev-1/blk",
     }
     assert max(topic.count("/") for topic in spelled.values()) <= 7
-
-
-def test_every_channel_has_a_retain_flag() -> None:
-    assert RETAINED.keys() == {*DEVICE_CHANNELS, *FLEET_CHANNELS}
-    assert {channel for channel, retained in RETAINED.items() if retained} == {
-        "task",
-        "round",
-        "head",
-        "state",
-        "info",
-    }
 
 
 def test_devices_spread_over_shards() -> None:

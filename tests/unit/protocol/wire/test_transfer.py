@@ -1,6 +1,7 @@
 """Payloads cut into frames and put together again, whatever the network does in between."""
 
 import contextlib
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,6 @@ from protocol.wire.transfer import (
     MAX_PIECES,
     SMALLEST_CHUNK_BYTES,
     Assembly,
-    Coverage,
     chunk_bytes,
     frames_of,
 )
@@ -73,19 +73,23 @@ def test_assembly_never_holds_more_than_the_payload(pieces: list[tuple[int, byte
         assert held + sum(stop - start for start, stop in assembly.missing()) == size_bytes
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30))))
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 30))))
 def test_every_byte_is_new_once(pieces: list[tuple[int, int]]) -> None:
-    coverage, covered = Coverage(130), set[int]()
+    assembly, covered = Assembly(DIGEST, 130), set[int]()
+
+    def listed(ranges: Iterable[tuple[int, int]]) -> list[int]:
+        return [byte for start, stop in ranges for byte in range(start, stop)]
+
     for start, length in pieces:
-        new = [byte for begin, end in coverage.add(start, start + length) for byte in range(begin, end)]
+        assembly.settle()
+        assembly.add(_frame(start, bytes(length), size_bytes=130))
+        new = listed((offset, offset + len(data)) for offset, data in assembly.fresh)
         assert new == [byte for byte in range(start, start + length) if byte not in covered]
         covered.update(new)
-        listed = [byte for begin, end in coverage.ranges() for byte in range(begin, end)]
-        missing = [byte for begin, end in coverage.missing() for byte in range(begin, end)]
-        assert listed == sorted(covered)
-        assert missing == [byte for byte in range(130) if byte not in covered]
-        assert coverage.held_bytes == len(covered)
-    ends = [end for begin_end in coverage.ranges() for end in begin_end]
+        assert listed(assembly.ranges()) == sorted(covered)
+        assert listed(assembly.missing()) == [byte for byte in range(130) if byte not in covered]
+        assert assembly.held_bytes == len(covered)
+    ends = [end for begin_end in assembly.ranges() for end in begin_end]
     assert ends == sorted(set(ends))
 
 
