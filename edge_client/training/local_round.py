@@ -248,8 +248,8 @@ def _state(arrays: Tensors) -> dict[str, NDArray[Any]]:
 
 def _to_npz(state: Tensors, **others: NDArray[Any]) -> bytes:
     file = io.BytesIO()
-    arrays: dict[str, Any] = {_STATE + name: array for name, array in state.items()}
-    np.savez(file, **others, **arrays)
+    arrays: dict[str, Any] = {**others, **{_STATE + name: array for name, array in state.items()}}
+    np.savez(file, **arrays)
     return file.getvalue()
 
 
