@@ -62,6 +62,8 @@ OUT = ["--out", "{folder}/out"]
         (["enroll-broker", *OUT, *STATE], 2, "Missing argument 'HOST...'"),
         (["revoke", "shed-1", *STATE], 1, "error: no aggregator state in"),
         (["reset-key", "shed-1", *STATE], 1, "error: no aggregator state in"),
+        (["release", "shed-1", *STATE], 1, "error: no aggregator state in {folder}/state: give the --state"),
+        (["rollback", *STATE], 1, "error: no aggregator state in"),
     ],
 )  # fmt: skip
 def test_error_is_one_line_and_creates_nothing(

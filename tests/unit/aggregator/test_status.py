@@ -45,7 +45,7 @@ def _add_head(store: Store, version: int, *, tensors: BlobRef | None = None, **m
 
 
 def _started(folder: Path, task: TaskFile = TASK_FILE) -> Store:
-    """A state directory at the first start of an aggregator."""
+    """Return a state directory at the first start of an aggregator."""
     store = Store(folder)
     served = (TASK, 1, task.fleet, task.algorithm, task.classes)
     store.facts.put(ServedTask(*served, settings=task.settings))
@@ -54,7 +54,7 @@ def _started(folder: Path, task: TaskFile = TASK_FILE) -> Store:
 
 
 def _busy(folder: Path) -> Store:
-    """The state after a head, an evaluation, a late submission and a refused message."""
+    """Return the state after a head, an evaluation, a late submission and a refused message."""
     store = _started(folder)
     store.devices.put_presence("a", state="online", epoch=1, now_s=10.0)
     store.devices.put_info("a", device_info(runtime="CPU", images={"cat": 30, "fox": 20}), now_s=11.0)
@@ -85,7 +85,6 @@ def test_status_at_first_start(tmp_path: Path) -> None:
     store = _started(tmp_path)
     status = _collect(Store(tmp_path, read_only=True))
     store.close()
-    assert status.running
     assert (status.fleet, status.classes, status.quorum) == ("barn", TASK_FILE.classes, 2)
     assert (status.devices, status.heads, status.refusals) == ((), (), ())
     assert (status.submissions, status.waiting, status.closes_at_s) == (0, 0, None)
@@ -113,9 +112,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
     assert (head.version, head.devices, head.prototypes, len(head.sha256)) == (1, 1, 10, 64)
     assert head.held_out == model.HeldOut(correct=9, incorrect=1, accuracy=0.9, devices=1)
     assert (status.head_path, status.model_path) == (str(folder / "head.onnx"), None)
-    assert status.refusals == (
-        Refusal(device="c", reason="shape", count=1, detail="expected [16], got [17]"),
-    )
+    assert status.refusals == (Refusal("c", "shape", 1, "expected [16], got [17]"),)
     text = _text(status)
     for piece in (
         "fleet barn, fedtc, task ",
@@ -195,7 +192,7 @@ def test_running_training(tmp_path: Path, progress: TrainingProgress, text: str)
     assert f"training head 3: {text}" in _text(_collect(store))
 
 
-def test_running_is_whether_the_state_is_locked(tmp_path: Path) -> None:
+def test_locked_state_is_running(tmp_path: Path) -> None:
     """A second aggregator is refused while one runs, and accepted afterwards."""
     store = _started(tmp_path)
     assert "not running" not in _text(_collect(Store(tmp_path, read_only=True)))
@@ -213,15 +210,15 @@ def test_state_without_task_is_an_error(tmp_path: Path) -> None:
 
 
 def test_stopped_intake(tmp_path: Path) -> None:
-    """It is shown with time and reason."""
     store = _started(tmp_path)
     intake_status.create(tmp_path)
-    assert _collect(store).intake == Intake(stopped_s=None, reason="")
+    assert _collect(store).intake == Intake()
     assert "intake" not in _text(_collect(store))
     intake_status.write(tmp_path, Intake(100.0, "the disk is [full]"))
-    assert _collect(store).intake == Intake(stopped_s=100.0, reason="the disk is [full]")
-    assert "intake stopped since 1970-01-01" in _text(_collect(store))
-    assert ": the disk is [full]" in _text(_collect(store))
+    assert _collect(store).intake == Intake(100.0, "the disk is [full]")
+    text = _text(_collect(store))
+    assert "intake stopped since 1970-01-01" in text
+    assert ": the disk is [full]" in text
 
 
 def test_heads_and_the_devices_that_use_them(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from aggregator.coordination.canary_rollout import (
     Action,
     Activate,
     CanaryResult,
+    CommandKind,
     CommandReceived,
     Evaluated,
     Event,
@@ -39,7 +40,7 @@ BROKEN = CanaryResult(correct=0, images=0, problem="it gives NaN")
 
 
 def play(state: State, *events: Event, by: Settings = CANARY) -> tuple[State, list[Action]]:
-    """Take events, one after the other, each over a restart."""
+    """Apply events, each followed by a restart."""
     done: list[Action] = []
     for event in events:
         state, actions = step(state, event, settings=by)
@@ -49,23 +50,21 @@ def play(state: State, *events: Event, by: Settings = CANARY) -> tuple[State, li
 
 
 def ranked(version: int, devices: frozenset[str] = FLEET) -> list[str]:
-    """Devices by their ranks, the first one first."""
     return sorted(devices, key=lambda device: canary_rank(device, version))
 
 
-def trying(version: int = 2, online: frozenset[str] = FLEET) -> State:
-    """A fleet that uses the head before, with canaries at work."""
-    state, _ = play(initial_state([version - 1]), HeadAdded(version, 0.0), Ticked(1.0, online))
-    return state
+def trying(online: frozenset[str] = FLEET) -> tuple[State, Trial]:
+    """Return the state of a fleet that uses head 1, and the trial of head 2."""
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, online))
+    assert state.trial is not None
+    return state, state.trial
 
 
 def heads(*versions: int, gone: Sequence[int] = ()) -> dict[int, bool]:
-    """Heads with what devices need of them."""
     return {version: version not in gone for version in versions}
 
 
 def test_without_canaries_every_head_is_activated() -> None:
-    """At once, without asking a device."""
     state, done = play(State(), HeadAdded(1, 0.0), Ticked(1.0, FLEET), HeadAdded(2, 2.0), by=Settings())
     assert (state.current, state.trial, state.earlier) == (2, None, (1,))
     assert done == [Activate(1, ""), Activate(2, "")]
@@ -78,15 +77,12 @@ def test_first_head_is_activated() -> None:
 
 def test_canaries_are_the_devices_of_lowest_rank() -> None:
     """The fraction is rounded up to at least one device."""
-    state = trying()
+    state, trial = trying()
     assert state.current == 1
-    assert state.trial is not None
-    assert list(state.trial.canaries) == ranked(2)[:2]
-    assert state.trial.rank_limit == canary_rank(ranked(2)[1], 2) + 1
+    assert list(trial.canaries) == ranked(2)[:2]
+    assert trial.rank_limit == canary_rank(ranked(2)[1], 2) + 1
     for devices, wanted in ((1, 1), (5, 1), (6, 2)):
-        online = frozenset(ranked(2)[:devices])
-        trial = trying(online=online).trial
-        assert trial is not None
+        _, trial = trying(online=frozenset(ranked(2)[:devices]))
         assert len(trial.canaries) == wanted
 
 
@@ -118,11 +114,8 @@ def test_candidate_waits_for_the_first_device() -> None:
 )
 def test_accuracy_over_all_canaries_decides(answers: tuple[CanaryResult, CanaryResult], current: int) -> None:
     """At most the margin worse over all images; without a comparison, running is enough."""
-    state = trying()
-    assert state.trial is not None
-    events = [
-        Evaluated(device, 2, answer) for device, answer in zip(state.trial.canaries, answers, strict=True)
-    ]
+    state, trial = trying()
+    events = [Evaluated(device, 2, answer) for device, answer in zip(trial.canaries, answers, strict=True)]
     state, done = play(state, *events)
     assert (state.current, state.trial) == (current, None)
     assert isinstance(done[-1], Activate if current == 2 else Reject)
@@ -131,20 +124,17 @@ def test_accuracy_over_all_canaries_decides(answers: tuple[CanaryResult, CanaryR
 
 def test_rejection_has_both_accuracies() -> None:
     """With the numbers of images and canaries."""
-    state = trying()
-    assert state.trial is not None
-    assert summary_of(state.trial) == "no canary has answered"
-    state, _ = play(state, *[Evaluated(device, 2, WORSE) for device in state.trial.canaries])
-    assert state.rejected[2] == (
-        "accuracy 88.0% (176/200) on 2 canaries, 91.0% (182/200) with the previous head"
-    )
+    state, trial = trying()
+    assert summary_of(trial) == "no canary has answered"
+    state, _ = play(state, *[Evaluated(device, 2, WORSE) for device in trial.canaries])
+    summary = "accuracy 88.0% (176/200) on 2 canaries, 91.0% (182/200) with the previous head"
+    assert state.rejected[2] == summary
 
 
 def test_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
     """Without waiting for the others; a device that is no canary does not count."""
-    state = trying()
-    assert state.trial is not None
-    bystander, canary = ranked(2)[5], state.trial.canaries[0]
+    state, trial = trying()
+    bystander, canary = ranked(2)[5], trial.canaries[0]
     state, done = play(state, Evaluated(bystander, 2, BROKEN))
     assert done == []
     state, done = play(state, Evaluated(canary, 2, BROKEN))
@@ -153,9 +143,7 @@ def test_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
 
 def test_silent_canaries_are_replaced() -> None:
     """After the timeout, by the next online devices; a former canary may still answer."""
-    state = trying()
-    first = state.trial
-    assert first is not None
+    state, first = trying()
     slow = first.canaries[1]
     state, done = play(state, Evaluated(first.canaries[0], 2, GOOD), Ticked(600.0, FLEET))
     assert done == []
@@ -172,7 +160,7 @@ def test_silent_canaries_are_replaced() -> None:
 def test_candidate_waits_without_other_devices() -> None:
     """For the chosen canaries, however long."""
     only = frozenset(ranked(2)[:1])
-    state = trying(online=only)
+    state, _ = trying(online=only)
     state, done = play(state, *(Ticked(601.0 * n, only) for n in range(1, 9)))
     assert done == []
     assert state.trial is not None
@@ -180,26 +168,23 @@ def test_candidate_waits_without_other_devices() -> None:
 
 
 def test_timeout_restarts_when_the_clock_is_set_back() -> None:
-    """It counts from the new time."""
-    state, _ = play(trying(), Ticked(-1e6, FLEET), Ticked(-1e6 + 601.0, FLEET))
+    state, _ = play(trying()[0], Ticked(-1e6, FLEET), Ticked(-1e6 + 601.0, FLEET))
     assert state.trial is not None
     assert set(state.trial.canaries) == set(ranked(2)[2:4])
 
 
 def test_newer_head_replaces_the_candidate() -> None:
     """Later evaluations of the older one are ignored."""
-    state, done = play(trying(), HeadAdded(3, 5.0))
+    state, done = play(trying()[0], HeadAdded(3, 5.0))
     assert done == [Reject(2, "head 3 has replaced it")]
     assert (state.current, state.trial) == (1, Trial(3, 5.0))
-    assert play(state, Evaluated(ranked(2)[0], 2, BROKEN), HeadAdded(2, 6.0), HeadAdded(3, 7.0)) == (
-        state,
-        [],
-    )
+    outdated = Evaluated(ranked(2)[0], 2, BROKEN), HeadAdded(2, 6.0), HeadAdded(3, 7.0)
+    assert play(state, *outdated) == (state, [])
 
 
 def test_candidate_is_activated_when_canaries_are_switched_off() -> None:
     """When the task file no longer configures canaries."""
-    state, done = play(trying(), Ticked(2.0, FLEET), by=Settings())
+    state, done = play(trying()[0], Ticked(2.0, FLEET), by=Settings())
     assert (state.current, state.trial) == (2, None)
     assert [type(action) for action in done] == [Activate]
 
@@ -230,38 +215,31 @@ def test_rollback_to_a_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "words"),
+    ("state", "kind", "version", "reason"),
     [
-        (CommandReceived("rollback", 9, heads(1, 2)), "there is no head 9; there are 1, 2"),
-        (CommandReceived("rollback", 1, heads(1, 2)), "head 1 is current already"),
-        (
-            CommandReceived("rollback", 2, heads(1, 2)),
-            "is the candidate: give it to all devices with `aggregator promote`",
-        ),
-        (CommandReceived("promote", 2, heads(1, 2, gone=[2])), "its files were deleted"),
-        (CommandReceived("promote", 1, heads(1, 2)), "head 1 is no longer the candidate"),
+        (trying()[0], "rollback", 9, "there is no head 9; there are 1, 2"),
+        (trying()[0], "rollback", 1, "head 1 is current already"),
+        (trying()[0], "rollback", 2, "is the candidate: give it to all devices with `aggregator promote`"),
+        (replace(trying()[0], trial=Trial(3, 0.0), newest=3), "promote", 3, "its files were deleted"),
+        (trying()[0], "promote", 1, "head 1 is no longer the candidate"),
+        (initial_state([1]), "promote", None, "no candidate to promote"),
     ],
 )
-def test_impossible_commands_are_refused(order: CommandReceived, words: str) -> None:
+def test_impossible_commands_are_refused(
+    state: State, kind: CommandKind, version: int | None, reason: str
+) -> None:
     """With the reason, and without a change of state."""
-    state = trying()
-    after, (declined,) = play(state, order)
+    known = heads(1, 2) if version != 3 else heads(1, 2, 3, gone=[3])
+    after, (refused,) = play(state, CommandReceived(kind, version, known))
     assert after == state
-    assert isinstance(declined, RefuseCommand)
-    assert words in declined.reason
-
-
-def test_promote_without_a_candidate_is_refused() -> None:
-    """There is nothing to promote."""
-    (declined,) = play(initial_state([1]), CommandReceived("promote", None, heads(1)))[1]
-    assert isinstance(declined, RefuseCommand)
-    assert "no candidate to promote" in declined.reason
+    assert isinstance(refused, RefuseCommand)
+    assert reason in refused.reason
 
 
 def test_operator_promotes_or_rolls_back_a_candidate() -> None:
     """Promoted without its canaries; rolled back together with the current head."""
     known = heads(1, 2, 3)
-    state, done = play(trying(), CommandReceived("promote", None, known))
+    state, done = play(trying()[0], CommandReceived("promote", None, known))
     assert done == [Activate(2, "promoted by an operator")]
     assert (state.current, state.trial, state.earlier) == (2, None, (1,))
     state, _ = play(initial_state([1, 2]), HeadAdded(3, 0.0), CommandReceived("rollback", None, known))
@@ -297,11 +275,11 @@ def test_order_of_answers_does_not_matter(
     by = Settings(canary_fraction=0.5)
     state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, FLEET), by=by)
     assert state.trial is not None
-    said = [
+    events = [
         Evaluated(device, 2, answer) for device, answer in zip(state.trial.canaries, answers, strict=True)
     ]
-    straight, _ = play(state, *said, by=by)
-    shuffled, _ = play(state, *(said[number] for number in [*order[:2], *again, *order]), by=by)
+    straight, _ = play(state, *events, by=by)
+    shuffled, _ = play(state, *(events[number] for number in [*order[:2], *again, *order]), by=by)
     assert straight.trial is shuffled.trial is None
     assert straight.current == shuffled.current
 
@@ -348,9 +326,9 @@ def test_canaries_without_images_only_check_that_the_head_runs() -> None:
     """Under differential privacy all counts are 0: a head that runs on all canaries is activated."""
     silent = CanaryResult(correct=0, images=0, previous_correct=0)
     first, second = ranked(2)[:2]
-    state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, silent))
+    state, actions = play(trying()[0], Evaluated(first, 2, silent), Evaluated(second, 2, silent))
     assert state.current == 2
     (use,) = [action for action in actions if isinstance(action, Activate)]
     assert use.reason == "it runs on 2 canaries, without images to compare it on"
-    state, actions = play(trying(), Evaluated(first, 2, silent), Evaluated(second, 2, BROKEN))
+    state, actions = play(trying()[0], Evaluated(first, 2, silent), Evaluated(second, 2, BROKEN))
     assert (state.current, [type(action) for action in actions]) == (1, [Reject])

@@ -1,12 +1,13 @@
-"""From submissions to heads without a network: what a failure and a restart in the middle of a pooling do."""
+"""From submissions to heads without a network: failures, restarts during an aggregation, and a full disk."""
 
+import contextlib
 import logging
 import queue
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from aggregator.config.task_file import load_task
@@ -22,13 +23,12 @@ from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
 from tests.support.submissions import round_submission
 
-PATIENCE_S = 300.0
 Events = queue.SimpleQueue[Progress | Finished]
 
 
 @pytest.fixture
 def store(prepared: Path, tmp_path: Path) -> Store:
-    """A state that has the graphs of a task of rounds."""
+    """A state that has the graphs of a task with rounds."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     return Store(tmp_path / "state")
 
@@ -39,22 +39,40 @@ def task(store: Store) -> Task:
     return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
 
 
-def _take(training: HeadTraining, task: Task, device: str, *, number: int = 0) -> rounds.SubmissionVerdict:
-    submission = round_submission(
-        task=task.digest, number=number, shapes=task.expectation.tensors, seed=ord(device)
+def _submit(
+    training: HeadTraining, task: Task, device: str, *, number: int = 0, sequence: int = 1
+) -> rounds.SubmissionVerdict:
+    shapes = task.expectation.tensors
+    payload = encode(
+        round_submission(task=task.digest, number=number, sequence=sequence, shapes=shapes, seed=ord(device))
     )
-    payload = encode(submission)
-    entry = rounds.Entry(1, digest_of(payload), time.time(), number)
-    answer = training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+    entry = rounds.Entry(sequence, digest_of(payload), time.time(), number)
+    return training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+
+
+def _take(training: HeadTraining, task: Task, device: str, *, number: int = 0) -> rounds.SubmissionVerdict:
+    """Submit, make it durable, and start what is due."""
+    verdict = _submit(training, task, device, number=number)
     training.flush()
     training.tick()
-    return answer
+    return verdict
 
 
 def _end(events: Events) -> Finished:
-    event = events.get(timeout=PATIENCE_S)
+    event = events.get(timeout=300.0)
     assert isinstance(event, Finished)
     return event
+
+
+@contextlib.contextmanager
+def _damaged_tensors(task: Task, store: Store) -> Iterator[None]:
+    """Damage the tensors of round 0, which makes closing it fail."""
+    assert task.first_tensors is not None
+    blob = store.blobs.path(task.first_tensors.digest)
+    whole = blob.read_bytes()
+    blob.write_bytes(b"damaged")
+    yield
+    blob.write_bytes(whole)
 
 
 def test_failed_round_is_logged_and_retried(
@@ -64,13 +82,10 @@ def test_failed_round_is_logged_and_retried(
     caplog.set_level(logging.INFO)
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
-    assert task.first_tensors is not None
-    blob = store.blobs.path(task.first_tensors.digest)
-    whole = blob.read_bytes()
-    blob.write_bytes(b"damaged")
-    for device in "ab":
-        assert _take(training, task, device).verdict == "new"
-    assert not training.finish(_end(events))
+    with _damaged_tensors(task, store):
+        for device in "ab":
+            assert _take(training, task, device).verdict == "new"
+        assert not training.finish(_end(events))
     assert 'closing a round failed round=0 reason="exit status 1: ' in caplog.text
     assert "was damaged on disk" in caplog.text
     assert "in 1000 s, at the next submission" in caplog.text
@@ -78,7 +93,6 @@ def test_failed_round_is_logged_and_retried(
     assert (training.round is not None and training.round.number, store.heads.all()) == (0, [])
     training.tick()
     assert events.empty()
-    blob.write_bytes(whole)
     _take(training, task, "c")
     assert training.finish(_end(events))
     assert [len(head.members) for head in store.heads.all()] == [3]
@@ -88,20 +102,14 @@ def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
     """A failed round that cannot be stored is retried once the disk has space."""
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
-    assert task.first_tensors is not None
-    blob = store.blobs.path(task.first_tensors.digest)
-    whole = blob.read_bytes()
-    blob.write_bytes(b"damaged")
-    for device in "ab":
-        _take(training, task, device)
-    training.flush()
-    training.tick()
-    failure = _end(events)
+    with _damaged_tensors(task, store):
+        for device in "ab":
+            _take(training, task, device)
+        failure = _end(events)
     store.database.write("PRAGMA query_only = 1")
     assert not training.finish(failure)
     training.reload()
     store.database.write("PRAGMA query_only = 0")
-    blob.write_bytes(whole)
     training.retry()
     training.tick()
     assert training.finish(_end(events))
@@ -155,11 +163,7 @@ def test_batch_that_cannot_be_stored_is_undone(task: Task, store: Store) -> None
 
 def _take_both(training: HeadTraining, task: Task) -> None:
     for device in "ab":
-        payload = encode(
-            round_submission(task=task.digest, shapes=task.expectation.tensors, seed=ord(device))
-        )
-        entry = rounds.Entry(1, digest_of(payload), time.time(), 0)
-        training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+        _submit(training, task, device)
     raise StateError("the disk is full")
 
 
@@ -167,16 +171,12 @@ def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch:
     """A device that uploads all day leaves a bounded number of blobs, including its newest one."""
     training = HeadTraining(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
-    message = round_submission(task=task.digest, number=0, shapes=task.expectation.tensors)
-    size_bytes = len(encode(message))
-    monkeypatch.setattr(head_training, "MAX_REPLACED_BYTES", 3 * size_bytes)
+    message = round_submission(task=task.digest, shapes=task.expectation.tensors)
+    monkeypatch.setattr(head_training, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
     for number in range(1, 30):
-        payload = encode(msgspec.structs.replace(message, sequence=number))
-        entry = rounds.Entry(number, digest_of(payload), time.time())
-        training.submit(SubmissionRecord("a", entry, len(payload), 10, 2, {0: 1}), payload)
+        verdict = _submit(training, task, "a", sequence=number)
         training.flush()
         training.tick()
         left = set(store.blobs.digests())
-        assert entry.digest in left
-        assert before <= left
+        assert before | {verdict.digest} <= left
         assert len(left - before) <= 6

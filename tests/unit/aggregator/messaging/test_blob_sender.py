@@ -96,12 +96,13 @@ def test_lost_connection_drops_all_requests(blobs: BlobStore) -> None:
     assert bench.send() == [("a", 0)]
 
 
-def test_request_for_nothing_delays_no_other(blobs: BlobStore) -> None:
-    """Past a blob's end there is nothing to send and nothing to wait for, and so for a blob that is gone."""
+def test_request_for_nothing_delays_no_other(blobs: BlobStore, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is sent of a deleted blob, which is logged, or past a blob's end."""
     bench = Bench(blobs)
     bench.request("a", len(BLOB))
     bench.sender.request("a", BlobRequest(digest=bytes(32), offset=0, length=1))
     assert bench.send() == []
+    assert f"{bytes(32).hex()}: No such file" in caplog.text
     bench.request("b")
     assert bench.send() == [("b", 0)]
 

@@ -1,8 +1,10 @@
 """A running aggregator on real brokers: announcements, accepted and refused messages, blobs."""
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,13 +13,7 @@ import pytest
 from aggregator.service.device_messages import bounded_info
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
-from protocol.wire.messages import (
-    MAX_CHUNK_BYTES,
-    BlobRequest,
-    Frame,
-    Presence,
-    TaskManifest,
-)
+from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, Presence, TaskManifest
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.aggregator_process import (
     FLEET,
@@ -54,16 +50,18 @@ def test_task_is_announced(broker: BrokerAddress, tmp_path: Path) -> None:
         assert device.fetch(backbone) == (tmp_path / "tiny.onnx").read_bytes()
 
 
-def test_unknown_retained_head_is_cleared(broker: BrokerAddress, tmp_path: Path) -> None:
-    """Another aggregator's head on the broker does not reach devices that connect later."""
+def test_unknown_retained_manifests_are_cleared(broker: BrokerAddress, tmp_path: Path) -> None:
+    """Another aggregator's head and round on the broker do not reach devices that connect later."""
+    topics = {fleet_topic(FLEET, "head"), fleet_topic(FLEET, "round")}
     with Device(broker, "early") as early:
-        early.say(fleet_topic(FLEET, "head"), b"a head of old", retain=True)
+        for topic in topics:
+            early.say(topic, b"of another aggregator", retain=True)
         with aggregator(write_task(tmp_path), broker):
             early.aggregator_is("online")
             with Device(broker, "late") as late:
                 late.aggregator_is("online")
                 late.task()
-                assert fleet_topic(FLEET, "head") not in late.topics()
+                assert not topics & late.topics()
 
 
 def test_retained_presence_of_an_impossible_epoch_is_replaced(broker: BrokerAddress, tmp_path: Path) -> None:
@@ -146,32 +144,28 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
     ]
 
 
+def _refused(summary: dict[str, Any], device: str) -> dict[str, int]:
+    return {row["reason"]: row["count"] for row in summary["refusals"] if row["device"] == device}
+
+
 def test_hostile_messages_are_refused_and_counted(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """By reason, each logged once; a valid submission is accepted afterwards."""
     broker, daemon = embedded
     with Device(broker, "mallory") as device:
         task = digest_of(device.task())
         hostile = _hostile(task)
-        expected: dict[str, int] = {}
-        for channel, payload, reason in hostile * 2:
+        expected = Counter(reason for _, _, reason in hostile * 2)
+        for channel, payload, _ in hostile * 2:
             device.say(f"pf/1/{FLEET}/d/mallory/{channel}", payload)
-            expected[reason] = expected.get(reason, 0) + 1
-        summary = daemon.until(
-            lambda summary: (
-                sum(row["count"] for row in summary["refusals"] if row["device"] == "mallory")
-                >= len(hostile) * 2
-            )
-        )
-        counted = {row["reason"]: row["count"] for row in summary["refusals"] if row["device"] == "mallory"}
-        assert counted == expected
+        daemon.until(lambda summary: sum(_refused(summary, "mallory").values()) >= len(hostile) * 2)
+        assert _refused(daemon.status(), "mallory") == expected
         for reason in expected:
             assert daemon.log().count(f"message refused device=mallory reason={reason} ") == 1
         assert "Traceback" not in daemon.log()
         assert device.upload(submission(task=task)).status == "received"
 
 
-def test_receipt_carries_the_reason_of_a_refusal(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """And the detail."""
+def test_receipt_carries_reason_and_detail_of_a_refusal(embedded: tuple[BrokerAddress, Daemon]) -> None:
     broker, _ = embedded
     with Device(broker, "told") as device:
         receipt = device.upload(submission(task=bytes(32)))
@@ -188,9 +182,7 @@ def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAdd
     with Device(broker, "stranger") as device:
         for topic in (f"pf/1/{FLEET}/d/a b/state", f"pf/1/{FLEET}/d/x/up/9", "pf/1/other/d/x/state"):
             device.say(topic, b"\x00")
-        summary = daemon.until(
-            lambda summary: any(row["device"] == "?" and row["count"] == 2 for row in summary["refusals"])
-        )
+        summary = daemon.until(lambda summary: 2 in _refused(summary, "?").values())
         assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
 
 
@@ -224,10 +216,16 @@ def test_newer_submission_replaces_older(embedded: tuple[BrokerAddress, Daemon])
 
 
 def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """An old Last Will is not; a cleared topic is no message."""
+    """An old Last Will is not; a cleared topic is no message; a problem is logged once and shown until it is solved."""
     broker, daemon = embedded
     with Device(broker, "shown") as device:
-        info = device_info(epoch=7, runtime="ONNX Runtime", images={"cat": 3, "dog": 4})
+        info = device_info(epoch=7, runtime="ONNX Runtime", images={"cat": 3, "dog": 4}, head_version=7)
+        for _ in range(2):
+            device.send("info", encode(msgspec.structs.replace(info, problem="no room for graphs")))
+        daemon.until(
+            lambda summary: any(row["problem"] == "no room for graphs" for row in summary["devices"])
+        )
+        assert daemon.log().count('device cannot take part device=shown reason="no room for graphs"') == 1
         device.send("info", encode(info))
         device.send("state", encode(Presence(state="online", epoch=7)))
         device.send("state", encode(Presence(state="offline", epoch=6)))
@@ -236,9 +234,8 @@ def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daem
         device.upload(submission(task=bytes(32)))  # answered in order, so all before it was seen
         (row,) = [row for row in daemon.status()["devices"] if row["device"] == "shown"]
         assert (row["state"], row["images"], row["runtime"]) == ("online", 7, "ONNX Runtime")
-        assert {row["reason"] for row in daemon.status()["refusals"] if row["device"] == "shown"} == {
-            "unknown_task"
-        }
+        assert (row["problem"], row["head"]) == ("", 7)
+        assert _refused(daemon.status(), "shown") == {"unknown_task": 1}
 
 
 @pytest.mark.parametrize(

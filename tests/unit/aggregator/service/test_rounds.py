@@ -17,8 +17,8 @@ from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.heads.operator_commands import submit_command
 from aggregator.storage.store import Store
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
-from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
+from protocol.onnx_metadata import HeadMetadata, read_metadata
+from protocol.wire.codec import decode, digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRequest, HeadManifest, Receipt, Submission, TaskManifest
 from protocol.wire.topics import fleet_topic
 from tests.support.aggregator_process import (
@@ -30,7 +30,7 @@ from tests.support.aggregator_process import (
     aggregator,
     write_task,
 )
-from tests.support.submissions import device_info, round_submission
+from tests.support.submissions import round_submission
 
 SHAPES = {
     "adapter_weight": (4, 16),
@@ -69,6 +69,8 @@ def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
         task = decode(a.task(), TaskManifest, max_bytes=MAX_BYTES)
         assert task.program is not None
         assert task.program.uploaded == tuple(SHAPES)
+        for graph in (task.program.init, task.program.step, task.program.project, task.program.head):
+            assert digest_of(a.fetch(graph)) == graph.digest
         opened = a.round()
         assert (opened.task, opened.rounds, opened.epochs) == (digest_of(a.task()), 3, FPL().epochs)
         before = unpack_tensors(a.fetch(opened.tensors))
@@ -133,17 +135,6 @@ def test_tensors_are_broadcast_once(broker: BrokerAddress, task_file: Path) -> N
         assert digest_of(c.fetch(first)) == first.digest
 
 
-def test_graphs_can_be_fetched(amqtt_broker: BrokerAddress, task_file: Path) -> None:
-    """Each of the program's graphs, with its metadata."""
-    with aggregator(task_file, amqtt_broker), Device(amqtt_broker) as device:
-        program = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).program
-        assert program is not None
-        for role in ("init", "step", "project", "head"):
-            session = onnxruntime.InferenceSession(device.fetch(getattr(program, role)))
-            metadata = read_metadata(session.get_modelmeta().custom_metadata_map, GraphMetadata)
-            assert (metadata.role, metadata.algorithm, metadata.projection_size) == (role, "fpl", 4)
-
-
 def test_invalid_round_submissions_are_refused(amqtt_broker: BrokerAddress, task_file: Path) -> None:
     """With their reasons; the round closes nevertheless."""
     with (
@@ -155,18 +146,11 @@ def test_invalid_round_submissions_are_refused(amqtt_broker: BrokerAddress, task
         good = _made(a, 0, sequence=5)
         nan = to_tensor(np.full((2, 4), np.nan, np.float16))
         for changes, reason in (
-            ({"prototypes": nan}, "not_finite"),
             ({"tensors": {**good.tensors, "adapter_bias": nan}}, "shape"),
-            ({"loss": float("nan")}, "not_finite"),
-            ({"tensors": {}}, "malformed"),
-            ({"labels": to_unsigned(np.array([0, 0]))}, "malformed"),
-            ({"labels": to_unsigned(np.array([0, 3]))}, "unknown_class"),
             ({"round": 1}, "unknown_round"),
-            ({"task": bytes(32)}, "unknown_task"),
         ):
             receipt = a.upload(msgspec.structs.replace(good, **changes))
             assert (receipt.status, receipt.reason) == ("refused", reason)
-        assert a.receipt(a.send_payload(encode(good)[:-1])).reason == "malformed"
         assert a.upload(good).status == "received"
         older = _upload(a, 0, sequence=4)
         assert (older.reason, older.sequence) == ("superseded", 5)
@@ -188,14 +172,8 @@ def test_late_submission_counts_until_it_is_stale(amqtt_broker: BrokerAddress, t
             assert _upload(device, 0).status == "received"
         assert c.round(1).number == 1
         assert _upload(c, 0).status == "received"
-        assert daemon.status()["round"] == {
-            "number": 1,
-            "min_devices": 1,
-            "rounds": 3,
-            "over": False,
-            "devices": [],
-            "carried": ["a", "b", "c"],
-        }
+        opened = daemon.status()["round"]
+        assert (opened["number"], opened["devices"], opened["carried"]) == (1, [], ["a", "b", "c"])
         for device in (a, b):
             assert _upload(device, 1).status == "received"
         head = c.head(2)
@@ -260,34 +238,6 @@ def test_obsolete_blobs_are_deleted(amqtt_broker: BrokerAddress, task_file: Path
         assert a.receipt(gone).reason == "unknown_blob"
 
 
-def test_task_without_rounds_clears_the_round_topic(broker: BrokerAddress, task_file: Path) -> None:
-    """Devices that connect later find no open round."""
-    with aggregator(task_file, broker), Device(broker, "early") as early:
-        early.round()
-    task_file.write_text(task_file.read_text().split("algorithm")[0])
-    with aggregator(task_file, broker), Device(broker, "during") as during:
-        during.aggregator_is("online")
-        with Device(broker, "late") as late:
-            late.aggregator_is("online")
-            late.task()
-            assert fleet_topic(FLEET, "round") not in late.topics()
-
-
-def test_problem_of_a_device_is_shown(amqtt_broker: BrokerAddress, task_file: Path) -> None:
-    """Logged once, and in the status until the device reports that it is solved."""
-    with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "poor") as device:
-        device.aggregator_is("online")
-        info = device_info(problem="no room for graphs")
-        for _ in range(2):
-            device.send("info", encode(info))
-        daemon.until(
-            lambda summary: any(row["problem"] == "no room for graphs" for row in summary["devices"])
-        )
-        device.send("info", encode(msgspec.structs.replace(info, problem="")))
-        daemon.until(lambda summary: all(not row["problem"] for row in summary["devices"]))
-        assert daemon.log().count('device cannot take part device=poor reason="no room for graphs"') == 1
-
-
 def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With exit status 1 and one line, which names the folder with details."""
     task = write_task(tmp_path, IN_ROUNDS)
@@ -322,7 +272,6 @@ def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
 
 
 def test_packed_tensors_are_unchanged() -> None:
-    """Packing and unpacking gives the same arrays of the same dtypes."""
     tensors: dict[str, np.ndarray[Any, Any]] = {
         "a": np.arange(6, dtype=np.uint32).reshape(2, 3),
         "b": np.ones((0, 4), np.float16),

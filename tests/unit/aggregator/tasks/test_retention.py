@@ -1,4 +1,4 @@
-"""What the aggregator keeps on its disk: all that is needed, and nothing that is not."""
+"""The blobs that the aggregator keeps: those that are needed, and no others."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -63,8 +63,8 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def test_rounds_need_what_may_yet_count(store: Store) -> None:
-    """Submissions within the staleness, what usable heads are bound to, the graphs; of other tasks, everything."""
+def test_blobs_that_rounds_need(store: Store) -> None:
+    """Submissions within the staleness, tensors and files of retained heads, graphs; everything of other tasks."""
     for version in range(4, 9):
         store.heads.add(_head(ROUNDS_TASK, version, tensors=True))
     store.heads.put_rollout(ROUNDS_TASK, State(newest=8, current=2, earlier=(1,), trial=Trial(3, 0.0)))
@@ -86,14 +86,14 @@ def test_rounds_need_what_may_yet_count(store: Store) -> None:
 
 
 def test_without_rounds_every_device_counts(store: Store) -> None:
-    """Whatever the age of its submission; of a task of rounds, it keeps what that would go on with."""
+    """Whatever the age of its submission; the blobs that a task with rounds would continue with are kept."""
     needed = needed_blobs(ONE_SHOT, store)
     assert {b"a0", b"b0", TASK, b"r00", b"r33", b"\x03" * 32, b"g" * 32} <= needed
     assert {b"\x01" * 32, b"\x02" * 32} <= needed
 
 
-def test_of_many_heads_the_last_few_are_kept(store: Store) -> None:
-    """Else the disk would fill: the last five, the current one and the one before it; likewise of other tasks."""
+def test_last_heads_are_kept(store: Store) -> None:
+    """The last five, the current one and the one before it; likewise of other tasks."""
     for version in range(4, 11):
         store.heads.add(_head(TASK, version, tensors=False))
     state = State(newest=10, current=2, earlier=(1, 4))
@@ -105,8 +105,8 @@ def test_of_many_heads_the_last_few_are_kept(store: Store) -> None:
     assert served_blobs(ONE_SHOT, store.heads.all(TASK), state) & heads == kept
 
 
-def test_what_is_being_pooled_is_needed(store: Store) -> None:
-    """A submission that was superseded meanwhile is still read."""
+def test_members_of_a_pending_head_are_needed(store: Store) -> None:
+    """Also a submission that was superseded meanwhile."""
     entry = Entry(1, b"superseded", 0.0, 2)
     store.facts.put(PendingHead(ROUNDS_TASK, 4, {"x": entry}))
     assert b"superseded" in needed_blobs(ROUNDS, store)
@@ -114,8 +114,8 @@ def test_what_is_being_pooled_is_needed(store: Store) -> None:
     assert b"superseded" not in needed_blobs(ROUNDS, store)
 
 
-def test_devices_may_ask_for_what_they_are_told_of() -> None:
-    """The task's blobs, the heads that may be used, and what these are bound to."""
+def test_served_blobs() -> None:
+    """The task's blobs, the retained heads, and their tensors."""
     heads = [_head(ROUNDS_TASK, version, tensors=True) for version in range(1, 9)]
     served = served_blobs(ROUNDS, heads, State(newest=8, current=2))
     assert {FIRST.digest, b"graph", b"\x02" * 32, b"\x08" * 32, bytes(32)} <= served
@@ -123,8 +123,8 @@ def test_devices_may_ask_for_what_they_are_told_of() -> None:
     assert served_blobs(ONE_SHOT, [], State()) == {bytes(32)}
 
 
-def test_a_submission_without_its_blob_is_asked_for_again(store: Store) -> None:
-    """Its device hears that it does not stand; one that cannot count any more is left as it is."""
+def test_submission_without_its_blob_is_deleted(store: Store) -> None:
+    """So that the device uploads it again; one that cannot count any more stays."""
     store.submissions.put(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 3)))
     delete_lost_submissions(ROUNDS, store)
     assert sorted(store.submissions.all(ROUNDS_TASK)) == ["here", "r0", "r1"]
