@@ -15,7 +15,6 @@ VERIFIED = 4096
 _DETAILS: dict[Reason, str] = {
     "revoked": "the key of {device} was revoked; `aggregator enroll {device} --renew` enrolls it again",
     "unknown_device": "{device} is not enrolled, and the fleet is closed: `aggregator enroll {device}` enrolls it",
-    "signature": "the key is not the one known for {device}",
 }
 
 
@@ -24,40 +23,35 @@ class FrameAuthenticator:
 
     def __init__(self, store: Store, *, fleet: str) -> None:
         self._keys = store.keys
-        self._verify = functools.lru_cache(maxsize=VERIFIED)(functools.partial(_is_own, fleet))
+        self._verify = functools.lru_cache(maxsize=VERIFIED)(functools.partial(is_own_transfer, fleet=fleet))
 
-    def check_name(self, device: str) -> None:
-        """Raise Refused if a device's key was revoked, or it is not enrolled in a closed fleet."""
-        self._known_key(device, None)
+    def check_name(self, device: str, *, public: bytes | None = None) -> Key | None:
+        """Return a device's key, if one is known.
+
+        Raises Refused if it was revoked or is not `public`, or the device is not enrolled in a closed fleet.
+        """
+        known = self._keys.get(device)
+        reason = refusal_reason(known, is_closed=self._keys.is_closed(), public=public)
+        if reason == "signature":
+            remedy = f"if the device has lost its key: `aggregator reset-key {device}`"
+            if known is not None and known.enrolled:
+                remedy = "start it with the folder of its last enrollment"
+            raise Refused(reason, f"the key is not the one known for {device}; {remedy}")
+        if reason is not None:
+            raise Refused(reason, _DETAILS[reason].format(device=device))
+        return known
 
     def check(self, device: str, frame: Frame, *, may_pin: bool = True) -> None:
         """Check a frame's signature; an open fleet pins the first key of each device if `may_pin`.
 
         Raises Refused if it is another device's or the device is not accepted, StateError if the key cannot be stored.
         """
-        known = self._known_key(device, frame.key)
-        if not self._verify(device, frame.digest, frame.size_bytes, frame.key, frame.signature):
+        known = self.check_name(device, public=frame.key)
+        transfer = {"device": device, "digest": frame.digest, "size_bytes": frame.size_bytes}
+        if not self._verify(frame.key, frame.signature, **transfer):
             raise Refused("signature", f"the transfer is not signed with the key of {device}")
         if known is None and may_pin and not self._keys.pin(device, frame.key, now_s=time.time()):
             raise Refused(
                 "unknown_device",
                 f"{device} is not enrolled, like {MAX_PINNED_DEVICES} others: `aggregator enroll` the fleet's devices",
             )
-
-    def _known_key(self, device: str, public: bytes | None) -> Key | None:
-        known = self._keys.get(device)
-        reason = refusal_reason(known, is_closed=self._keys.is_closed(), public=public)
-        if reason is not None:
-            detail = _DETAILS[reason].format(device=device)
-            raise Refused(reason, detail if reason != "signature" else f"{detail}; {_remedy(known, device)}")
-        return known
-
-
-def _remedy(known: Key | None, device: str) -> str:
-    if known is not None and known.enrolled:
-        return "start it with the folder of its last enrollment"
-    return f"if the device has lost its key: `aggregator reset-key {device}`"
-
-
-def _is_own(fleet: str, device: str, digest: bytes, size_bytes: int, key: bytes, signature: bytes) -> bool:
-    return is_own_transfer(key, signature, fleet=fleet, device=device, digest=digest, size_bytes=size_bytes)

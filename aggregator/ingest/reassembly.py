@@ -48,10 +48,6 @@ class Transfer:
         return held.held_bytes + (1 + held.pieces) * PIECE_BYTES + held.stretches * STRETCH_BYTES
 
 
-def _read_nothing(_key: Key, _ranges: Ranges) -> Sequence[tuple[int, bytes]]:
-    return ()
-
-
 class Reassembly:
     """The unfinished transfers of all devices.
 
@@ -75,7 +71,7 @@ class Reassembly:
         per_device: int = 2,
         max_held_bytes: int = 512 * 1024**2,
         transfers: Iterable[Transfer] = (),
-        read: Callable[[Key, Ranges], Sequence[tuple[int, bytes]]] = _read_nothing,
+        read: Callable[[Key, Ranges], Sequence[tuple[int, bytes]]] = lambda _key, _ranges: (),
     ) -> None:
         self.ended: list[Key] = []
         self._max_bytes = max_bytes

@@ -75,9 +75,8 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
     """Return a submission's prototypes and tensors, once all of it but the round's number is valid.
 
     Raises:
-        Refused: another task, a wrong shape or dtype, values that are not finite, unknown classes, prototypes of fewer
-            images than the task allows, implausible values, or with a program several prototypes of one class, or
-            not exactly the tensors that it uploads.
+        Refused: another task, a wrong shape or dtype, values that are not finite, unknown classes, too few images,
+            implausible values, with a program several prototypes of one class, or not exactly its tensors.
     """
     _check_envelope(submission, expectation)
     prototypes, labels, counts = _check_prototypes(submission, expectation)

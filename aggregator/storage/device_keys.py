@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from aggregator.storage.stored_values import ClosedFleet, Facts
 from protocol.storage.database import Database
@@ -48,9 +49,7 @@ class DeviceKeys:
     def __init__(self, database: Database, facts: Facts) -> None:
         self._database = database
         self._facts = facts
-        self._keys: dict[str, Key | None] = {}
-        self._names: dict[str, frozenset[str]] = {}
-        self._is_closed: bool | None = None
+        self._cache: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
         self._version = -1
 
     def refresh(self) -> None:
@@ -62,25 +61,24 @@ class DeviceKeys:
 
     def drop_cache(self) -> None:
         """Read everything again; call it after a rollback."""
-        self._keys.clear()
-        self._names.clear()
-        self._is_closed = None
+        self._cache.clear()
 
-    def _refresh(self) -> None:
+    def _read(self, sql: str, *values: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query from the cache, unless another process may have written."""
         with self._database.connection() as connection:
             is_held = connection.in_transaction
         if not is_held:  # in a transaction no other process can write
             self.refresh()
+        if (sql, *values) not in self._cache:
+            self._cache[sql, *values] = self._database.read(sql, *values)
+        return self._cache[sql, *values]
 
     def get(self, device: str) -> Key | None:
         """Return a device's key; None if none is known."""
-        self._refresh()
-        if device not in self._keys:
-            rows = self._database.read(
-                "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?", device
-            )
-            self._keys[device] = Key(rows[0][0], bool(rows[0][1]), *rows[0][2:]) if rows else None
-        return self._keys[device]
+        rows = self._read(
+            "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?", device
+        )
+        return Key(rows[0][0], bool(rows[0][1]), *rows[0][2:]) if rows else None
 
     def all(self) -> dict[str, Key]:
         """Return every device's key."""
@@ -91,18 +89,16 @@ class DeviceKeys:
 
     def revoked(self) -> frozenset[str]:
         """Return the devices whose keys were revoked."""
-        return self._select("revoked_s IS NOT NULL")
+        return frozenset(
+            device for (device,) in self._read("SELECT device FROM keys WHERE revoked_s IS NOT NULL")
+        )
 
     def enrolled(self) -> frozenset[str] | None:
         """Return the enrolled devices of a closed fleet; None for an open fleet."""
-        return self._select("enrolled AND revoked_s IS NULL") if self.is_closed() else None
-
-    def _select(self, condition: str) -> frozenset[str]:
-        self._refresh()
-        if condition not in self._names:
-            rows = self._database.read(f"SELECT device FROM keys WHERE {condition}")  # noqa: S608 - a constant
-            self._names[condition] = frozenset(device for (device,) in rows)
-        return self._names[condition]
+        if not self.is_closed():
+            return None
+        rows = self._read("SELECT device FROM keys WHERE enrolled AND revoked_s IS NULL")
+        return frozenset(device for (device,) in rows)
 
     def _write(self, sql: str, *values: object) -> None:
         self._database.write(sql, *values)
@@ -144,10 +140,7 @@ class DeviceKeys:
 
     def is_closed(self) -> bool:
         """Return True if only enrolled devices are accepted."""
-        self._refresh()
-        if self._is_closed is None:
-            self._is_closed = self._facts.get(ClosedFleet) is not None
-        return self._is_closed
+        return bool(self._read("SELECT 1 FROM facts WHERE name = ?", ClosedFleet.__name__))
 
     def revoke_certificate(self, serial: str, *, now_s: float) -> None:
         """Revoke a certificate by its serial number (hex); one that was revoked earlier keeps its time."""
