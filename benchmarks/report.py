@@ -23,9 +23,7 @@ json_option = click.option(
 class Table:
     """A table that is printed row by row, since a row may take minutes.
 
-    Args:
-        columns: for each heading how its cells are formatted, such as `"<16"` or `">8.2%"`.
-        title: printed above.
+    `columns` maps each heading to the format of its cells, such as `"<16"` or `">8.2%"`.
     """
 
     def __init__(self, columns: Mapping[str, str], *, title: str = "") -> None:

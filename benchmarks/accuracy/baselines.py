@@ -1,9 +1,9 @@
-"""Rivals in torch: the same features and images, trained with and without sharing."""
+"""Baselines in torch: the same features and images, trained with and without sharing."""
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -18,19 +18,11 @@ Method: TypeAlias = Literal[
     "Solo", "FedAvg-v", "FedProx", "FedRep", "FedProto", "FedProto averaged", "centralized"
 ]
 """Solo: every client alone. FedAvg-v: models averaged by images, the backbone frozen (FedTC section 3.2). FedProx:
-the same, held back from leaving the round's model. FedRep: a shared adapter, a classifier of one's own. FedProto: a
-model of one's own, its class means drawn to everybody's; averaged: with the models averaged as well. centralized: all
-features in one place, the ceiling."""
+the same, with a penalty for leaving the round's model. FedRep: a shared adapter, a classifier per client. FedProto: a
+model per client, its class means drawn to the global ones; averaged: with the models averaged as well. centralized:
+all features in one place, the upper bound."""
 
-METHODS: tuple[Method, ...] = (
-    "Solo",
-    "FedAvg-v",
-    "FedProx",
-    "FedRep",
-    "FedProto",
-    "FedProto averaged",
-    "centralized",
-)
+METHODS: tuple[Method, ...] = get_args(Method)
 _SHARED: dict[Method, tuple[str, ...]] = {
     "FedAvg-v": ("adapter", "classifier"),
     "FedProx": ("adapter", "classifier"),
@@ -46,31 +38,23 @@ _PHASES: dict[Method, tuple[tuple[str, ...], ...]] = {"FedRep": (("classifier",)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Hyperparameters of a method.
-
-    Attributes:
-        rounds: of sharing.
-        epochs: passes over the images in a round.
-        batch_size: images in a step.
-        optimizer: "adam", or "sgd" with momentum 0.9.
-        learning_rate: of the optimizer.
-        weight_decay: L2.
-        standardize: learn on features of mean 0 and deviation 1 on the client's own images.
-        adapter_size: width of a layer with ReLU before the classifier; 0 for none.
-        proximal: FedProx's mu.
-        pull: FedProto's lambda.
-    """
+    """Hyperparameters of a method; `epochs` are the passes over the images in a round."""
 
     rounds: int
     epochs: int
     batch_size: int
     optimizer: Literal["adam", "sgd"]
+    """SGD has momentum 0.9."""
     learning_rate: float
     weight_decay: float
     standardize: bool
+    """Train on features of mean 0 and deviation 1 on the client's own images."""
     adapter_size: int
+    """Width of a layer with ReLU before the classifier; 0 for none."""
     proximal: float = 0.1
+    """FedProx's mu."""
     pull: float = 1.0
+    """FedProto's lambda."""
 
 
 class Model(nn.Module):
@@ -82,19 +66,19 @@ class Model(nn.Module):
         self.classifier = nn.Linear(adapter_size or feature_size, classes)
 
     def hidden(self, features: Tensor) -> Tensor:
-        """Return what the classifier takes."""
+        """Return the classifier's inputs."""
         adapted: Tensor = self.adapter(features)
         return adapted.relu() if isinstance(self.adapter, nn.Linear) else adapted
 
-    def learn_only(self, layers: Sequence[str]) -> None:
-        """Leave the other layers as they are."""
+    def train_only(self, layers: Sequence[str]) -> None:
+        """Freeze the other layers."""
         for name in LAYERS:
             for parameter in getattr(self, name).parameters():
                 parameter.requires_grad_(name in layers)
                 parameter.grad = None
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the classifier takes, and the logits."""
+        """Return the classifier's inputs and the logits."""
         hidden = self.hidden(features)
         return hidden, self.classifier(hidden)
 
@@ -111,7 +95,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Pull:
-    """FedProto's global prototypes, (C, D), and which classes somebody has, (C,)."""
+    """FedProto's global prototypes, (C, D), and 1 for each class that a client has, (C,)."""
 
     prototypes: Tensor
     present: Tensor
@@ -120,18 +104,7 @@ class Pull:
 def run_baseline(
     method: Method, clients: Sequence[Client], recipe: Recipe, *, classes: int, seed: int
 ) -> NDArray[np.float64]:
-    """Train and judge.
-
-    Args:
-        method: one of METHODS.
-        clients: each with its features.
-        recipe: how it learns.
-        classes: C.
-        seed: of weights and shuffles: the same one gives the same result.
-
-    Returns:
-        (K,), each client's accuracy with the model that it ends up with.
-    """
+    """Return each client's accuracy after the training, (K,); the same seed gives the same result."""
     if method == "Solo":
         recipe = replace(recipe, rounds=1, epochs=recipe.rounds * recipe.epochs)
     data = [_prepare(client, standardize=recipe.standardize) for client in clients]
@@ -148,7 +121,7 @@ def run_baseline(
 
 
 def traffic_bytes(method: Method, recipe: Recipe, *, feature_size: int, classes: int) -> int:
-    """Return what a client sends, and gets, in a round: all that is shared as float16 values, without an envelope."""
+    """Return the bytes that a client sends, and receives, in a round: all shared values in float16, unframed."""
     adapter = recipe.adapter_size * (feature_size + 1)
     width = recipe.adapter_size or feature_size
     sizes = {"adapter": adapter, "classifier": classes * (width + 1)}
@@ -159,7 +132,7 @@ def traffic_bytes(method: Method, recipe: Recipe, *, feature_size: int, classes:
 def train(
     method: Method, data: Sequence[Prepared], recipe: Recipe, *, classes: int, seed: int
 ) -> list[Model]:
-    """Return the model that each client ends up with; all begin with the same one."""
+    """Return each client's trained model; all start from the same one."""
     torch.manual_seed(seed)
     sizes = {"feature_size": data[0].features.shape[1], "adapter_size": recipe.adapter_size}
     first = Model(classes=classes, **sizes)
@@ -172,8 +145,8 @@ def train(
                 optimizer.state.clear()
             proximal = recipe.proximal if method == "FedProx" else 0.0
             for layers in _PHASES.get(method, (LAYERS,)):
-                model.learn_only(layers)
-                _learn(model, mine, recipe, optimizer, proximal=proximal, pull=pull)
+                model.train_only(layers)
+                _train_round(model, mine, recipe, optimizer, proximal=proximal, pull=pull)
         _average(models, data, shared)
         if method in ("FedProto", "FedProto averaged"):
             pull = _pool(models, data, classes)
@@ -204,7 +177,7 @@ def _optimizer(model: Model, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay, fused=True)
 
 
-def _learn(
+def _train_round(
     model: Model,
     mine: Prepared,
     recipe: Recipe,
@@ -213,8 +186,8 @@ def _learn(
     proximal: float,
     pull: Pull | None,
 ) -> None:
-    """Go over a client's images for the epochs of a round."""
-    begun = [parameter.detach().clone() for parameter in model.parameters()] if proximal else []
+    """Train on a client's images for the epochs of a round."""
+    start = [parameter.detach().clone() for parameter in model.parameters()] if proximal else []
     for _ in range(recipe.epochs):
         for rows in torch.split(torch.randperm(len(mine.labels)), recipe.batch_size):
             labels = mine.labels[rows]
@@ -223,7 +196,7 @@ def _learn(
             if pull is not None:
                 distances = (hidden - pull.prototypes[labels]).square().mean(dim=1)
                 loss = loss + recipe.pull * (distances * pull.present[labels]).mean()
-            for parameter, before in zip(model.parameters(), begun, strict=bool(begun)):
+            for parameter, before in zip(model.parameters(), start, strict=bool(start)):
                 loss = loss + proximal / 2 * (parameter - before).square().sum()
             optimizer.zero_grad()
             torch.autograd.backward(loss)
@@ -232,7 +205,7 @@ def _learn(
 
 @torch.no_grad()
 def _average(models: Sequence[Model], data: Sequence[Prepared], layers: Sequence[str]) -> None:
-    """Give all clients the mean of their layers, weighted by images."""
+    """Replace these layers of all clients by their mean, weighted by images."""
     weights = torch.tensor([float(len(mine.labels)) for mine in data])
     weights /= weights.sum()
     for layer in layers:
@@ -244,7 +217,7 @@ def _average(models: Sequence[Model], data: Sequence[Prepared], layers: Sequence
 
 @torch.no_grad()
 def _pool(models: Sequence[Model], data: Sequence[Prepared], classes: int) -> Pull:
-    """Average everybody's class means, weighted by images."""
+    """Average all clients' class means, weighted by images."""
     sums, counts = torch.zeros(classes, models[0].classifier.in_features), torch.zeros(classes)
     for model, mine in zip(models, data, strict=True):
         sums.index_add_(0, mine.labels, model.hidden(mine.features))

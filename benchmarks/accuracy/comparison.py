@@ -1,9 +1,9 @@
-"""Algorithms of rounds and their rivals on the same fleet."""
+"""Compares algorithms of rounds with baselines on the same fleet."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import click
 import numpy as np
@@ -24,54 +24,34 @@ def compare(
     classes: int,
     seed: int,
 ) -> Iterator[Run]:
-    """Run every method on a fleet.
-
-    Args:
-        setting: its name.
-        clients: the fleet.
-        algorithms: by the name that they are shown under.
-        recipes: of the rivals.
-        classes: C.
-        seed: of the learning.
-
-    Yields:
-        A run of each, the algorithms first.
-    """
+    """Yield a run of every method on a fleet, the algorithms first; recipes are those of the baselines."""
     domains = tuple(client.domain for client in clients)
-    for name, algorithm in algorithms.items():
-        _tell(setting, name, seed)
+    methods: dict[str, Algorithm | Recipe] = {
+        **algorithms,
+        **{str(name): each for name, each in recipes.items()},
+    }
+    for name, method in methods.items():
+        if sys.stderr.isatty():
+            click.echo(f"{setting}, seed {seed}: {name}", err=True)
         started = time.perf_counter()
-        outcome = run_rounds(algorithm, clients, classes=classes, seed=seed)
+        if isinstance(method, Algorithm):
+            outcome = run_rounds(method, clients, classes=classes, seed=seed)
+            accuracies = outcome.accuracies
+            up_bytes, down_bytes = float(np.mean(outcome.up_bytes)), float(np.mean(outcome.down_bytes))
+        else:
+            accuracies = run_baseline(cast("Method", name), clients, method, classes=classes, seed=seed)
+            sizes = {"feature_size": clients[0].train.shape[1], "classes": classes}
+            up_bytes = down_bytes = traffic_bytes(cast("Method", name), method, **sizes)
         yield Run(
             setting=setting,
             method=name,
             seed=seed,
             domains=domains,
-            accuracies=tuple(outcome.accuracies.tolist()),
-            up_bytes=float(np.mean(outcome.up_bytes)),
-            down_bytes=float(np.mean(outcome.down_bytes)),
-            seconds=time.perf_counter() - started,
-        )
-    for method, recipe in recipes.items():
-        _tell(setting, method, seed)
-        started = time.perf_counter()
-        accuracies = run_baseline(method, clients, recipe, classes=classes, seed=seed)
-        traffic = traffic_bytes(method, recipe, feature_size=clients[0].train.shape[1], classes=classes)
-        yield Run(
-            setting=setting,
-            method=method,
-            seed=seed,
-            domains=domains,
             accuracies=tuple(accuracies.tolist()),
-            up_bytes=traffic,
-            down_bytes=traffic,
+            up_bytes=up_bytes,
+            down_bytes=down_bytes,
             seconds=time.perf_counter() - started,
         )
-
-
-def _tell(setting: str, method: str, seed: int) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"{setting}, seed {seed}: {method}", err=True)
 
 
 def repeated(*names: str, **attributes: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks fedpcl`: FedPCL beside its rivals, where devices' features, labels or both differ."""
+"""`python -m benchmarks fedpcl`: FedPCL and baselines where devices' features, labels or both differ."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ PRINTED = {
     "standardize": False,
     "prior": False,
 }
-"""As the paper has it."""
+"""The paper's settings."""
 
 _RECIPE = Recipe(
     rounds=40,
@@ -43,18 +43,18 @@ _RECIPE = Recipe(
     standardize=True,
     adapter_size=256,
 )
-_AS_THEY_ARE = replace(_RECIPE, standardize=False)
+_UNSTANDARDIZED = replace(_RECIPE, standardize=False)
 RECIPES: Mapping[Method, Recipe] = MappingProxyType(
     {
-        "Solo": _AS_THEY_ARE,
+        "Solo": _UNSTANDARDIZED,
         "FedAvg-v": _RECIPE,
         "FedProx": replace(_RECIPE, proximal=0.01),
         "FedRep": replace(_RECIPE, learning_rate=3e-4),
-        "FedProto": _AS_THEY_ARE,
-        "centralized": _AS_THEY_ARE,
+        "FedProto": _UNSTANDARDIZED,
+        "centralized": _UNSTANDARDIZED,
     }
 )
-"""Best recipe of each rival on validation images, one for all settings; docs/benchmarks.md lists the candidates."""
+"""Best recipe of each baseline on validation images, one for all settings; docs/benchmarks.md lists the candidates."""
 
 COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "up_bytes", "down_bytes")
 
@@ -102,13 +102,13 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
     "--max-sets",
     type=click.IntRange(min=1),
     multiple=True,
-    help="Cap the sets of prototypes sent out, beside sending all; may be repeated.",
+    help="Also limit the sets of prototypes that are sent; may be repeated.",
 )
 @repeated(
     "--sets",
     type=click.Choice(["sample", "cluster"]),
     default=("sample",),
-    help="How they are capped; may be repeated.",
+    help="How they are limited; may be repeated.",
 )
 @click.option("--printed", is_flag=True, help="FedPCL as printed, too.")
 @repeated(
@@ -129,7 +129,7 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
 @click.option(
     "--validation",
     is_flag=True,
-    help="Judge on training images that no device has, as for choosing settings.",
+    help="Evaluate on training images that no device has, as for choosing settings.",
 )
 @json_option
 def command(
@@ -146,7 +146,7 @@ def command(
     json_file: Path | None,
     **fedpcl: Any,
 ) -> None:
-    """Compare FedPCL with its rivals on four data sets of digits."""
+    """Compare FedPCL with baselines on four data sets of digits."""
     algorithms = _algorithms(**fedpcl)
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []

@@ -66,7 +66,7 @@ def partitions_of(
 @click.option(
     "--restore/--no-restore",
     default=None,
-    help="Give the prototypes their variance back, or not.  [default: the recipe's]",
+    help="Restore the variance of the prototypes, or not.  [default: the recipe's]",
 )
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @click.option(

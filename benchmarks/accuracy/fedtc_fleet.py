@@ -1,7 +1,7 @@
 """FedTC in process: the devices' and the aggregator's own functions and messages, without a network.
 
-Measured are what the head gets right of images that no device has, what it took to train it and what went
-up, and beside it what the same head comes to on all the features themselves: the ceiling.
+Measured are the head's accuracy on images that no device has, the cost of its training and the bytes uploaded, and
+the accuracy of the same head trained on all the features themselves: the ceiling.
 """
 
 import dataclasses
@@ -24,55 +24,40 @@ from protocol.wire.messages import BlobRef, Submission, TaskManifest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings that all runs of a measurement share.
-
-    Attributes:
-        clients: K.
-        alpha: share of each class's features that filtering keeps.
-        batch_size: images in a prototype, B.
-        recipe: how the head is trained.
-        device: a torch device.
-    """
+    """Settings that all runs of a measurement share."""
 
     clients: int
     alpha: float
+    """Share of each class's features that filtering keeps."""
     batch_size: int
+    """Images in a prototype, B."""
     recipe: Recipe
     device: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One fleet's head.
-
-    Attributes:
-        partition: how the images were shared out.
-        seed: of the sharing, the batches and the training.
-        accuracy: share of the test images that the head gets right.
-        devices: clients that had something to send.
-        images: behind the prototypes.
-        prototypes: of all devices.
-        bytes_up: of all submissions, as encoded for the wire.
-        tensor_bytes: the part of them that is float16 prototypes.
-        epochs: of the training.
-        train_seconds: wall time of the training.
-    """
+    """One fleet's head."""
 
     partition: str
     seed: int
     accuracy: float
     devices: int
+    """Clients that had something to send."""
     images: int
+    """Averaged in the prototypes."""
     prototypes: int
     bytes_up: int
+    """Of all submissions, as encoded for the wire."""
     tensor_bytes: int
+    """Of the float16 prototypes among them."""
     epochs: int
     train_seconds: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """The head that all features themselves, in one place, would give."""
+    """The head trained on all features themselves, in one place."""
 
     accuracy: float
     epochs: int
@@ -80,10 +65,10 @@ class Ceiling:
 
 
 def run_fleet(features: Features, partition: Partition, settings: Settings, *, seed: int) -> Result:
-    """Share the images out, let every client submit, train on what arrived, and judge the head."""
+    """Divide the images, encode every client's submission, train on the decoded ones, and evaluate the head."""
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed).values()
-    taken = pool([_take(payload, expectation) for payload in payloads])
+    taken = pool([_decoded(payload, expectation) for payload in payloads])
     trained = train_on(taken, features, settings, seed=seed)
     return Result(
         partition=str(partition),
@@ -99,17 +84,17 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     )
 
 
-def take_fleet(
+def fleet_prototypes(
     features: Features, partition: Partition, settings: Settings, *, seed: int
 ) -> dict[str, Prototypes]:
-    """Return what the aggregator takes from each client that has something to send."""
+    """Return the checked submission of each client that has something to send."""
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed)
-    return {client: _take(payload, expectation) for client, payload in payloads.items()}
+    return {client: _decoded(payload, expectation) for client, payload in payloads.items()}
 
 
 def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling:
-    """Train the same head by the same recipe on every feature itself, which no federation could do."""
+    """Train the same head by the same recipe on every feature itself."""
     everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
     plain = dataclasses.replace(
         settings, recipe=dataclasses.replace(settings.recipe, restore=False, mix=False)
@@ -138,7 +123,7 @@ def _expectation(features: Features, settings: Settings) -> Expectation:
 def _submissions(
     features: Features, partition: Partition, settings: Settings, *, seed: int
 ) -> dict[str, bytes]:
-    """Return each client's submission as it crosses the wire; nothing of a client with nothing to send."""
+    """Return each client's encoded submission, except of clients with nothing to send."""
     expectation = _expectation(features, settings)
     owners = share_out(
         features.train_labels, partition, clients=settings.clients, rng=np.random.default_rng(seed)
@@ -170,7 +155,7 @@ def _submissions(
 def _prototypes(
     features: NDArray[np.float32], label: int, expectation: Expectation, rng: np.random.Generator
 ) -> Prototypes:
-    """Return what a client makes of one class."""
+    """Return a client's prototypes of one class."""
     task = expectation.manifest
     values, counts = batch_prototypes(
         lambda: [features],
@@ -182,7 +167,7 @@ def _prototypes(
     return Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
 
 
-def _take(payload: bytes, expectation: Expectation) -> Prototypes:
+def _decoded(payload: bytes, expectation: Expectation) -> Prototypes:
     message = read_message(payload)
     if not isinstance(message, Submission):
         raise TypeError(f"a client of the benchmark sent {type(message).__name__}")
@@ -210,7 +195,7 @@ def train_on(data: Prototypes, features: Features, settings: Settings, *, seed: 
 
 
 def accuracy_of(head: Head, features: Features) -> float:
-    """Return the share of the test images that the head gets right."""
+    """Return the head's accuracy on the test images."""
     with torch.inference_mode():
         predicted = head(torch.from_numpy(features.test)).argmax(dim=1).numpy()
     return float((predicted == features.test_labels).mean())

@@ -1,4 +1,4 @@
-"""`python -m benchmarks fpl`: FPL beside its rivals, where domains differ and have unequal numbers of devices."""
+"""`python -m benchmarks fpl`: FPL and baselines where domains differ and have unequal numbers of devices."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,13 +29,13 @@ PLANS: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
         "pacs": dict(zip(PACS, ((3, 35), (2, 35), (1, 35), (4, 35)), strict=True)),
     }
 )
-"""For each domain its devices, and the images of each: 20 devices, as the paper has them, and 10."""
+"""For each domain its devices, and the images of each: 20 devices, as in the paper, and 10."""
 
 VALIDATION_SHARE = 0.6
-"""Of the devices' images where the rest are judged by."""
+"""Share of the devices' images of which the rest are for evaluation."""
 
 PRINTED = {"tau": 0.02, "learning_rate": 0.01, "regularization": 1.0, "standardize": False}
-"""As the paper has it."""
+"""The paper's settings."""
 
 _RECIPE = Recipe(
     rounds=40,
@@ -59,7 +59,7 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "centralized": replace(_RECIPE, learning_rate=0.01),
     }
 )
-"""Best recipe of each rival on validation images; docs/benchmarks.md lists the candidates."""
+"""Best recipe of each baseline on validation images; docs/benchmarks.md lists the candidates."""
 
 COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
 
@@ -73,7 +73,7 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
     "backbones",
     type=click.Choice(list(BACKBONES)),
     default=("mobilenetv2_100",),
-    help="May be repeated: their features stand one after the other.",
+    help="May be repeated: their features are concatenated.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), help="Of FPL.  [default: its own]")
 @click.option(
@@ -95,7 +95,7 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
 @click.option(
     "--validation",
     is_flag=True,
-    help="Judge on training images that no device has, as for choosing settings.",
+    help="Evaluate on training images that no device has, as for choosing settings.",
 )
 @json_option
 def command(
@@ -108,7 +108,7 @@ def command(
     json_file: Path | None,
     **fpl: Any,
 ) -> None:
-    """Compare FPL with its rivals on domains of unequal size."""
+    """Compare FPL with baselines on domains of unequal size."""
     algorithms = _algorithms(**fpl)
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []
@@ -129,7 +129,7 @@ def command(
 
 
 def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: bool) -> list[Client]:
-    """Return the devices of one of PLANS; PACS, which is small, is dealt into halves anew for every seed."""
+    """Return the devices of one of PLANS; PACS, which is small, is divided into halves anew for every seed."""
     rng = np.random.default_rng(seed)
     plan = PLANS[name]
     if name == "pacs":

@@ -31,22 +31,19 @@ HOOKS = TrainingHooks(
 
 
 _built: Any = functools.lru_cache(maxsize=16)(build)
-"""The same graphs serve every fleet of a seed; algorithms are values, though their protocol does not say so."""
+"""All fleets of a seed share their graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a fleet's rounds.
-
-    Attributes:
-        accuracies: float64 (K,), of each client with its own head.
-        up_bytes: float64 (rounds,), of a submission as encoded, mean over the devices.
-        down_bytes: int64 (rounds,), of the blob of tensors that a round begins with, the same for all devices.
-    """
+    """Result of a fleet's rounds."""
 
     accuracies: NDArray[np.float64]
+    """Of each client with its own head, (K,)."""
     up_bytes: NDArray[np.float64]
+    """Of an encoded submission, mean over the devices, (rounds,)."""
     down_bytes: NDArray[np.int64]
+    """Of the blob of tensors that a round starts from, (rounds,)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +56,7 @@ class _Task:
 
 
 def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int, seed: int) -> Outcome:
-    """Run all rounds of a fleet, and evaluate every client's head.
-
-    Args:
-        algorithm: its settings.
-        clients: each with its features.
-        classes: C.
-        seed: of the first weights and the shuffles.
-    """
+    """Run all rounds of a fleet, and evaluate every client's head."""
     with tempfile.TemporaryDirectory() as folder:
         blobs = BlobStore(Path(folder))
         task = _prepare(algorithm, blobs, feature_size=clients[0].train.shape[1], classes=classes, seed=seed)
@@ -75,17 +65,19 @@ def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int,
         for number in range(algorithm.rounds):
             down.append(tensors.size_bytes)
             made = [
-                _take_part(task, client, number=number, index=index, tensors=tensors, last=local_model[index])
+                _client_round(
+                    task, client, number=number, index=index, tensors=tensors, last=local_model[index]
+                )
                 for index, client in enumerate(clients)
             ]
             local_model = [part.local_model for part, _ in made]
             payloads = [payload for _, payload in made]
             up.append(np.mean([len(payload) for payload in payloads]))
-            tensors = _pool(task, payloads, tensors, number=number)
+            tensors = _aggregate(task, payloads, tensors, number=number)
         accuracies = [
-            _judge(task, client, mine, tensors)
-            for client, mine in zip(clients, local_model, strict=True)
-            if mine is not None
+            _accuracy(task, client, model, tensors)
+            for client, model in zip(clients, local_model, strict=True)
+            if model is not None
         ]
     return Outcome(accuracies=np.array(accuracies), up_bytes=np.array(up), down_bytes=np.array(down))
 
@@ -120,10 +112,10 @@ def _put(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
     return BlobRef(digest=blobs.put(data), size_bytes=len(data), name=name)
 
 
-def _take_part(
+def _client_round(
     task: _Task, client: Client, *, number: int, index: int, tensors: BlobRef, last: LocalModel | None
 ) -> tuple[RoundResult, bytes]:
-    """Return what a client learns in a round, and what it sends."""
+    """Return a client's result of a round, and its encoded submission."""
     opened = round_manifest(task.expectation.task, number, learning=task.algorithm, tensors=tensors)
     made = train_round(
         task.manifest,
@@ -155,23 +147,14 @@ def _take_part(
     return made, payload
 
 
-def _pool(task: _Task, payloads: Sequence[bytes], tensors: BlobRef, *, number: int) -> BlobRef:
-    """Return what the next round begins with."""
+def _aggregate(task: _Task, payloads: Sequence[bytes], tensors: BlobRef, *, number: int) -> BlobRef:
+    """Return the tensors that the next round starts from."""
     parts = []
     for index, payload in enumerate(payloads):
         message = read_message(payload)
         if not isinstance(message, Submission):
             raise TypeError(f"a client of the benchmark sent {type(message).__name__}")
-        taken = check_submission(message, task.expectation)
-        parts.append(
-            Contribution(
-                device=str(index),
-                values=taken.values,
-                labels=taken.labels,
-                counts=taken.counts,
-                tensors=taken.tensors,
-            )
-        )
+        parts.append(Contribution(device=str(index), **vars(check_submission(message, task.expectation))))
     pooled = task.algorithm.aggregate(
         parts,
         _read(task.blobs, tensors),
@@ -185,8 +168,8 @@ def _read(blobs: BlobStore, reference: BlobRef) -> Mapping[str, NDArray[Any]]:
     return unpack_tensors(blobs.read(reference.digest))
 
 
-def _judge(task: _Task, client: Client, local_model: LocalModel, tensors: BlobRef) -> float:
-    """Return what the client's head, bound to what it has learned, gets right."""
+def _accuracy(task: _Task, client: Client, local_model: LocalModel, tensors: BlobRef) -> float:
+    """Return the accuracy of the client's head, bound to its local model."""
     if task.manifest.program is None:
         raise TypeError("the task of a benchmark of rounds has a program")
     head = open_round_head(

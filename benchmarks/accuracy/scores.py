@@ -13,18 +13,7 @@ from benchmarks.report import Table, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One method on one fleet.
-
-    Attributes:
-        setting: what was asked of it.
-        method: its name.
-        seed: of the fleet and of the learning.
-        domains: of each client.
-        accuracies: of each client.
-        up_bytes: from a device in a round, mean over devices and rounds.
-        down_bytes: to a device in a round, mean over rounds.
-        seconds: wall time.
-    """
+    """One method on one fleet, with the domain and the accuracy of each client."""
 
     setting: str
     method: str
@@ -32,7 +21,9 @@ class Run:
     domains: tuple[str, ...]
     accuracies: tuple[float, ...]
     up_bytes: float
+    """From a device in a round, mean over devices and rounds."""
     down_bytes: float
+    """To a device in a round, mean over rounds."""
     seconds: float
 
     @property
@@ -51,7 +42,7 @@ class Run:
 
 
 def spread(accuracies: Sequence[float]) -> dict[str, float]:
-    """Return what tables 12 and 13 of FedPCL have: worst 10, 20 and 40 %, best 10 % and variance over clients.
+    """Return the figures of tables 12 and 13 of FedPCL: worst 10, 20 and 40 %, best 10 % and variance over clients.
 
     A share of the clients is at least one of them.
     """
@@ -65,14 +56,7 @@ def spread(accuracies: Sequence[float]) -> dict[str, float]:
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the figures of one method in one setting over its seeds.
-
-    Args:
-        runs: one a seed.
-
-    Returns:
-        The mean over seeds of everything, and the standard deviation of the mean accuracy over seeds.
-    """
+    """Return the means over seeds of one method's runs, and standard deviations of accuracies over seeds."""
     means = [run.mean for run in runs]
     domain_means = [float(np.mean(list(run.by_domain.values()))) for run in runs]
     worst = [min(run.by_domain.values()) for run in runs]
@@ -82,21 +66,18 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "seeds": [run.seed for run in runs],
         "mean": float(np.mean(means)),
         "deviation": float(np.std(means)),
-        "clients": _mean([list(run.accuracies) for run in runs]),
+        "clients": np.mean([run.accuracies for run in runs], axis=0).tolist(),
         **_mean_of(spread(run.accuracies) for run in runs),
         "domains": _mean_of(run.by_domain for run in runs),
         "domain_mean": float(np.mean(domain_means)),
         "domain_deviation": float(np.std(domain_means)),
         "worst_domain": float(np.mean(worst)),
         "worst_domain_deviation": float(np.std(worst)),
-        "up_bytes": float(np.mean([run.up_bytes for run in runs])),
-        "down_bytes": float(np.mean([run.down_bytes for run in runs])),
-        "seconds": float(np.mean([run.seconds for run in runs])),
+        **{
+            name: float(np.mean([getattr(run, name) for run in runs]))
+            for name in ("up_bytes", "down_bytes", "seconds")
+        },
     }
-
-
-def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
-    return [float(value) for value in np.mean(np.array(rows), axis=0)]
 
 
 def _mean_of(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -119,13 +100,7 @@ def write_report(file: Path | None, benchmark: str, setting: Mapping[str, Any], 
 
 
 def show(setting: str, summaries: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print a table on stdout: accuracies in percent, bytes as they are.
-
-    Args:
-        setting: printed above.
-        summaries: what `summary` gives.
-        columns: keys of its figures; those that begin with "domain:" are single domains.
-    """
+    """Print summaries as a table: accuracies in percent, bytes as they are; "domain:NAME" is a single domain."""
     names = [column.removeprefix("domain:").replace("_", " ") for column in columns]
     table = Table({"method": "<28", **dict.fromkeys(names, ">18")}, title=setting)
     for figures in summaries:

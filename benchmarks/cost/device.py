@@ -25,7 +25,7 @@ PROGRAM = "import edge_client.cli, edge_client.service.device, onnxruntime"
 
 CLASSES = ("china", "flower")
 Runs = dict[str, list[dict[str, float]]]
-"""What each process has reported, by measurement."""
+"""Figures of each process, by measurement."""
 REPORT = """
 import time
 started = time.perf_counter()
@@ -42,7 +42,7 @@ print('{{"seconds": %f, "memory_bytes": %d}}' % (seconds, int(memory) * 1024))
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     default=Path("examples/quickstart/backbone.onnx"),
     show_default=True,
-    help="What extracts; the larger it is, the less decoding matters.",
+    help="Backbone that extracts; the larger it is, the less decoding matters.",
 )
 @click.option("--images", nargs=2, type=int, default=(1000, 5000), show_default=True, help="Few, and many.")
 @click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
@@ -196,10 +196,7 @@ def link_some(source: Path, target: Path, *, count: int) -> None:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process ever held, bytes; Linux only.
-
-    Unlike `getrusage`, which begins with what the process that started this one held.
-    """
+    """Return this process's peak memory; Linux only. `getrusage` would include that of the parent process."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 

@@ -1,9 +1,9 @@
 """Cost of durable ingest: an aggregator that stores submissions, against a subscriber that discards them.
 
-`python -m benchmarks ingest` puts the same packets through the same mosquitto for both, in turns, since the machine
-may be busy: read the ratio, not the speeds. Timed is from the first packet until the subscriber has seen the last
-one, or until the last receipt is there, which says that everything is on the aggregator's disk. The frames of all
-devices are mixed, one of each in turn. The processor time that each takes depends less on who else is busy.
+`python -m benchmarks ingest` sends the same packets through the same mosquitto for both, in turns, since the machine
+may be busy: read the ratio, not the speeds. The time is from the first packet until the subscriber has received the
+last one, or until the last receipt, which confirms that everything is on the aggregator's disk. The frames of all
+devices are mixed, one of each in turn. The processor time of each depends less on other programs.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ deadline_s = 1000000
 batch_size = 1
 min_images = 1
 """
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ def measure(
     backbone = ROOT / "examples" / "quickstart" / "backbone.onnx"
     task.write_text(TASK.format(fleet=FLEET, backbone=backbone))
     load = write_load(folder, task, devices=devices, submissions=submissions, size_bytes=size_bytes)
-    discarded, taken = [], []
+    discarded, received = [], []
     with mosquitto(folder) as broker:
         for number in range(repetitions):
             discarded.append(time_discarding(broker, load))
-            taken.append(time_aggregator(broker, load, task, folder / f"state-{number}"))
+            received.append(time_aggregator(broker, load, task, folder / f"state-{number}"))
             shutil.rmtree(folder / f"state-{number}")
-    ratios = [theirs.wall_s / ours.wall_s for ours, theirs in zip(taken, discarded, strict=True)]
+    ratios = [theirs.wall_s / ours.wall_s for ours, theirs in zip(received, discarded, strict=True)]
     figures = {"megabytes": load.size_bytes / 1e6}
-    for name, costs in (("discarding", discarded), ("aggregator", taken)):
+    for name, costs in (("discarding", discarded), ("aggregator", received)):
         wall_s = statistics.median(cost.wall_s for cost in costs)
         cpu_s = statistics.median(cost.cpu_s for cost in costs)
         figures[f"{name}_mb_per_second"] = load.size_bytes / wall_s / 1e6
@@ -109,7 +109,7 @@ def measure(
     }
     runs = [
         {"discarding": asdict(theirs), "aggregator": asdict(ours)}
-        for ours, theirs in zip(taken, discarded, strict=True)
+        for ours, theirs in zip(received, discarded, strict=True)
     ]
     return figures, runs
 
@@ -126,7 +126,7 @@ def time_discarding(broker: BrokerAddress, load: Load) -> Cost:
 
 
 def discard(port: int, messages: int) -> None:
-    """Subscribe to what devices upload, and say on stdout when that works, and at the end what it has cost.
+    """Subscribe to what devices upload; print on stdout when subscribed, and at the end the processor time.
 
     Each message is acknowledged from this thread, as the aggregator has to, but at once.
     """
@@ -135,7 +135,7 @@ def discard(port: int, messages: int) -> None:
         print("ready", flush=True)
         started = time.process_time()
         for _ in range(messages):
-            session.acknowledge(events.get(timeout=PATIENCE_S))
+            session.acknowledge(events.get(timeout=TIMEOUT_S))
         print(time.process_time() - started, flush=True)
 
 
@@ -175,22 +175,20 @@ def _running(*arguments: str) -> Iterator[IO[bytes]]:
 def listening(
     broker: BrokerAddress, *topics: str, manual_ack: bool = False
 ) -> Iterator[tuple[Session, "queue.SimpleQueue[Received]"]]:
-    """Listen to topics; what comes is in the queue."""
+    """Subscribe to topics; received messages are in the queue."""
     others: queue.SimpleQueue[Event] = queue.SimpleQueue()
     received: queue.SimpleQueue[Received] = queue.SimpleQueue()
 
-    def hear(event: Event) -> None:
-        if isinstance(event, Received):
-            received.put(event)
-        else:
-            others.put(event)
-
     session = Session(
-        broker, client_id="listener", subscriptions=topics, on_event=hear, manual_ack=manual_ack
+        broker,
+        client_id="listener",
+        subscriptions=topics,
+        on_event=lambda event: received.put(event) if isinstance(event, Received) else others.put(event),
+        manual_ack=manual_ack,
     )
     session.start()
     try:
-        while not isinstance(others.get(timeout=PATIENCE_S), Connected):
+        while not isinstance(others.get(timeout=TIMEOUT_S), Connected):
             pass
         yield session, received
     finally:
@@ -204,19 +202,15 @@ def _cpu_s(process: int) -> float:
 
 def _wait_online(received: "queue.SimpleQueue[Received]") -> None:
     while True:
-        payload = received.get(timeout=PATIENCE_S).payload
+        payload = received.get(timeout=TIMEOUT_S).payload
         if decode(payload, Presence, max_bytes=1024).state == "online":
             return
 
 
 def _count_receipts(received: "queue.SimpleQueue[Received]", number: int) -> None:
-    """Wait for so many.
-
-    Raises:
-        ProtofleetError: something is refused.
-    """
+    """Wait for so many receipts; a refused submission is an error."""
     while number:
-        message = received.get(timeout=PATIENCE_S)
+        message = received.get(timeout=TIMEOUT_S)
         if not message.topic.endswith("/ack"):
             continue
         receipt = decode(message.payload, Receipt, max_bytes=65536)

@@ -18,17 +18,10 @@ from protocol.wire.transfer import frames_of
 
 @dataclass(frozen=True)
 class Load:
-    """Submissions to publish.
-
-    Args:
-        packets: a file of whole MQTT packets, one after the other.
-        messages: how many there are.
-        size_bytes: of all submissions in them.
-        devices: who hands them in.
-        submissions: how many there are.
-    """
+    """Submissions to publish."""
 
     packets: Path
+    """A file of whole MQTT packets, one after the other."""
     messages: int
     size_bytes: int
     devices: tuple[str, ...]
@@ -36,15 +29,7 @@ class Load:
 
 
 def write_load(folder: Path, task: Path, *, devices: int, submissions: int, size_bytes: int) -> Load:
-    """Make submissions to a task, each of random prototypes of its own, and the packets that carry them.
-
-    Args:
-        folder: gets the packets.
-        task: a task file.
-        devices: how many upload.
-        submissions: of each device, one after the other.
-        size_bytes: of the prototypes in each.
-    """
+    """Write the packets of so many submissions of each device, each of random prototypes of so many bytes."""
     store = Store(folder / "preparation")
     prepared = prepare_task(*load_task(task), store=store)
     store.close()

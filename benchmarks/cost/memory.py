@@ -21,7 +21,7 @@ from protocol.errors import ProtofleetError
 
 SOURCES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
 ROUNDS = 3
-PATIENCE_S = 600.0
+TIMEOUT_S = 600.0
 
 
 @click.command("memory")
@@ -61,10 +61,10 @@ def write_task(folder: Path, algorithm: str, backbones: Sequence[Path]) -> Path:
 
 
 def peak_bytes(task: Path, data: Path) -> int:
-    """The most memory that a device's process held, from its start to its last head.
+    """Return the peak memory of a device's process from its start to its last head.
 
     Raises:
-        ProtofleetError: the device did not come to an end.
+        ProtofleetError: the device failed or timed out.
     """
     broker, folder = str(free_address()), task.parent
     serve = ("run", "--embedded-broker", "--broker", broker, "--task", str(task), "--state")
@@ -77,17 +77,17 @@ def peak_bytes(task: Path, data: Path) -> int:
 
 
 def _watch(process: subprocess.Popen[bytes]) -> int:
-    """The kernel's own record of the most that a process held, read until it ends; Linux only."""
-    peak, give_up_s = 0, time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up_s:
+    """Return the kernel's record of a process's peak memory, read until it ends; Linux only."""
+    peak, deadline_s = 0, time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
         try:
             status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
             peak = max(peak, int(status.split("VmHWM:")[1].split()[0]) * 1024)
         except (OSError, IndexError):
-            pass  # it has ended, and left no record
+            pass  # it has ended
         if process.poll() is not None:
             if process.returncode:
                 raise ProtofleetError(f"a device ended with status {process.returncode}")
             return peak
         time.sleep(0.02)
-    raise ProtofleetError(f"a device took longer than {PATIENCE_S:.0f} s")
+    raise ProtofleetError(f"a device took longer than {TIMEOUT_S:.0f} s")

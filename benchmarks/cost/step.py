@@ -36,7 +36,7 @@ SETTINGS: dict[str, FedPCL | FPL] = {
     "fedpcl": FedPCL(loss="cross_entropy", relu=False, prior=True),
     "fpl": FPL(regularization=1.0),
 }
-"""Those that the losses below implement."""
+"""Settings that the losses below implement."""
 
 COLUMNS = ("torch_ms", "graph_ms", "ratio", "ratio_best")
 
@@ -183,7 +183,7 @@ def _torch_epoch(
 
 
 class _FedPCL:
-    """FedPCL as one writes it in torch."""
+    """FedPCL in plain torch."""
 
     def __init__(self, settings: FedPCL, feature_size: int, tensors: Arrays) -> None:
         self.layer = nn.Linear(feature_size, settings.projection_size)
@@ -205,7 +205,7 @@ class _FedPCL:
 
 
 class _FPL:
-    """FPL as one writes it in torch."""
+    """FPL in plain torch."""
 
     def __init__(self, settings: FPL, feature_size: int, tensors: Arrays) -> None:
         self.adapter = nn.Linear(feature_size, settings.projection_size)

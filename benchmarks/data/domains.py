@@ -1,4 +1,4 @@
-"""Fleets whose devices see different things: other domains, other mixtures of classes, or both."""
+"""Fleets whose devices differ: in their domain, in their mixture of classes, or in both."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,21 +12,12 @@ from benchmarks.data.partitions import Partition, share_out
 from protocol.errors import ConfigError
 
 VALIDATION = 400
-"""Images of a domain to choose settings by, at most."""
+"""Greatest number of images of a domain to choose settings by."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A device's features, to learn from and to be judged by.
-
-    Attributes:
-        domain: where its images are from.
-        train: float32 (n, L).
-        train_labels: int64 (n,).
-        test: float32 (m, L).
-        test_labels: int64 (m,).
-        weights: float64 (m,), what each test image counts; they add up to 1.
-    """
+    """A device's features (n, L) and classes (n,) for training and (m, L), (m,) for evaluation."""
 
     domain: str
     train: NDArray[np.float32]
@@ -34,26 +25,17 @@ class Client:
     test: NDArray[np.float32]
     test_labels: NDArray[np.int64]
     weights: NDArray[np.float64]
+    """Weight of each test image, (m,); they add up to 1."""
 
     def accuracy(self, predicted: NDArray[np.int64]) -> float:
-        """Return the share of the test images that is right, each by its weight."""
+        """Return the weighted share of the test images that are predicted correctly."""
         return float(self.weights[predicted == self.test_labels].sum())
 
 
 def load_domains(
     names: Sequence[str], backbones: Sequence[str], *, image_size: int, at_most: int | None = None
 ) -> dict[str, Features]:
-    """Return the features of each domain, those of several backbones one after the other.
-
-    Args:
-        names: what `benchmarks.data.images.load_data` knows.
-        backbones: of `benchmarks.data.features.BACKBONES`.
-        image_size: pixels of the square that every image is resized to.
-        at_most: images to take of each part, where all would be too many.
-
-    Raises:
-        ConfigError: the data or the weights are not there.
-    """
+    """Return the features of each domain by `load_features`, those of several backbones concatenated."""
     domains = {}
     for name in names:
         parts = [
@@ -74,11 +56,7 @@ def feature_shift(
 ) -> list[Client]:
     """Give every domain one client, with so many images of each class.
 
-    Args:
-        domains: where the clients are.
-        per_class: images of each class that a client has.
-        rng: draws them.
-        validation: judge on other training images, to choose settings, and not on test images.
+    For the choice of settings, `validation` evaluates on other training images instead of test images.
     """
     classes = next(iter(domains.values())).classes
     counts = np.full((len(domains), classes), per_class)
@@ -94,17 +72,10 @@ def label_shift(
     rng: np.random.Generator,
     validation: bool,
 ) -> list[Client]:
-    """Share images of each class out among clients, by shares drawn from a Dirichlet distribution.
+    """Divide images of each class among clients, by shares drawn from a Dirichlet distribution.
 
-    A client is judged by its own mixture of classes.
-
-    Args:
-        domains: where images are from.
-        owners: the domain of each client; one for all, or, to shift features as well, different ones.
-        per_class: images of each class that all clients together have, per client.
-        concentration: of the distribution.
-        rng: draws shares and images.
-        validation: judge on other training images, to choose settings, and not on test images.
+    `owners` are the clients' domains. All clients together have `per_class` images of each class per client; a client
+    is evaluated on its own mixture of classes.
     """
     classes = next(iter(domains.values())).classes
     labels = np.repeat(np.arange(classes), per_class * len(owners))
@@ -121,16 +92,10 @@ def unequal(
     rng: np.random.Generator,
     validation: bool,
 ) -> list[Client]:
-    """Give each domain a number of clients, and each of them a number of images.
-
-    Args:
-        domains: where the clients are.
-        plan: for each domain, its clients and the images of each.
-        rng: draws them.
-        validation: judge on other training images, to choose settings, and not on test images.
+    """Give each domain of the plan a number of clients, and each of them a number of images.
 
     Raises:
-        ConfigError: a domain has not so many images.
+        ConfigError: a domain has too few images.
     """
     clients = []
     for name, (number, images) in plan.items():
@@ -138,17 +103,14 @@ def unequal(
         order = rng.permutation(len(domain.train_labels))
         if number * images > len(order):
             raise ConfigError(f"{name} has {len(order)} images, not {number} times {images}")
-        test, labels = _judged_by(domain, order[number * images :] if validation else None)
-        weights = np.full(len(labels), 1 / len(labels))
-        clients += [
-            _client(name, domain, mine, test=test, test_labels=labels, weights=weights)
-            for mine in order[: number * images].reshape(number, images)
-        ]
+        judged_by = order[number * images :] if validation else None
+        parts = order[: number * images].reshape(number, images)
+        clients += [_client(name, domain, part, judged_by=judged_by) for part in parts]
     return clients
 
 
 def halved(features: Features, rng: np.random.Generator) -> Features:
-    """Deal a small data set anew into halves to learn from and to judge by."""
+    """Divide a small data set anew into halves for training and evaluation."""
     everything = np.concatenate([features.train, features.test])
     labels = np.concatenate([features.train_labels, features.test_labels])
     order = rng.permutation(len(labels))
@@ -170,13 +132,12 @@ def _clients(
         labels = domains[name].train_labels
         order = rng.permutation(len(labels))
         stacks[name] = [list(order[labels[order] == label]) for label in range(counts.shape[1])]
-    drawn = [_draw(stacks[name], mine, name) for name, mine in zip(owners, counts, strict=True)]
+    drawn = [_draw(stacks[name], share, name) for name, share in zip(owners, counts, strict=True)]
     clients = []
-    for name, mine, share in zip(owners, drawn, counts, strict=True):
+    for name, part, share in zip(owners, drawn, counts, strict=True):
         rest = np.array([index for stack in stacks[name] for index in stack])
-        test, labels = _judged_by(domains[name], rng.permutation(rest)[:VALIDATION] if validation else None)
-        weights = _weights(labels, share)
-        clients.append(_client(name, domains[name], mine, test=test, test_labels=labels, weights=weights))
+        judged_by = rng.permutation(rest)[:VALIDATION] if validation else None
+        clients.append(_client(name, domains[name], part, judged_by=judged_by, share=share))
     return clients
 
 
@@ -190,38 +151,30 @@ def _draw(stacks: Sequence[list[int]], counts: NDArray[np.int64], name: str) -> 
     return np.array(taken, dtype=np.int64)
 
 
-def _judged_by(
-    domain: Features, chosen: NDArray[np.int64] | None
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    if chosen is None:
-        return domain.test, domain.test_labels
-    return domain.train[chosen], domain.train_labels[chosen]
-
-
-def _weights(labels: NDArray[np.int64], share: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Weights of test images, such that classes count as much as a client has of them."""
-    present = np.bincount(labels, minlength=len(share))
-    weights = (share / np.maximum(present, 1))[labels]
-    normalized: NDArray[np.float64] = weights / weights.sum()
-    return normalized
-
-
 def _client(
     name: str,
     domain: Features,
-    mine: NDArray[np.int64],
+    part: NDArray[np.int64],
     *,
-    test: NDArray[np.float32],
-    test_labels: NDArray[np.int64],
-    weights: NDArray[np.float64],
+    judged_by: NDArray[np.int64] | None,
+    share: NDArray[np.int64] | None = None,
 ) -> Client:
+    """Return a client with a part of the training images, evaluated on others of them or on the test images.
+
+    Classes count as much as in `share`, (C,), by default as in the images.
+    """
+    test, labels = domain.test, domain.test_labels
+    if judged_by is not None:
+        test, labels = domain.train[judged_by], domain.train_labels[judged_by]
+    present = np.bincount(labels, minlength=domain.classes)
+    weights = ((present if share is None else share) / np.maximum(present, 1))[labels]
     return Client(
         domain=name,
-        train=domain.train[mine],
-        train_labels=domain.train_labels[mine],
+        train=domain.train[part],
+        train_labels=domain.train_labels[part],
         test=test,
-        test_labels=test_labels,
-        weights=weights,
+        test_labels=labels,
+        weights=weights / weights.sum(),
     )
 
 
@@ -238,17 +191,10 @@ def shifted(
     seed: int,
     validation: bool = False,
 ) -> list[Client]:
-    """Return the clients of one of the three settings of FedPCL, with ten images a class each or on average.
+    """Return the clients of one of the three settings of FedPCL on the domains of digits.
 
-    Args:
-        domains: the digits.
-        shift: one of SHIFTS: one client a domain; `clients` on MNIST-M with different mixtures of classes; or
-            one a domain with different mixtures.
-        per_class: images of each class, per client.
-        clients: with label shift alone.
-        concentration: of the Dirichlet distribution of the mixtures.
-        seed: of all that is drawn.
-        validation: judge on other training images, to choose settings, and not on test images.
+    SHIFTS are one client a domain; `clients` on MNIST-M with different mixtures of classes; or one a domain with
+    different mixtures.
     """
     rng = np.random.default_rng(seed)
     if shift == "feature":

@@ -25,7 +25,7 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class Weights:
-    """A file of weights, and what timm must be told to fit it; `model` where it is not the backbone's name."""
+    """A file of weights, and timm's arguments that fit it; `model` if it is not the backbone's name."""
 
     file: str
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ BACKBONES: Mapping[str, Weights] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Features:
-    """Features (n, L) float32 and classes (n,) int64, to learn from and to judge by."""
+    """Features (n, L) float32 and classes (n,) int64, for training and evaluation."""
 
     train: NDArray[np.float32]
     train_labels: NDArray[np.int64]
@@ -71,14 +71,10 @@ def cache_folder() -> Path:
 def load_features(data: str, *, backbone: str, image_size: int, at_most: int | None = None) -> Features:
     """Return the features of a data set, as a device would extract them; from the cache the second time.
 
-    Args:
-        data: what `benchmarks.data.images.load_data` knows.
-        backbone: one of BACKBONES.
-        image_size: pixels of the square that every image is resized to, without a crop.
-        at_most: images to take of each part, where all would be too many.
+    Images are resized to a square without a crop; of each part, `at_most` so many are used.
 
     Raises:
-        ConfigError: the data or the weights are not there.
+        ConfigError: the data or the weights are missing.
     """
     graph = backbone_file(backbone, image_size=image_size)
     file = graph.parent / (f"{data}.npz" if at_most is None else f"{data}-{at_most}.npz")
@@ -92,7 +88,7 @@ def backbone_file(backbone: str, *, image_size: int) -> Path:
     """Return one of BACKBONES as an ONNX file, exported the first time.
 
     Raises:
-        ConfigError: the weights are not there.
+        ConfigError: the weights are missing.
     """
     weights = weights_folder() / BACKBONES[backbone].file
     if not weights.is_file():

@@ -11,16 +11,12 @@ from protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class Partition:
-    """Division of labeled images among clients.
-
-    Attributes:
-        kind: with "sharding", a client has images of so many classes; with "dirichlet", the clients' shares
-            of each class are drawn from a symmetric Dirichlet distribution.
-        parameter: classes per client, delta; or the distribution's concentration, beta.
-    """
+    """Division of labeled images among clients."""
 
     kind: Literal["sharding", "dirichlet"]
+    """So many classes per client, or shares of each class drawn from a symmetric Dirichlet distribution."""
     parameter: float
+    """Classes per client, delta; or the distribution's concentration, beta."""
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.parameter:g}"
@@ -47,16 +43,7 @@ def parse_partition(text: str) -> Partition:
 def share_out(
     labels: NDArray[np.int64], partition: Partition, *, clients: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Give every image to one client.
-
-    Args:
-        labels: (n,), the class of each image.
-        partition: how.
-        clients: K.
-        rng: decides.
-
-    Returns:
-        (n,), the client of each image, in 0 to K - 1.
+    """Return the client of each image, (n,), in 0 to K - 1, by the images' classes (n,).
 
     Raises:
         ConfigError: so few clients with so few classes cannot have all the images.

@@ -1,7 +1,6 @@
-"""An attacker's decoder: from what a frozen backbone says of an image back to the image (FedTC, appendix C).
+"""An attacker's decoder: from the feature of an image back to the image (FedTC, appendix C).
 
-The operator of a fleet has its backbone, and finds public images of the same kind: pairs of image and feature to
-learn from, as many as there is patience for.
+The operator of a fleet has its backbone and public images of the same kind: any number of pairs of image and feature.
 """
 
 import math
@@ -45,21 +44,16 @@ class Decoder(nn.Module):
 
 
 def as_values(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Images of whatever shape as values from 0 to 1."""
+    """Return images of any shape as values from 0 to 1."""
     return (images / 255).astype(np.float32)
 
 
 def train_decoder(
     features: NDArray[np.float32], images: NDArray[np.uint8], *, epochs: int, seed: int, device: str
 ) -> Decoder:
-    """Learn to paint public images from their features: small errors in pixels, and a high SSIM.
+    """Train a decoder to reconstruct images (n, H, W) or (n, H, W, 3) from their features (n, L).
 
-    Args:
-        features: float32 (n, L).
-        images: uint8 (n, H, W) or (n, H, W, 3), those that the features are of.
-        epochs: passes over them.
-        seed: of the first weights and the shuffles.
-        device: a torch device.
+    The loss is small for small errors in pixels, and a high SSIM.
     """
     known = torch.from_numpy(features).to(device)
     wanted = torch.from_numpy(as_values(images).reshape(len(images), -1)).to(device)
@@ -73,9 +67,9 @@ def train_decoder(
     with click.progressbar(length=steps, label="training a decoder", file=sys.stderr) as bar:
         for _ in range(epochs):
             for members in torch.split(torch.randperm(len(known), generator=generator), BATCH):
-                painted = decoder(known[members])
-                alike = _mean_ssim(*(_stack(each, images.shape) for each in (painted, wanted[members])))
-                loss = functional.l1_loss(painted, wanted[members]) + SSIM_WEIGHT * (1 - alike)
+                decoded = decoder(known[members])
+                similarity = _mean_ssim(*(_stack(each, images.shape) for each in (decoded, wanted[members])))
+                loss = functional.l1_loss(decoded, wanted[members]) + SSIM_WEIGHT * (1 - similarity)
                 optimizer.zero_grad()
                 torch.autograd.backward(loss)
                 optimizer.step()
@@ -85,11 +79,11 @@ def train_decoder(
 
 
 def decode(decoder: Decoder, features: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """Return the images (n, *shape) that an attacker takes features (n, L) for, values from 0 to 1."""
+    """Return the images (n, *shape) that an attacker reconstructs from features (n, L), values from 0 to 1."""
     with torch.inference_mode():
         pixels = decoder(torch.from_numpy(features).to(decoder.mean.device)).cpu()
-    painted: NDArray[np.float32] = pixels.numpy().reshape(len(features), *shape)
-    return painted
+    decoded: NDArray[np.float32] = pixels.numpy().reshape(len(features), *shape)
+    return decoded
 
 
 def _stack(pixels: Tensor, shape: tuple[int, ...]) -> Tensor:

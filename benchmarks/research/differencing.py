@@ -15,13 +15,10 @@ from edge_client.data.prototype_averaging import batch_prototypes
 def submit(
     features: NDArray[np.float32], *, batch: int, alpha: float, seed: Sequence[int]
 ) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
-    """Return what a device uploads of one class: float16 prototypes (m, L) and their counts (m,).
+    """Return a device's upload of one class: float16 prototypes (m, L) and their counts (m,).
 
-    Args:
-        features: float32 (n, L), in the order of the images' names.
-        batch: B.
-        alpha: share of the features that filtering keeps.
-        seed: of the shuffle; a device has the same one for a class of a task, whatever its images are.
+    The features (n, L) are in the order of the images' names. A device has the same seed for a class of a task,
+    whatever its images are.
     """
     values, counts = batch_prototypes(
         lambda: [features], alpha=alpha, batch_size=batch, min_images=2, rng=np.random.default_rng(seed)
@@ -33,7 +30,7 @@ def added_feature(
     before: tuple[NDArray[np.float16], NDArray[np.uint32]],
     after: tuple[NDArray[np.float16], NDArray[np.uint32]],
 ) -> NDArray[np.float32]:
-    """Take the weighted sum of a class's prototypes from that of the next submission: the new feature, (L,).
+    """Subtract the weighted sum of a class's prototypes from that of the next submission: the new feature, (L,).
 
     Exact but for the rounding to float16, where filtering dropped the same images both times.
     """
@@ -47,16 +44,10 @@ def added_feature(
 def unmix(
     submissions: Sequence[tuple[NDArray[np.float16], NDArray[np.uint32]]], *, batch: int, seed: Sequence[int]
 ) -> NDArray[np.float32]:
-    """Solve for single features, (n, L), by someone who can tell how images were shuffled; a few stay mixed.
+    """Solve for single features, (n, L), with a known shuffle; a few stay mixed.
 
-    Each submission is a linear equation for each of its prototypes. Nothing was filtered, and each submission has
-    one image more than the one before, at the end: so the number of unknowns hardly grows, and that of equations
-    does.
-
-    Args:
-        submissions: in their order.
-        batch: B.
-        seed: of the shuffle.
+    Each prototype is a linear equation. Nothing was filtered, and each submission has one image more than the one
+    before, at the end: so the number of unknowns hardly grows, and that of equations does.
     """
     images = int(submissions[-1][1].sum())
     rows, known = [], []
@@ -77,39 +68,26 @@ def unmix(
 
 @dataclass(frozen=True, kw_only=True)
 class Resubmitted:
-    """Disclosure by submissions of nearly the same images.
-
-    Attributes:
-        batch: B.
-        error: median relative error of the feature of an image that came between two submissions, around its
-            class mean.
-        ssim: mean SSIM of what is painted of it to the image.
-        top_1: how often it is told from 99 strangers of its class.
-        submissions: those by which somebody who can tell the shuffle has as many equations as unknowns.
-        all_error: median relative error of every feature of the device by then; None if it has too few images.
-    """
+    """Disclosure by submissions of nearly the same images."""
 
     batch: int
     error: float
+    """Median relative error, around its class mean, of the feature of an image added between two submissions."""
     ssim: float
+    """Mean SSIM of its reconstruction to the image."""
     top_1: float
+    """How often it is distinguished from 99 non-members of its class."""
     submissions: int
+    """Submissions after which an attacker with the shuffle has as many equations as unknowns."""
     all_error: float | None
+    """Median relative error of every feature of the device by then; None if it has too few images."""
 
 
 def resubmit(scene: Scene, decoder: Decoder, *, batch: int, images: int, seed: int) -> Resubmitted:
-    """Compare a submission with the next one, which has an image more, for each class in turn.
-
-    Args:
-        scene: who has what.
-        decoder: the attacker's.
-        batch: B.
-        images: of each class, at first.
-        seed: of the shuffles.
-    """
-    errors, found, alike, solved, submissions = [], [], [], [], 0
+    """Compare a submission of `images` of a class with the next one, which has an image more, class by class."""
+    errors, found, similar, solved, submissions = [], [], [], [], 0
     rng = np.random.default_rng(seed)
-    for label, strangers in scene.strangers.items():
+    for label, non_members in scene.non_members.items():
         rows = scene.device[scene.labels[scene.device] == label]
         mine, center = scene.features[rows], scene.features[rows].mean(axis=0)
         key = (seed, label)
@@ -119,11 +97,11 @@ def resubmit(scene: Scene, decoder: Decoder, *, batch: int, images: int, seed: i
             )
             added = added_feature(before, after)
             errors.append(_error(added, mine[newest], center))
-            others = scene.features[rng.permutation(strangers)[: CANDIDATES - 1]]
+            others = scene.features[rng.permutation(non_members)[: CANDIDATES - 1]]
             nearest = np.linalg.norm(others - added, axis=1).min()
             found.append(bool(np.linalg.norm(mine[newest] - added) < nearest))
-            painted = decode(decoder, added[None], scene.images.shape[1:])[0]
-            alike.append(best_ssim(painted, scene.images[rows[newest]][None]))
+            reconstructed = decode(decoder, added[None], scene.images.shape[1:])[0]
+            similar.append(best_ssim(reconstructed, scene.images[rows[newest]][None]))
         submissions = _enough(images, batch)
         if images + submissions - 1 <= len(mine):
             uploaded = [
@@ -134,7 +112,7 @@ def resubmit(scene: Scene, decoder: Decoder, *, batch: int, images: int, seed: i
     return Resubmitted(
         batch=batch,
         error=float(np.median(errors)),
-        ssim=float(np.mean(alike)),
+        ssim=float(np.mean(similar)),
         top_1=float(np.mean(found)),
         submissions=submissions,
         all_error=float(np.median(solved)) if solved else None,
@@ -142,7 +120,7 @@ def resubmit(scene: Scene, decoder: Decoder, *, batch: int, images: int, seed: i
 
 
 def _enough(images: int, batch: int) -> int:
-    """Submissions, each with an image more, that make as many equations as there are features, and one more."""
+    """Return the submissions, each with an image more, that give as many equations as features, and one more."""
     submissions, equations = 1, max(images // batch, 1)
     while equations < images + submissions - 1:
         equations += max((images + submissions) // batch, 1)

@@ -10,51 +10,42 @@ from numpy.typing import NDArray
 from edge_client.data.prototype_averaging import batch_prototypes
 
 CANDIDATES = 100
-"""Images of a class among which the one in a prototype is to be found."""
+"""Images of a class among which the attacker looks for the one in a prototype."""
 LUMINANCE = np.array([0.299, 0.587, 0.114], dtype=np.float32)
-# A direction in which public features hardly spread would count for too much.
 LEAST_VARIANCE = 0.01
+"""Relative to the mean; a direction in which public features hardly vary would count for too much."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """Prototypes as a server gets them, and what it does not get: which images are in which.
-
-    Attributes:
-        values: float32 (m, L), each at one time float16, as on the wire.
-        labels: int64 (m,).
-        counts: int64 (m,).
-        noise: float64 (m,), the deviation of what was added to each of its values; everybody knows it.
-        members: for each prototype the rows of its images, among all.
-    """
+    """Prototypes (m, L) as a server receives them, and what it does not receive: which images are in which."""
 
     values: NDArray[np.float32]
+    """Rounded to float16, as on the wire."""
     labels: NDArray[np.int64]
     counts: NDArray[np.int64]
     noise: NDArray[np.float64]
+    """Deviation of the noise added to each prototype's values, which the attacker knows."""
     members: tuple[NDArray[np.intp], ...]
+    """For each prototype the rows of its images, among all."""
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """Distribution of features around the mean of their class, estimated from public features.
-
-    Attributes:
-        centers: float32 (C, L).
-        axes: float32 (L, L), a column for each principal axis within classes.
-        variances: float32 (L,), along them; none is near zero.
-    """
+    """Distribution of features around the mean of their class, estimated from public features."""
 
     centers: NDArray[np.float32]
     axes: NDArray[np.float32]
+    """A column for each principal axis within classes, (L, L)."""
     variances: NDArray[np.float32]
+    """Along the axes, (L,); none is near zero."""
 
     def along(self, features: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return deviations (n, L) from the centers of classes (n,), along the axes."""
         return ((features - self.centers[labels]) @ self.axes).astype(np.float32)
 
     def denoise(self, release: Release) -> NDArray[np.float32]:
-        """Return the best linear guess (m, L) at what prototypes were before noise came on them."""
+        """Return the best linear estimate (m, L) of prototypes before noise was added."""
         spread = self.variances / release.counts[:, None]
         kept = self.along(release.values, release.labels) * (spread / (spread + release.noise[:, None] ** 2))
         return (self.centers[release.labels] + kept @ self.axes.T).astype(np.float32)
@@ -62,36 +53,28 @@ class Knowledge:
 
 @dataclass(frozen=True)
 class Linkage:
-    """Success in inferring which images are in a prototype.
-
-    Attributes:
-        auc: chance that an image in a prototype scores higher than one of its class that is not: 0.5 is none.
-        top_1: how often the one in the prototype scores highest among CANDIDATES.
-    """
+    """Success in inferring which images are in a prototype."""
 
     auc: float
+    """Probability that an image in a prototype scores higher than a non-member of its class; chance is 0.5."""
     top_1: float
+    """Share of the prototypes whose member scores highest among CANDIDATES."""
 
 
 Score: TypeAlias = Callable[[int, NDArray[np.intp]], NDArray[np.float64]]
 """From the number of a prototype and the rows of images (n,) to how likely these are in it, (n,)."""
 
 
-def deal(
+def release_prototypes(
     features: NDArray[np.float32], labels: NDArray[np.int64], rows: NDArray[np.intp], *, batch: int, seed: int
 ) -> Release:
-    """Make the prototypes of a device by its own function, without outlier filtering, and note what is in each.
+    """Average the device's rows of the features (n, L) by its own function, without outlier filtering.
 
-    Args:
-        features: float32 (n, L), of all images.
-        labels: int64 (n,).
-        rows: those of the device.
-        batch: images in a prototype, B; a class has at least that many.
-        seed: of the shuffle.
+    A prototype has `batch` images, B; a class has at least that many.
     """
     values, classes, members = [], [], []
     for label in np.unique(labels[rows]):
-        mine = rows[labels[rows] == label]
+        own = rows[labels[rows] == label]
         averages, shares = (
             batch_prototypes(
                 lambda part=part: [part],  # type: ignore[misc]
@@ -100,11 +83,11 @@ def deal(
                 min_images=1,
                 rng=np.random.default_rng([seed, int(label)]),
             )[0]
-            for part in (features[mine], np.eye(len(mine), dtype=np.float32))
+            for part in (features[own], np.eye(len(own), dtype=np.float32))
         )
         values.append(averages.astype(np.float16).astype(np.float32))
         classes += [label] * len(averages)
-        members += [mine[share > 0] for share in shares]
+        members += [own[share > 0] for share in shares]
     counts = np.array([len(of_one) for of_one in members])
     return Release(
         np.concatenate(values), np.array(classes), counts, noise=np.zeros(len(counts)), members=tuple(members)
@@ -112,7 +95,7 @@ def deal(
 
 
 def study(features: NDArray[np.float32], labels: NDArray[np.int64]) -> Knowledge:
-    """Learn class means and the pooled covariance within classes from public features (n, L)."""
+    """Estimate class means and the pooled covariance within classes from public features (n, L)."""
     classes = int(labels.max()) + 1
     centers = np.stack([features[labels == label].mean(axis=0) for label in range(classes)])
     deviations = features - centers[labels]
@@ -122,12 +105,12 @@ def study(features: NDArray[np.float32], labels: NDArray[np.int64]) -> Knowledge
 
 
 def by_cosine(release: Release, features: NDArray[np.float32]) -> Score:
-    """Score an image by the cosine of its feature to the prototype, all that needs no knowledge."""
+    """Score an image by the cosine of its feature to the prototype, which needs no knowledge."""
     unit = features / np.linalg.norm(features, axis=1, keepdims=True).clip(1e-12)
 
     def score(prototype: int, rows: NDArray[np.intp]) -> NDArray[np.float64]:
-        towards = release.values[prototype] / max(float(np.linalg.norm(release.values[prototype])), 1e-12)
-        cosines: NDArray[np.float64] = (unit[rows] @ towards).astype(np.float64)
+        direction = release.values[prototype] / max(float(np.linalg.norm(release.values[prototype])), 1e-12)
+        cosines: NDArray[np.float64] = (unit[rows] @ direction).astype(np.float64)
         return cosines
 
     return score
@@ -160,15 +143,11 @@ def by_likelihood(
 
 
 def link(
-    score: Score, release: Release, strangers: Mapping[int, NDArray[np.intp]], *, rng: np.random.Generator
+    score: Score, release: Release, non_members: Mapping[int, NDArray[np.intp]], *, rng: np.random.Generator
 ) -> Linkage:
-    """Measure how well a score distinguishes the images in each prototype from others of the same class.
+    """Measure how well a score distinguishes the images in each prototype from non-members of the same class.
 
-    Args:
-        score: the attacker's.
-        release: the prototypes.
-        strangers: of each class the rows of images that are in no prototype.
-        rng: draws strangers, as many as there are members for the AUC and CANDIDATES - 1 for the other.
+    The AUC compares as many non-members as members, the other figure CANDIDATES - 1.
     """
     from sklearn.metrics import roc_auc_score
 
@@ -176,7 +155,7 @@ def link(
     truths: list[NDArray[np.bool_]] = []
     found = 0
     for prototype, members in enumerate(release.members):
-        others = rng.permutation(strangers[int(release.labels[prototype])])
+        others = rng.permutation(non_members[int(release.labels[prototype])])
         inside, outside = score(prototype, members), score(prototype, others)
         found += bool(inside[rng.integers(len(inside))] > outside[: CANDIDATES - 1].max())
         outside = outside[: len(inside)]
@@ -186,16 +165,14 @@ def link(
     return Linkage(auc, found / len(release.members))
 
 
-def best_ssim(painted: NDArray[np.float32], images: NDArray[np.float32]) -> float:
+def best_ssim(image: NDArray[np.float32], images: NDArray[np.float32]) -> float:
     """Return the highest structural similarity (Wang et al. 2004, 7x7 windows) of one image to any of several.
 
-    Args:
-        painted: float32 (H, W) or (H, W, 3), values from 0 to 1; colors are compared by their luminance.
-        images: (n, H, W) or (n, H, W, 3), likewise.
+    Values are from 0 to 1; colors are compared by their luminance.
     """
     from skimage.metrics import structural_similarity
 
-    gray = _gray(painted)
+    gray = _gray(image)
     return max(float(structural_similarity(gray, _gray(each), data_range=1.0)) for each in images)
 
 

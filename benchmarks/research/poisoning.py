@@ -1,4 +1,4 @@
-"""`python -m benchmarks research poisoning`: heads of a fleet in which some devices send false prototypes."""
+"""`python -m benchmarks research poisoning`: heads of a fleet in which attackers upload false prototypes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from aggregator.training.outlier_detection import judge
 from aggregator.training.robust_training_set import combine
 from aggregator.training.train_head import recipe_of, torch_device
 from benchmarks.accuracy.fedtc import partitions_of
-from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, take_fleet, train_on
+from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, fleet_prototypes, train_on
 from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition
@@ -32,29 +32,24 @@ METHODS: tuple[Method, ...] = ("none", "check", "trimmed", "median")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """One fleet.
-
-    Attributes:
-        partition: how the images were shared out.
-        attack: what the liars do; empty where there are none.
-        share: of the devices that lie.
-        seed: of the fleet.
-        liars: how many have uploaded.
-        found: how many of these the check quarantines.
-        honest: how many others have uploaded.
-        wronged: how many of these the check quarantines.
-        accuracies: share of the test images that the head gets right, by method; empty without training.
-    """
+    """One fleet."""
 
     partition: str
     attack: str
+    """Empty without attackers."""
     share: float
+    """Of the devices, that attack."""
     seed: int
     liars: int
+    """Attackers that have uploaded."""
     found: int
+    """Attackers that are quarantined."""
     honest: int
+    """Other devices that have uploaded."""
     wronged: int
+    """Other devices that are quarantined."""
     accuracies: Mapping[str, float]
+    """Of the head, by method; empty without training."""
 
 
 @click.command("poisoning")
@@ -77,7 +72,7 @@ class Result:
 )
 @click.option("--threshold", type=float, default=Robust().threshold, show_default=True)
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
-@click.option("--train/--no-train", default=True, show_default=True, help="Or only find who lies.")
+@click.option("--train/--no-train", default=True, show_default=True, help="Or only detect attackers.")
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
 @click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
 @json_option
@@ -144,24 +139,24 @@ def run(
     methods: Sequence[Method],
     seed: int,
 ) -> Result:
-    """Run a fleet whose last devices send false prototypes; detect outliers, and train a head by each method."""
-    parts = take_fleet(features, partition, settings, seed=seed)
+    """Run a fleet whose last devices upload false prototypes; detect outliers, and train a head by each method."""
+    parts = fleet_prototypes(features, partition, settings, seed=seed)
     first_liar = round(settings.clients * (1 - share))
     liars = {device for device in parts if int(device) >= first_liar}
-    told = {
-        device: lie(part, attack, classes=features.classes, seed=seed) if device in liars else part
+    uploaded = {
+        device: falsified(part, attack, classes=features.classes, seed=seed) if device in liars else part
         for device, part in parts.items()
     }
     classes = [str(label) for label in range(features.classes)]
-    aside = judge(told, classes=classes, threshold=threshold).quarantined.keys()
-    kept = [part for device, part in told.items() if device not in aside]
+    quarantined = judge(uploaded, classes=classes, threshold=threshold).quarantined.keys()
+    included = [part for device, part in uploaded.items() if device not in quarantined]
     accuracies: dict[str, float] = {}
     for method in methods:
-        if method == "check" and not aside:
+        if method == "check" and not quarantined:
             accuracies[method] = accuracies["none"]
             continue
         by = "none" if method == "check" else method
-        data = combine(kept if method == "check" else list(told.values()), by=by)
+        data = combine(included if method == "check" else list(uploaded.values()), by=by)
         accuracies[method] = accuracy_of(train_on(data, features, settings, seed=seed).module, features)
     return Result(
         partition=str(partition),
@@ -169,15 +164,15 @@ def run(
         share=share,
         seed=seed,
         liars=len(liars),
-        found=len(liars & aside),
+        found=len(liars & quarantined),
         honest=len(parts.keys() - liars),
-        wronged=len(aside - liars),
+        wronged=len(quarantined - liars),
         accuracies=accuracies,
     )
 
 
-def lie(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prototypes:
-    """Return what a device sends that calls each class by the next one's name, or sends noise."""
+def falsified(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prototypes:
+    """Return the prototypes with the label of the next class, or noise in their place."""
     if attack == "flip":
         return Prototypes(part.values, (part.labels + 1) % classes, part.counts)
     noise = np.random.default_rng(seed).normal(size=part.values.shape)

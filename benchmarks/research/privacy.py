@@ -43,8 +43,8 @@ RESUBMITTED = {
 ACCURACIES = {"": "<22", "of a class": ">11", "B": ">5", "epsilon": ">9g", "top-1": ">9.2%"}
 AGAIN = (5, 25)
 """B of the device that uploads again."""
-TINTED = (1.0, 8.0, 32.0)
-"""Values of epsilon that images are painted at; accuracy is measured at more."""
+ATTACKED_EPSILONS = (1.0, 8.0, 32.0)
+"""Values of epsilon that are attacked; accuracy is measured at more."""
 EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 PARTS = ("attack", "accuracy")
 
@@ -84,7 +84,7 @@ def command(
     """Attack a device's uploads, and measure the accuracy that protection costs."""
     where = torch_device(device)
     report: dict[str, Any] = {"backbone": backbone, "image_size": image_size, "seed": seed}
-    painted: list[Rows] = []
+    reconstructions: list[Rows] = []
     accuracies: dict[str, list[Accuracy]] = {}
     for name in names:
         features = load_features(name, backbone=backbone, image_size=image_size)
@@ -98,7 +98,7 @@ def command(
                 seed=seed,
                 device=where,
             )
-            painted.append(rows)
+            reconstructions.append(rows)
             figures |= {"leaks": list(map(asdict, leaks)), "resubmitted": list(map(asdict, again))}
         if "accuracy" in parts:
             accuracies[name] = _accuracies(
@@ -113,8 +113,8 @@ def command(
             figures["accuracies"] = list(map(asdict, accuracies[name]))
         report[name] = figures
     write_json(json_file, "privacy", **report)
-    if plots and painted:
-        draw_images(painted, plots / "reconstruction.png")
+    if plots and reconstructions:
+        draw_images(reconstructions, plots / "reconstruction.png")
     if plots and accuracies:
         draw_accuracies(accuracies, plots / "privacy-accuracy.png")
 
@@ -127,7 +127,7 @@ def _attack(
     forms = forms_of(
         scene,
         batches=[batch for batch in BATCHES if batch <= images],
-        epsilons=TINTED,
+        epsilons=ATTACKED_EPSILONS,
         clip_norm=_usual_norm(features),
         seed=seed,
     )
@@ -162,8 +162,8 @@ def _accuracies(
     measured = []
     table = Table(ACCURACIES, title=f"{name}: accuracy, {devices} devices")
     plain = RECIPES["default"]
-    # Restoring the variance would blow the noise up as well.
-    calm = replace(plain, restore=False, mix=False)
+    # Restoring the variance would amplify the noise as well.
+    without_restoring = replace(plain, restore=False, mix=False)
     clip_norm = _usual_norm(features)
     for images in per_class:
         fleets = [Fleet(devices=devices, images=images, batch=batch) for batch in (5, PRIVATE_BATCH)]
@@ -181,7 +181,7 @@ def _accuracies(
             accuracy = run_private(
                 *(features, fleet),
                 how=how(cost or 0.0),
-                recipe=plain if cost is None else calm,
+                recipe=plain if cost is None else without_restoring,
                 seed=seed,
                 device=device,
             )

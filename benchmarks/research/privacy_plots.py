@@ -1,4 +1,4 @@
-"""Images of what an attacker sees, and of what privacy costs."""
+"""Plots of an attacker's reconstructions, and of the accuracy that privacy costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,39 +14,33 @@ from benchmarks.research.private_fleet import Accuracy
 from benchmarks.research.reconstruction import Form, Scene
 
 SHOWN = 7
-"""Classes of a data set for which there is room."""
+"""Classes of a data set that are shown."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Images side by side.
-
-    Attributes:
-        name: of the data set.
-        rows: what is in a row, and its images (SHOWN, H, W) or (SHOWN, H, W, 3).
-    """
+    """Images of a data set side by side: by title, (SHOWN, H, W) or (SHOWN, H, W, 3)."""
 
     name: str
     rows: Mapping[str, NDArray[np.float32]]
 
 
 def rows_of(name: str, scene: Scene, forms: Sequence[Form], decoder: Decoder) -> Rows:
-    """Return an image of each class, and what is painted of the prototype that it is in, in each form."""
-    chosen = [int(scene.device[scene.labels[scene.device] == label][0]) for label in scene.strangers][:SHOWN]
+    """Return an image of each class, and the reconstruction from the prototype that it is in, in each form."""
+    chosen = [int(scene.device[scene.labels[scene.device] == label][0]) for label in scene.non_members][
+        :SHOWN
+    ]
     rows = {"image": scene.images[chosen]}
     for form in forms:
-        painted = decode(decoder, form.guess, scene.images.shape[1:])
-        rows[form.name] = np.stack([_painted_of(image, form, painted) for image in chosen])
+        decoded = decode(decoder, form.guess, scene.images.shape[1:])
+        gray = np.full_like(decoded[0], 0.5)  # where nothing of a class was sent
+        by_image = {
+            int(image): decoded[number]
+            for number, members in enumerate(form.release.members)
+            for image in members
+        }
+        rows[form.name] = np.stack([by_image.get(image, gray) for image in chosen])
     return Rows(name, rows)
-
-
-def _painted_of(image: int, form: Form, painted: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return what became of the prototype that an image is in; plain gray where nothing of its class was sent."""
-    for number, members in enumerate(form.release.members):
-        if np.any(members == image):
-            mine: NDArray[np.float32] = painted[number]
-            return mine
-    return np.full_like(painted[0], 0.5)
 
 
 def draw_images(shown: Sequence[Rows], file: Path) -> None:

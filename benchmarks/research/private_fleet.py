@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc import Recipe, train_head
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
+from benchmarks.accuracy.fedtc_fleet import accuracy_of
 from benchmarks.data.features import Features
 from edge_client.data.prototype_averaging import batch_prototypes
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
@@ -23,35 +23,25 @@ PAPER = Perturbation(on="prototypes", noise="gaussian", scale=0.05, shrink=0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Size of a fleet.
-
-    Attributes:
-        devices: K.
-        images: of each class, on each device.
-        batch: B.
-    """
+    """Size of a fleet."""
 
     devices: int
     images: int
+    """Of each class, on each device."""
     batch: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Accuracy of a fleet's head.
-
-    Attributes:
-        protection: "none", "perturbed" or "differential privacy".
-        epsilon: of a submission, at DELTA; None without differential privacy.
-        batch: B.
-        images: of each class, on each device.
-        accuracy: share of the test images.
-    """
+    """Accuracy of a fleet's head."""
 
     protection: str
+    """`none`, `perturbed` or `differential privacy`."""
     epsilon: float | None
+    """Of a submission, at DELTA; None without differential privacy."""
     batch: int
     images: int
+    """Of each class, on each device."""
     accuracy: float
 
 
@@ -76,16 +66,7 @@ def run_private(
     seed: int,
     device: str,
 ) -> float:
-    """Return the accuracy of a fleet's head on the test images; 0 if no device uploads anything.
-
-    Args:
-        features: of the images to share out, and of those to judge by.
-        fleet: each device has as many images of every class as it says.
-        how: what protects them.
-        recipe: how the head is trained.
-        seed: of the sharing, the shuffles, the noise and the training.
-        device: a torch device.
-    """
+    """Return the accuracy of a fleet's head on the test images; 0 if no device uploads anything."""
     rng = np.random.default_rng(seed)
     parts = []
     for label in range(features.classes):
@@ -95,21 +76,19 @@ def run_private(
             _release(features.train[share], label, number, fleet, how=how, seed=seed)
             for number, share in enumerate(shares)
         ]
-    taken = pool(parts)
-    if not len(taken.labels):
+    data = pool(parts)
+    if not len(data.labels):
         return 0.0
-    head = train_head(
-        taken.values,
-        taken.labels,
-        taken.counts,
+    trained = train_head(
+        data.values,
+        data.labels,
+        data.counts,
         num_classes=features.classes,
         recipe=recipe,
         seed=seed,
         device=device,
-    ).module
-    with torch.inference_mode():
-        predicted = head(torch.from_numpy(features.test)).argmax(dim=1).numpy()
-    return float((predicted == features.test_labels).mean())
+    )
+    return accuracy_of(trained.module, features)
 
 
 def _release(
@@ -121,7 +100,7 @@ def _release(
     how: Mechanism | Perturbation | None,
     seed: int,
 ) -> Prototypes:
-    """Return what a device uploads of one class."""
+    """Return a device's upload of one class."""
     key = digest_of(f"{seed}/{number}/{label}".encode())
     if isinstance(how, Mechanism):
         identities = [str(each) for each in range(len(features))]

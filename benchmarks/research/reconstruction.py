@@ -1,4 +1,4 @@
-"""The attack of FedTC's appendix C on everything that a device may send, and on what the server makes of it."""
+"""The attack of FedTC's appendix C on every form of upload, and on what the server computes from it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ from benchmarks.research.leakage import (
     best_ssim,
     by_cosine,
     by_likelihood,
-    deal,
     link,
+    release_prototypes,
     study,
 )
 from benchmarks.research.private_fleet import PAPER, noise_multiplier
@@ -27,85 +27,65 @@ from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of
 
-MOST_PAINTED = 200
+COMPARED = 200
 """Prototypes of a form whose images are compared, drawn at random: more would hardly change the means."""
 PRIVATE_BATCH = 25
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Division of a data set between device, attacker and others.
-
-    Attributes:
-        public: features (p, L) and classes (p,) of the images that the attacker has as well.
-        public_images: uint8 (p, H, W) or (p, H, W, 3).
-        features: float32 (n, L), of the device's images and of non-members, which are not uploaded.
-        labels: int64 (n,).
-        images: float32 (n, H, W) or (n, H, W, 3), in 0 to 1.
-        device: rows of the device, as many of each class.
-        strangers: rows of strangers, of each class.
-    """
+    """Division of a data set between device, attacker and non-members, whose images are not uploaded."""
 
     public: tuple[NDArray[np.float32], NDArray[np.int64]]
+    """Features (p, L) and classes (p,) of the images that the attacker has."""
     public_images: NDArray[np.uint8]
     features: NDArray[np.float32]
+    """Of the device's images and of non-members, (n, L)."""
     labels: NDArray[np.int64]
     images: NDArray[np.float32]
+    """(n, H, W) or (n, H, W, 3), in 0 to 1."""
     device: NDArray[np.intp]
-    strangers: Mapping[int, NDArray[np.intp]]
+    """Rows of the device, equally many of each class."""
+    non_members: Mapping[int, NDArray[np.intp]]
+    """Rows of non-members, of each class."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Prototypes in one of the forms in which they may be had.
-
-    Attributes:
-        name: of the form.
-        release: what leaves the device.
-        guess: float32 (m, L), what the attacker makes of it for the decoder.
-        features: float32 (n, L), of all images, as they go into it: clipped or not.
-        knowledge: the attacker's, of such features.
-    """
+    """Prototypes in one of the forms in which they are available."""
 
     name: str
     release: Release
     guess: NDArray[np.float32]
+    """The attacker's input for the decoder, (m, L)."""
     features: NDArray[np.float32]
+    """Of all images, (n, L), clipped if the device clips them."""
     knowledge: Knowledge
+    """The attacker's, of such features."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leak:
-    """Disclosure by one form of upload.
-
-    Attributes:
-        form: its name.
-        own: mean of the best SSIM of a painted image to the images in its prototype.
-        others: the same to as many images of its class that are not in it.
-        class_look: the same of the mean public image of the class to the images in it.
-        own_first: share of the prototypes whose own images come out more alike than the others: half is chance.
-        cosine: what cosines tell.
-        likelihood: what an attacker tells who knows how features spread.
-    """
+    """Disclosure by one form of upload."""
 
     form: str
     own: float
+    """Mean of the best SSIM of a reconstructed image to the images in its prototype."""
     others: float
+    """The same to as many non-members of its class."""
     class_look: float
+    """The same of the mean public image of the class to the images in the prototype."""
     own_first: float
+    """Share of the prototypes whose images are more similar than the non-members; chance is a half."""
     cosine: Linkage
     likelihood: Linkage
+    """By an attacker with knowledge of the distribution of features."""
 
 
 def set_scene(data: DataSet, features: Features, *, public: int, per_class: int, seed: int) -> Scene:
-    """Deal the training images out to the attacker, the device, and neither.
+    """Divide the training images: `public` for the attacker, `per_class` of each class for the device, non-members.
 
-    Args:
-        data: the images.
-        features: theirs.
-        public: images that the attacker has.
-        per_class: images of each class that the device has; at most as many are strangers, and at least 100.
-        seed: of the deal.
+    Of each class, there are as many non-members as images on the device, and at least 100.
     """
     order = np.random.default_rng(seed).permutation(len(features.train_labels))
     known, hidden = order[:public], order[public:]
@@ -114,15 +94,15 @@ def set_scene(data: DataSet, features: Features, *, public: int, per_class: int,
     unsent = np.concatenate([rows[per_class : per_class + max(per_class, CANDIDATES)] for rows in of_class])
     rows = np.concatenate([sent, unsent])
     labels = features.train_labels[rows]
-    strange = np.arange(len(rows)) >= len(sent)
+    unused = np.arange(len(rows)) >= len(sent)
     return Scene(
         public=(features.train[known], features.train_labels[known]),
         public_images=data.train.images[known],
         features=features.train[rows],
         labels=labels,
         images=as_values(data.train.images[rows]),
-        device=np.flatnonzero(~strange),
-        strangers={label: np.flatnonzero(strange & (labels == label)) for label in range(features.classes)},
+        device=np.flatnonzero(~unused),
+        non_members={label: np.flatnonzero(unused & (labels == label)) for label in range(features.classes)},
     )
 
 
@@ -134,7 +114,7 @@ def forms_of(
     knowledge = study(*scene.public)
     forms = []
     for batch in (1, *batches):
-        release = deal(whole, scene.labels, scene.device, batch=batch, seed=seed)
+        release = release_prototypes(whole, scene.labels, scene.device, batch=batch, seed=seed)
         name = f"prototypes, B {batch}" if batch > 1 else "single features"
         forms.append(Form(name, release, release.values, whole, knowledge))
         if batch > 1:
@@ -162,7 +142,7 @@ def forms_of(
 
 
 def learn_decoder(scene: Scene, *, epochs: int, seed: int, device: str) -> Decoder:
-    """Train the attacker's decoder on what it has."""
+    """Train the attacker's decoder on the public images."""
     return train_decoder(scene.public[0], scene.public_images, epochs=epochs, seed=seed, device=device)
 
 
@@ -170,28 +150,21 @@ def class_looks(scene: Scene) -> NDArray[np.float32]:
     """Return the mean public image of each class, (C, H, W) or (C, H, W, 3)."""
     labels = scene.public[1]
     return np.stack(
-        [as_values(scene.public_images[labels == label]).mean(axis=0) for label in scene.strangers]
+        [as_values(scene.public_images[labels == label]).mean(axis=0) for label in scene.non_members]
     )
 
 
 def attack(scene: Scene, form: Form, decoder: Decoder, *, seed: int) -> Leak:
-    """Measure what a form gives away.
-
-    Args:
-        scene: who has what.
-        form: what is attacked.
-        decoder: the attacker's.
-        seed: draws who is compared.
-    """
+    """Measure what a form discloses."""
     rng = np.random.default_rng(seed)
     release = form.release
-    some = rng.permutation(len(release.labels))[:MOST_PAINTED]
-    painted = decode(decoder, form.guess[some], scene.images.shape[1:])
+    some = rng.permutation(len(release.labels))[:COMPARED]
+    decoded = decode(decoder, form.guess[some], scene.images.shape[1:])
     looks = class_looks(scene)
     similar = []
-    for image, prototype in zip(painted, some, strict=True):
+    for image, prototype in zip(decoded, some, strict=True):
         members, label = release.members[prototype], int(release.labels[prototype])
-        others = rng.choice(scene.strangers[label], size=len(members), replace=False)
+        others = rng.choice(scene.non_members[label], size=len(members), replace=False)
         similar.append(
             (
                 best_ssim(image, scene.images[members]),
@@ -204,7 +177,7 @@ def attack(scene: Scene, form: Form, decoder: Decoder, *, seed: int) -> Leak:
         by_cosine(release, form.features),
         by_likelihood(release, form.features, scene.labels, form.knowledge),
     )
-    cosine, likelihood = (link(score, release, scene.strangers, rng=rng) for score in by_both)
+    cosine, likelihood = (link(score, release, scene.non_members, rng=rng) for score in by_both)
     return Leak(
         form=form.name,
         own=float(own.mean()),
@@ -217,7 +190,7 @@ def attack(scene: Scene, form: Form, decoder: Decoder, *, seed: int) -> Leak:
 
 
 def _perturbed(release: Release) -> Release:
-    """Perturb prototypes as in FedTC's table, and undo what everybody knows how to undo: the shrinking."""
+    """Perturb prototypes as in FedTC's table, and undo the shrinking, which is known."""
     values = perturb_prototypes(
         release.values, release.labels.astype(np.uint32), PAPER, secret=digest_of(b"a device")
     )
@@ -228,12 +201,12 @@ def _perturbed(release: Release) -> Release:
 def _private(
     scene: Scene, features: NDArray[np.float32], mechanism: Mechanism, *, seed: int
 ) -> Release | None:
-    """Make differentially private prototypes, and note which images are in each; None where nothing is sent.
+    """Return differentially private prototypes with the images in each; None where nothing is sent.
 
-    It is measured with the same noise twice, which no device ever uses.
+    The members are found by using the same noise twice, which no device does.
     """
     values, labels, counts, members = [], [], [], []
-    for label in scene.strangers:
+    for label in scene.non_members:
         mine = scene.device[scene.labels[scene.device] == label]
         key = digest_of(f"{seed}/{label}".encode())
         each = np.eye(len(mine), dtype=np.float32) * mechanism.clip_norm

@@ -1,4 +1,4 @@
-"""A fleet of which a part lies: who is found, and what heads come to."""
+"""Fleets with attackers: detection and accuracy."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from aggregator.ingest.validation import Prototypes
 from benchmarks.__main__ import cli
-from benchmarks.research.poisoning import METHODS, lie
+from benchmarks.research.poisoning import METHODS, falsified
 from tests.benchmarks.feature_factory import domain, fill_cache
 
 
@@ -53,9 +53,9 @@ def test_false_prototypes() -> None:
     """Each class by the next one's name, or noise in the place of all values."""
     labels = np.array([0, 1, 2])
     part = Prototypes(np.eye(3, 300, dtype=np.float32), labels, np.full(3, 5))
-    flip = lie(part, "flip", classes=3, seed=0)
+    flip = falsified(part, "flip", classes=3, seed=0)
     assert flip.labels.tolist() == [1, 2, 0]
     assert np.array_equal(flip.values, part.values)
-    noise = lie(part, "noise", classes=3, seed=0)
+    noise = falsified(part, "noise", classes=3, seed=0)
     assert noise.labels.tolist() == [0, 1, 2]
     assert noise.values.std() > 2 * part.values.std()

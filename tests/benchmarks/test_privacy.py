@@ -16,7 +16,15 @@ from benchmarks.data.features import BACKBONES, Features
 from benchmarks.data.images import DataSet, Labeled
 from benchmarks.research.decoder import as_values, decode, train_decoder
 from benchmarks.research.differencing import added_feature, resubmit, submit, unmix
-from benchmarks.research.leakage import Release, best_ssim, by_cosine, by_likelihood, deal, link, study
+from benchmarks.research.leakage import (
+    Release,
+    best_ssim,
+    by_cosine,
+    by_likelihood,
+    link,
+    release_prototypes,
+    study,
+)
 from benchmarks.research.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
 from benchmarks.research.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
@@ -39,7 +47,7 @@ def _linear(images: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 @pytest.fixture(scope="module")
 def scene() -> Scene:
-    """300 digits that the attacker has, 40 of each class on a device, and 100 strangers of each."""
+    """300 digits that the attacker has, 40 of each class on a device, and 100 non_members of each."""
     images, labels = _digits()
     features = Features(_linear(images), labels, _linear(images[:9]), labels[:9])
     data = DataSet(Labeled(images, labels), Labeled(images[:9], labels[:9]))
@@ -51,9 +59,11 @@ def test_linear_backbone_is_inverted() -> None:
     images, _ = _digits()
     features = _linear(images)
     decoder = train_decoder(features[:1500], images[:1500], epochs=12, seed=0, device="cpu")
-    painted = decode(decoder, features[1500:], (8, 8))
+    reconstructed = decode(decoder, features[1500:], (8, 8))
     true = as_values(images[1500:])
-    assert np.mean([best_ssim(one, other[None]) for one, other in zip(painted, true, strict=True)]) > 0.95
+    assert (
+        np.mean([best_ssim(one, other[None]) for one, other in zip(reconstructed, true, strict=True)]) > 0.95
+    )
 
 
 def test_ssim_of_equal_images_is_one() -> None:
@@ -81,27 +91,27 @@ def test_unrelated_prototypes_link_no_image() -> None:
     """Prototypes unrelated to the images: AUC about 0.5, one hit in a hundred."""
     features = RNG.normal(size=(1200, 32)).astype(np.float32)
     labels = np.zeros(1200, np.int64)
-    made = deal(features, labels, np.arange(600), batch=5, seed=0)
-    nonsense = Release(
+    made = release_prototypes(features, labels, np.arange(600), batch=5, seed=0)
+    unrelated = Release(
         RNG.normal(size=made.values.shape).astype(np.float32),
         *(made.labels, made.counts),
         noise=made.noise,
         members=made.members,
     )
-    strangers = {0: np.arange(600, 1200)}
+    non_members = {0: np.arange(600, 1200)}
     knowledge = study(features[600:], labels[600:])
-    for score in (by_cosine(nonsense, features), by_likelihood(nonsense, features, labels, knowledge)):
-        linkage = link(score, nonsense, strangers, rng=np.random.default_rng(0))
+    for score in (by_cosine(unrelated, features), by_likelihood(unrelated, features, labels, knowledge)):
+        linkage = link(score, unrelated, non_members, rng=np.random.default_rng(0))
         assert linkage.auc == pytest.approx(0.5, abs=0.06)
         assert linkage.top_1 < 0.06
-    told = link(by_likelihood(made, features, labels, knowledge), made, strangers, rng=RNG)
-    assert told.auc > 0.8
+    linkage = link(by_likelihood(made, features, labels, knowledge), made, non_members, rng=RNG)
+    assert linkage.auc > 0.8
 
 
 def test_recorded_members_are_the_averaged_images() -> None:
     """The recorded members of a prototype are the images in it."""
     features = RNG.normal(size=(47, 8)).astype(np.float32)
-    made = deal(features, np.arange(47) % 2, np.arange(47), batch=5, seed=3)
+    made = release_prototypes(features, np.arange(47) % 2, np.arange(47), batch=5, seed=3)
     assert sorted(np.concatenate(made.members)) == list(range(47))
     for value, members in zip(made.values, made.members, strict=True):
         assert value == pytest.approx(features[members].mean(axis=0), abs=2e-3)
