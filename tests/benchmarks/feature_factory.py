@@ -1,9 +1,13 @@
-"""Features that were never extracted: classes far apart, and every domain shifted another way."""
+"""Data for benchmarks: digits, and features whose classes are far apart, with every domain shifted."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from sklearn.datasets import load_digits
 
 from benchmarks.data.features import BACKBONES, Features
 from protocol.storage.blobstore import file_digest
@@ -12,7 +16,7 @@ FEATURES = 16
 
 
 def domain(seed: int, *, classes: int, images: int) -> Features:
-    """A domain of so many classes, with so many images to learn from, and as many to judge by."""
+    """Return a domain of so many classes, with so many images for training, and as many for evaluation."""
     centers = np.random.default_rng(7).normal(size=(classes, FEATURES)) * 2
     random = np.random.default_rng(seed)
     labels = np.arange(2 * images) % classes
@@ -21,11 +25,36 @@ def domain(seed: int, *, classes: int, images: int) -> Features:
     return Features(features[:images], labels[:images], features[images:], labels[images:])
 
 
-def fill_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Features]) -> None:
-    """Put features where a benchmark finds them, as if the smallest of backbones had been exported."""
+def make_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make empty folders for data, weights and features, and point the benchmarks at them."""
     for name in ("data", "weights", "cache"):
         (folder / name).mkdir()
         monkeypatch.setenv(f"PROTOFLEET_BENCH_{name.upper()}", str(folder / name))
+
+
+def pixels_of_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Return scikit-learn's digits as images (n, 8, 8), and their classes."""
+    pixels, labels = load_digits(return_X_y=True)
+    return (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8), labels.astype(np.int64)
+
+
+def fill_data(folder: Path, *, train: int, test: int) -> None:
+    """Write scikit-learn's digits in place of MNIST, and random weights of a backbone."""
+    images, labels = pixels_of_digits()
+    np.savez(
+        folder / "data" / "mnist.npz",
+        x_train=images[:train],
+        y_train=labels[:train].astype(np.uint8),
+        x_test=images[train : train + test],
+        y_test=labels[train : train + test].astype(np.uint8),
+    )
+    model = timm.create_model("tf_mobilenetv3_small_100", num_classes=0)
+    save_file(model.state_dict(), folder / "weights" / BACKBONES["tf_mobilenetv3_small_100"].file)
+
+
+def fill_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Features]) -> None:
+    """Write features into the benchmarks' cache, as if the smallest of backbones had been exported."""
+    make_folders(folder, monkeypatch)
     weights = folder / "weights" / BACKBONES["mobilenetv2_100"].file
     weights.write_bytes(b"weights")
     cache = folder / "cache" / f"mobilenetv2_100-96-{file_digest(weights).hex()[:16]}"

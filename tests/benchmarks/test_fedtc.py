@@ -4,18 +4,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import timm
 from click.testing import CliRunner, Result
 from PIL import Image
-from safetensors.torch import save_file
-from sklearn.datasets import load_digits
 
 from benchmarks.__main__ import cli
-from benchmarks.data.features import BACKBONES
 from benchmarks.data.images import load_data
 from protocol.errors import ConfigError
+from tests.benchmarks.feature_factory import fill_data, make_folders
 
 SMALL = ("--data", "mnist", "--backbone", "tf_mobilenetv3_small_100", "--image-size", "32")
 
@@ -27,26 +23,14 @@ def _fedtc(*arguments: str) -> Result:
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Empty folders for data, weights and features."""
-    for name in ("data", "weights", "cache"):
-        (tmp_path / name).mkdir()
-        monkeypatch.setenv(f"PROTOFLEET_BENCH_{name.upper()}", str(tmp_path / name))
+    make_folders(tmp_path, monkeypatch)
     return tmp_path
 
 
 @pytest.fixture
 def filled(folders: Path) -> Path:
-    """scikit-learn's digits in place of MNIST, and weights that have learned nothing."""
-    images, labels = load_digits(return_X_y=True)
-    pixels = (images.reshape(-1, 8, 8) * 15).astype(np.uint8)
-    np.savez(
-        folders / "data" / "mnist.npz",
-        x_train=pixels[:800],
-        y_train=labels[:800].astype(np.uint8),
-        x_test=pixels[800:1000],
-        y_test=labels[800:1000].astype(np.uint8),
-    )
-    model = timm.create_model("tf_mobilenetv3_small_100", num_classes=0)
-    save_file(model.state_dict(), folders / "weights" / BACKBONES["tf_mobilenetv3_small_100"].file)
+    """Digits in place of MNIST, and random weights."""
+    fill_data(folders, train=800, test=200)
     return folders
 
 

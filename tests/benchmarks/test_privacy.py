@@ -4,15 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 from click.testing import CliRunner
 from numpy.typing import NDArray
-from safetensors.torch import save_file
-from sklearn.datasets import load_digits
 
 from aggregator.algorithms.fedtc import RECIPES
 from benchmarks.__main__ import cli
-from benchmarks.data.features import BACKBONES, Features
+from benchmarks.data.features import Features
 from benchmarks.data.images import DataSet, Labeled
 from benchmarks.research.decoder import as_values, decode, train_decoder
 from benchmarks.research.differencing import added_feature, resubmit, submit, unmix
@@ -29,13 +26,9 @@ from benchmarks.research.private_fleet import DELTA, PAPER, Fleet, noise_multipl
 from benchmarks.research.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from protocol.wire.messages import Perturbation
+from tests.benchmarks.feature_factory import fill_data, make_folders, pixels_of_digits
 
 RNG = np.random.default_rng(0)
-
-
-def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    pixels, labels = load_digits(return_X_y=True)
-    return (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8), labels.astype(np.int64)
 
 
 def _linear(images: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -48,7 +41,7 @@ def _linear(images: NDArray[np.uint8]) -> NDArray[np.float32]:
 @pytest.fixture(scope="module")
 def scene() -> Scene:
     """300 digits that the attacker has, 40 of each class on a device, and 100 non_members of each."""
-    images, labels = _digits()
+    images, labels = pixels_of_digits()
     features = Features(_linear(images), labels, _linear(images[:9]), labels[:9])
     data = DataSet(Labeled(images, labels), Labeled(images[:9], labels[:9]))
     return set_scene(data, features, public=300, per_class=40, seed=0)
@@ -56,7 +49,7 @@ def scene() -> Scene:
 
 def test_linear_backbone_is_inverted() -> None:
     """The decoder reconstructs unseen images almost exactly from features that are a rotation of them."""
-    images, _ = _digits()
+    images, _ = pixels_of_digits()
     features = _linear(images)
     decoder = train_decoder(features[:1500], images[:1500], epochs=12, seed=0, device="cpu")
     reconstructed = decode(decoder, features[1500:], (8, 8))
@@ -173,7 +166,7 @@ def test_noise_multiplier_agrees_with_the_accountant(epsilon: float) -> None:
 
 def test_strong_privacy_costs_accuracy() -> None:
     """A fleet with hardly any noise is nearly as good as one without, and a strong epsilon ruins small devices."""
-    images, labels = _digits()
+    images, labels = pixels_of_digits()
     features = _linear(images)
     data = Features(features[:1200], labels[:1200], features[1200:], labels[1200:])
     fleet = Fleet(devices=2, images=50, batch=10)
@@ -196,22 +189,11 @@ def test_strong_privacy_costs_accuracy() -> None:
 
 def test_privacy_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command attacks, measures, and writes what it printed and both figures."""
-    for name in ("data", "weights", "cache"):
-        (tmp_path / name).mkdir()
-        monkeypatch.setenv(f"PROTOFLEET_BENCH_{name.upper()}", str(tmp_path / name))
-    images, labels = _digits()
-    np.savez(
-        tmp_path / "data" / "mnist.npz",
-        x_train=images[:1700],
-        y_train=labels[:1700].astype(np.uint8),
-        x_test=images[1700:],
-        y_test=labels[1700:].astype(np.uint8),
-    )
-    model = timm.create_model("tf_mobilenetv3_small_100", num_classes=0)
-    save_file(model.state_dict(), tmp_path / "weights" / BACKBONES["tf_mobilenetv3_small_100"].file)
+    make_folders(tmp_path, monkeypatch)
+    fill_data(tmp_path, train=1700, test=97)
     report = tmp_path / "report.json"
     small = ("--backbone", "tf_mobilenetv3_small_100", "--image-size", "32", "--public", "300")
-    sizes = (
+    sizes = [
         "--images",
         "30",
         "--decoder-epochs",
@@ -222,7 +204,7 @@ def test_privacy_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest
         "2",
         "--epsilon",
         "8",
-    )
+    ]
     out = ("--json", str(report), "--plots", str(tmp_path))
     result = CliRunner().invoke(cli, ["research", "privacy", "--data", "mnist", *small, *sizes, *out])
     assert result.exit_code == 0, result.output

@@ -271,49 +271,27 @@ def test_table_fits_80_columns(tmp_path: Path) -> None:
     assert "98.1%" in printed
 
 
+ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 11969, "accuracy": None}
+
+
 @pytest.mark.parametrize(
     ("summary", "expected"),
     [
         ({}, ["0 of 2 devices have uploaded", "starting"]),
+        ({"devices": [ROW | {"prototypes": 0}], "heads": []}, ["extracting features", "starting"]),
         (
-            {"devices": [{"device": "device-01", "state": "online", "prototypes": 0}], "heads": []},
-            ["extracting features", "starting"],
-        ),
-        (
-            {
-                "devices": [
-                    {
-                        "device": "device-01",
-                        "state": "online",
-                        "prototypes": 23,
-                        "bytes": 11969,
-                        "accuracy": None,
-                    }
-                ],
-                "heads": [],
-                "training": {"version": 1, "epoch": 7, "epochs": 300},
-            },
+            {"devices": [ROW], "heads": [], "training": {"version": 1, "epoch": 7, "epochs": 300}},
             ["epoch 7 of 300", "uploaded 23 prototypes, 12.0 kB"],
         ),
         (
             {
-                "devices": [
-                    {
-                        "device": "device-01",
-                        "state": "stopped",
-                        "prototypes": 23,
-                        "bytes": 11969,
-                        "accuracy": 1.0,
-                        "correct": 29,
-                        "incorrect": 0,
-                    }
-                ],
+                "devices": [ROW | {"state": "stopped", "accuracy": 1.0, "correct": 29, "incorrect": 0}],
                 "heads": [{"version": 1}],
             },
             ["1 of 2 devices have evaluated the head", "(29/29)"],
         ),
     ],
-    ids=["nothing", "connected", "training", "tried"],
+    ids=["nothing", "connected", "training", "evaluated"],
 )
 def test_progress_of_each_step(summary: dict[str, Any], expected: list[str]) -> None:
     """Each step of a device is shown."""

@@ -93,13 +93,6 @@ def test_differing_graph_is_not_written(tmp_path: Path, fault: float) -> None:
     assert [path] == list(tmp_path.iterdir())
 
 
-def test_tolerance_decides(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.onnx"
-    with pytest.raises(ProtofleetError, match="of at most 0"):
-        export_module(tiny_network(), described(), path=path, tolerance=0)
-    assert not path.exists()
-
-
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StateError, match="Not a directory"):

@@ -16,6 +16,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedpcl_step import contrast
 from aggregator.algorithms.program import ABSENT_LOGIT, Contribution
 from aggregator.graphs.tracing import to_torch
+from tests.support.contributions import uploaded
 
 PAPER: dict[str, object] = {"loss": "contrastive", "relu": True, "prior": False, "tau": 0.3}
 """What the formulas written out below are for, at a temperature that float64 can take without logsumexp."""
@@ -27,20 +28,6 @@ def paper(**settings: object) -> FedPCL:
 
 
 SMALL = paper()
-
-
-def uploaded(
-    device: str, prototypes: dict[int, list[float]], counts: dict[int, int] | None = None
-) -> Contribution:
-    """A contribution of prototypes by class, of one image each unless said otherwise."""
-    labels = sorted(prototypes)
-    return Contribution(
-        device=device,
-        values=np.array([prototypes[label] for label in labels] or np.zeros((0, 2)), dtype=np.float32),
-        labels=np.array(labels, dtype=np.int64),
-        counts=np.array([(counts or {}).get(label, 1) for label in labels], dtype=np.int64),
-        tensors={},
-    )
 
 
 def some_devices(count: int, *, classes: int, size: int = 2) -> list[Contribution]:
@@ -83,26 +70,6 @@ def test_no_prototypes_make_one_empty_set() -> None:
         assert tensors["prototypes"].tolist() == [[0, 0]] * 3
         assert tensors["index"].tolist() == [[0, 1, 2]]
         assert tensors["present"].tolist() == [0, 0, 0]
-
-
-@given(
-    st.integers(0, 9),
-    st.permutations(range(9)),
-    st.sampled_from([None, 2, 5]),
-    st.sampled_from(["sample", "cluster"]),
-)
-def test_order_of_contributions_does_not_matter(
-    count: int, order: list[int], max_sets: int | None, sets: str
-) -> None:
-    """Bit for bit, also if sets are sampled or clustered."""
-    settings = paper(max_sets=max_sets, sets=sets)
-    devices = some_devices(count, classes=4)
-    straight = settings.aggregate(devices, {}, num_classes=4, seed=3)
-    shuffled = settings.aggregate(
-        [devices[place] for place in order if place < count], {}, num_classes=4, seed=3
-    )
-    for name, value in straight.items():
-        np.testing.assert_array_equal(value, shuffled[name])
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.sampled_from(["sample", "cluster"]))
@@ -293,30 +260,6 @@ def test_state_of_at_most_one_image_is_valid(rows: int) -> None:
     assert state["std"].tolist() == [1, 1, 1]
     projection = functions.project.apply({**state, "feature": torch.zeros(2, 3)})["projection"]
     np.testing.assert_allclose(projection.norm(dim=1), 1, rtol=1e-5)
-
-
-def test_initial_projection_depends_on_the_seed() -> None:
-    """Not on a device's images."""
-    first, same, other = (
-        SMALL.functions(feature_size=3, num_classes=2, seed=seed).init.apply({"feature": feature})["weight"]
-        for seed, feature in ((0, torch.zeros(0, 3)), (0, torch.ones(4, 3)), (1, torch.zeros(0, 3)))
-    )
-    assert torch.equal(first, same)
-    assert not torch.equal(first, other)
-
-
-def test_round_0_does_not_train() -> None:
-    """Its prototypes are those of the common initial projection."""
-    assert [FedPCL(epochs=3).epochs_of(number) for number in range(3)] == [0, 3, 3]
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"tau": 0}, {"variant": "none"}, {"max_sets": 0}, {"epoch": 1}, {"learning_rate": -1}]
-)
-def test_settings_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
-    """A table of the task file with a wrong or unknown value does not become settings."""
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(wrong, FedPCL)
 
 
 def test_aggregation_does_not_import_torch() -> None:

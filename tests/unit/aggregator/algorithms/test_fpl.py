@@ -3,12 +3,9 @@
 import math
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.algorithms.adapter_model import PARAMETERS
@@ -99,18 +96,6 @@ def test_model_is_unchanged_without_prototypes(parts: tuple[Contribution, ...]) 
         assert all(np.array_equal(tensors[name], SHARED[name]) for name in PARAMETERS)
 
 
-@given(st.permutations(range(7)))
-def test_order_of_contributions_does_not_matter(order: list[int]) -> None:
-    """Bit for bit, parameters and clusters."""
-    parts = [
-        device(str(number), classes=[number % 3, 2][: 1 + number % 2], change=number / 7, seed=number)
-        for number in range(7)
-    ]
-    straight, shuffled = pool(*parts), pool(*(parts[place] for place in order))
-    for name, value in straight.items():
-        np.testing.assert_array_equal(value, shuffled[name])
-
-
 def test_change_of_another_shape_is_refused() -> None:
     """A missing or misshapen parameter is named with its device."""
     whole = device("pi", classes=[0])
@@ -187,26 +172,3 @@ def test_loss_of_zero_features_is_finite() -> None:
     assert math.isfinite(value.item())
     assert hidden.grad is not None
     assert bool(torch.isfinite(hidden.grad).all())
-
-
-def test_initial_model_depends_on_the_seed() -> None:
-    """Its values lie in +-1/sqrt(inputs)."""
-    again, other = (
-        SETTINGS.first_tensors(feature_size=5, num_classes=CLASSES, seed=seed)["adapter_weight"]
-        for seed in (0, 1)
-    )
-    np.testing.assert_array_equal(again, SHARED["adapter_weight"])
-    assert not np.array_equal(other, again)
-    assert np.abs(again).max() <= 5**-0.5
-
-
-def test_every_round_trains() -> None:
-    """Round 0 by cross entropy alone, without prototypes."""
-    assert [FPL(epochs=4).epochs_of(number) for number in range(2)] == [4, 4]
-
-
-@pytest.mark.parametrize("wrong", [{"tau": 0}, {"momentum": 1}, {"projection_size": 0}, {"temperature": 1}])
-def test_settings_out_of_bounds_are_refused(wrong: dict[str, object]) -> None:
-    """A table of the task file with a wrong or unknown value does not become settings."""
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(wrong, FPL)

@@ -1,4 +1,4 @@
-"""Trainings as processes: what they say becomes events, and every end is told."""
+"""Trainings as processes: their output becomes events, and every end is reported."""
 
 import queue
 import sys
@@ -15,7 +15,7 @@ from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from tests.support.submissions import FEATURE_SIZE, MANIFEST, submission
 
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 
 def _job(folder: Path, *payloads: bytes) -> HeadJob:
@@ -36,7 +36,7 @@ def _end(job: HeadJob, folder: Path) -> tuple[Finished, list[Progress]]:
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
     Trainer(folder / "training", on_event=events.put).start(job)
     said: list[Progress] = []
-    while not isinstance(event := events.get(timeout=PATIENCE_S), Finished):
+    while not isinstance(event := events.get(timeout=TIMEOUT_S), Finished):
         said.append(event)
     return event, said
 
@@ -73,22 +73,34 @@ def test_stopped_process_is_a_failed_job(tmp_path: Path) -> None:
     trainer.stop()
     trainer.start(_job(tmp_path, encode(submission())))
     trainer.stop()
-    finished = events.get(timeout=PATIENCE_S)
+    finished = events.get(timeout=TIMEOUT_S)
     assert isinstance(finished, Finished)
     assert finished.reason.startswith("exit status -15")
 
 
-def test_output_without_figures_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a library prints."""
-    program = tmp_path / "program"
-    program.write_text(
-        '#!/bin/sh\necho hello; echo 3; echo "[1]"; echo \'{"epoch": 1}\'; echo oops >&2; exit 4\n'
-    )
-    program.chmod(0o755)
+def _replace_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, *, mode: int = 0o755) -> None:
+    program = folder / "program"
+    program.write_text(script)
+    program.chmod(mode)
     monkeypatch.setattr(sys, "executable", str(program))
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ('echo hello; echo 3; echo "[1]"; echo \'{"epoch": 1}\'; echo oops >&2; exit 4', "oops"),
+        ("echo '{\"epoch\": 1}'; rm -r training; exit 4", "no error message"),
+    ],
+    ids=["other output", "folder vanishes"],
+)
+def test_failed_job_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    """With the last line of its errors; output without figures is ignored."""
+    _replace_python(tmp_path, monkeypatch, f"#!/bin/sh\ncd {tmp_path}; {script}\n")
     finished, said = _end(_job(tmp_path), tmp_path)
     assert said == [Progress({"epoch": 1})]
-    assert finished.reason == "exit status 4: oops"
+    assert finished.reason == f"exit status 4: {reason}"
 
 
 def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
@@ -100,18 +112,6 @@ def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
 
 def test_process_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the reason."""
-    program = tmp_path / "program"
-    program.write_text("no program")
-    monkeypatch.setattr(sys, "executable", str(program))
+    _replace_python(tmp_path, monkeypatch, "no program", mode=0o644)
     with pytest.raises(StateError, match="Permission denied"):
         Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
-
-
-def test_job_whose_folder_vanishes_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end is an event without an error message."""
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\nrm -r {tmp_path}/training; exit 4\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    finished, _ = _end(_job(tmp_path), tmp_path)
-    assert finished.reason == "exit status 4: no error message"
