@@ -13,6 +13,9 @@ from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.accuracy.scores import Run
 from benchmarks.data.domains import Client
+from benchmarks.report import json_option
+
+Option = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 def compare(
@@ -54,6 +57,32 @@ def compare(
         )
 
 
-def repeated(*names: str, **attributes: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def repeated(*names: str, **attributes: Any) -> Option:
     """Return a `click.option` that may be given several times, and shows its default."""
     return click.option(*names, multiple=True, show_default=True, **attributes)
+
+
+def comparison_options(recipes: Mapping[Method, Recipe]) -> Option:
+    """Add the options `--baseline`, `--seed`, `--validation` and `--json`."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in (
+            json_option,
+            click.option(
+                "--validation",
+                is_flag=True,
+                help="Evaluate on training images that no device has, as for choosing settings.",
+            ),
+            repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="May be repeated."),
+            repeated(
+                "--baseline",
+                "baselines",
+                type=click.Choice([*recipes, "none"]),
+                default=tuple(recipes),
+                help="Baselines to compare with; may be repeated.",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return add

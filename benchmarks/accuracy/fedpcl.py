@@ -11,11 +11,10 @@ import msgspec
 
 from aggregator.algorithms.fedpcl import FedPCL
 from benchmarks.accuracy.baselines import Method, Recipe
-from benchmarks.accuracy.comparison import compare, repeated
+from benchmarks.accuracy.comparison import compare, comparison_options, repeated
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import SHIFTS, load_domains, shifted
 from benchmarks.data.images import DIGITS
-from benchmarks.report import json_option
 
 BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
 """One architecture trained on three sources, which is FedPCL's setting."""
@@ -111,14 +110,7 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
     help="How they are limited; may be repeated.",
 )
 @click.option("--printed", is_flag=True, help="FedPCL as printed, too.")
-@repeated(
-    "--baseline",
-    "baselines",
-    type=click.Choice([*RECIPES, "none"]),
-    default=tuple(RECIPES),
-    help="What to compare with; may be repeated.",
-)
-@repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="May be repeated.")
+@comparison_options(RECIPES)
 @click.option(
     "--images",
     type=click.IntRange(min=1),
@@ -126,12 +118,6 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
     show_default=True,
     help="Of each part of a data set, at most.",
 )
-@click.option(
-    "--validation",
-    is_flag=True,
-    help="Evaluate on training images that no device has, as for choosing settings.",
-)
-@json_option
 def command(
     *,
     shifts: tuple[str, ...],

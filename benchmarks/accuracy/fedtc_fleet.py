@@ -69,7 +69,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed).values()
     taken = pool([_decoded(payload, expectation) for payload in payloads])
-    trained = train_on(taken, features, settings, seed=seed)
+    trained = train_on(taken, features, recipe=settings.recipe, device=settings.device, seed=seed)
     return Result(
         partition=str(partition),
         seed=seed,
@@ -96,10 +96,8 @@ def fleet_prototypes(
 def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling:
     """Train the same head by the same recipe on every feature itself."""
     everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
-    plain = dataclasses.replace(
-        settings, recipe=dataclasses.replace(settings.recipe, restore=False, mix=False)
-    )
-    trained = train_on(everything, features, plain, seed=seed)
+    recipe = dataclasses.replace(settings.recipe, restore=False, mix=False)
+    trained = train_on(everything, features, recipe=recipe, device=settings.device, seed=seed)
     return Ceiling(
         accuracy=accuracy_of(trained.module, features), epochs=trained.epochs, train_seconds=trained.seconds
     )
@@ -174,7 +172,7 @@ def _decoded(payload: bytes, expectation: Expectation) -> Prototypes:
     return check_submission(message, expectation)
 
 
-def train_on(data: Prototypes, features: Features, settings: Settings, *, seed: int) -> TrainedHead:
+def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: str, seed: int) -> TrainedHead:
     """Train a head as the aggregator would."""
     with click.progressbar(length=1, label="training", file=sys.stderr) as bar:
 
@@ -187,9 +185,9 @@ def train_on(data: Prototypes, features: Features, settings: Settings, *, seed: 
             data.labels,
             data.counts,
             num_classes=features.classes,
-            recipe=settings.recipe,
+            recipe=recipe,
             seed=seed,
-            device=settings.device,
+            device=device,
             on_epoch=on_epoch,
         )
 

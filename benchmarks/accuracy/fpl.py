@@ -12,12 +12,11 @@ import numpy as np
 
 from aggregator.algorithms.fpl import FPL
 from benchmarks.accuracy.baselines import Method, Recipe
-from benchmarks.accuracy.comparison import compare, repeated
+from benchmarks.accuracy.comparison import compare, comparison_options, repeated
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import Client, halved, load_domains, unequal
 from benchmarks.data.features import BACKBONES, Features
 from benchmarks.data.images import DIGITS, PACS
-from benchmarks.report import json_option
 
 IMAGE_SIZE = 96
 IMAGES = 2000
@@ -84,20 +83,7 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
     help="Weights to try beside FPL's own; may be repeated.",
 )
 @click.option("--printed", is_flag=True, help="FPL as printed, too.")
-@repeated(
-    "--baseline",
-    "baselines",
-    type=click.Choice([*RECIPES, "none"]),
-    default=tuple(RECIPES),
-    help="What to compare with; may be repeated.",
-)
-@repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="May be repeated.")
-@click.option(
-    "--validation",
-    is_flag=True,
-    help="Evaluate on training images that no device has, as for choosing settings.",
-)
-@json_option
+@comparison_options(RECIPES)
 def command(
     *,
     data: tuple[str, ...],
@@ -145,8 +131,8 @@ def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: 
 def _algorithms(*, rounds: int | None, regularizations: tuple[float, ...], printed: bool) -> dict[str, FPL]:
     """Return what to compare, by name."""
     given = {} if rounds is None else {"rounds": rounds}
-    asked: dict[str, dict[str, float]] = {"FPL": {}}
-    asked |= {f"FPL, regularization {weight:g}": {"regularization": weight} for weight in regularizations}
+    variants: dict[str, dict[str, float]] = {"FPL": {}}
+    variants |= {f"FPL, regularization {weight:g}": {"regularization": weight} for weight in regularizations}
     if printed:
-        asked["FPL as printed"] = PRINTED
-    return {name: msgspec.convert({**given, **settings}, FPL) for name, settings in asked.items()}
+        variants["FPL as printed"] = PRINTED
+    return {name: msgspec.convert({**given, **settings}, FPL) for name, settings in variants.items()}

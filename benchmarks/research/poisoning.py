@@ -157,7 +157,8 @@ def run(
             continue
         by = "none" if method == "check" else method
         data = combine(included if method == "check" else list(uploaded.values()), by=by)
-        accuracies[method] = accuracy_of(train_on(data, features, settings, seed=seed).module, features)
+        trained = train_on(data, features, recipe=settings.recipe, device=settings.device, seed=seed)
+        accuracies[method] = accuracy_of(trained.module, features)
     return Result(
         partition=str(partition),
         attack=attack,

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc import Recipe, train_head
+from aggregator.algorithms.fedtc import Recipe
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
-from benchmarks.accuracy.fedtc_fleet import accuracy_of
+from benchmarks.accuracy.fedtc_fleet import accuracy_of, train_on
 from benchmarks.data.features import Features
 from edge_client.data.prototype_averaging import batch_prototypes
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
@@ -79,15 +79,7 @@ def run_private(
     data = pool(parts)
     if not len(data.labels):
         return 0.0
-    trained = train_head(
-        data.values,
-        data.labels,
-        data.counts,
-        num_classes=features.classes,
-        recipe=recipe,
-        seed=seed,
-        device=device,
-    )
+    trained = train_on(data, features, recipe=recipe, device=device, seed=seed)
     return accuracy_of(trained.module, features)
 
 

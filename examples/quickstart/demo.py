@@ -1,7 +1,7 @@
-"""The demo: ten devices, a broker and an aggregator learn one classifier on this machine.
+"""The demo: ten devices, a broker and an aggregator train one classifier on this machine.
 
-Nothing is simulated. Every device is the real device program with a folder of images of its own and a
-connection to a real broker; this module writes the folders, starts the processes, and measures the result.
+Nothing is simulated: every device is the real device program with its own folder of images and a connection to a real
+broker. This module writes the folders, starts the processes, and measures the result.
 """
 
 import contextlib

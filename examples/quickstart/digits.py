@@ -1,4 +1,4 @@
-"""The demo's data: scikit-learn's 1,797 real handwritten digits, dealt out to devices as folders of images."""
+"""The demo's data: scikit-learn's 1,797 real handwritten digits, divided among devices as folders of images."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,7 @@ INK = 16
 
 @dataclass(frozen=True)
 class Digits:
-    """Images with labels.
-
-    Attributes:
-        images: (n, 8, 8) uint8, white on black.
-        labels: (n,), the digit.
-    """
+    """Images (n, 8, 8), white on black, and their digits (n,)."""
 
     images: NDArray[np.uint8]
     labels: NDArray[np.intp]
@@ -32,12 +27,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Deal:
-    """Division of the images: each goes to exactly one place.
-
-    Attributes:
-        shares: for each device, the numbers of its images, ascending.
-        held_out: the numbers of the images that no device gets, ascending.
-    """
+    """Division of the images: ascending numbers for each device, and of the images that no device gets."""
 
     shares: tuple[NDArray[np.intp], ...]
     held_out: NDArray[np.intp]
@@ -51,16 +41,10 @@ def load() -> Digits:
 
 
 def deal(labels: NDArray[np.intp], *, devices: int, seed: int, held_out: float = 0.2) -> Deal:
-    """Hold a part of every class out, and deal the rest: two classes to a device, every class to some device.
+    """Hold a share of every class out, and divide the rest: two classes to a device, every class to some device.
 
-    The classes are shuffled and handed out in pairs, like cards, again and again until every device has its
-    two; the devices that got a class share its images evenly.
-
-    Args:
-        labels: (n,), the class of each image, 0 to 9.
-        devices: at least FEWEST_DEVICES.
-        seed: the same seed deals the same.
-        held_out: share of each class that no device gets.
+    The classes are shuffled and dealt in pairs, like cards, until every device has two; the devices with a class share
+    its images evenly.
 
     Raises:
         ValueError: too few devices for all classes.

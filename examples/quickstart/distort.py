@@ -1,7 +1,6 @@
-"""Distorts images for the training of the demo's backbone, so that its features are good for more than clothes.
+"""Distorts images for the training of the demo's backbone, so that its features depend on shapes and strokes.
 
-Garments turned, seen close by, as outlines, at the resolution of a thumbnail, with a piece missing, as a
-negative: what tells them apart in spite of all that is shapes and strokes.
+Garments are rotated, enlarged, reduced to outlines or to few pixels, partly hidden, or inverted.
 """
 
 import math
@@ -12,21 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 EDGE = 32
-"""Height and width of what comes out, pixels."""
+"""Height and width of the output, pixels."""
 
 _SOBEL = ((-1.0, 0.0, 1.0), (-2.0, 0.0, 2.0), (-1.0, 0.0, 1.0))
 
 
 def distort(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Distort each image in its own way.
-
-    Args:
-        images: (n, 1, h, w) float32 from 0, the background, to 1.
-        generator: draws how.
-
-    Returns:
-        (n, 1, EDGE, EDGE) float32 in 0 to 1.
-    """
+    """Distort each image (n, 1, h, w), from 0, the background, to 1, in its own way, to (n, 1, EDGE, EDGE)."""
     warped = _warp(images, generator)
     drawn = _to_some(warped, 0.5, _outline, generator)
     coarse = _to_some(drawn, 0.6, _coarsen, generator)

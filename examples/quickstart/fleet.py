@@ -15,22 +15,17 @@ from typing import Any, Self
 from examples.quickstart.folder import FLEET, Folder
 from protocol.errors import ProtofleetError
 
-LOOK_EVERY_S = 0.4
-FAREWELL_S = 15.0
+POLL_S = 0.4
+STOP_TIMEOUT_S = 15.0
 
 
 class Fleet:
-    """A fleet on this machine. As a context it takes every process down at its end, whatever happened.
-
-    Args:
-        folder: where it lives.
-        timeout_s: how long its work may take in all.
-    """
+    """A fleet on this machine; `timeout_s` limits its work in all. Leaving the context stops every process."""
 
     def __init__(self, folder: Folder, *, timeout_s: float) -> None:
         self._folder = folder
         self._timeout_s = timeout_s
-        self._give_up_s = time.monotonic() + timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
         self._broker = f"127.0.0.1:{free_port()}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -59,8 +54,8 @@ class Fleet:
             *("--task", self._folder.task, "--state", self._folder.aggregator),
         )
         while not _listens(self._broker):
-            self._look()
-            time.sleep(LOOK_EVERY_S / 4)
+            self._poll()
+            time.sleep(POLL_S / 4)
 
     def start_devices(self, names: Iterable[str]) -> None:
         """Start a device program for each name."""
@@ -81,19 +76,16 @@ class Fleet:
                 *("--threads", "1", "--workers", "1"),
             )
 
-    def wait_for_devices(self, on_look: Callable[[], None]) -> None:
-        """Wait until every device has ended as it should.
-
-        Args:
-            on_look: called several times a second meanwhile.
+    def wait_for_devices(self, on_poll: Callable[[], None]) -> None:
+        """Wait until every device has ended without an error; `on_poll` is called several times a second.
 
         Raises:
             ProtofleetError: one failed, or it took too long.
         """
-        while self._look():
-            on_look()
-            time.sleep(LOOK_EVERY_S)
-        on_look()
+        while self._poll():
+            on_poll()
+            time.sleep(POLL_S)
+        on_poll()
 
     def stop(self) -> None:
         """End every process that still runs."""
@@ -101,7 +93,7 @@ class Fleet:
             process.terminate()
         for process in self._processes.values():
             try:
-                process.wait(FAREWELL_S)
+                process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -117,23 +109,23 @@ class Fleet:
                 start_new_session=True,
             )
 
-    def _look(self) -> int:
+    def _poll(self) -> int:
         """Return how many devices are running."""
         codes = {name: process.poll() for name, process in self._processes.items()}
         for name, code in codes.items():
             if code or (name == "aggregator" and code is not None):
-                raise ProtofleetError(f"{name} ended with exit status {code}: {self._last_words(name)}")
-        if time.monotonic() > self._give_up_s:
+                raise ProtofleetError(f"{name} ended with exit status {code}: {self._last_line(name)}")
+        if time.monotonic() > self._deadline_s:
             late = ", ".join(name for name, code in codes.items() if code is None)
             raise ProtofleetError(
                 f"not done after {self._timeout_s:.0f} s, still running: {late}; logs in {self._folder.logs}"
             )
         return sum(code is None for name, code in codes.items() if name != "aggregator")
 
-    def _last_words(self, name: str) -> str:
+    def _last_line(self, name: str) -> str:
         log = self._folder.logs / f"{name}.log"
-        said = log.read_text(encoding="utf-8", errors="replace").strip()
-        return f"{said.splitlines()[-1]} (see {log})" if said else f"it logged nothing in {log}"
+        text = log.read_text(encoding="utf-8", errors="replace").strip()
+        return f"{text.splitlines()[-1]} (see {log})" if text else f"it logged nothing in {log}"
 
 
 def predict(folder: Folder, device: str, images: Iterable[Path]) -> list[dict[str, Any]]:
@@ -167,10 +159,10 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM for a moment, so that every started process is recorded."""
-    came: list[int] = []
+    """Delay Ctrl-C and SIGTERM, so that every started process is recorded."""
+    received: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, _frame: came.append(number))
+        number: signal.signal(number, lambda number, _frame: received.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
@@ -178,7 +170,7 @@ def _uninterrupted() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if came:
+    if received:
         raise KeyboardInterrupt
 
 

@@ -60,10 +60,10 @@ def device_names(number: int) -> tuple[str, ...]:
 
 
 def prepare(folder: Folder, digits: Digits, deal: Deal, *, names: Sequence[str], seed: int) -> None:
-    """Write every device's images and the task. What an earlier run left there is removed.
+    """Write every device's images and the task, and remove the files of an earlier run.
 
     Raises:
-        ConfigError: the folder holds something that is not the demo's.
+        ConfigError: the folder has other files than the demo's.
         StateError: it cannot be written.
     """
     try:

@@ -1,9 +1,7 @@
 """Accuracy that each device would reach without the others."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +9,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc import train_head
 from aggregator.config.task_file import load_task
+from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import Store
 from aggregator.training.train_head import recipe_of
 from edge_client.data.images import decode as decode_image
@@ -23,35 +22,19 @@ from protocol.wire.codec import decode, to_array
 from protocol.wire.messages import Submission
 
 
-@dataclass(frozen=True)
-class Sent:
-    """A device's upload: prototypes float32 (m, L), their labels (m,) and counts of images (m,)."""
-
-    prototypes: NDArray[np.float32]
-    labels: NDArray[np.integer[Any]]
-    counts: NDArray[np.integer[Any]]
-
-
 def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str, float]:
     """Return the accuracy on the held-out images that each device would reach without the others.
 
-    The aggregator's own training, on what one device sent instead of on everything.
-
-    Args:
-        folder: of a fleet that has its head.
-        on_device: called with the name of each device before its training.
-
-    Returns:
-        Accuracy by device.
+    The folder is that of a fleet that has its head; `on_device` is called with each device before its training.
     """
-    torch.set_num_threads(1)  # these heads are too small to share out
+    torch.set_num_threads(1)  # these heads are too small for more
     task, (backbone,) = load_task(folder.task)
     features, labels = held_out_features(folder, backbone)
     scores = {}
     for device, sent in submissions(folder).items():
         on_device(device)
         trained = train_head(
-            sent.prototypes,
+            sent.values,
             sent.labels,
             sent.counts,
             num_classes=len(CLASSES),
@@ -66,7 +49,7 @@ def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str
 
 
 def held_out_features(folder: Folder, backbone: Path) -> tuple[NDArray[np.float32], NDArray[np.intp]]:
-    """Features (n, L) and classes (n,) of the images that no device has, by the device's own functions."""
+    """Return features (n, L) and classes (n,) of the images that no device has, by the device's functions."""
     network = open_backbone(backbone, provider="cpu")
     paths = folder.held_out_images()
     images = np.stack([preprocess(decode_image(path), network.metadata.preprocessing) for path in paths])
@@ -74,7 +57,7 @@ def held_out_features(folder: Folder, backbone: Path) -> tuple[NDArray[np.float3
     return network.features(images), labels
 
 
-def submissions(folder: Folder) -> dict[str, Sent]:
+def submissions(folder: Folder) -> dict[str, Prototypes]:
     """Return the newest head's training data by device, from the aggregator's state."""
     store = Store(folder.aggregator, read_only=True)
     members = store.heads.all(store.served_task().digest)[-1].members
@@ -85,5 +68,5 @@ def submissions(folder: Folder) -> dict[str, Sent]:
         payload = blobs.read(bytes.fromhex(digest))
         message = decode(payload, Submission, max_bytes=len(payload))
         values = to_array(message.prototypes).astype(np.float32)
-        found[device] = Sent(values, to_array(message.labels), to_array(message.counts))
+        found[device] = Prototypes(values, to_array(message.labels), to_array(message.counts))
     return found

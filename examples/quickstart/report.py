@@ -57,12 +57,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def progress(summary: dict[str, Any], names: Sequence[str]) -> RenderableType:
-    """Return the progress of every device, for a terminal.
-
-    Args:
-        summary: what `aggregator status --json` prints; empty before there is anything.
-        names: every device.
-    """
+    """Return the progress of every device, for a terminal; the summary is that of `aggregator status --json`."""
     known = {row["device"]: row for row in summary.get("devices", [])}
     steps = [_step(known.get(name), has_head=bool(summary.get("heads"))) for name in names]
     table = Table(box=None, padding=(0, 2, 0, 2), show_header=False)
@@ -73,7 +68,7 @@ def progress(summary: dict[str, Any], names: Sequence[str]) -> RenderableType:
 
 
 def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
-    """Return how many steps a device has done, and what it does now."""
+    """Return a device's number of completed steps, and its current one."""
     if row is None or (row["state"] != "online" and not row["prototypes"]):
         return 0, "starting"
     if not row["prototypes"]:

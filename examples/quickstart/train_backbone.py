@@ -1,7 +1,7 @@
 """Makes the demo's backbone: `python -m examples.quickstart.train_backbone`.
 
-A small convolutional network learns to tell the garments of Fashion-MNIST apart, loses its classifier, and
-is written as `backbone.onnx`. It never sees a digit. BACKBONE.md says how the one that ships came out.
+A small convolutional network is trained to classify the garments of Fashion-MNIST, and written without its
+classifier as `backbone.onnx`. It never sees a digit. BACKBONE.md has the figures of the one in the repository.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ PEAK_RATE = 4e-3
 MEAN = STD = 0.5
 WIDTH = 32
 PLACES = 4
-"""The features keep where in the image something is: 16 channels at 4 x 4 places make the 256."""
+"""The features depend on the place in the image: 16 channels at 4 x 4 places are the 256."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def load_fashion(file: Path) -> tuple[Images, Images]:
     """Read the training and the test part of Fashion-MNIST.
 
     Raises:
-        ConfigError: the file is not there, or is something else.
+        ConfigError: the file is missing, or is something else.
     """
     try:
         with np.load(file) as arrays:
@@ -63,7 +63,7 @@ def load_fashion(file: Path) -> tuple[Images, Images]:
 
 
 def make_backbone() -> nn.Sequential:
-    """A network from normalized (n, 3, 32, 32) to features (n, 256), with fresh weights."""
+    """Return a network from normalized (n, 3, 32, 32) to features (n, 256), with random weights."""
     channels = 256 // PLACES**2
     return nn.Sequential(
         *_block(3, WIDTH, stride=2),
@@ -87,16 +87,8 @@ def train(
 ) -> tuple[nn.Module, nn.Module]:
     """Train a backbone and a linear classifier of its features on distorted images.
 
-    The same data, epochs, seed and number of threads on the same machine give the same weights.
-
-    Args:
-        data: what to learn.
-        epochs: passes over it.
-        seed: of the first weights, the order and the distortions.
-        on_epoch: told the number of each epoch, from 1, and its mean loss.
-
-    Returns:
-        Backbone and classifier, in evaluation mode.
+    The same data, epochs, seed and number of threads on the same machine give the same weights. `on_epoch` is called
+    with the number of each epoch, from 1, and its mean loss.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -123,25 +115,25 @@ def train(
 
 
 def _as_input(images: Tensor) -> Tensor:
-    """Gray (n, 1, h, w) in 0 to 1 as the normalized RGB that the network takes."""
+    """Convert gray (n, 1, h, w) in 0 to 1 to the network's normalized RGB."""
     rgb = ((images - MEAN) / STD).expand(-1, 3, -1, -1)
     return rgb.contiguous(memory_format=torch.channels_last)
 
 
 def accuracy(backbone: nn.Module, classifier: nn.Module, data: Images) -> float:
-    """The share of undistorted images whose garment is recognized."""
-    right = 0
+    """Return the accuracy on undistorted images."""
+    correct = 0
     with torch.inference_mode():
         for images, labels in zip(
             torch.split(data.images, 1000), torch.split(data.labels, 1000), strict=True
         ):
             scaled = functional.interpolate(images[:, None] / 255, (EDGE, EDGE), mode="bicubic").clamp(0, 1)
-            right += int((classifier(backbone(_as_input(scaled))).argmax(dim=1) == labels).sum())
-    return right / len(data.labels)
+            correct += int((classifier(backbone(_as_input(scaled))).argmax(dim=1) == labels).sum())
+    return correct / len(data.labels)
 
 
 def write(backbone: nn.Module, file: Path) -> Exported:
-    """Write the network as an ONNX file that devices take."""
+    """Write the network as an ONNX file for devices."""
     plain = backbone.to(memory_format=torch.contiguous_format)
     metadata = BackboneMetadata(
         model="quickstart",
@@ -186,7 +178,7 @@ def cli(*, data: Path, out: Path, epochs: int, seed: int) -> None:
     seconds = time.monotonic() - started_s
     score = accuracy(backbone, classifier, test_part)
     written = write(backbone, out)
-    click.echo(f"{score:.2%} of the test garments right, trained in {seconds:.0f} s")
+    click.echo(f"{score:.2%} accuracy on the test images, trained in {seconds:.0f} s")
     click.echo(f"{written.path}: {written.size_bytes} bytes, sha256 {written.sha256}")
 
 
