@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,61 +61,56 @@ def device(
 ) -> None:
     """Measure the device program: imports, memory over many images, speed beside a plain loop."""
     runs: Runs = {}
-    figures = measure_imports(repetitions, runs)
+    imports = {"import_libraries": BARE, "import_program": PROGRAM}
+    _run_in_turns({name: REPORT.format(imports=text) for name, text in imports.items()}, repetitions, runs)
     with tempfile.TemporaryDirectory() as folder:
         few, many = Path(folder) / "few", Path(folder) / "many"
         write_photographs(many, count=images[1])
         link_some(many, few, count=images[0])
         run = {"backbone": str(backbone.resolve()), "batch_size": batch_size, "workers": workers}
-        figures |= measure_memory(few, many, run, repetitions, runs)
-        figures |= measure_speed(few, run, repetitions, runs)
+        programs = {
+            "loop": _call("loop_once", data=str(few), **run),
+            "extract_few": _call("extract_once", data=str(few), **run),
+            "extract_many": _call("extract_once", data=str(many), **run),
+        }
+        _run_in_turns(programs, repetitions, runs)
+    figures = figures_of(runs)
     write_json(json_file, "device", figures=figures, runs=runs)
     print_figures(figures)
 
 
-def measure_imports(repetitions: int, runs: Runs) -> dict[str, float]:
-    """Return medians of import time and memory of the device program, also as multiples of its libraries' alone."""
-    bare, program = runs["import_libraries"], runs["import_program"] = [], []
+def _run_in_turns(programs: Mapping[str, str], repetitions: int, runs: Runs) -> None:
+    """Run each program in a process of its own, with an empty cache, and append what it reports to its runs."""
     for _ in range(repetitions):
-        bare.append(_python(REPORT.format(imports=BARE)))
-        program.append(_python(REPORT.format(imports=PROGRAM)))
+        for name, program in programs.items():
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+            runs.setdefault(name, []).append(json.loads(done.stdout))
+
+
+def figures_of(runs: Runs) -> dict[str, float]:
+    """Return medians, and ratios of the device program to its libraries, of many to few images, and to the loop."""
+
+    def median(name: str, figure: str) -> float:
+        return statistics.median(entry[figure] for entry in runs[name])
+
+    speeds = [
+        (ours["images_per_second"], plain["images_per_second"])
+        for ours, plain in zip(runs["extract_few"], runs["loop"], strict=True)
+    ]
+    seconds, memory = (median("import_program", figure) for figure in ("seconds", "memory_bytes"))
+    peak_few, peak_many = (median(name, "memory_bytes") for name in ("extract_few", "extract_many"))
     return {
-        "import_seconds": _median(program, "seconds"),
-        "import_time_ratio": _median(program, "seconds") / _median(bare, "seconds"),
-        "import_memory_mb": _median(program, "memory_bytes") / 1e6,
-        "import_memory_ratio": _median(program, "memory_bytes") / _median(bare, "memory_bytes"),
-    }
-
-
-def measure_memory(
-    few: Path, many: Path, run: dict[str, Any], repetitions: int, runs: Runs
-) -> dict[str, float]:
-    """Return medians of the peak memory of extracting few and many images, each time with an empty cache."""
-    peaks: dict[Path, list[dict[str, float]]] = {few: [], many: []}
-    runs["extract_few"], runs["extract_many"] = peaks[few], peaks[many]
-    for _ in range(repetitions):
-        for data in (few, many):
-            peaks[data].append(_python(_call("extract_once", data=str(data), **run)))
-    return {
-        "memory_few_mb": _median(peaks[few], "memory_bytes") / 1e6,
-        "memory_many_mb": _median(peaks[many], "memory_bytes") / 1e6,
-        "memory_ratio": _median(peaks[many], "memory_bytes") / _median(peaks[few], "memory_bytes"),
-        "restart_seconds": _median(peaks[many], "restart_seconds"),
-    }
-
-
-def measure_speed(data: Path, run: dict[str, Any], repetitions: int, runs: Runs) -> dict[str, float]:
-    """Return medians of images a second, and of a loop that decodes a batch and runs it, in one thread of Python."""
-    ours, plain = runs["speed"], runs["loop_speed"] = [], []
-    for _ in range(repetitions):
-        ours.append(_python(_call("extract_once", data=str(data), **run)))
-        plain.append(_python(_call("loop_once", data=str(data), **run)))
-    return {
-        "images_per_second": _median(ours, "images_per_second"),
-        "loop_images_per_second": _median(plain, "images_per_second"),
-        "speed_ratio": statistics.median(
-            a["images_per_second"] / b["images_per_second"] for a, b in zip(ours, plain, strict=True)
-        ),
+        "import_seconds": seconds,
+        "import_time_ratio": seconds / median("import_libraries", "seconds"),
+        "import_memory_mb": memory / 1e6,
+        "import_memory_ratio": memory / median("import_libraries", "memory_bytes"),
+        "memory_few_mb": peak_few / 1e6,
+        "memory_many_mb": peak_many / 1e6,
+        "memory_ratio": peak_many / peak_few,
+        "restart_seconds": median("extract_many", "restart_seconds"),
+        "images_per_second": median("extract_few", "images_per_second"),
+        "loop_images_per_second": median("loop", "images_per_second"),
+        "speed_ratio": statistics.median(ours / plain for ours, plain in speeds),
     }
 
 
@@ -203,16 +199,6 @@ def peak_memory_bytes() -> int:
 
 def _call(function: str, **arguments: Any) -> str:
     return f"import json\nfrom benchmarks.cost.device import {function}\nprint(json.dumps({function}(**{arguments!r})))"
-
-
-def _python(program: str) -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    figures: dict[str, float] = json.loads(done.stdout)
-    return figures
-
-
-def _median(figures: list[dict[str, float]], name: str) -> float:
-    return statistics.median(entry[name] for entry in figures)
 
 
 if __name__ == "__main__":

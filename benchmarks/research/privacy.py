@@ -1,6 +1,5 @@
 """`python -m benchmarks research privacy`: attacks on features and prototypes, and the accuracy protection costs."""
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,14 @@ from benchmarks.data.images import NAMES, load_data
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.differencing import Resubmitted, resubmit
 from benchmarks.research.privacy_plots import Rows, draw_accuracies, draw_images, rows_of
-from benchmarks.research.private_fleet import PAPER, Accuracy, Fleet, noise_multiplier, run_private
+from benchmarks.research.private_fleet import (
+    PAPER,
+    Accuracy,
+    Fleet,
+    Protection,
+    noise_multiplier,
+    run_private,
+)
 from benchmarks.research.reconstruction import PRIVATE_BATCH, Leak, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
 
@@ -169,42 +175,24 @@ def _accuracies(
         fleets = [Fleet(devices=devices, images=images, batch=batch) for batch in (5, PRIVATE_BATCH)]
         # A device that has fewer images of a class than B, or seems to, sends none of it.
         small = replace(fleets[1], batch=max(2, min(PRIVATE_BATCH, images // 2)))
-        plans: list[tuple[str, Fleet, float | None, Callable[[float], Any]]] = []
+        plans: list[tuple[str, Fleet, float | None, Protection]] = []
         for fleet in fleets:
-            plans.append(("none", fleet, None, lambda _: None))
-            plans.append(("perturbed", fleet, None, lambda _: PAPER))
-        plans += [
-            ("differential privacy", small, epsilon, _mechanism(clip_norm, small.batch))
-            for epsilon in epsilons
-        ]
+            plans += [("none", fleet, None, None), ("perturbed", fleet, None, PAPER)]
+        for epsilon in epsilons:
+            mechanism = Mechanism(
+                clip_norm=clip_norm,
+                noise_multiplier=noise_multiplier(epsilon),
+                batch_size=small.batch,
+                min_images=2,
+            )
+            plans.append(("differential privacy", small, epsilon, mechanism))
         for protection, fleet, cost, how in plans:
-            accuracy = run_private(
-                *(features, fleet),
-                how=how(cost or 0.0),
-                recipe=plain if cost is None else without_restoring,
-                seed=seed,
-                device=device,
-            )
-            measured.append(
-                Accuracy(
-                    protection=protection,
-                    epsilon=cost,
-                    batch=fleet.batch,
-                    images=images,
-                    accuracy=accuracy,
-                )
-            )
+            recipe = plain if cost is None else without_restoring
+            accuracy = run_private(features, fleet, how=how, recipe=recipe, seed=seed, device=device)
+            sizes = {"batch": fleet.batch, "images": images}
+            measured.append(Accuracy(protection=protection, epsilon=cost, accuracy=accuracy, **sizes))
             table.row(protection, images, fleet.batch, cost, accuracy)
     return measured
-
-
-def _mechanism(clip_norm: float, batch: int) -> Callable[[float], Mechanism]:
-    return lambda epsilon: Mechanism(
-        clip_norm=clip_norm,
-        noise_multiplier=noise_multiplier(epsilon),
-        batch_size=batch,
-        min_images=2,
-    )
 
 
 def _usual_norm(features: Features) -> float:

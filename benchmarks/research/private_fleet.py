@@ -1,6 +1,7 @@
 """Accuracy of heads trained on perturbed or differentially private prototypes."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from protocol.wire.messages import Perturbation
 DELTA = 1e-5
 PAPER = Perturbation(on="prototypes", noise="gaussian", scale=0.05, shrink=0.1)
 """The noise of FedTC's table in appendix C.2."""
+
+Protection: TypeAlias = Mechanism | Perturbation | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ def run_private(
     features: Features,
     fleet: Fleet,
     *,
-    how: Mechanism | Perturbation | None,
+    how: Protection,
     recipe: Recipe,
     seed: int,
     device: str,
@@ -89,7 +92,7 @@ def _release(
     number: int,
     fleet: Fleet,
     *,
-    how: Mechanism | Perturbation | None,
+    how: Protection,
     seed: int,
 ) -> Prototypes:
     """Return a device's upload of one class."""
