@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.program import Function, Functions
+from aggregator.algorithms.algorithm import Function, Functions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.program import (
+from aggregator.algorithms.algorithm import (
     Algorithm,
     Contribution,
     Count,

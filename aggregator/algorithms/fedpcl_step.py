@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from aggregator.algorithms.algorithm import ABSENT_LOGIT, Function, Functions
 from aggregator.algorithms.layers import (
     Tensors,
     log_sum_exp,
@@ -15,7 +16,6 @@ from aggregator.algorithms.layers import (
     tile_rows,
     unit,
 )
-from aggregator.algorithms.program import ABSENT_LOGIT, Function, Functions
 
 if TYPE_CHECKING:
     from aggregator.algorithms.fedpcl import FedPCL

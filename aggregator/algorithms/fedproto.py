@@ -12,7 +12,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from aggregator.algorithms import adapter_model
-from aggregator.algorithms.program import (
+from aggregator.algorithms.algorithm import (
     ABSENT_LOGIT,
     Algorithm,
     Contribution,

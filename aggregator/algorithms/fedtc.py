@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from aggregator.algorithms.program import ABSENT_LOGIT
+from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from protocol.errors import ProtofleetError
 
 WARM_UP = 0.3

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms import adapter_model
 from aggregator.algorithms.adapter_model import PARAMETERS
-from aggregator.algorithms.finch import coarsest
-from aggregator.algorithms.program import (
+from aggregator.algorithms.algorithm import (
     Algorithm,
     Contribution,
     Fraction,
@@ -25,6 +24,7 @@ from aggregator.algorithms.program import (
     Weight,
     by_device,
 )
+from aggregator.algorithms.finch import coarsest
 from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:

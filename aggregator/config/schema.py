@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from aggregator.algorithms.program import Algorithm
+from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.coordination.canary_rollout import Settings as RolloutSettings
 from aggregator.coordination.rounds import Settings as RoundSettings

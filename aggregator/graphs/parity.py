@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aggregator.algorithms.program import Algorithm, Contribution, Function, Functions
+from aggregator.algorithms.algorithm import Algorithm, Contribution, Function, Functions
 from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
 

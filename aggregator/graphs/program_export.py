@@ -10,7 +10,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from aggregator.algorithms.program import Algorithm
+from aggregator.algorithms.algorithm import Algorithm
 from protocol.errors import ProtofleetError
 from protocol.onnx_metadata import GraphMetadata, HeadMetadata, to_properties
 

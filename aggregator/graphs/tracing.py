@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aggregator.algorithms.program import Algorithm, Function, Functions
+from aggregator.algorithms.algorithm import Algorithm, Function, Functions
 from aggregator.graphs.head_export import OPSET
 from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError

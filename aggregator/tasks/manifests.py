@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from aggregator.algorithms.program import Algorithm
+from aggregator.algorithms.algorithm import Algorithm
 from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
 from protocol.errors import ConfigError, RuntimeMissing

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from aggregator.algorithms.program import Contribution
+from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.ingest.validation import Expectation, check_submission

@@ -8,7 +8,7 @@ from typing import Any, cast
 import click
 import numpy as np
 
-from aggregator.algorithms.program import Algorithm
+from aggregator.algorithms.algorithm import Algorithm
 from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_bytes
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.accuracy.scores import Run

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.program import Algorithm, Contribution
+from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.graphs.program_export import Graphs, build
 from aggregator.ingest.validation import Expectation, check_submission, read_message

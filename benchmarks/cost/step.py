@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
-from aggregator.algorithms.program import Contribution
 from aggregator.graphs.program_export import Graphs, build, untrained
 from benchmarks.report import Table, json_option, write_json
 from edge_client.runtime.program_graph import open_graph

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from aggregator.algorithms.program import Contribution
+from aggregator.algorithms.algorithm import Contribution
 
 
 def uploaded(

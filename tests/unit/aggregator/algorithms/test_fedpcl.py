@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import ABSENT_LOGIT, Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedpcl_step import contrast
-from aggregator.algorithms.program import ABSENT_LOGIT, Contribution
 from aggregator.graphs.tracing import to_torch
 from tests.support.contributions import uploaded
 

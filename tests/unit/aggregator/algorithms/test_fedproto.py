@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedproto import FedProto, loss
-from aggregator.algorithms.program import ABSENT_LOGIT
 from aggregator.graphs.tracing import to_torch
 from tests.support.contributions import uploaded
 

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
-from aggregator.algorithms.program import Algorithm, Contribution
 
 SIZES = {"feature_size": 5, "num_classes": 3}
 ALGORITHMS = [

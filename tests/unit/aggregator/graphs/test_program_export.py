@@ -12,10 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
-from aggregator.algorithms.program import Algorithm, Contribution
 from aggregator.graphs.parity import check
 from aggregator.graphs.program_export import Graphs, bind, build, untrained
 from protocol.errors import ProtofleetError
