@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.system.faults.suite import FAULTS
+from tests.system.suites import FAULTS
 from tests.system.tables import HEADINGS, FaultRow, with_total
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.system.attacks.suite import ATTACKS
+from tests.system.suites import ATTACKS
 from tests.system.tables import HEADINGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -21,7 +21,7 @@ def test_every_attack_has_a_row() -> None:
     heading, _, *rows = _rows()
     assert tuple(heading) == HEADINGS["attacks"]
     found = [(name, stopped_by, seen) for name, _, _, stopped_by, seen in rows]
-    assert found == [(each.name, each.stopped_by, each.shown) for each in ATTACKS.values()]
+    assert found == [(each.name, each.stopped_by, each.visible_in) for each in ATTACKS.values()]
 
 
 def test_every_row_is_of_a_run_in_which_nothing_succeeded() -> None:

@@ -70,6 +70,15 @@ def accepted_submissions(aggregator_log: str) -> list[tuple[str, int]]:
     return [(device, int(images)) for device, images in found]
 
 
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files in a folder, which may change meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
 def wait_until(
     what: str,
     holds: Callable[[], Any],

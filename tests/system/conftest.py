@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.system.attacks.suite import ATTACKS
-from tests.system.faults.suite import FAULTS
+from tests.system.suites import ATTACKS, FAULTS
 from tests.system.tables import AttackRow, FaultRow, markdown, with_total, write
 
 

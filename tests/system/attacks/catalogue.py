@@ -1,19 +1,19 @@
-"""An attack of the suite: a function that tries it, what stops it, and where an operator sees it."""
+"""An attack of the suite: the function that attempts it, what stops it, and where an operator sees it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tests.system.attacks.fleet import AttackedFleet
 
-Try = Callable[[AttackedFleet], Iterator[bool]]
-"""Does its worst to a fleet, and says of each attempt whether it has succeeded."""
+Attempt = Callable[[AttackedFleet], Iterator[bool]]
+"""Attacks a fleet; yields for each attempt whether it has succeeded."""
 
-Seen = tuple[str, str]
-"""A count: the reason, and the sender's name, or `by NAME` for what device NAME has refused. The reasons in
-`BROKER_LOG` are counted in the broker's log, all others in `aggregator status`."""
+Count = tuple[str, str]
+"""A reason and the sender's name, or `by NAME` for messages that device NAME has refused. Reasons in `BROKER_LOG` are
+counted in the broker's log, all others in `aggregator status`."""
 
 BROKER_LOG = {"denied": "`Denied PUBLISH`", "no certificate": "`SSL routines`"}
-"""The words in the broker's log."""
+"""Texts in the broker's log."""
 
 
 @dataclass(frozen=True)
@@ -22,31 +22,31 @@ class Attack:
 
     Attributes:
         name: as in the table.
-        stopped_by: what does, each behind the one before.
-        seen: what has been counted when it is over.
-        but: how it shows otherwise, where nothing is counted.
+        stopped_by: in order.
+        counted: what has increased when it is over.
+        otherwise: where an operator sees it if nothing is counted.
     """
 
     name: str
-    attempt: Try
+    attempt: Attempt
     stopped_by: str
-    seen: tuple[Seen, ...]
-    but: str
+    counted: tuple[Count, ...]
+    otherwise: str
 
     @property
-    def shown(self) -> str:
+    def visible_in(self) -> str:
         """Return where an operator sees it, in words."""
-        said = [
-            f"broker's log, {BROKER_LOG[reason]}{'' if who == '?' else f' from {who}'}"
+        places = [
+            f"broker's log, {BROKER_LOG[reason]}{'' if name == '?' else f' from {name}'}"
             if reason in BROKER_LOG
-            else f"`{reason}` {who if who.startswith('by ') else f'from {who}'}"
-            for reason, who in self.seen
+            else f"`{reason}` {name if name.startswith('by ') else f'from {name}'}"
+            for reason, name in self.counted
         ]
-        return ", ".join(said) or self.but
+        return ", ".join(places) or self.otherwise
 
 
 def attack(
-    name: str, *, stopped_by: str, seen: tuple[Seen, ...] = (), but: str = ""
-) -> Callable[[Try], Attack]:
+    name: str, *, stopped_by: str, counted: tuple[Count, ...] = (), otherwise: str = ""
+) -> Callable[[Attempt], Attack]:
     """Make an attack of a function."""
-    return lambda attempt: Attack(name, attempt, stopped_by, seen, but)
+    return lambda attempt: Attack(name, attempt, stopped_by, counted, otherwise)

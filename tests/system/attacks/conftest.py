@@ -8,7 +8,7 @@ from tests.support.brokers import mosquitto_program
 from tests.support.closed_fleet import FLEET
 from tests.support.fleet import write_task
 from tests.system.attacks.fleet import HONEST, AttackedFleet
-from tests.system.attacks.images import write_images
+from tests.system.attacks.marked_images import write_images
 
 
 @pytest.fixture(scope="module")

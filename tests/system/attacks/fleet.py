@@ -1,7 +1,7 @@
 """The closed fleet that all attacks share: a broker with two listeners, an aggregator, and honest devices with a head.
 
-One listener is as `aggregator enroll-broker` makes it: certificates, and an access list. The other one has neither:
-clients there are the broker's own operator, or have got past it. Both lead to the same topics.
+One listener is configured by `aggregator enroll-broker`: certificates and an access list. The other one has neither; it
+stands for an attacker who has passed the broker, or operates it. Both serve the same topics.
 """
 
 from collections import Counter
@@ -26,16 +26,16 @@ from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, flee
 from protocol.wire.transfer import Assembly, frames_of
 from tests.support.brokers import free_address
 from tests.support.closed_fleet import FLEET, ClosedFleet
-from tests.support.fleet import Fleet
-from tests.system.attacks.hostile import Client, Witness
+from tests.support.fleet import Fleet, folder_bytes
+from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
 
 HONEST = ("shed-1", "shed-2")
 """Devices that have uploaded, and use the head."""
-HOSTILE = "mallory"
-"""A device that is enrolled, and not honest."""
-REVOKED = "eve"
-FRESH, LATE = "fresh", "late"
-"""Honest devices that begin later."""
+MALLORY = "mallory"
+"""A malicious enrolled device."""
+REVOKED = "revoked-1"
+NEW, LATE = "new-1", "late-1"
+"""Honest devices that start during an attack."""
 MAX_MEMORY_BYTES = 1024**3
 """Of the aggregator, torch's libraries included."""
 MAX_STATE_BYTES = 160 * 1024**2
@@ -44,22 +44,15 @@ MAX_STATE_BYTES = 160 * 1024**2
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State that no attack may change."""
+    """State that no attack may change: digests of the head, of the submissions, and of each device's head."""
 
     head: str
     submissions: dict[str, str]
     used: dict[str, str]
-    """The head that each honest device has in use."""
 
 
 class AttackedFleet(Fleet):
-    """The fleet.
-
-    Args:
-        root: a folder of its own.
-        task: the task file.
-        data: a folder of images for each honest device.
-    """
+    """The fleet; `data` has a folder of images for each honest device."""
 
     def __init__(self, root: Path, task: Path, data: dict[str, Path]) -> None:
         self.open = free_address()
@@ -70,27 +63,25 @@ class AttackedFleet(Fleet):
         self.early: list[tuple[str, bytes]] = []
         """Messages published until the fleet had its head and the aggregator had restarted once."""
         self._task = task
-        for device in (*HONEST, HOSTILE, REVOKED, FRESH, LATE):
+        for device in (*HONEST, MALLORY, REVOKED, NEW, LATE):
             self.closed.enroll(device)
         revoke(self.closed.store, REVOKED)
-
-    # How it begins and ends.
 
     def __enter__(self) -> Self:
         self.closed.publish_revocations()
         self.mosquitto.start()
-        with Witness(self.open) as witness:
-            self.run_aggregator()
+        with TrafficMonitor(self.open) as monitor:
+            self.start_aggregator(self._task, "--verbose")
             for name in HONEST:
                 self.run_device(name, data=self.data[name])
             self.wait_until("a head in use", self.is_settled)
-            witness.settle()
+            monitor.settle()
             self.stop("aggregator")
-            self.run_aggregator()
+            self.start_aggregator(self._task, "--verbose")
             self.wait_for_log("aggregator", "connected to the broker", times=2)
-            self.wait_until("the head, published again", lambda: len(witness.said(shared("head"))) > 2)
-            witness.settle()
-            self.early = [(heard.topic, heard.payload) for heard in witness.heard if not heard.retained]
+            self.wait_until("the head published again", lambda: len(monitor.payloads(shared("head"))) > 2)
+            monitor.settle()
+            self.early = [(one.topic, one.payload) for one in monitor.received if not one.retained]
         self.before = self.snapshot()
         return self
 
@@ -99,48 +90,49 @@ class AttackedFleet(Fleet):
         self.mosquitto.stop()
         self.closed.store.close()
 
-    def run_aggregator(self) -> None:
-        """Start the aggregator."""
-        self.start_aggregator(self._task, "--verbose")
-
     def run_device(self, name: str, *, data: Path) -> None:
-        """Start an enrolled device."""
         self.start_device(name, data, "--rescan-s", "0.5", "--verbose")
 
     # Clients and keys.
 
-    def mallory(self, **options: Any) -> Client:
-        """The dishonest device, at the listener with certificates."""
-        return Client(self.broker, self.closed.access(HOSTILE), **options)
+    def client_of(self, device: str = MALLORY, **options: Any) -> AttackerClient:
+        """Return a client with a device's certificate."""
+        return AttackerClient(self.broker, self.closed.access(device), **options)
 
-    def client_of(self, device: str) -> Client:
-        """An attacker who has a device's folder."""
-        return Client(self.broker, self.closed.access(device))
-
-    def inside(self, **options: Any) -> Client:
-        """An attacker who has got past the broker, or runs it."""
-        return Client(self.open, **options)
-
-    def key(self, device: str) -> bytes:
-        """A device's private key."""
-        return read_key(self.root / device / "signing.key")
+    def inside(self, **options: Any) -> AttackerClient:
+        """Return a client at the open listener."""
+        return AttackerClient(self.open, **options)
 
     def aggregator_key(self) -> bytes:
-        """The aggregator's private key."""
         return read_key(self.aggregator_state / "identity" / "signing.key")
 
-    # What was published.
+    def key(self, device: str) -> bytes:
+        return read_key(self.root / device / "signing.key")
+
+    def signed(self, frame: Frame, device: str = MALLORY, *, signer: str = "") -> bytes:
+        """Return an encoded frame of a device, signed with its key or another device's."""
+        return encode(sign_frame(frame, key=self.key(signer or device), fleet=FLEET, device=device))
+
+    def upload_of(
+        self, payload: bytes | Submission, device: str = MALLORY, *, signer: str = ""
+    ) -> list[bytes]:
+        """Return the signed frames of a payload."""
+        data = payload if isinstance(payload, bytes) else encode(payload)
+        return [
+            self.signed(frame, device, signer=signer) for frame in frames_of(data, digest=digest_of(data))
+        ]
+
+    # Published messages.
 
     def published(self, channel: FleetChannel) -> list[bytes]:
-        """The aggregator's signed manifests on a channel, the oldest first."""
-        topic = fleet_topic(FLEET, channel)
-        return [payload for said, payload in self.early if said == topic and payload]
+        """Return the aggregator's signed manifests on a channel, the oldest first."""
+        return [payload for topic, payload in self.early if topic == shared(channel) and payload]
 
     def frames(self, device: str = HONEST[0]) -> list[bytes]:
-        """The frames with which a device has uploaded its submission."""
-        said = [payload for topic, payload in self.early if topic == device_topic(FLEET, device, "up")]
+        """Return the frames with which a device has uploaded its submission."""
         digest = bytes.fromhex(self.before.submissions[device])
-        return [payload for payload in said if frame_of(payload).digest == digest]
+        uploaded = [payload for topic, payload in self.early if topic == own(device, "up")]
+        return [payload for payload in uploaded if frame_of(payload).digest == digest]
 
     def submission(self, device: str = HONEST[0]) -> Submission:
         """Return a device's submission."""
@@ -150,34 +142,29 @@ class AttackedFleet(Fleet):
             assembly.add(frame)
         return decode(assembly.payload(), Submission, max_bytes=2**24)
 
-    def forged_frame(self, device: str, *, signer: str, data: bytes = b"forged") -> bytes:
-        """A whole transfer of one frame under a device's name, signed with another device's key."""
-        frame = next(frames_of(data, digest=digest_of(data)))
-        return encode(sign_frame(frame, key=self.key(signer), fleet=FLEET, device=device))
-
-    def refused_inside(self, said: Iterable[tuple[str, bytes]], *, reason: str) -> Iterator[bool]:
-        """Send frames under names past the broker, and wait until each was refused."""
-        with self.inside() as operator:
-            for device, payload in said:
-                with self.counted(reason, device):
-                    assert operator.publish(own(device, "up"), payload)
-                yield False
-
     def head_manifest(self) -> tuple[Signed, HeadManifest]:
-        """The newest head's manifest: the envelope, and what is in it."""
+        """Return the newest head's manifest: the envelope and its content."""
         signed = open_manifest(self.published("head")[-1], fleet=FLEET, channel="head")
         return signed, decode(signed.body, HeadManifest, max_bytes=2**17)
 
     def restore(self, channel: FleetChannel) -> None:
         """Publish the aggregator's newest manifest again, or clear the topic if there is none."""
-        with self.inside() as operator:
+        with self.inside() as client:
             published = self.published(channel)
-            operator.publish(shared(channel), published[-1] if published else b"", retain=True)
+            client.publish(shared(channel), published[-1] if published else b"", retain=True)
 
-    # What is seen from outside.
+    def refused_by_aggregator(self, frames: Iterable[bytes], device: str, *, reason: str) -> Iterator[bool]:
+        """Send a device's frames to the open listener, and wait until the aggregator has refused each."""
+        with self.inside() as client:
+            for payload in frames:
+                with self.counted(reason, device):
+                    assert client.publish(own(device, "up"), payload)
+                yield False
+
+    # State of the fleet.
 
     def refusals(self) -> Counter[tuple[str, str]]:
-        """Refusals in the broker's log and in status, by reason and name; `by NAME` for what a device has refused."""
+        """Count refusals in the broker's log and in status, by reason and name; `by NAME` for a device's refusals."""
         summary = self.status()
         counts: Counter[tuple[str, str]] = Counter()
         for row in summary.get("refusals", []):
@@ -186,13 +173,9 @@ class AttackedFleet(Fleet):
             for reason, count in device["refused_messages"].items():
                 counts[reason, f"by {device['device']}"] += count
         log = self.mosquitto.log()
-        counts["denied", HOSTILE] = log.count(f"Denied PUBLISH from {HOSTILE}")
+        counts["denied", MALLORY] = log.count(f"Denied PUBLISH from {MALLORY}")
         counts["no certificate", "?"] = log.count("SSL routines::")
         return counts
-
-    def names(self) -> set[str]:
-        """The devices that the aggregator knows."""
-        return {row["device"] for row in self.status()["devices"]}
 
     @contextmanager
     def counted(self, reason: str, name: str) -> Iterator[None]:
@@ -201,17 +184,26 @@ class AttackedFleet(Fleet):
         yield
         self.wait_until(f"{reason} of {name}", lambda: self.refusals()[reason, name] > before)
 
-    def ignored(self, device: str) -> int:
-        """Count the messages that a device has logged as ignored."""
-        return self.log(device).count("message refused topic=")
+    @contextmanager
+    def ignored_by_devices(self) -> Iterator[None]:
+        """Publish something, and wait until each honest device has logged that it refuses a message."""
+
+        def counts() -> list[int]:
+            return [self.log(name).count("message refused topic=") for name in HONEST]
+
+        before = counts()
+        yield
+        self.wait_until(
+            "refusals in logs", lambda: all(now > old for now, old in zip(counts(), before, strict=True))
+        )
+
+    def names(self) -> set[str]:
+        """Return the devices that the aggregator knows."""
+        return {row["device"] for row in self.status()["devices"]}
 
     def memory_bytes(self) -> int:
-        """Resident memory of the aggregator."""
+        """Return the aggregator's resident memory."""
         return int(psutil.Process(self.processes["aggregator"].pid).memory_info().rss)
-
-    def state_bytes(self) -> int:
-        """Bytes of the aggregator's folder."""
-        return sum(_size(file) for file in self.aggregator_state.rglob("*") if file.is_file())
 
     def stores(self, part: bytes) -> bool:
         """Return whether a file of the aggregator contains some bytes."""
@@ -227,14 +219,11 @@ class AttackedFleet(Fleet):
         """Return the state that no attack may change."""
         with closing(Store(self.aggregator_state, read_only=True)) as store:
             head = store.heads.all(store.served_task().digest)[-1].digest.hex()
-        return Snapshot(
-            head,
-            {name: self.submitted(name) for name in HONEST},
-            {name: self.uses(name) for name in HONEST},
-        )
+        submissions = {name: self.submitted(name) for name in HONEST}
+        return Snapshot(head, submissions, {name: self.used_head(name) for name in HONEST})
 
-    def uses(self, device: str) -> str:
-        """Hex digest of the head that a device has in use; empty if it has none."""
+    def used_head(self, device: str) -> str:
+        """Return the hex digest of the head that a device uses; empty if it has none."""
         try:
             installed = DeviceState(self.device_state(device), read_only=True).get(Heads).installed
         except StateError:
@@ -242,13 +231,13 @@ class AttackedFleet(Fleet):
         return "" if installed is None else installed.head.hex()
 
     def submitted(self, device: str) -> str:
-        """Hex digest of a device's submission; empty if there is none."""
+        """Return the hex digest of a device's submission; empty if there is none."""
         with closing(Store(self.aggregator_state, read_only=True)) as store:
             rows = store.submissions.all(store.served_task().digest)
             return rows[device].entry.digest.hex() if device in rows else ""
 
     def check_unharmed(self) -> None:
-        """Check that nothing has changed, that every program runs, and that nothing grows without bound."""
+        """Check that nothing has changed, that every program runs, and that memory and disk are bounded."""
         assert self.snapshot() == self.before
         assert set(self.before.used.values()) == {self.before.head}
         for name, process in self.processes.items():
@@ -257,7 +246,7 @@ class AttackedFleet(Fleet):
         online = {row["device"]: row["state"] for row in self.status()["devices"]}
         assert all(online[name] == "online" for name in HONEST), self.diagnostics()
         assert self.memory_bytes() < MAX_MEMORY_BYTES
-        assert self.state_bytes() < MAX_STATE_BYTES
+        assert folder_bytes(self.aggregator_state) < MAX_STATE_BYTES
 
 
 def own(device: str, channel: DeviceChannel) -> str:
@@ -273,10 +262,3 @@ def shared(channel: FleetChannel) -> str:
 def frame_of(payload: bytes) -> Frame:
     """Return the frame in a payload."""
     return decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)
-
-
-def _size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -1,8 +1,4 @@
-"""No attack on a fleet succeeds or changes it, and an operator sees each.
-
-At the end, what the whole run has written: no secret, nothing of an image, and nowhere but where it should be. It is
-in this file because it is the same fleet, and other processes of pytest take other files.
-"""
+"""No attack on a fleet succeeds, an operator sees each, and no file of the run contains secrets or images."""
 
 import re
 import signal
@@ -15,16 +11,15 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from protocol.wire.codec import to_array
-from tests.system.attacks.captured import PASSWORD
+from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
 from tests.system.attacks.fleet import HONEST, AttackedFleet
-from tests.system.attacks.heads import Bench, benched
-from tests.system.attacks.images import BOMB, IN_BYTES, IN_NAMES
-from tests.system.attacks.suite import ATTACKS
-from tests.system.attacks.topics import through_broker
+from tests.system.attacks.marked_images import BOMB, BYTES_MARK, NAME_MARK
+from tests.system.attacks.topic_access import publish_to_broker
+from tests.system.suites import ATTACKS
 from tests.system.tables import AttackRow
 
-LEAST_DIGITS = 6
-"""Of a number that appears nowhere by chance."""
+MIN_DIGITS = 6
+"""Digits of a number that appears nowhere by chance."""
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -36,51 +31,45 @@ def test_attack_fails_and_is_counted(
     before = fleet.refusals()
     outcomes = list(attack.attempt(fleet))
     assert outcomes
-    row = AttackRow(name, len(outcomes), sum(outcomes), attack.stopped_by, attack.shown)
+    row = AttackRow(name, len(outcomes), sum(outcomes), attack.stopped_by, attack.visible_in)
     record_property("attacks", asdict(row))
     assert row.succeeded == 0, fleet.diagnostics()
     fleet.wait_until(
-        f"{attack.seen} in status",
-        lambda: all(fleet.refusals()[each] > before[each] for each in attack.seen),
+        f"{attack.counted} in status",
+        lambda: all(fleet.refusals()[each] > before[each] for each in attack.counted),
     )
     fleet.check_unharmed()
 
 
 @pytest.fixture(scope="module")
 def run(fleet: AttackedFleet) -> AttackedFleet:
-    """A fleet that has worked, was attacked, has used a password, and whose broker has stored what it retains."""
-    assert not any(through_broker(fleet, [(f"pf/1/x/{number}", b"x") for number in range(3)]))
-    with benched(fleet, "leaks") as captured:
-        Bench(captured, fleet.root)
+    """A fleet that was attacked and has used a password, and whose broker has written its database."""
+    assert not any(publish_to_broker(fleet, [(f"pf/1/x/{number}", b"x") for number in range(3)]))
+    with CompromisedAggregator(fleet, "leaks"):
+        pass
     saved = fleet.root / "mosquitto.db"
     before = saved.stat().st_mtime_ns if saved.exists() else 0
     fleet.mosquitto.send_signal(signal.SIGUSR1)
-    fleet.wait_until("what the broker stores", lambda: saved.exists() and saved.stat().st_mtime_ns > before)
+    fleet.wait_until("the broker's database", lambda: saved.exists() and saved.stat().st_mtime_ns > before)
     return fleet
 
 
 def _written(fleet: AttackedFleet) -> dict[Path, bytes]:
     """Return all files of the run but the images."""
-    files = (file for file in fleet.root.rglob("*") if file.is_file())
-    return {
-        file: file.read_bytes()
-        for file in files
-        if not file.relative_to(fleet.root).parts[0].startswith("images-")
-    }
+    parts = [part for part in fleet.root.iterdir() if not part.name.startswith("images-")]
+    files = [file for part in parts for file in (part, *part.rglob("*")) if file.is_file()]
+    return {file: file.read_bytes() for file in files}
 
 
 def _logs(fleet: AttackedFleet) -> dict[str, str]:
     logs = {file.name: file.read_text(errors="replace") for file in fleet.root.glob("*.log")}
-    assert {
-        "aggregator.log",
-        *(f"{name}.log" for name in HONEST),
-        fleet.mosquitto.log_file.name,
-    } <= logs.keys()
+    names = (*HONEST, "aggregator", fleet.mosquitto.log_file.stem)
+    assert {f"{name}.log" for name in names} <= logs.keys()
     return logs
 
 
-def _elsewhere(fleet: AttackedFleet) -> dict[Path, bytes]:
-    """Return what is not a device's own: the aggregator's folder and log, and the broker's log and store."""
+def _outside_devices(fleet: AttackedFleet) -> dict[Path, bytes]:
+    """Return the aggregator's folder and log, and the broker's folder, log and database."""
     folders = (fleet.aggregator_state, fleet.root / "broker")
     of_broker = (fleet.root / "mosquitto.db", fleet.mosquitto.log_file, fleet.root / "aggregator.log")
     return {
@@ -90,15 +79,15 @@ def _elsewhere(fleet: AttackedFleet) -> dict[Path, bytes]:
     }
 
 
-def test_private_keys_are_in_their_files_alone(run: AttackedFleet) -> None:
-    """A private key is in its own file alone, as PEM, raw or hex, and only the owner can read that."""
-    written = _written(run)
+def test_private_keys_are_only_in_their_files(run: AttackedFleet) -> None:
+    """A private key is only in its own file, which only the owner can read; not elsewhere as PEM, raw or hex."""
+    written, of_attacks = _written(run), _names_of_attackers_keys(run)
     keys = {file: data for file, data in written.items() if b"PRIVATE KEY" in data}
     assert {file.name for file in keys} == {
-        "aggregator.key", "broker.key", "ca.key", "device.key", "signing.key", *_of_attacks(run),
+        "aggregator.key", "broker.key", "ca.key", "device.key", "signing.key", *of_attacks,
     }  # fmt: skip
     for file, data in keys.items():
-        if file.name in _of_attacks(run):
+        if file.name in of_attacks:
             continue
         assert file.stat().st_mode & 0o077 == 0, file
         body = b"".join(data.splitlines()[1:-1])
@@ -110,14 +99,12 @@ def test_private_keys_are_in_their_files_alone(run: AttackedFleet) -> None:
                 assert body not in contents.replace(b"\n", b""), (file, other)
 
 
-def _of_attacks(run: AttackedFleet) -> set[str]:
-    """Return the names of keys that attacks have made."""
-    made = [file for folder in ("strange", "strangers") for file in (run.root / folder).glob("*.key")]
-    return {file.name for file in made}
+def _names_of_attackers_keys(run: AttackedFleet) -> set[str]:
+    return {file.name for file in run.root.glob("invalid-*/*.key")}
 
 
 def _raw(pem: bytes) -> bytes:
-    """Return the secret part of a private key: 32 bytes."""
+    """Return the secret part of a private key, 32 bytes."""
     key = load_pem_private_key(pem, password=None)
     numbers = getattr(key, "private_numbers", None)
     if numbers is not None:
@@ -127,24 +114,24 @@ def _raw(pem: bytes) -> bytes:
 
 
 def test_password_is_in_no_file(run: AttackedFleet) -> None:
-    """Not in a log, a state or the broker's store, even with --verbose."""
-    assert "connected to" in run.log("guinea")
+    """Not in a log, a state or the broker's database, even with --verbose."""
+    assert "connected to" in run.log(DEVICE)
     assert [file for file, data in _written(run).items() if PASSWORD.encode() in data] == []
 
 
 def test_no_image_leaves_its_device(run: AttackedFleet) -> None:
     """Neither bytes nor names of images are on the aggregator's or the broker's side."""
-    some = next((run.data[HONEST[0]] / "1").iterdir())
-    assert IN_NAMES in some.name
-    assert IN_BYTES.encode() in some.read_bytes()
-    for file, data in _elsewhere(run).items():
-        for mark in (IN_NAMES, IN_BYTES, BOMB, run.data[HONEST[0]].name):
+    image = next((run.data[HONEST[0]] / "1").iterdir())
+    assert NAME_MARK in image.name
+    assert BYTES_MARK.encode() in image.read_bytes()
+    for file, data in _outside_devices(run).items():
+        for mark in (NAME_MARK, BYTES_MARK, BOMB, run.data[HONEST[0]].name):
             assert mark.encode() not in data, (file, mark)
     for name, text in _logs(run).items():
-        assert IN_BYTES not in text, name
+        assert BYTES_MARK not in text, name
 
 
-def test_device_log_names_images_of_its_data_folder_alone(run: AttackedFleet) -> None:
+def test_device_log_names_only_images_of_its_data_folder(run: AttackedFleet) -> None:
     """Every path of an image in a device's log is below its --data folder."""
     for name in HONEST:
         named = re.findall(r"[^\s=]+\.png", run.log(name))
@@ -153,7 +140,7 @@ def test_device_log_names_images_of_its_data_folder_alone(run: AttackedFleet) ->
 
 
 def test_no_prototype_value_is_in_a_log(run: AttackedFleet) -> None:
-    """Prototypes are in no log, in whatever way their values could be written."""
+    """No log contains a prototype's value in any common notation."""
     logs = _logs(run)
     numbers = {number for text in logs.values() for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", text)}
     for name in HONEST:
@@ -161,5 +148,5 @@ def test_no_prototype_value_is_in_a_log(run: AttackedFleet) -> None:
         assert values.size > 100
         for value in values:
             forms = {str(value), repr(float(value)), f"{value:.6g}", f"{np.float32(value)}"}
-            long = {form for form in forms if len(form) >= LEAST_DIGITS}
+            long = {form for form in forms if len(form) >= MIN_DIGITS}
             assert not long & numbers, (name, value)

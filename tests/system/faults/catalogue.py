@@ -1,4 +1,4 @@
-"""A fault of the suite: a function that provokes it, and how often it has to happen."""
+"""A fault of the suite: the function that provokes it, and how often it has to happen."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tests.system.faults.fleet import FaultyFleet
 
 Provoke = Callable[[FaultyFleet], int]
-"""Starts a fleet of which only the broker runs, does things to it, and returns how often."""
+"""Starts a fleet of which only the broker runs, provokes a fault, and returns how often."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Fault:
 
     Attributes:
         name: as in the table.
-        least: how often it has to be provoked. Where the moment has to be met, that is less often than it is
-            tried: on a slow machine what was to be disturbed may be over by then.
+        least: how often it has to be provoked. Where a moment has to be met, this is less than the number of attempts:
+            on a slow machine the transfer or training may already be over.
         options: lines of the broker's configuration; `{folder}` is its folder.
-        without_mqtt5: as with a broker that does not speak it.
+        without_mqtt5: the broker does not speak MQTT 5.
     """
 
     name: str

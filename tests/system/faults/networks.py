@@ -4,57 +4,49 @@ from tests.support.network_proxy import Faults
 from tests.system.faults.catalogue import fault
 from tests.system.faults.fleet import FaultyFleet
 
-FRAMES_OF_HEAD = 30
-"""A network stays bad until that many have arrived: about a tenth of what three devices fetch."""
+HEAD_FRAMES = 30
+"""Frames of the head that cross a faulty network: about a tenth of what three devices download."""
 
 
-def _endure(fleet: FaultyFleet, faults: Faults, *, what: str, least: int) -> int:
-    """Have faults both ways from the first connection until the head is on its way."""
+def _run_with(fleet: FaultyFleet, faults: Faults, *, count: str, least: int) -> int:
+    """Apply faults in both directions from the first connection until a part of the head has crossed."""
     fleet.net.up = fleet.net.down = faults
     fleet.run()
-    fleet.wait_until(f"{least} times {what}", lambda: fleet.net.counts[what] >= least)
-    fleet.wait_until(
-        "frames of the head", lambda: fleet.watch.frames_down(fleet.reference.head) >= FRAMES_OF_HEAD
-    )
-    return fleet.net.counts[what]
+    fleet.wait_until(f"{least} times {count}", lambda: fleet.net.counts[count] >= least)
+    fleet.wait_for_head_frames(HEAD_FRAMES)
+    return fleet.net.counts[count]
 
 
 @fault("connections cut, also within a packet", least=10)
-def cuts(fleet: FaultyFleet) -> int:
-    """Somewhere within one in twenty-five publications."""
-    return _endure(fleet, Faults(cut=0.04), what="cut", least=10)
+def cut_connections(fleet: FaultyFleet) -> int:
+    return _run_with(fleet, Faults(cut=0.04), count="cut", least=10)
 
 
 @fault("packets delayed by up to 0.2 s", least=100)
-def delays(fleet: FaultyFleet) -> int:
-    """Each of them, and what follows waits too."""
-    return _endure(fleet, Faults(delay_s=0.2), what="delayed", least=100)
+def delayed_packets(fleet: FaultyFleet) -> int:
+    return _run_with(fleet, Faults(delay_s=0.2), count="delayed", least=100)
 
 
-@fault("publications that come twice", least=20)
+@fault("duplicated publications", least=20)
 def duplicates(fleet: FaultyFleet) -> int:
-    """Every third one."""
-    return _endure(fleet, Faults(duplicate=0.3), what="duplicated", least=20)
+    return _run_with(fleet, Faults(duplicate=0.3), count="duplicated", least=20)
 
 
-@fault("publications that change places", least=20)
-def reorders(fleet: FaultyFleet) -> int:
-    """Two out of five, with the next one."""
-    return _endure(fleet, Faults(reorder=0.4), what="reordered", least=20)
+@fault("reordered publications", least=20)
+def reordered(fleet: FaultyFleet) -> int:
+    return _run_with(fleet, Faults(reorder=0.4), count="reordered", least=20)
 
 
-@fault("a broker that acknowledges and loses", least=10)
-def losses(fleet: FaultyFleet) -> int:
+@fault("publications acknowledged and dropped by the broker", least=10)
+def dropped(fleet: FaultyFleet) -> int:
     """One in ten frames, receipts and requests."""
-    return _endure(fleet, Faults(drop=0.1), what="dropped", least=10)
+    return _run_with(fleet, Faults(drop=0.1), count="dropped", least=10)
 
 
 @fault("frames over a link of 100 kB/s, keepalive 10 s", least=40, options="max_keepalive 10")
-def narrow(fleet: FaultyFleet) -> int:
-    """Both ways, for several times the keepalive, which the broker sets."""
+def slow_link(fleet: FaultyFleet) -> int:
+    """In both directions, for several times the keepalive, which the broker sets."""
     fleet.net.up = fleet.net.down = Faults(bytes_per_s=100_000)
     fleet.run()
-    fleet.wait_until(
-        "frames of the head", lambda: fleet.watch.frames_down(fleet.reference.head) >= 2 * FRAMES_OF_HEAD
-    )
-    return fleet.watch.frames_up() + fleet.watch.frames_down()
+    fleet.wait_for_head_frames(2 * HEAD_FRAMES)
+    return fleet.device_log.frames_up() + fleet.device_log.frames_down()

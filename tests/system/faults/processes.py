@@ -7,54 +7,51 @@ import psutil
 
 from tests.support.network_proxy import Faults
 from tests.system.faults.catalogue import fault
-from tests.system.faults.fleet import DEVICES, FaultyFleet
+from tests.system.faults.fleet import DEVICES, SEED, FaultyFleet
 
 SLOW = Faults(bytes_per_s=250_000)
-"""A submission takes three seconds: there are moments within it."""
+"""A submission takes three seconds, so that there are moments within it."""
 
 SLOWER = Faults(bytes_per_s=100_000)
-"""It takes seven: what gets through between two faults is little."""
+"""It takes seven, so that little crosses between two faults."""
 
 
-@fault("SIGKILL of a device within its transfer", least=7)
+@fault("SIGKILL of a device during its upload", least=7)
 def device_killed(fleet: FaultyFleet) -> int:
     """Each device is killed three times; every time a little more has been transferred."""
     fleet.net.up = SLOW
     fleet.run()
+
+    def kill_repeatedly(name: str) -> int:
+        chance, killed = random.Random(f"{SEED}/{name}"), 0
+        for _ in range(3):
+            fleet.wait_for_frames(fleet.device_log, name)
+            fleet.sleep_up_to(0.25, chance)
+            fleet.kill(name)
+            killed += fleet.uploads(name)
+            fleet.run(name)
+        return killed
+
     with ThreadPoolExecutor() as pool:
-        return sum(pool.map(lambda name: _kill_repeatedly(fleet, name), DEVICES))
-
-
-def _kill_repeatedly(fleet: FaultyFleet, name: str) -> int:
-    chance, killed = random.Random(f"{fleet.seed}/{name}"), 0
-    for _ in range(3):
-        fleet.wait_for_frames(fleet.watch, name)
-        fleet.sleep_up_to(0.25, chance)
-        fleet.kill(name)
-        killed += fleet.uploads(name)
-        fleet.run(name)
-    fleet.log_progress(f"killed {name} {killed} times within its transfer")
-    return killed
+        return sum(pool.map(kill_repeatedly, DEVICES))
 
 
 @fault("SIGKILL of the aggregator while it receives submissions", least=3)
-def aggregator_killed_while_it_receives(fleet: FaultyFleet) -> int:
+def aggregator_killed_during_uploads(fleet: FaultyFleet) -> int:
     """Acknowledged data is there after the restart; the rest is uploaded again."""
     fleet.net.up = SLOWER
     fleet.run()
     killed = 0
     for _ in range(4):
-        fleet.wait_for_frames(fleet.delivered, "aggregator")
+        fleet.wait_for_frames(fleet.aggregator_log, "aggregator")
         fleet.sleep_up_to(0.8)
         fleet.kill("aggregator")
         killed += fleet.uploads()
-        fleet.log_progress(f"killed the aggregator within transfers, {killed}")
         fleet.run("aggregator")
     return killed
 
 
-def _trains(fleet: FaultyFleet) -> bool:
-    """Return whether the aggregator's training runs."""
+def _is_training(fleet: FaultyFleet) -> bool:
     try:
         children = psutil.Process(fleet.processes["aggregator"].pid).children()
         return any("aggregator.training.train_head" in child.cmdline() for child in children)
@@ -62,46 +59,44 @@ def _trains(fleet: FaultyFleet) -> bool:
         return False  # a child that ends this very moment
 
 
-@fault("SIGKILL of the aggregator during a training", least=2)
-def aggregator_killed_while_it_trains(fleet: FaultyFleet) -> int:
+@fault("SIGKILL of the aggregator during training", least=2)
+def aggregator_killed_during_training(fleet: FaultyFleet) -> int:
     """With the training process, as by a power cut, and without it."""
     fleet.run()
     killed = 0
     for with_training in (True, False, True):
-        fleet.wait_until("a training", lambda: _trains(fleet))
+        fleet.wait_until("a training", lambda: _is_training(fleet))
         fleet.sleep_up_to(1.0)
         fleet.kill("aggregator", with_children=with_training)
-        killed += fleet.head() is None
-        fleet.log_progress(f"killed the aggregator within a training, {killed}")
+        killed += not fleet.status()["heads"]
         fleet.run("aggregator")
     return killed
 
 
-@fault("SIGKILL of the aggregator while the head is fetched", least=2)
-def aggregator_killed_while_it_publishes(fleet: FaultyFleet) -> int:
-    """Devices fetch the rest of the head after its restart."""
+@fault("SIGKILL of the aggregator while devices download the head", least=2)
+def aggregator_killed_during_downloads(fleet: FaultyFleet) -> int:
+    """Devices download the rest of the head after its restart."""
     fleet.net.down = Faults(bytes_per_s=1_000_000)
     fleet.run()
     killed = 0
     for _ in range(3):
-        fleet.wait_for_frames(fleet.delivered, "aggregator", head=fleet.reference.head)
+        fleet.wait_for_frames(fleet.aggregator_log, "aggregator", head=fleet.reference.head)
         fleet.sleep_up_to(0.3)
         fleet.kill("aggregator")
         killed += not fleet.is_settled()
-        fleet.log_progress(f"killed the aggregator while the head was fetched, {killed}")
         fleet.run("aggregator")
     return killed
 
 
-@fault("SIGKILL of the broker, its memory kept", least=2)
+@fault("SIGKILL of the broker, its database kept", least=2)
 def broker_killed(fleet: FaultyFleet) -> int:
     """All clients reconnect."""
     return _kill_broker(fleet, delete_database=False)
 
 
-@fault("SIGKILL of the broker, its memory lost", least=2)
+@fault("SIGKILL of the broker, its database deleted", least=2)
 def broker_killed_and_wiped(fleet: FaultyFleet) -> int:
-    """All clients reconnect, and publish again what it has forgotten."""
+    """All clients reconnect, and publish retained messages again."""
     return _kill_broker(fleet, delete_database=True)
 
 
@@ -110,27 +105,26 @@ def _kill_broker(fleet: FaultyFleet, *, delete_database: bool) -> int:
     fleet.run()
     killed = 0
     for _ in range(3):
-        fleet.wait_for_frames(fleet.delivered)
+        fleet.wait_for_frames(fleet.aggregator_log)
         fleet.sleep_up_to(0.8)
         fleet.mosquitto.kill(delete_database=delete_database)
         killed += fleet.uploads()
-        fleet.log_progress(f"killed the broker within transfers, {killed}")
         fleet.mosquitto.start()
     return killed
 
 
-@fault("a subscriber that is paused for seconds", least=4)
-def slow_subscribers(fleet: FaultyFleet) -> int:
-    """The aggregator while devices send, then each device while it fetches the head."""
+@fault("a client paused for up to 2 s", least=4)
+def paused_clients(fleet: FaultyFleet) -> int:
+    """The aggregator while devices upload, then each device while it downloads the head."""
     fleet.net.up = fleet.net.down = Faults(bytes_per_s=1_000_000)
     fleet.run()
-    stopped = 0
+    paused = 0
     for _ in range(3):
-        fleet.wait_for_frames(fleet.delivered)
-        stopped += fleet.uploads()
-        fleet.freeze("aggregator", fleet.random.uniform(0.5, 2.0))
+        fleet.wait_for_frames(fleet.aggregator_log)
+        paused += fleet.uploads()
+        fleet.pause_for_a_while("aggregator")
     for name in DEVICES:
-        fleet.wait_for_frames(fleet.watch, head=fleet.reference.head)
-        stopped += not fleet.is_settled()
-        fleet.freeze(name, fleet.random.uniform(0.5, 2.0))
-    return stopped
+        fleet.wait_for_frames(fleet.device_log, head=fleet.reference.head)
+        paused += not fleet.is_settled()
+        fleet.pause_for_a_while(name)
+    return paused

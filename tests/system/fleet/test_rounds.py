@@ -180,7 +180,7 @@ def _diverge(fleet: Fleet) -> None:
         data = write_digits(
             fleet.root / f"data-{number}", classes=SHARES[number], start=20 * number, each=each
         )
-        fleet.start_device(f"device-{number}", data, program="tests.support.impatient_device")
+        fleet.start_device(f"device-{number}", data, program="tests.support.fast_device")
     summary = fleet.wait_for("the diverged device's problem", lambda s: problem_of(s, "device-2"))
     assert "float16" in problem_of(summary, "device-2")
     for folder in (fleet.root / "data-2").iterdir():

@@ -1,8 +1,8 @@
-"""A fleet of real programs under random faults for some minutes: what is lost, and what grows?
+"""Soak test: real programs under random faults for some minutes; reports lost submissions and growth of resources.
 
-`python -m tests.system.soak` runs mosquitto, an aggregator and devices that come and go, each time with an image
-more, over a network that cuts, delays, duplicates and reorders. Aggregator and broker are killed in the first half.
-At the end the faults stop, every device runs, and each one's newest submission must be the one that counts.
+mosquitto, an aggregator and devices that come and go, each time with one more image, run over a network that cuts,
+delays, duplicates and reorders. Aggregator and broker are killed in the first half. At the end the faults stop, every
+device runs, and the newest submission of each must be the one that counts.
 """
 
 import json
@@ -21,32 +21,33 @@ import click
 import psutil
 
 from aggregator.storage.store import Store
+from protocol.cli import run
 from protocol.errors import ProtofleetError
 from tests.support.brokers import mosquitto_program
-from tests.support.fleet import accepted_submissions
+from tests.support.fleet import accepted_submissions, folder_bytes
 from tests.support.network_proxy import Faults, Proxy
-from tests.system.soak.restless import RestlessFleet, Schedule
+from tests.system.soak.fleet import ChangingFleet, Schedule
 
-LOOK_EVERY_S = 2.0
+SAMPLE_EVERY_S = 2.0
 SETTLE_S = 420.0
-STAYERS = 5
+PERMANENT_DEVICES = 5
 FAULTS = Faults(cut=0.01, delay_s=0.02, duplicate=0.02, reorder=0.02, drop=0.02)
 """Faults of publications, in both directions."""
+RESOURCES = {
+    "memory_bytes": ("memory, MB", 1e6),
+    "handles": ("open files", 1),
+    "disk_bytes": ("disk, MB", 1e6),
+}
+"""Label and unit of each resource of a sample."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Resources of a process at a moment.
-
-    Args:
-        at_s: seconds from the start of the soak.
-        life: how often it had been started by then.
-        disk_bytes: of its state folder.
-    """
+    """Resources of a process at a moment; `start` counts its starts, `disk_bytes` is of its state folder."""
 
     process: str
     at_s: float
-    life: int
+    start: int
     memory_bytes: int
     handles: int
     disk_bytes: int
@@ -55,36 +56,26 @@ class Sample:
 @click.command("soak")
 @click.option("--minutes", type=click.FloatRange(min=0.2), default=10.0, show_default=True)
 @click.option("--devices", type=click.IntRange(min=2), default=50, show_default=True)
-@click.option("--stay-s", type=float, default=60.0, show_default=True, help="Mean stay of a device.")
+@click.option("--stay-s", type=float, default=60.0, show_default=True, help="Mean running time of a device.")
 @click.option("--away-s", type=float, default=20.0, show_default=True, help="Mean absence of a device.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the figures here as well.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Draw memory, handles and disk to this file.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Run in this folder, and leave it.")
 def soak(
-    *,
-    minutes: float,
-    devices: int,
-    stay_s: float,
-    away_s: float,
-    seed: int,
-    json_file: Path | None,
-    plot: Path | None,
-    keep: Path | None,
+    *, minutes: float, json_file: Path | None, plot: Path | None, keep: Path | None, **options: Any
 ) -> None:
-    """Run a restless fleet; report lost and duplicate submissions, and growth of memory, files and disk."""
+    """Run a fleet under faults; report lost and duplicate submissions, and growth of memory, files and disk."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        figures, samples = run_soak(
-            folder, seconds=minutes * 60, devices=devices, stay_s=stay_s, away_s=away_s, seed=seed
-        )
+        figures, samples = run_soak(folder, seconds=minutes * 60, **options)
     if json_file:
         json_file.write_text(json.dumps({**figures, "samples": list(map(asdict, samples))}) + "\n")
     if plot:
         draw(samples, plot)
-    _show(figures)
-    if figures["submissions"]["lost"] or figures["submissions"]["twice"] or figures["fallen"]:
+    _print(figures)
+    if figures["submissions"]["lost"] or figures["submissions"]["twice"] or figures["crashed"]:
         raise ProtofleetError(
             "a submission was lost or counted twice, or a program ended by itself: see above"
         )
@@ -99,17 +90,17 @@ def run_soak(
     rng = random.Random(seed)
     start_s = time.monotonic()
     samples: list[Sample] = []
-    fallen: list[str] = []
+    crashed: list[str] = []
     with (
-        RestlessFleet(folder, devices, rng) as fleet,
-        Proxy(fleet.device_address, fleet.broker, seed=seed, up=FAULTS, down=FAULTS) as proxy,
+        ChangingFleet(folder, devices, rng) as fleet,
+        Proxy(fleet.proxy_address, fleet.broker, seed=seed, up=FAULTS, down=FAULTS) as proxy,
     ):
         schedule = Schedule(
             fleet,
             rng,
             stay_s=stay_s,
             away_s=away_s,
-            stayers=frozenset(fleet.names[:STAYERS]),
+            permanent=frozenset(fleet.names[:PERMANENT_DEVICES]),
             killing_until_s=start_s + seconds / 2,
             kill_every_s=max(15.0, seconds / 12),
         )
@@ -119,10 +110,10 @@ def run_soak(
         with click.progressbar(length=int(seconds), label="soaking", file=sys.stderr) as bar:
             while (passed_s := time.monotonic() - start_s) < seconds:
                 schedule.advance()
-                fallen += _restart_fallen(fleet)
+                crashed += _restart_crashed(fleet)
                 samples += sample(fleet, at_s=passed_s)
                 bar.update(int(passed_s) - bar.pos)
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(SAMPLE_EVERY_S)
         proxy.calm()
         settled_s = settle(fleet)
         submissions = count_submissions(fleet)
@@ -133,144 +124,129 @@ def run_soak(
         "faults": {**schedule.done, **proxy.counts},
         "submissions": submissions,
         "settled_s": settled_s,
-        "fallen": fallen,
+        "crashed": crashed,
         "growth": growth(samples, since_s=seconds / 2),
     }
     return figures, samples
 
 
-def _restart_fallen(fleet: RestlessFleet) -> list[str]:
-    """Start devices again that have ended by themselves, which none should, as systemd would."""
-    fallen = fleet.fallen()
-    for name in fallen:
+def _restart_crashed(fleet: ChangingFleet) -> list[str]:
+    """Restart devices that have ended by themselves, as systemd would."""
+    crashed = fleet.crashed()
+    for name in crashed:
         status = fleet.processes[name].returncode
         tail = fleet.log(name).splitlines()[-1:]
         click.echo(f"\n{name} ended by itself with status {status}: {tail}", err=True)
         fleet.running.discard(name)
         if name in fleet.names:
             fleet.run(name)
-    return fallen
+    return crashed
 
 
-def sample(fleet: RestlessFleet, *, at_s: float) -> list[Sample]:
+def sample(fleet: ChangingFleet, *, at_s: float) -> list[Sample]:
     """Sample every process."""
     taken = []
     for name in fleet.running:
         state = fleet.device_state(name) if name in fleet.names else fleet.root / name
         try:
-            running = psutil.Process(fleet.pid(name))
-            with running.oneshot():
-                memory, handles = running.memory_info().rss, running.num_fds()
+            process = psutil.Process(fleet.pid(name))
+            with process.oneshot():
+                memory, handles = process.memory_info().rss, process.num_fds()
         except psutil.Error:
             continue
         taken.append(Sample(name, at_s, fleet.starts[name], memory, handles, folder_bytes(state)))
     return taken
 
 
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder, which may change meanwhile."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue
-    return total
-
-
-def settle(fleet: RestlessFleet) -> float:
+def settle(fleet: ChangingFleet) -> float:
     """Start every device, and wait until each one's newest submission is received; returns the seconds it took."""
     start_s = time.monotonic()
     for name in fleet.names:
         if name not in fleet.running:
             fleet.run(name)
     while time.monotonic() - start_s < SETTLE_S and not all(newest_submissions(fleet).values()):
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(SAMPLE_EVERY_S)
     return time.monotonic() - start_s
 
 
-def newest_submissions(fleet: RestlessFleet) -> dict[str, bool]:
+def newest_submissions(fleet: ChangingFleet) -> dict[str, bool]:
     """Return for each device whether its newest submission is the one that the aggregator has of it."""
     with closing(Store(fleet.aggregator_state, read_only=True)) as store:
-        taken = store.submissions.all(store.served_task().digest)
+        accepted = store.submissions.all(store.served_task().digest)
     newest = {}
     for name in fleet.names:
-        status, row = fleet.device_status(name), taken.get(name)
+        status, row = fleet.device_status(name), accepted.get(name)
         newest[name] = bool(
             status.get("received") and row is not None and row.entry.digest.hex() == status["submission"]
         )
     return newest
 
 
-def count_submissions(fleet: RestlessFleet) -> dict[str, int]:
-    """Count what was made, devices whose newest submission counts or does not, and submissions that count twice."""
+def count_submissions(fleet: ChangingFleet) -> dict[str, int]:
+    """Count submissions made, accepted and accepted twice, and devices whose newest one counts or is lost."""
     newest = newest_submissions(fleet)
     made = sum(fleet.log(name).count("submission built") for name in fleet.names)
-    # A device has an image more each time it starts, so that their number distinguishes its submissions.
-    taken = accepted_submissions(fleet.log("aggregator"))
+    # A device has one more image each time it starts, so that their number distinguishes its submissions.
+    accepted = accepted_submissions(fleet.log("aggregator"))
     return {
         "made": made,
-        "taken": len(taken),
+        "accepted": len(accepted),
         "devices": len(newest),
         "counted": sum(newest.values()),
-        "lost": sum(not good for good in newest.values()),
-        "twice": len(taken) - len(set(taken)),
+        "lost": sum(not counted for counted in newest.values()),
+        "twice": len(accepted) - len(set(accepted)),
     }
 
 
 def growth(samples: Iterable[Sample], *, since_s: float) -> dict[str, dict[str, float]]:
-    """Return what long-lived processes held at the end as multiples of what they held at `since_s`.
+    """Return the resources of long-running processes at the end as multiples of those at `since_s`.
 
-    Medians over the last and the first quarter of that time, of the last life of each process.
+    Medians over the last and the first quarter of that time, since the last start of each process.
     """
-    lives: dict[str, list[Sample]] = {}
-    for taken in samples:
-        if taken.at_s >= since_s:
-            lives.setdefault(taken.process, []).append(taken)
+    processes: dict[str, list[Sample]] = {}
+    for one in samples:
+        if one.at_s >= since_s:
+            processes.setdefault(one.process, []).append(one)
     found = {}
-    for name, own in lives.items():
-        last = [taken for taken in own if taken.life == own[-1].life]
+    for name, own in processes.items():
+        last = [one for one in own if one.start == own[-1].start]
         if last[-1].at_s - last[0].at_s < since_s * 0.8:
             continue
         quarter = max(1, len(last) // 4)
         found[name] = {
             what: _median(last[-quarter:], what) / max(1.0, _median(last[:quarter], what))
-            for what in ("memory_bytes", "handles", "disk_bytes")
+            for what in RESOURCES
         }
     return found
 
 
 def _median(samples: Sequence[Sample], what: str) -> float:
-    return float(statistics.median(getattr(taken, what) for taken in samples))
+    return float(statistics.median(getattr(one, what) for one in samples))
 
 
 def draw(samples: Sequence[Sample], file: Path) -> None:
-    """Draw what each process held over time."""
+    """Draw the resources of each process over time."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(3, 1, sharex=True, figsize=(9, 9), layout="constrained")
-    panels = (
-        ("memory_bytes", "memory, MB", 1e6),
-        ("handles", "open files", 1),
-        ("disk_bytes", "disk, MB", 1e6),
-    )
     colors = {"aggregator": "tab:red", "broker": "tab:blue"}
-    for axis, (what, label, unit) in zip(axes, panels, strict=True):
-        for name in sorted({taken.process for taken in samples}):
-            for life in {taken.life for taken in samples if taken.process == name}:
-                own = [taken for taken in samples if (taken.process, taken.life) == (name, life)]
-                named = name in colors
-                axis.plot(
-                    [taken.at_s / 60 for taken in own],
-                    [getattr(taken, what) / unit for taken in own],
-                    color=colors.get(name, "0.7"),
-                    linewidth=1.5 if named else 0.5,
-                    label=name if named and life == 1 else None,
-                    zorder=2 if named else 1,
-                )
+    runs: dict[tuple[str, int], list[Sample]] = {}
+    for one in samples:
+        runs.setdefault((one.process, one.start), []).append(one)
+    for axis, (what, (label, unit)) in zip(axes, RESOURCES.items(), strict=True):
+        for (name, start), own in runs.items():
+            named = name in colors
+            axis.plot(
+                [one.at_s / 60 for one in own],
+                [getattr(one, what) / unit for one in own],
+                color=colors.get(name, "0.7"),
+                linewidth=1.5 if named else 0.5,
+                label=name if named and start == 1 else None,
+                zorder=2 if named else 1,
+            )
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(visible=True, linewidth=0.3)
@@ -280,7 +256,7 @@ def draw(samples: Sequence[Sample], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
-def _show(figures: Mapping[str, Any]) -> None:
+def _print(figures: Mapping[str, Any]) -> None:
     print(f"{figures['devices']} devices, {figures['seconds'] / 60:.1f} minutes, seed {figures['seed']}\n")
     for name, times in sorted(figures["faults"].items()):
         print(f"{name:<40}{times:>8}")
@@ -291,3 +267,7 @@ def _show(figures: Mapping[str, Any]) -> None:
     for name, ratios in sorted(figures["growth"].items()):
         print(f"{name:<40}" + "".join(f"{ratio:>7.2f}x" for ratio in ratios.values()))
     print(f"\nall settled {figures['settled_s']:.0f} s after the faults ended")
+
+
+if __name__ == "__main__":
+    run(soak, program="python -m tests.system.soak")

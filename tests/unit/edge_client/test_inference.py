@@ -18,7 +18,7 @@ from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.preprocessing import preprocess
 from tests.support import step_graphs
 from tests.support.device_factory import CLASSES, choosy, linear_head, tiny, write_images
-from tests.system.attacks.graphs import endless, spoilt
+from tests.system.attacks.malicious_graphs import changed, infinite_loop
 
 
 def _weights(backbone: Backbone, images: list[Path]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
@@ -104,13 +104,15 @@ def test_head_with_foreign_operators_is_refused(tmp_path: Path) -> None:
         open_head(head.SerializeToString(), backbones=[backbone])
 
 
-def test_endless_head_exceeds_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infinite_loop_in_a_head_exceeds_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A good head runs after it."""
     backbone = tiny(tmp_path)
     good = linear_head([backbone], np.zeros((16, 2), dtype=np.float32))
     monkeypatch.setattr(onnx_model, "MAX_RUN_S", 0.5)
     with pytest.raises(GraphRefused, match="exceeded the time limit"):
-        open_head(spoilt(good, endless), backbones=[backbone])
+        open_head(changed(good, infinite_loop), backbones=[backbone])
     assert open_head(good, backbones=[backbone]).probabilities(np.zeros((1, 16), np.float32)).shape == (1, 2)
 
 

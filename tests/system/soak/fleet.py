@@ -1,4 +1,4 @@
-"""A restless fleet: real programs that come and go and are killed, by chance from a seed."""
+"""A fleet of real programs that are started, stopped and killed at random times from a seed."""
 
 import random
 import signal
@@ -37,20 +37,13 @@ max_queued_messages 20000
 """
 
 
-class RestlessFleet(Fleet):
-    """A fleet whose devices have an image more each time that they start.
-
-    Args:
-        root: gets states, images and logs.
-        devices: how many.
-        rng: of the images.
-    """
+class ChangingFleet(Fleet):
+    """A fleet behind a network proxy, whose devices get another image each time they start."""
 
     def __init__(self, root: Path, devices: int, rng: random.Random) -> None:
         self.mosquitto = Mosquitto(free_address(), root, options=BROKER)
-        self.device_address = free_address()
-        """Where devices connect: the network proxy."""
-        super().__init__(root, self.mosquitto.address, device_broker=self.device_address)
+        self.proxy_address = free_address()
+        super().__init__(root, self.mosquitto.address, device_broker=self.proxy_address)
         self.names = [f"device-{number:02d}" for number in range(devices)]
         self.running: set[str] = set()
         self._rng = rng
@@ -77,8 +70,7 @@ class RestlessFleet(Fleet):
         elif name == "aggregator":
             self.start_aggregator(self._task)
         else:
-            self._add_images(name)
-            self.start_device(name, self.root / "images" / name, "--rescan-s", "20")
+            self.start_device(name, self._add_images(name), "--rescan-s", "20")
 
     def end(self, name: str, how: signal.Signals) -> None:
         """End a program, and wait until it has ended."""
@@ -89,48 +81,47 @@ class RestlessFleet(Fleet):
         process = self.processes[name]
         process.send_signal(how)
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=120)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
     def pid(self, name: str) -> int:
-        """A program's process id."""
         return self.mosquitto.pid if name == "broker" else self.processes[name].pid
 
-    def fallen(self) -> list[str]:
-        """Programs that have ended by themselves."""
+    def crashed(self) -> list[str]:
+        """Return the programs that have ended by themselves."""
         return [name for name in self.running - {"broker"} if self.processes[name].poll() is not None]
 
-    def _add_images(self, name: str) -> None:
+    def _add_images(self, name: str) -> Path:
+        """Add a device's first images, or one more; returns their folder."""
         folder = self.root / "images" / name
-        number = sum(1 for _ in folder.rglob("*.png")) if folder.exists() else 0
-        for count in range(number, number + (1 if number else FIRST_IMAGES)):
+        first = sum(1 for _ in folder.rglob("*.png"))
+        for number in range(first, first + (1 if first else FIRST_IMAGES)):
             pick = self._rng.randrange(len(self._digits.labels))
-            target = folder / CLASSES[self._digits.labels[pick]] / f"{count}.png"
-            target.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(self._digits.images[pick]).resize((32, 32)).save(target)
+            file = folder / CLASSES[self._digits.labels[pick]] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(self._digits.images[pick]).resize((32, 32)).save(file)
+        return folder
 
 
 @dataclass
 class Schedule:
-    """When which program starts and ends: devices come and go; aggregator and broker are killed early on.
+    """Starts and ends devices at random times; kills aggregator and broker until `killing_until_s`.
 
     Args:
-        fleet: the programs.
-        rng: of all chances.
-        stay_s: how long a device runs, on average.
-        away_s: how long it is away, on average.
-        stayers: devices that are never ended; only the network fails them.
-        killing_until_s: of `time.monotonic`, when aggregator and broker are killed no more.
-        kill_every_s: between two kills of the aggregator or the broker, on average.
+        stay_s: mean running time of a device.
+        away_s: mean absence of a device.
+        permanent: devices that are never ended.
+        killing_until_s: time of `time.monotonic`.
+        kill_every_s: mean time between two kills of the aggregator or the broker.
     """
 
-    fleet: RestlessFleet
+    fleet: ChangingFleet
     rng: random.Random
     stay_s: float
     away_s: float
-    stayers: frozenset[str]
+    permanent: frozenset[str]
     killing_until_s: float
     kill_every_s: float
     done: Counter[str] = field(default_factory=Counter)
@@ -156,7 +147,7 @@ class Schedule:
                 self._due_s[name] = now_s + self.rng.expovariate(1 / self.away_s)
             else:
                 self.fleet.run(name)
-                stay_s = float("inf") if name in self.stayers else self.rng.expovariate(1 / self.stay_s)
+                stay_s = float("inf") if name in self.permanent else self.rng.expovariate(1 / self.stay_s)
                 self._due_s[name] = now_s + stay_s
 
     def _kill(self, now_s: float) -> None:

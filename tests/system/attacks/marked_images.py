@@ -1,4 +1,4 @@
-"""Images that are recognized wherever they should not be, and a decompression bomb."""
+"""Images whose names and bytes can be searched for, and a decompression bomb."""
 
 import struct
 import zlib
@@ -10,9 +10,9 @@ from PIL.PngImagePlugin import PngInfo
 from tests.support.fleet import write_digits
 from tests.system.attacks.fleet import HONEST
 
-IN_NAMES = "xyzzyname"
+NAME_MARK = "xyzzyname"
 """In the name of every image of the honest devices."""
-IN_BYTES = "xyzzybytes"
+BYTES_MARK = "xyzzybytes"
 """In the bytes of every one."""
 BOMB = "bomb.png"
 BOMB_EDGE = 50_000
@@ -24,22 +24,21 @@ def write_images(root: Path) -> dict[str, Path]:
     for number, name in enumerate(HONEST):
         folder = write_digits(root / f"images-{name}", classes=list(range(5 * number, 5 * number + 5)))
         for file in sorted(folder.rglob("*.png")):
-            mark(file)
+            _mark(file)
         folders[name] = folder
-    (folders[HONEST[0]] / "0" / BOMB).write_bytes(bomb())
+    (folders[HONEST[0]] / "0" / BOMB).write_bytes(_bomb(BOMB_EDGE))
     return folders
 
 
-def mark(file: Path) -> None:
-    """Give an image a name and bytes that can be searched for."""
+def _mark(file: Path) -> None:
     note = PngInfo()
-    note.add_text("Comment", IN_BYTES)
+    note.add_text("Comment", BYTES_MARK)
     with Image.open(file) as image:
-        image.save(file.with_name(f"{IN_NAMES}-{file.name}"), pnginfo=note)
+        image.save(file.with_name(f"{NAME_MARK}-{file.name}"), pnginfo=note)
     file.unlink()
 
 
-def bomb(edge: int = BOMB_EDGE) -> bytes:
+def _bomb(edge: int) -> bytes:
     """Return a PNG file of some kilobytes that decodes to gigabytes."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -47,6 +46,5 @@ def bomb(edge: int = BOMB_EDGE) -> bytes:
 
     header = struct.pack(">IIBBBBB", edge, edge, 8, 0, 0, 0, 0)
     packer = zlib.compressobj(9)
-    lines = b"".join(packer.compress(bytes(edge + 1)) for _ in range(edge // 100))
-    data = lines + packer.flush()
+    data = b"".join(packer.compress(bytes(edge + 1)) for _ in range(edge // 100)) + packer.flush()
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")

@@ -1,11 +1,10 @@
-"""Clients without rules: they publish anything to any topic, and return the broker's answer."""
+"""An MQTT client that publishes anything to any topic, and returns the broker's answers."""
 
 import contextlib
+import itertools
 import queue
 import socket
-import ssl
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,27 +17,24 @@ from paho.mqtt.reasoncodes import ReasonCode
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, open_tls
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
-class Heard:
-    """A message that came."""
+class ReceivedMessage:
+    """A received message."""
 
     topic: str
     payload: bytes
     retained: bool
 
 
-class Client:
-    """A connection without rules.
+class AttackerClient:
+    """A client without the product's checks.
 
     Args:
-        address: of a broker.
-        access: certificate or password.
-        client_id: as in MQTT.
-        will: topic and payload of a retained Last Will.
-        on_heard: called from a thread of its own with each message.
+        will: topic and payload of a retained last will.
+        on_message: called from the client's thread with each message.
     """
 
     def __init__(
@@ -46,19 +42,15 @@ class Client:
         address: BrokerAddress,
         access: BrokerAccess = NO_AUTHENTICATION,
         *,
-        client_id: str = "",
         will: tuple[str, bytes] | None = None,
-        on_heard: Callable[[Heard], None] = lambda _: None,
+        on_message: Callable[[ReceivedMessage], None] = lambda _: None,
     ) -> None:
-        self.heard: list[Heard] = []
+        self.received: list[ReceivedMessage] = []
         self._address = address
-        self._on_heard = on_heard
+        self._on_message = on_message
         self._answers: queue.SimpleQueue[tuple[str, int, ReasonCode | str]] = queue.SimpleQueue()
         self._client = mqtt.Client(
-            CallbackAPIVersion.VERSION2,
-            client_id=client_id,
-            protocol=mqtt.MQTTv5,
-            reconnect_on_failure=False,
+            CallbackAPIVersion.VERSION2, protocol=mqtt.MQTTv5, reconnect_on_failure=False
         )
         self._client.max_inflight_messages_set(1000)
         if (tls := open_tls(access)) is not None:
@@ -66,14 +58,13 @@ class Client:
         if access.username is not None:
             self._client.username_pw_set(access.username, access.password)
         if will is not None:
-            self._client.will_set(will[0], will[1], qos=1, retain=True)
-        self._client.on_connect = lambda _c, _d, _f, code, _p: self._answers.put(("connect", 0, code))
-        self._client.on_disconnect = lambda *_: self._answers.put(("closed", 0, "closed"))
-        self._client.on_publish = lambda _c, _d, mid, code, _p: self._answers.put(("publish", mid, code))
-        self._client.on_subscribe = lambda _c, _d, mid, codes, _p: self._answers.put(
-            ("subscribe", mid, codes[0])
-        )
-        self._client.on_message = self._hear
+            self._client.will_set(*will, qos=1, retain=True)
+        answer = self._answers.put
+        self._client.on_connect = lambda _c, _d, _f, code, _p: answer(("connect", 0, code))
+        self._client.on_disconnect = lambda *_: answer(("closed", 0, "closed"))
+        self._client.on_publish = lambda _c, _d, mid, code, _p: answer(("publish", mid, code))
+        self._client.on_subscribe = lambda _c, _d, mid, codes, _p: answer(("subscribe", mid, codes[0]))
+        self._client.on_message = self._receive
 
     def connect(self) -> bool:
         """Connect; returns whether the broker has accepted."""
@@ -82,8 +73,7 @@ class Client:
         except OSError:
             return False
         self._client.loop_start()
-        kind, _, code = self._answers.get(timeout=PATIENCE_S)
-        return kind == "connect" and isinstance(code, ReasonCode) and not code.is_failure
+        return self._accepted("connect", 0)
 
     def __enter__(self) -> Self:
         assert self.connect(), f"{self._address} has refused this client"
@@ -103,70 +93,61 @@ class Client:
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False) -> bool:
         """Publish; returns whether the broker has accepted."""
-        mid = self._client.publish(topic, payload, qos=1, retain=retain).mid
-        return self._answer("publish", mid)
+        return self._accepted("publish", self._client.publish(topic, payload, qos=1, retain=retain).mid)
 
-    def say(self, topic: str, payload: bytes) -> None:
-        """Publish and do not wait; from any thread."""
+    def publish_without_waiting(self, topic: str, payload: bytes) -> None:
         self._client.publish(topic, payload, qos=1)
 
     def subscribe(self, topic: str) -> bool:
         """Subscribe; returns whether the broker grants it, which does not mean that anything arrives."""
-        _, mid = self._client.subscribe(topic, qos=1)
-        return self._answer("subscribe", mid or 0)
+        return self._accepted("subscribe", self._client.subscribe(topic, qos=1)[1] or 0)
 
-    def flood(self, messages: Iterable[tuple[str, bytes]]) -> int:
-        """Publish messages as fast as the broker accepts them; returns how many."""
-        count = 0
-        for topic, payload in messages:
+    def flood(self, messages: Iterable[tuple[str, bytes]]) -> None:
+        """Publish messages as fast as the broker accepts them."""
+        for count, (topic, payload) in enumerate(messages, 1):
             mid = self._client.publish(topic, payload, qos=1).mid
-            count += 1
             if count % 500 == 0:
-                self._answer("publish", mid)
+                self._accepted("publish", mid)
         self.publish("flooded", b"")
-        return count
 
-    def _answer(self, kind: str, mid: int) -> bool:
-        deadline = time.monotonic() + PATIENCE_S
+    def _accepted(self, kind: str, mid: int) -> bool:
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
-            got, number, code = self._answers.get(timeout=max(0.01, deadline - time.monotonic()))
-            if got == "closed":
+            answered, number, code = self._answers.get(timeout=max(0.01, deadline - time.monotonic()))
+            if answered == "closed":
                 return False
-            if got == kind and number == mid:
+            if (answered, number) == (kind, mid):
                 return isinstance(code, ReasonCode) and not code.is_failure
 
-    def _hear(self, _c: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
-        heard = Heard(message.topic, bytes(message.payload), message.retain)
-        self.heard.append(heard)
-        self._on_heard(heard)
+    def _receive(self, _c: mqtt.Client, _d: Any, received: mqtt.MQTTMessage) -> None:
+        message = ReceivedMessage(received.topic, bytes(received.payload), received.retain)
+        self.received.append(message)
+        self._on_message(message)
 
 
-class Witness(Client):
+class TrafficMonitor(AttackerClient):
     """A client that receives everything the broker distributes."""
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._marks = 0
-        self._lock = threading.Lock()
+        self._marks = itertools.count()
         assert self.subscribe("#")
         self.settle()
-        self.heard.clear()
+        self.received.clear()
         return self
 
     def settle(self) -> None:
         """Wait until all that the broker has accepted so far has arrived."""
-        with self._lock:
-            self._marks += 1
-            topic = f"witness/{id(self)}/{self._marks}"
+        topic = f"monitor/{id(self)}/{next(self._marks)}"
         assert self.publish(topic, b"mark")
-        deadline = time.monotonic() + PATIENCE_S
-        while not any(heard.topic == topic for heard in self.heard):
+        deadline = time.monotonic() + TIMEOUT_S
+        while not any(message.topic == topic for message in self.received):
             assert time.monotonic() < deadline, "the broker distributes nothing any more"
             time.sleep(0.005)
 
-    def said(self, topic: str) -> list[bytes]:
+    def payloads(self, topic: str) -> list[bytes]:
         """Return the payloads that were published on a topic, without retained ones."""
-        return [heard.payload for heard in self.heard if heard.topic == topic and not heard.retained]
+        return [one.payload for one in self.received if one.topic == topic and not one.retained]
 
 
 def raw_publish(address: BrokerAddress, access: BrokerAccess, topic: bytes, payload: bytes) -> bool:
@@ -174,7 +155,7 @@ def raw_publish(address: BrokerAddress, access: BrokerAccess, topic: bytes, payl
     tls = open_tls(access)
     with contextlib.ExitStack() as stack:
         sock: socket.socket = stack.enter_context(
-            socket.create_connection((address.host, address.port), timeout=10)
+            socket.create_connection((address.host, address.port), timeout=60)
         )
         if tls is not None:
             sock = stack.enter_context(tls.wrap_socket(sock, server_hostname=address.host))
@@ -184,7 +165,7 @@ def raw_publish(address: BrokerAddress, access: BrokerAccess, topic: bytes, payl
                 return False
             sock.sendall(_packet(0x32, _text(topic) + b"\x00\x01" + payload))
             return sock.recv(4)[:1] == b"\x40"
-        except (OSError, ssl.SSLError):
+        except OSError:
             return False
 
 
@@ -193,9 +174,5 @@ def _text(value: bytes) -> bytes:
 
 
 def _packet(kind: int, body: bytes) -> bytes:
-    size, head = len(body), bytearray([kind])
-    while True:
-        size, digit = divmod(size, 128)
-        head.append(digit | (0x80 if size else 0))
-        if not size:
-            return bytes(head) + body
+    assert len(body) < 128, "the length of a longer packet has several bytes"
+    return bytes([kind, len(body)]) + body

@@ -1,0 +1,160 @@
+"""Attacks by size and number: values larger than their data, floods of transfers, decompression bombs."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
+from protocol.wire.signing import public_key
+from tests.support.aggregator_process import spoil
+from tests.support.fleet import write_digits
+from tests.system.attacks.attacker_client import AttackerClient, ReceivedMessage, TrafficMonitor
+from tests.system.attacks.catalogue import attack
+from tests.system.attacks.fleet import LATE, MALLORY, NEW, AttackedFleet, own, shared
+from tests.system.attacks.marked_images import BOMB
+
+TRANSFERS = int(os.environ.get("PROTOFLEET_ATTACKS_TRANSFERS", "6000"))
+"""Tiny transfers in a flood, half of them by a device with valid signatures. Set to 1000000 for a full run."""
+
+MAX_GROWTH_BYTES = 256 * 1024**2
+"""Of the aggregator's memory in a flood."""
+
+DEPTH = 1_000_000
+LARGEST = 2**31 - 1
+
+
+@attack(
+    "submissions that declare larger tensors and lists than they contain",
+    stopped_by="aggregator",
+    counted=(("malformed", MALLORY), ("oversized", MALLORY)),
+)
+def declared_sizes(fleet: AttackedFleet) -> Iterator[bool]:
+    """Tensors of 2^124 values, lists a million deep, maps of 2^32 entries, a transfer of 2 GiB: all validly signed."""
+    submission = fleet.submission()
+    vast = msgspec.structs.replace(submission.prototypes, shape=(LARGEST,) * 4)
+    payloads = [
+        encode(msgspec.structs.replace(submission, sequence=5, prototypes=vast)),
+        spoil(submission, sequence=5, labels=["u1", [LARGEST] * 4, b""]),
+        spoil(submission, sequence=5, tensors={f"t{number}": None for number in range(100_000)}),
+        b"\x91" * DEPTH,
+        b"\x81\xa1a" * DEPTH,
+        b"\xdf\xff\xff\xff\xff\xa4type\xaasubmission",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+    ]
+    before = fleet.submitted(MALLORY)
+    with TrafficMonitor(fleet.open) as monitor, fleet.client_of() as client:
+        for payload in payloads:
+            monitor.received.clear()
+            for frame in fleet.upload_of(payload):
+                assert client.publish(own(MALLORY, "up"), frame)
+            fleet.wait_until("the answer", lambda: monitor.payloads(own(MALLORY, "ack")))
+            assert b"refused" in monitor.payloads(own(MALLORY, "ack"))[-1]
+            yield fleet.submitted(MALLORY) != before
+        first = Frame(v=1, digest=bytes(32), size_bytes=2**31, offset=0, data=b"x" * MAX_CHUNK_BYTES)
+        assert client.publish(own(MALLORY, "up"), fleet.signed(first))
+        fleet.wait_until("the refusal", lambda: fleet.refusals()["oversized", MALLORY])
+        yield fleet.submitted(MALLORY) != before
+
+
+@attack(
+    "a flood of tiny transfers, from an enrolled device and from thousands of unenrolled names",
+    stopped_by="aggregator",
+    counted=(("malformed", MALLORY), ("unknown_device", "?")),
+)
+def tiny_transfers(fleet: AttackedFleet) -> Iterator[bool]:
+    """Memory, disk and tables stay bounded, and an honest device that uploads meanwhile gets through."""
+    before = most = fleet.memory_bytes()
+    data = write_digits(fleet.root / f"images-{LATE}", classes=[3, 4], start=40)
+    with fleet.client_of() as enrolled, fleet.inside() as unenrolled:
+        threads = [
+            threading.Thread(target=enrolled.flood, args=(_enrolled_transfers(fleet),)),
+            threading.Thread(target=unenrolled.flood, args=(_unenrolled_transfers(),)),
+        ]
+        for thread in threads:
+            thread.start()
+        fleet.run_device(LATE, data=data)
+        while any(thread.is_alive() for thread in threads):
+            most = max(most, fleet.memory_bytes())
+            time.sleep(0.1)
+        fleet.wait_until("the honest device's submission", lambda: fleet.submitted(LATE))
+        # The last frame is refused once all before it were processed.
+        last = Frame(v=99, digest=bytes(32), size_bytes=1, offset=0, data=b"x")
+        with fleet.counted("version", MALLORY):
+            assert enrolled.publish(own(MALLORY, "up"), encode(last))
+    most = max(most, fleet.memory_bytes())
+    fleet.stop(LATE)
+    assert most - before < MAX_GROWTH_BYTES
+    assert len(fleet.status()["refusals"]) < 1100
+    yield from [False] * TRANSFERS
+
+
+def _enrolled_transfers(fleet: AttackedFleet) -> Iterator[tuple[str, bytes]]:
+    """Yield transfers of which three of four never end, and one of four is complete and malformed."""
+    for number in range(TRANSFERS // 2):
+        if number % 4:
+            frame = Frame(v=1, digest=digest_of(b"%d" % number), size_bytes=2, offset=0, data=b"x")
+        else:
+            data = b"%d" % (number % 10)
+            frame = Frame(v=1, digest=digest_of(data), size_bytes=1, offset=0, data=data)
+        yield own(MALLORY, "up"), fleet.signed(frame)
+
+
+def _unenrolled_transfers() -> Iterator[tuple[str, bytes]]:
+    """Yield transfers without a valid signature, each under another name."""
+    signature = {"key": public_key(digest_of(b"unenrolled")), "signature": bytes(64)}
+    for number in range(TRANSFERS // 2):
+        digest = digest_of(b"unenrolled %d" % number)
+        frame = Frame(v=1, digest=digest, size_bytes=2, offset=0, data=b"x", **signature)
+        yield own(f"unenrolled-{number}", "up"), encode(frame)
+
+
+@attack(
+    "a decompression bomb among a device's images",
+    stopped_by="device",
+    otherwise="the device's log, `image omitted`",
+)
+def image_bomb(fleet: AttackedFleet) -> Iterator[bool]:
+    """The device omits it, and has uploaded all the others."""
+    fleet.wait_until("the omission", lambda: f"{BOMB} reason=" in fleet.log("shed-1"))
+    line = next(line for line in fleet.log("shed-1").splitlines() if "image omitted" in line and BOMB in line)
+    yield "pixels" not in line or fleet.submission().images != 100
+
+
+@attack("truncated and replaced blobs", stopped_by="broker, device", counted=(("denied", MALLORY),))
+def false_blobs(fleet: AttackedFleet) -> Iterator[bool]:
+    """A new device downloads its backbone while the aggregator is paused and the attacker answers in its place."""
+    with fleet.client_of() as client:
+        yield client.publish(own(NEW, "blk"), b"other bytes")
+        yield client.publish(shared("cast"), b"other bytes")
+    data = write_digits(fleet.root / f"images-{NEW}", classes=[1, 2], start=40)
+    fleet.pause("aggregator")
+    answers: list[str] = []
+
+    def answer(request: ReceivedMessage) -> None:
+        """Answer a request with other bytes: whole, truncated, and with another size."""
+        if len(answers) == 3:
+            return
+        answers.append(kind := ("whole", "truncated", "another size")[len(answers)])
+        wanted = msgspec.msgpack.decode(request.payload)
+        size = wanted["offset"] + wanted["length"]
+        data = os.urandom(size // 2 if kind == "truncated" else size)
+        if kind == "another size":
+            size //= 2
+        frame = Frame(v=1, digest=wanted["digest"], size_bytes=size, offset=0, data=data[:size])
+        attacker.publish_without_waiting(own(NEW, "blk"), encode(frame))
+
+    with AttackerClient(fleet.open, on_message=answer) as attacker:
+        assert attacker.subscribe(own(NEW, "get"))
+        fleet.run_device(NEW, data=data)
+        fleet.wait_until("three false answers", lambda: len(answers) == 3)
+        fleet.wait_until("their refusal", lambda: "arrived damaged" in fleet.log(NEW))
+    fleet.resume("aggregator")
+    fleet.wait_until("the head on the new device", lambda: fleet.used_head(NEW))
+    fleet.stop(NEW)
+    for _ in answers:
+        yield fleet.used_head(NEW) != fleet.before.head

@@ -1,0 +1,19 @@
+"""All faults and all attacks, in the order of their tables."""
+
+from tests.system.attacks import authentication, malicious_heads, replays, resource_exhaustion, topic_access
+from tests.system.attacks.catalogue import Attack
+from tests.system.faults import brokers, heads, networks, processes
+from tests.system.faults.catalogue import Fault
+
+FAULTS = {
+    fault.name: fault
+    for module in (processes, networks, brokers, heads)
+    for fault in vars(module).values()
+    if isinstance(fault, Fault)
+}
+ATTACKS = {
+    attack.name: attack
+    for module in (authentication, topic_access, replays, malicious_heads, resource_exhaustion)
+    for attack in vars(module).values()
+    if isinstance(attack, Attack)
+}
