@@ -162,7 +162,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.agent.state import Mode
-    from edge_client.config import LocalSettings, Settings, enrolled_name, merged_access
+    from edge_client.config import Settings, enrolled_name, merged_access
     from edge_client.runtime.session import require_runtime
     from edge_client.service.device import Device
     from edge_client.storage.stored_values import CurrentTask
@@ -172,7 +172,6 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     start_logging(verbose=verbose)
     if once and dry_run:
         raise click.UsageError("--once and --dry-run cannot be used together")
-    _check_fleet(fleet)
     access, signing_key = read_access(**access_given), None
     if enrollment is not None:
         enrolled = read_enrollment(enrollment)
@@ -183,16 +182,13 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         aggregator_key = aggregator_key or enrolled.aggregator_key
         signing_key = enrolled.signing_key
     require_runtime()
-    _check_data(data)
+    if not data.exists():
+        raise ConfigError(
+            f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
+            "columns path,label; pass it with --data"
+        )
     store = _open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
-    local = LocalSettings(
-        device_id=store.device_id(device_id),
-        data=data,
-        holdout=holdout,
-        batch_size=batch_size,
-        workers=workers or min(4, os.cpu_count() or 1),
-        max_epsilon=max_epsilon,
-    )
+    device_id = store.device_id(device_id)
     if broker is None and not (dry_run and store.get(CurrentTask).digest):
         raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
     address = parse_broker(broker, tls=access.tls) if broker else None
@@ -205,10 +201,15 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         broker=address,
         access=access,
         fleet=fleet,
-        local=local,
+        device_id=device_id,
         mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
+        data=data,
+        holdout=holdout,
         provider=provider,
         threads=threads,
+        batch_size=batch_size,
+        workers=workers or min(4, os.cpu_count() or 1),
+        max_epsilon=max_epsilon,
         backbones=backbone,
         rescan_s=rescan_s,
         aggregator_key=aggregator_key,
@@ -240,9 +241,8 @@ def predict_command(
     store = _open_state(state, fleet, read_only=True)
     installed = store.get(Heads).installed
     if installed is None:
-        raise ConfigError(
-            f"no head in {store.folder}: run `edge-client --broker HOST` until one is installed"
-        )
+        text = f"no head in {store.folder}: run `edge-client --broker HOST` until one is installed"
+        raise ConfigError(text)
     files = [store.blobs.path(digest) for digest in installed.backbones]
     backbones = [open_backbone(file, provider=provider, threads=threads) for file in files]
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
@@ -258,8 +258,8 @@ def predict_command(
             line = {"image": str(prediction.path), "label": prediction.label, "scores": scores}
             click.echo(json.dumps({**line, "head_version": installed.version, "round": installed.round}))
         else:
-            scores_text = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
-            say(f"{prediction.path}: {scores_text}")
+            shown = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
+            say(f"{prediction.path}: {shown}")
     if failed:
         raise ProtofleetError(f"{failed} of {len(images)} images could not be read")
 
@@ -303,29 +303,30 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
 
 
 def _status(store: "DeviceState") -> dict[str, Any]:
-    from edge_client.storage import stored_values
+    from edge_client.storage import stored_values as stored
 
     submission = store.outbox.newest_submission()
-    report, spent = store.get(stored_values.SubmissionReport), store.get(stored_values.PrivacySpent)
+    report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     return {
-        "device_id": store.get(stored_values.DeviceName).value or None,
+        "device_id": store.get(stored.DeviceName).value or None,
         "running": store.is_locked(),
-        "task": store.get(stored_values.CurrentTask).digest.hex() or None,
-        "runtime": store.get(stored_values.BackboneProvider).name or None,
+        "task": store.get(stored.CurrentTask).digest.hex() or None,
+        "runtime": store.get(stored.BackboneProvider).name or None,
         "report": msgspec.to_builtins(report) if report.size_bytes else None,
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
-        "problem": store.get(stored_values.BuildProblem).text or store.get(stored_values.UploadProblem).text,
+        "problem": store.get(stored.BuildProblem).text or store.get(stored.UploadProblem).text,
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
-        "head": msgspec.to_builtins(store.get(stored_values.Heads).installed, builtin_types=(bytes,)),
+        "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),
     }
 
 
 def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
     for entry in prepared.classes:
+        spans = " to ".join(map(str, sorted({min(entry.counts), max(entry.counts)}))) if entry.counts else ""
         say(
             f"{entry.name}: {entry.images} images, {entry.held_out} held out; {len(entry.counts)} prototypes"
-            + (f" of {_spans(entry.counts)} images" if entry.counts else ", too few images")
+            + (f" of {spans} images" if spans else ", too few images")
         )
     rows, size = prepared.prototypes.shape
     for name, change in prepared.changes.items():
@@ -343,40 +344,13 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
     )
 
 
-def _spans(counts: tuple[int, ...]) -> str:
-    low, high = min(counts), max(counts)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def _check_data(data: Path) -> None:
-    if not data.exists():
-        raise ConfigError(
-            f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
-            "columns path,label; pass it with --data"
-        )
-
-
-def _check_fleet(fleet: str) -> None:
-    if not is_name(fleet):
-        raise click.BadParameter(
-            f"{fleet!r}: expected 1 to 64 letters, digits, '-' or '_'", param_hint="--fleet"
-        )
-
-
-def _open_state(
-    state: Path | None,
-    fleet: str,
-    *,
-    read_only: bool = False,
-    lock: bool = False,
-    outbox_bytes: int = DEFAULT_MB * MIB,
-) -> "DeviceState":
+def _open_state(state: Path | None, fleet: str, **options: Any) -> "DeviceState":
     from edge_client.storage.device_state import DeviceState, default_folder
 
-    _check_fleet(fleet)
-    return DeviceState(
-        state or default_folder(fleet), read_only=read_only, lock=lock, outbox_bytes=outbox_bytes
-    )
+    if not is_name(fleet):
+        expected = "1 to 64 letters, digits, '-' or '_'"
+        raise click.BadParameter(f"{fleet!r}: expected {expected}", param_hint="--fleet")
+    return DeviceState(state or default_folder(fleet), **options)
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
 
 
-@dataclass(frozen=True)
-class LocalSettings:
-    """Settings for processing the device's images.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of one device.
 
     Args:
         data: folder of images, or a CSV file.
@@ -24,21 +24,6 @@ class LocalSettings:
         batch_size: images per run of a backbone.
         workers: threads that decode images.
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
-    """
-
-    device_id: str
-    data: Path
-    holdout: float
-    batch_size: int
-    workers: int
-    max_epsilon: float | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of one device.
-
-    Args:
         backbones: local copies of the task's backbones.
         rescan_s: seconds between scans of the data folder.
         aggregator_key: the aggregator's public key, 32 bytes; None trusts the first key received.
@@ -46,14 +31,19 @@ class Settings:
     """
 
     broker: BrokerAddress | None
+    access: BrokerAccess = NO_AUTHENTICATION
     fleet: str
-    local: LocalSettings
+    device_id: str
     mode: Mode
+    data: Path
+    holdout: float
     provider: "Provider"
     threads: int | None
+    batch_size: int
+    workers: int
+    max_epsilon: float | None = None
     backbones: tuple[Path, ...]
     rescan_s: float
-    access: BrokerAccess = NO_AUTHENTICATION
     aggregator_key: bytes | None = None
     signing_key: bytes | None = field(default=None, repr=False)
 

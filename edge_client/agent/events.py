@@ -1,4 +1,4 @@
-"""Events and actions: what `state_machine.step` takes and returns."""
+"""Events and actions: what `state_machine.step` takes and returns; received messages are events as well."""
 
 import msgspec
 
@@ -7,43 +7,43 @@ from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receip
 from protocol.wire.transfer import Ranges
 
 
-class Event(msgspec.Struct, frozen=True):
-    """Something that happened."""
+class Occurrence(msgspec.Struct, frozen=True):
+    """An event that is not a received message."""
 
 
-class Connected(Event, frozen=True):
+class Connected(Occurrence, frozen=True):
     """A connection, with the broker's limit for packets if it sends one."""
 
     max_packet_bytes: int | None = None
 
 
-class Disconnected(Event, frozen=True):
+class Disconnected(Occurrence, frozen=True):
     """The connection is lost."""
 
 
-class Drained(Event, frozen=True):
+class Drained(Occurrence, frozen=True):
     """The broker has acknowledged everything that was sent."""
 
 
-class Unsendable(Event, frozen=True):
+class Unsendable(Occurrence, frozen=True):
     """The broker does not accept uploads, and why."""
 
     reason: str
 
 
-class Ticked(Event, frozen=True):
+class Ticked(Occurrence, frozen=True):
     """Time has passed."""
 
 
-class AggregatorReconnected(Event, frozen=True):
+class AggregatorReconnected(Occurrence, frozen=True):
     """The aggregator has connected again; earlier requests may be lost."""
 
 
-class AggregatorStarted(Event, frozen=True):
+class AggregatorStarted(Occurrence, frozen=True):
     """The aggregator has restarted and may have lost unfinished transfers."""
 
 
-class TaskSeen(Event, frozen=True):
+class TaskSeen(Occurrence, frozen=True):
     """The retained task, or the stored one before the first connection (`recalled`)."""
 
     digest: bytes
@@ -51,51 +51,27 @@ class TaskSeen(Event, frozen=True):
     recalled: bool = False
 
 
-class OutboxSeen(Event, frozen=True):
+class OutboxSeen(Occurrence, frozen=True):
     """All items in the outbox."""
 
     items: tuple[UploadItem, ...]
 
 
-class RoundSeen(Event, frozen=True):
-    """The retained round, or the stored one before the first connection."""
-
-    manifest: RoundManifest
-
-
-class HeadSeen(Event, frozen=True):
-    """The retained head manifest."""
-
-    manifest: HeadManifest
-
-
-class FrameSeen(Event, frozen=True):
-    """A frame of a blob."""
-
-    frame: Frame
-
-
-class ReceiptSeen(Event, frozen=True):
-    """The aggregator's answer on a transfer."""
-
-    receipt: Receipt
-
-
-class DownloadOpened(Event, frozen=True):
+class DownloadOpened(Occurrence, frozen=True):
     """The number of bytes of a blob that are on disk."""
 
     digest: bytes
     offset: int
 
 
-class DownloadFinished(Event, frozen=True):
+class DownloadFinished(Occurrence, frozen=True):
     """A blob is complete; `valid` if its digest matches."""
 
     digest: bytes
     valid: bool
 
 
-class SubmissionBuilt(Event, frozen=True):
+class SubmissionBuilt(Occurrence, frozen=True):
     """A submission, or why there is none; `may_pass` if the next round or task may succeed."""
 
     task: bytes
@@ -105,7 +81,7 @@ class SubmissionBuilt(Event, frozen=True):
     may_pass: bool = False
 
 
-class HeadInstalled(Event, frozen=True):
+class HeadInstalled(Occurrence, frozen=True):
     """A head is in use, or was refused for a reason; `report` is its evaluation, `head` its `head_key`."""
 
     head: bytes
@@ -113,8 +89,12 @@ class HeadInstalled(Event, frozen=True):
     reason: str = ""
 
 
-class ImagesChanged(Event, frozen=True):
+class ImagesChanged(Occurrence, frozen=True):
     """The images differ from those of the last build."""
+
+
+Event = Occurrence | RoundManifest | HeadManifest | Frame | Receipt
+"""The round is the retained one, or the stored one before the first connection."""
 
 
 class Action(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from edge_client.agent import downloads, events, uploads
 from edge_client.agent.state import Mode, State, head_key
-from protocol.wire.messages import HeadRef, RoundManifest
+from protocol.wire.messages import Frame, HeadManifest, HeadRef, Receipt, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 
 Step = tuple[State, tuple[events.Action, ...]]
@@ -53,20 +53,22 @@ def _react(state: State, event: events.Event, now_s: float) -> Step:  # noqa: C9
             return _new_task(state, event), ()
         case events.OutboxSeen(items=items):
             return uploads.synchronize(state, items), ()
-        case events.RoundSeen(manifest=manifest):
-            return _new_round(state, manifest), ()
-        case events.HeadSeen(manifest=manifest):
-            return replace(state, head=manifest), ()
+        case RoundManifest():
+            # The worker drops a build for an older round without a SubmissionBuilt.
+            dropped = event.task == state.task and event.number != state.joined_round
+            return replace(state, round=event, building=state.building and not dropped), ()
+        case HeadManifest():
+            return replace(state, head=event), ()
         case events.DownloadOpened(digest=digest, offset=offset):
             return downloads.opened(state, digest, offset, now_s), ()
-        case events.FrameSeen(frame=frame):
-            return downloads.receive(state, frame, now_s)
+        case Frame():
+            return downloads.receive(state, event, now_s)
         case events.DownloadFinished():
             return downloads.finished(state, event, now_s)
-        case events.ReceiptSeen(receipt=receipt):
-            if downloads.is_running(state, receipt.digest) and receipt.status == "refused":
-                return downloads.refused(state, receipt, now_s)
-            return uploads.receipt(state, receipt, now_s)
+        case Receipt():
+            if downloads.is_running(state, event.digest) and event.status == "refused":
+                return downloads.refused(state, event, now_s)
+            return uploads.receipt(state, event, now_s)
         case events.SubmissionBuilt():
             return _built(state, event)
         case events.HeadInstalled():
@@ -139,12 +141,6 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
         installing=None,
         uploads=(),
     )
-
-
-def _new_round(state: State, seen: RoundManifest) -> State:
-    """Take a round; the worker drops a build for an older one without a SubmissionBuilt."""
-    dropped = seen.task == state.task and seen.number != state.joined_round
-    return replace(state, round=seen, building=state.building and not dropped)
 
 
 def _built(state: State, built: events.SubmissionBuilt) -> Step:

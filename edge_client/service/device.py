@@ -10,22 +10,22 @@ from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
 from edge_client.service.downloads import BlobDownloads
 from edge_client.service.publisher import Publisher
-from edge_client.service.receiver import Receiver
-from edge_client.service.worker import Crashed, Worker
+from edge_client.service.receiver import Received, Receiver
+from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import BuildProblem, EvaluatedHead, Heads, UploadProblem
 from edge_client.submission.builder import ShowDryRun
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
-from protocol.wire.messages import DeviceInfo, Presence
+from protocol.wire.messages import DeviceInfo, Presence, RoundManifest
 from protocol.wire.presence import is_newer
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 
-_Event = mqtt.Event | events.Event | Crashed
+_Event = mqtt.Event | events.Event | BaseException
 
 
 class Device:
@@ -75,14 +75,14 @@ class Device:
 
     def _handle(self, event: _Event) -> None:  # noqa: C901, PLR0912 - one case per event
         match event:
-            case Crashed(error=error):
-                raise error
+            case BaseException():
+                raise event
             case mqtt.Received(topic=topic, payload=payload, retained=retained):
                 log_event(log, logging.DEBUG, "message received", topic=topic, bytes=len(payload))
                 for received in self._receiver.receive(topic, payload, retained=retained):
                     self._take(received)
             case mqtt.Connected(max_packet_bytes=limit):
-                broker, device = self._settings.broker, self._settings.local.device_id
+                broker, device = self._settings.broker, self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
                 self._step(events.Connected(limit))
                 if self._state.task is None:
@@ -111,7 +111,7 @@ class Device:
             case _:
                 self._step(event)
 
-    def _take(self, received: events.Event | Presence) -> None:
+    def _take(self, received: Received) -> None:
         """Handle what was received or recalled; the worker first, which drops jobs that are out of date."""
         if isinstance(received, Presence):
             self._check_own_presence(received)
@@ -119,8 +119,8 @@ class Device:
         if isinstance(received, events.TaskSeen) and received.digest != self._state.task:
             self._worker.task = received.digest
             self._state = replace(self._state, stored=frozenset(self._store.blobs.digests()))
-        if isinstance(received, events.RoundSeen) and received.manifest != self._state.round:
-            self._worker.round = received.manifest.number
+        if isinstance(received, RoundManifest) and received != self._state.round:
+            self._worker.round = received.number
         self._step(received)
 
     def _recall(self) -> None:
@@ -136,7 +136,7 @@ class Device:
         """Replace an old Last Will, and exit if another program has the same device id."""
         own = self._publisher.epoch
         if is_newer(presence.epoch, own=own, now_s=time.time()):
-            name = self._settings.local.device_id
+            name = self._settings.device_id
             raise ProtofleetError(f"another edge-client is online as {name!r}: give each its own --device-id")
         if (presence.state != "online" or presence.epoch > own) and self._state.connected:
             self._publisher.send_presence()
@@ -207,7 +207,7 @@ def _stored_state(settings: Settings, store: DeviceState) -> State:
     reported = {evaluated, *(item.head for item in store.outbox.items())}
     return State(
         mode=settings.mode,
-        device=settings.local.device_id,
+        device=settings.device_id,
         stored=frozenset(store.blobs.digests()),
         installed=key if key in reported else None,
         evaluated=key if key == evaluated else None,

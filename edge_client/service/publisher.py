@@ -57,7 +57,7 @@ class Publisher:
 
     def topic(self, channel: DeviceChannel) -> str:
         """Return the device's topic for a channel."""
-        return device_topic(self._settings.fleet, self._settings.local.device_id, channel)
+        return device_topic(self._settings.fleet, self._settings.device_id, channel)
 
     def send(self, outgoing: mqtt.Outgoing) -> None:
         """Send a message, if there is a broker."""
@@ -89,7 +89,7 @@ class Publisher:
             frame = Frame(
                 v=PROTOCOL_VERSION, digest=item.digest, size_bytes=item.size_bytes, offset=start, data=data
             )
-            signed = sign_frame(frame, key=self._key, fleet=settings.fleet, device=settings.local.device_id)
+            signed = sign_frame(frame, key=self._key, fleet=settings.fleet, device=settings.device_id)
             self.send(self._outgoing("up", signed))
         return True
 
@@ -125,7 +125,7 @@ class Publisher:
         return mqtt.Session(
             settings.broker,
             # A new client id for each start: brokers differ in how they treat two clients with the same id.
-            client_id=f"pf-{settings.fleet}-{settings.local.device_id}-{self.epoch or 'dry-run'}",
+            client_id=f"pf-{settings.fleet}-{settings.device_id}-{self.epoch or 'dry-run'}",
             subscriptions=[
                 *(fleet_topic(settings.fleet, name) for name in ("task", "round", "head", "state", "cast")),
                 *map(self.topic, own),

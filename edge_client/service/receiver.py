@@ -30,6 +30,8 @@ from protocol.wire.topics import FleetChannel, device_topic, fleet_topic
 
 log = logging.getLogger(__name__)
 
+Received = events.Event | Presence
+
 
 class Receiver:
     """Translates received messages, and stores the task and the round before they are acted upon.
@@ -52,13 +54,13 @@ class Receiver:
         self._trust = manifest_trust.with_operator_key(stored, settings.aggregator_key)
         if self._trust != stored and self._writes:
             store.set(self._trust)
-        fleet, device = settings.fleet, settings.local.device_id
+        fleet, device = settings.fleet, settings.device_id
         self._channels = {
             **{fleet_topic(fleet, name): name for name in ("cast", "task", "round", "head", "state")},
             **{device_topic(fleet, device, name): f"own {name}" for name in ("blk", "ack", "state")},
         }
 
-    def receive(self, topic: str, payload: bytes, *, retained: bool) -> Sequence[events.Event | Presence]:
+    def receive(self, topic: str, payload: bytes, *, retained: bool) -> Sequence[Received]:
         """Return the events of a message, or the presence on the device's own topic; nothing if it is refused."""
         try:
             return self._translate(topic, payload, retained=retained) if payload else ()
@@ -74,31 +76,30 @@ class Receiver:
                 self._on_refused()
             return ()
 
-    def recall(self) -> Sequence[events.Event]:
+    def recall(self) -> Sequence[Received]:
         """Return the events of the stored task and round, so that a start without a broker is not idle."""
         task, opened, blobs = self._store.get(CurrentTask), self._store.get(CurrentRound), self._store.blobs
         if task.digest not in blobs:
             return ()
         recalled = self._task_events(blobs.read(task.digest), recalled=True)
         if opened.digest in blobs:
-            recalled = (*recalled, self._round_event(blobs.read(opened.digest)))
+            recalled = (*recalled, self._round_manifest(blobs.read(opened.digest)))
         return recalled
 
     def _translate(  # noqa: PLR0911 - one case per channel
         self, topic: str, payload: bytes, *, retained: bool
-    ) -> Sequence[events.Event | Presence]:
+    ) -> Sequence[Received]:
         match self._channels.get(topic):
             case "cast" | "own blk":
-                return (events.FrameSeen(decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)),)
+                return (decode(payload, Frame, max_bytes=MAX_FRAME_BYTES),)
             case "own ack":
-                return (events.ReceiptSeen(decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES)),)
+                return (decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES),)
             case "task":
                 return self._task_events(self._verified("task", payload))
             case "round":
-                return (self._round_event(self._verified("round", payload)),)
+                return (self._round_manifest(self._verified("round", payload)),)
             case "head":
-                body = self._verified("head", payload)
-                return (events.HeadSeen(decode(body, HeadManifest, max_bytes=MAX_MANIFEST_BYTES)),)
+                return (decode(self._verified("head", payload), HeadManifest, max_bytes=MAX_MANIFEST_BYTES),)
             case "state":
                 return self._presence_events(decode(payload, Presence, max_bytes=1024), retained=retained)
             case "own state":
@@ -124,7 +125,7 @@ class Receiver:
             self._trust = trust
         return signed.body
 
-    def _task_events(self, payload: bytes, *, recalled: bool = False) -> Sequence[events.Event]:
+    def _task_events(self, payload: bytes, *, recalled: bool = False) -> Sequence[Received]:
         manifest, digest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES), digest_of(payload)
         seen = events.TaskSeen(digest, manifest, recalled=recalled)
         if digest == self._task:
@@ -145,15 +146,15 @@ class Receiver:
                 self._store.set(CurrentTask(self._store.blobs.put(payload)))
         return (seen, events.OutboxSeen(self._store.outbox.items()))
 
-    def _round_event(self, payload: bytes) -> events.RoundSeen:
+    def _round_manifest(self, payload: bytes) -> RoundManifest:
         manifest = decode(payload, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
         if manifest != self._round:
             self._round = manifest
             if self._writes:
                 self._store.set(CurrentRound(self._store.blobs.put(payload)))
-        return events.RoundSeen(manifest)
+        return manifest
 
-    def _presence_events(self, presence: Presence, *, retained: bool) -> Sequence[events.Event]:
+    def _presence_events(self, presence: Presence, *, retained: bool) -> Sequence[Received]:
         if presence.state != "online":
             event(log, logging.INFO, "aggregator disconnected", state=presence.state)
             return ()

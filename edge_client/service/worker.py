@@ -4,7 +4,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from edge_client.agent import events
 from edge_client.agent.state import head_key
@@ -23,29 +22,25 @@ from protocol.wire.messages import TaskManifest
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Crashed:
-    """A job failed for a reason other than its task or head: a full disk, or a bug."""
-
-    error: BaseException
-
-
 class Worker:
-    """Runs jobs on a thread of its own, from which `emit` takes the results and, in a dry run, `show` submissions."""
+    """Runs jobs on a thread of its own, from which `emit` takes the results and, in a dry run, `show` submissions.
+
+    A job that fails for a reason other than its task or head, such as a full disk or a bug, emits the exception.
+    """
 
     def __init__(
         self,
         settings: Settings,
         state: DeviceState,
         *,
-        emit: Callable[[events.Event | Crashed], None],
+        emit: Callable[[events.Event | BaseException], None],
         show: ShowDryRun | None,
     ) -> None:
         self.task: bytes | None = None
         """The current task; jobs for another one are dropped."""
         self.round: int | None = None
         """The current round, likewise."""
-        self._data = settings.local.data
+        self._data = settings.data
         self._emit = emit
         cache = FeatureCache(state.folder / "features.sqlite")
         workspace = Workspace(settings, state, cache, dry_run=show is not None)
@@ -87,7 +82,7 @@ class Worker:
             try:
                 job()
             except BaseException as error:
-                self._emit(Crashed(error))
+                self._emit(error)
 
     def _is_current(self, build: events.BuildSubmission) -> bool:
         return build.task == self.task and (build.round is None or build.round.number == self.round)

@@ -67,13 +67,10 @@ def default_folder(fleet: str) -> Path:
 
 
 class DeviceState:
-    """A device's state directory.
+    """A device's state directory, created if it does not exist.
 
-    Args:
-        folder: created if it does not exist, unless `read_only`.
-        read_only: open it without changing it, even while the device program runs.
-        lock: keep other device programs out of it for as long as this process lives.
-        outbox_bytes: bytes of submissions that the outbox may hold.
+    With `read_only` it is not changed and may be in use; `lock` keeps other device programs out of it for as long as
+    this process lives. `outbox_bytes` is the limit for the submissions in the outbox.
 
     Raises:
         StateError: it cannot be used, holds no state to read, another version wrote it, or another device
@@ -90,32 +87,25 @@ class DeviceState:
     ) -> None:
         self.folder = folder
         file = folder / "device.sqlite"
-        if read_only and not file.is_file():
-            raise StateError(f"no device state in {folder}: run edge-client first, or give its --state")
         if not read_only:
             with state_errors(folder):
                 # Not readable by other users: it holds private keys and the secret that noise is derived from.
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        elif not file.is_file():
+            raise StateError(f"no device state in {folder}: run edge-client first, or give its --state")
         self.blobs = BlobStore(folder / "blobs")
         self.keeping = threading.Lock()
         """Held from storing a blob until a fact names it, and while unnamed blobs are deleted."""
         self._lock = FolderLock(folder)
+        held = self._lock if lock else None
         self._database = Database(
-            file,
-            program="edge-client",
-            migrations=(_SCHEMA,),
-            read_only=read_only,
-            lock=self._lock if lock else None,
+            file, program="edge-client", migrations=(_SCHEMA,), read_only=read_only, lock=held
         )
         self.ledger = Ledger(self._database, folder / "releases")
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
 
     def get(self, kind: type[Fact]) -> Fact:
-        """Return the stored fact of a type, or its default.
-
-        Raises:
-            StateError: another version of the program stored it.
-        """
+        """Return the stored fact of a type, or its default."""
         return read_fact(self._database, kind)
 
     def set(self, *facts: msgspec.Struct) -> None:
@@ -125,12 +115,11 @@ class DeviceState:
 
     def secret(self, *, keep: bool = True) -> bytes:
         """Return the device's secret, 32 random bytes, generated if there is none; `keep` stores it."""
-        stored = self.get(Secret).key
-        if len(stored) == SECRET_BYTES:
-            return stored
-        secret = os.urandom(SECRET_BYTES)
-        if keep:
-            self.set(Secret(secret))
+        secret = self.get(Secret).key
+        if len(secret) != SECRET_BYTES:
+            secret = os.urandom(SECRET_BYTES)
+            if keep:
+                self.set(Secret(secret))
         return secret
 
     def next_number(self, kind: type[SubmissionSequence] | type[Epoch], *, above: int = 0) -> int:

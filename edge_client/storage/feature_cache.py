@@ -30,9 +30,7 @@ CREATE TABLE features (
 class FeatureCache:
     """Features by backbone and image, and the reasons why images are unusable; for one thread at a time.
 
-    Args:
-        file: an SQLite file, created if it does not exist; a damaged one is renamed and created anew.
-        clock: returns the time in seconds since 1970.
+    The SQLite file is created if it does not exist; a damaged one is renamed and created anew.
 
     Raises:
         StateError: the file cannot be written.
@@ -78,29 +76,16 @@ class FeatureCache:
             database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
 
     def chunks(self, identities: Sequence[str], *backbones: str) -> Iterator[NDArray[np.float32]]:
-        """Yield features in the order of `identities`, those of the backbones side by side.
-
-        Yields:
-            float32 (up to CHUNK_ROWS, L1 + ... + LK).
-
-        Raises:
-            StateError: a feature is missing.
-        """
+        """Yield features as `matrix` does, float32 (up to CHUNK_ROWS, L1 + ... + LK)."""
         for start in range(0, len(identities), CHUNK_ROWS):
             part = identities[start : start + CHUNK_ROWS]
             size = sum(len(self._vector(part[0], backbone)) for backbone in backbones)
             yield self.matrix(part, *backbones, size=size)
 
     def matrix(self, identities: Sequence[str], *backbones: str, size: int) -> NDArray[np.float32]:
-        """Return features in the order of `identities`, those of the backbones side by side.
+        """Return features in the order of n identities, those of K backbones side by side, float32 (n, L1 + ... + LK).
 
-        Args:
-            identities: of n images.
-            backbones: K of them.
-            size: L1 + ... + LK.
-
-        Returns:
-            float32 (n, size); nothing else takes memory in proportion to n.
+        Nothing else takes memory in proportion to n. `size` is L1 + ... + LK.
 
         Raises:
             StateError: a feature is missing.
@@ -124,12 +109,7 @@ class FeatureCache:
         return np.frombuffer(rows[0][0], dtype="<f4")
 
     def prune(self, identities: Iterable[str], *backbones: str) -> None:
-        """Delete features of images that no longer exist, and of backbones long out of use or over the limit.
-
-        Args:
-            identities: all images that exist.
-            backbones: those in use.
-        """
+        """Delete features of images not in `identities`, and of other backbones long out of use or over the limit."""
         with self._database.connection() as database:
             database.execute("CREATE TEMP TABLE existing (identity BLOB PRIMARY KEY) WITHOUT ROWID")
             try:

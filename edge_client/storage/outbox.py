@@ -24,12 +24,7 @@ LARGEST_MB = 900
 
 
 class Outbox:
-    """A device's upload queue.
-
-    Args:
-        database: the device's.
-        limit_bytes: what submissions may take, waiting and acknowledged together. Evaluations are small.
-    """
+    """A device's upload queue, in which submissions may take `limit_bytes`; evaluations are small."""
 
     def __init__(self, database: Database, *, limit_bytes: int) -> None:
         self._database = database
@@ -39,13 +34,6 @@ class Outbox:
         self, kind: Kind, payload: bytes, *, task: bytes, about: str, facts: tuple[msgspec.Struct, ...] = ()
     ) -> UploadItem:
         """Replace the waiting item of a kind and store facts with it, all or nothing.
-
-        Args:
-            kind: the item's.
-            payload: the encoded message.
-            task: the task that it belongs to.
-            about: what it was made from, as in an `UploadItem`.
-            facts: stored if, and only if, the item is.
 
         Raises:
             ProtofleetError: the submission is larger than the outbox.
@@ -74,12 +62,12 @@ class Outbox:
 
     def items(self) -> tuple[UploadItem, ...]:
         """Return all items: submissions first, and waiting ones before acknowledged ones."""
-        rows = self._database.read(
+        query = (
             "SELECT digest, size_bytes, kind, task, about, received FROM outbox ORDER BY kind DESC, received"
         )
         return tuple(
             UploadItem(digest, size, kind, task, about, bool(received))
-            for digest, size, kind, task, about, received in rows
+            for digest, size, kind, task, about, received in self._database.read(query)
         )
 
     def drop_damaged(self) -> int:
@@ -114,10 +102,6 @@ class Outbox:
         """Record that the aggregator has an item for good, and return whether it was still waiting.
 
         A submission stays, in place of the one acknowledged before it; an evaluation is deleted.
-
-        Args:
-            digest: the item's.
-            facts: stored with it.
         """
         with self._database.transaction() as database:
             waiting = "FROM outbox WHERE digest = ? AND received = 0"

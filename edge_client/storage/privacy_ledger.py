@@ -19,13 +19,9 @@ LOST = "the record of what was spent on privacy is damaged or lost: nothing is u
 
 
 class Release(msgspec.Struct, frozen=True):
-    """One release.
+    """One release, numbered from 1, with the fingerprint of everything that it was made of.
 
-    Args:
-        number: counted from 1.
-        fingerprint: of everything that it was made of.
-        noise_multiplier: of the whole release.
-        key: its noise is derived from it; None for all but the newest release.
+    Its noise is derived from `key`, which is None for all but the newest release.
     """
 
     number: int
@@ -35,12 +31,7 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """A device's releases.
-
-    Args:
-        database: the device's.
-        marker: the file that holds the number of releases.
-    """
+    """A device's releases, whose number is also in the file `marker`."""
 
     def __init__(self, database: Database, marker: Path) -> None:
         self._database = database
@@ -67,10 +58,6 @@ class Ledger:
 
     def charge(self, release: Release, spent: PrivacySpent) -> None:
         """Record a release durably, before it is made, and delete the noise keys of earlier ones.
-
-        Args:
-            release: the next one.
-            spent: the privacy loss of all releases, this one included.
 
         Raises:
             StateError: the disk is full or fails.

@@ -69,14 +69,10 @@ class UploadProblem(msgspec.Struct, frozen=True):
 
 
 class ClassReport(msgspec.Struct, frozen=True):
-    """The prototypes of one class in a submission.
+    """The prototypes of one class in a submission, with the images in each of them (`counts`).
 
-    Args:
-        name: the class.
-        images: usable images, those held out included.
-        held_out: images used only to evaluate heads.
-        counts: images in each prototype.
-        waiting: images added or removed since the last submission, too few to be included yet.
+    `images` includes those held out; `waiting` images were added or removed since the last submission, too few to be
+    included yet.
     """
 
     name: str
@@ -131,18 +127,9 @@ class StoredInitialModel(msgspec.Struct, frozen=True):
 class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
     """A head in use.
 
-    Args:
-        head: digest of its file.
-        version: its number.
-        task: the task's digest.
-        backbones: digests of the task's backbones.
-        classes: the task's class names.
-        round: the round that trained it; None in tasks without rounds.
-        tensors: digest of the round's tensors bound to it; empty if there are none.
-        local_model: digest of the local model bound to it; empty if there is none.
-        feature_size: L, of all backbones together, if tensors are bound.
-        correct: held-out images classified correctly when it was installed.
-        total: held-out images.
+    `head` is its file's digest. In tasks with rounds, `round` trained it, the round's `tensors` and the `local_model`
+    are bound to it by their digests, and `feature_size` is that of all backbones together. Of `total` held-out images,
+    `correct` were classified correctly when it was installed.
     """
 
     head: bytes

@@ -52,14 +52,14 @@ class SubmissionBuilder:
         """
         number = None if build.round is None else build.round.number
         try:
-            check_task(build.manifest, max_epsilon=self._workspace.local.max_epsilon)
+            check_task(build.manifest, max_epsilon=self._workspace.settings.max_epsilon)
             item = None
             if build.round is not None:
                 item = self._rounds.existing_submission(build.task, build.round, above=build.above)
             if item is None:
                 prepared = self._prepare(build, should_stop)
                 self._warn(build.manifest, prepared)
-                item = self._put(build, prepared) if self._show is None else self._dry_run(build, prepared)
+                item = self._put(build, prepared)
         except StateError:
             raise
         except ProtofleetError as error:
@@ -88,13 +88,26 @@ class SubmissionBuilder:
         return prepare_prototypes(self._workspace, manifest, found, last)
 
     def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
-        """Put a submission into the outbox; an equal one that is there already stays."""
+        """Put a submission into the outbox, or show it; an equal one that is there already stays."""
         outbox, last = self._store.outbox, self._store.outbox.newest_submission()
         about = prepared.fingerprint if build.round is None else str(build.round.number)
-        if last is not None and (last.task, last.about) == (build.task, about) and not build.above:
+        if self._show is not None:
+            sequence = int(time.time())  # every sequence number of today takes the same number of bytes
+        elif last is not None and (last.task, last.about) == (build.task, about) and not build.above:
             return last
-        sequence = self._store.next_number(SubmissionSequence, above=build.above)
-        payload, cost = self._encode(build, prepared, sequence), prepared.privacy
+        else:
+            sequence = self._store.next_number(SubmissionSequence, above=build.above)
+        payload = encode_submission(
+            prepared,
+            task=build.task,
+            manifest=build.manifest,
+            sequence=sequence,
+            round_number=0 if build.round is None else build.round.number,
+        )
+        if self._show is not None:
+            self._show(prepared, len(payload))
+            return UploadItem(digest_of(payload), len(payload), "submission", build.task)
+        cost = prepared.privacy
         if build.round is not None:
             item = self._rounds.store(build.task, build.round, prepared, payload)
         else:
@@ -116,25 +129,9 @@ class SubmissionBuilder:
         )
         return item
 
-    def _dry_run(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
-        """Show what would be sent; every sequence number of today takes the same number of bytes."""
-        payload = self._encode(build, prepared, int(time.time()))
-        if self._show is not None:
-            self._show(prepared, len(payload))
-        return UploadItem(digest_of(payload), len(payload), "submission", build.task)
-
-    def _encode(self, build: BuildSubmission, prepared: PreparedSubmission, sequence: int) -> bytes:
-        return encode_submission(
-            prepared,
-            task=build.task,
-            manifest=build.manifest,
-            sequence=sequence,
-            round_number=0 if build.round is None else build.round.number,
-        )
-
     def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:
         """Log each omission once, with its reason."""
-        data, used = self._workspace.local.data, {entry.name for entry in prepared.classes}
+        data, used = self._workspace.settings.data, {entry.name for entry in prepared.classes}
         found: list[tuple[str, dict[str, object]]] = [
             ("image omitted", {"path": path, "reason": reason}) for path, reason in prepared.unusable
         ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.config import LocalSettings, Settings
+from edge_client.config import Settings
 from edge_client.data.extraction import Alter, extract
 from edge_client.data.images import LabeledImage, find_images, held_out
 from edge_client.privacy.perturbation import cache_tag, perturb_image
@@ -58,11 +58,6 @@ class Workspace:
     dry_run: bool = False
     _backbones: dict[str, Backbone] = field(default_factory=dict, init=False)
 
-    @property
-    def local(self) -> LocalSettings:
-        """Return the settings for processing images."""
-        return self.settings.local
-
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
         """Return the task's open backbones; they stay open until another task needs others."""
         wanted = {blob.digest.hex(): blob for blob in manifest.backbones}
@@ -85,13 +80,13 @@ class Workspace:
         blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
         if manifest.program is None:
             self.backbones(manifest)
-        alter, local = _perturbation(manifest, self.secret(manifest)), self.local
-        images = find_images(local.data, manifest.classes, may_be_none=is_private(manifest))
+        alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
+        images = find_images(settings.data, manifest.classes, may_be_none=is_private(manifest))
         keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
         self.cache.prune((image.identity for image in images), *keys)
         parts: dict[bool, list[LabeledImage]] = {False: [], True: []}
         for image in images:
-            parts[alter is not None and not held_out(image, local.holdout)].append(image)
+            parts[alter is not None and not held_out(image, settings.holdout)].append(image)
         unusable: list[tuple[Path, str]] = []
         done, total = 0, len(images) * len(manifest.backbones)
         with contextlib.closing(Progress("extracting features")) as progress:
@@ -107,8 +102,8 @@ class Workspace:
                     open_backbone=lambda digest: (
                         self._open(blobs[digest]) if manifest.program else self._backbones[digest]
                     ),
-                    batch_size=local.batch_size,
-                    workers=local.workers,
+                    batch_size=settings.batch_size,
+                    workers=settings.workers,
                     on_progress=functools.partial(show, done),
                     should_stop=should_stop,
                     alter=alter if is_altered else None,

@@ -204,12 +204,12 @@ def _held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[
     if is_private(manifest):
         return members
     try:
-        images = find_images(workspace.local.data, manifest.classes)
+        images = find_images(workspace.settings.data, manifest.classes)
     except ConfigError as error:
         event(log, logging.WARNING, "no image to evaluate the head on", error=error)
         return members
     known = workspace.cache.known(*backbone_digests(manifest))
     for image in images:
-        if image.identity in known and held_out(image, workspace.local.holdout):
+        if image.identity in known and held_out(image, workspace.settings.holdout):
             members[image.label].append(image.identity)
     return members

@@ -80,7 +80,7 @@ def prepare_prototypes(
         members = found.of_class(label)
         if not members:
             continue
-        training = found.for_training(workspace.local.holdout, label)
+        training = found.for_training(workspace.settings.holdout, label)
         pending = last.waiting(name, training, least=task.batch_size)
         used = last.stays(name, training) if pending else training
         rows = last.rows(label) if used is None else None
@@ -179,7 +179,7 @@ def _class_prototypes(
     identities = [image.identity for image in images]
     # The shuffle is the same at every start, so that the same images give the same submission. It depends on the
     # secret: with known batches, several submissions could be solved for the features of single images.
-    key = hmac.digest(secret, f"{task.seed}/{workspace.local.device_id}/{label}".encode(), "sha256")
+    key = hmac.digest(secret, f"{task.seed}/{workspace.settings.device_id}/{label}".encode(), "sha256")
     values, counts = batch_prototypes(
         lambda: workspace.cache.chunks(identities, *training_feature_keys(task)),
         alpha=task.alpha,

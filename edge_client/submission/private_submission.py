@@ -54,7 +54,7 @@ def _prepare(
     feature_size = sum(each.metadata.feature_size for each in workspace.backbones(manifest))
     if wanted is None or len(secret) != KEY_BYTES:
         raise PrivacyRefused(FAILED)
-    holdout, digests = workspace.local.holdout, backbone_digests(manifest)
+    holdout, digests = workspace.settings.holdout, backbone_digests(manifest)
     members = [found.for_training(holdout, label) for label in range(len(manifest.classes))]
     fingerprint = hashlib.sha256(_VERSION + task + hashlib.sha256(secret).digest())
     # The features of one class are in memory at a time.
@@ -104,7 +104,7 @@ def _charge(workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivac
     Raises:
         PrivacyRefused: the cost exceeds the task's or the device's budget.
     """
-    ledger, own_limit = workspace.store.ledger, workspace.local.max_epsilon
+    ledger, own_limit = workspace.store.ledger, workspace.settings.max_epsilon
     before = ledger.releases()
     if before and before[-1].fingerprint == fingerprint and before[-1].key is not None:
         return before[-1].key, _cost(before, wanted)

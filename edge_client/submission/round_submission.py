@@ -20,16 +20,8 @@ from edge_client.submission.prepared_submission import (
     outgoing_prototypes,
     require_prototype,
 )
-from edge_client.training.local_round import (
-    LocalModel,
-    feature_size,
-    initial_model,
-    pack,
-    pack_checkpoint,
-    train_round,
-    unpack,
-    unpack_checkpoint,
-)
+from edge_client.training import local_round
+from edge_client.training.local_round import LocalModel
 from edge_client.training.trainer import Checkpoint, TrainingHooks, TrainingSet
 from protocol.errors import StateError
 from protocol.log import event
@@ -79,7 +71,7 @@ class RoundTraining:
             Interrupted: `should_stop` returned True.
             ProtofleetError: no class has enough images.
         """
-        images = found.for_training(self._workspace.local.holdout)
+        images = found.for_training(self._workspace.settings.holdout)
         reports = _class_reports(manifest, found, images)
         require_prototype(manifest, reports, found)
         names = "\0".join(f"{image.label} {image.identity}" for image in images)
@@ -88,16 +80,16 @@ class RoundTraining:
 
         def on_checkpoint(checkpoint: Checkpoint) -> None:
             if not self._workspace.dry_run:
-                write_atomically(self._checkpoint_file, pack_checkpoint(checkpoint, about))
+                write_atomically(self._checkpoint_file, local_round.pack_checkpoint(checkpoint, about))
 
-        result = train_round(
+        result = local_round.train_round(
             manifest,
             round_manifest,
             data=self._training_set(manifest, images),
             last=self._local_model(task),
             resumed=self._checkpoint(about),
             blobs=self._store.blobs,
-            device_id=self._workspace.local.device_id,
+            device_id=self._workspace.settings.device_id,
             hooks=TrainingHooks(
                 on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress
             ),
@@ -124,7 +116,9 @@ class RoundTraining:
             ProtofleetError: the submission does not fit the outbox.
         """
         with self._store.keeping:
-            model = self._store.blobs.put(pack(prepared.local_model)) if prepared.local_model else b""
+            model = (
+                self._store.blobs.put(local_round.pack(prepared.local_model)) if prepared.local_model else b""
+            )
             facts = (StoredLocalModel(task, model), prepared.report(len(payload)))
             item = self._store.outbox.keep(
                 "submission", payload, task=task, about=str(manifest.number), facts=facts
@@ -138,9 +132,11 @@ class RoundTraining:
 
     def store_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: FoundImages) -> bytes:
         """Store the model to which a device that trained in no round binds a head; returns its digest."""
-        images = found.for_training(self._workspace.local.holdout)
+        images = found.for_training(self._workspace.settings.holdout)
         data = self._training_set(manifest, images) if images else None
-        packed = pack(initial_model(manifest, tensors, data=data, blobs=self._store.blobs))
+        packed = local_round.pack(
+            local_round.initial_model(manifest, tensors, data=data, blobs=self._store.blobs)
+        )
         with self._store.keeping:
             digest = self._store.blobs.put(packed)
             self._store.set(StoredInitialModel(digest))
@@ -151,7 +147,7 @@ class RoundTraining:
         if not stored.digest or stored.task != task:
             return None
         try:
-            return unpack(self._store.blobs.read(stored.digest))
+            return local_round.unpack(self._store.blobs.read(stored.digest))
         except StateError as error:
             text = "local model lost, training starts from the initial model"
             event(log, logging.WARNING, text, error=error)
@@ -165,7 +161,7 @@ class RoundTraining:
         with state_errors(file):
             data = file.read_bytes()
         try:
-            checkpoint = unpack_checkpoint(data, about)
+            checkpoint = local_round.unpack_checkpoint(data, about)
         except StateError as error:
             event(log, logging.WARNING, "checkpoint lost, training restarts", file=file, error=error)
             return None
@@ -174,7 +170,7 @@ class RoundTraining:
         return checkpoint
 
     def _training_set(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> TrainingSet:
-        size = feature_size(manifest, self._store.blobs)
+        size = local_round.feature_size(manifest, self._store.blobs)
         features = self._workspace.features(images, training_feature_keys(manifest), size)
         return TrainingSet(features, np.array([image.label for image in images], np.int64))
 

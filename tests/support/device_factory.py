@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from edge_client.agent.state import Mode, UploadItem
-from edge_client.config import LocalSettings, Settings
+from edge_client.config import Settings
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
@@ -50,20 +50,20 @@ def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> 
     return path
 
 
-def make_settings(folder: Path, **local: Any) -> Settings:
-    """Return the settings of a service without a broker; `local` replaces some of its `LocalSettings`."""
-    own = LocalSettings(device_id="device", data=folder / "data", holdout=0.0, batch_size=4, workers=1)
-    return Settings(
-        broker=None, fleet="f", local=replace(own, **local), mode=Mode.SERVICE, provider="cpu", threads=1,
-        backbones=(), rescan_s=30.0,
+def make_settings(folder: Path, **changes: Any) -> Settings:
+    """Return the settings of a service without a broker."""
+    settings = Settings(
+        broker=None, fleet="f", device_id="device", mode=Mode.SERVICE, data=folder / "data", holdout=0.0,
+        provider="cpu", threads=1, batch_size=4, workers=1, backbones=(), rescan_s=30.0,
     )  # fmt: skip
+    return replace(settings, **changes)
 
 
-def make_workspace(folder: Path, **local: Any) -> Workspace:
-    """Return the workspace of a device that has the tiny backbone."""
+def make_workspace(folder: Path, **changes: Any) -> Workspace:
+    """Return the workspace of a device that has the tiny backbone; `changes` are of its settings."""
     store = DeviceState(folder / "state")
     store.blobs.put(tiny_backbone())
-    return Workspace(make_settings(folder, **local), store, FeatureCache(folder / "features.sqlite"))
+    return Workspace(make_settings(folder, **changes), store, FeatureCache(folder / "features.sqlite"))
 
 
 def make_manifest(**changes: Any) -> TaskManifest:

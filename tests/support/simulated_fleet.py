@@ -226,11 +226,11 @@ class World:
             return
         if digest not in self.served:
             refusal = Receipt(digest=digest, status="refused", reason="unknown_blob")
-            self.pending.extend([events.ReceiptSeen(refusal)] if self.arrives() else [])
+            self.pending.extend([refusal] if self.arrives() else [])
             return
         size = self.random.choice(self.chunks)
         frames = frames_of(self.served[digest], digest=digest, ranges=ranges, chunk_bytes=size)
-        self.pending.extend(events.FrameSeen(frame) for frame in frames for _ in range(self.copies()))
+        self.pending.extend(frame for frame in frames for _ in range(self.copies()))
 
     def upload(self, item: UploadItem, ranges: Ranges) -> None:
         """Deliver frames, and the receipts that answer them."""
@@ -247,7 +247,7 @@ class World:
             for _ in range(self.copies()):
                 answer = self.hear(frame)
                 if answer is not None:
-                    self.pending.extend([events.ReceiptSeen(answer)] * self.copies())
+                    self.pending.extend([answer] * self.copies())
         self.pending.append(events.Drained())
 
     def hear(self, frame: Frame) -> Receipt | None:

@@ -60,7 +60,7 @@ def test_an_enrollment_sets_everything(folder: Path, started: list[Settings]) ->
     enrollment = read_enrollment(folder)
     for settings in started:
         assert settings.broker == BrokerAddress("broker.example", 8883)
-        assert (settings.fleet, settings.local.device_id) == ("orchard", "shed-1")
+        assert (settings.fleet, settings.device_id) == ("orchard", "shed-1")
         assert settings.access == enrollment.access
         assert settings.signing_key == enrollment.signing_key
         assert settings.aggregator_key == enrollment.aggregator_key

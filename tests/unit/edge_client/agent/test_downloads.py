@@ -1,7 +1,7 @@
 """Downloads: frames ahead of their turn are held, and only gaps are requested again."""
 
 import random
-from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +11,7 @@ from edge_client.agent import downloads
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, WINDOW_BYTES
 from edge_client.agent.events import AppendBlob, RequestBlob
 from edge_client.agent.state import Download, Mode, State, retry_delay_s
-from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
+from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRef, Frame
 from protocol.wire.transfer import frames_of
 from tests.support.simulated_fleet import reference
 
@@ -20,7 +20,6 @@ REFERENCE = reference(BLOB, "blob")
 
 
 def frame(start: int, stop: int) -> Frame:
-    """Return a frame of the blob."""
     return Frame(v=1, digest=REFERENCE.digest, size_bytes=len(BLOB), offset=start, data=BLOB[start:stop])
 
 
@@ -35,43 +34,37 @@ def in_chunks(requests: list[RequestBlob]) -> list[tuple[int, int]]:
     return [(each.offset // MAX_CHUNK_BYTES, each.length // MAX_CHUNK_BYTES) for each in requests]
 
 
-@dataclass
 class Receiver:
-    """A download and the file that it is written to."""
+    """A device with one download, and the file that it is written to."""
 
-    download: Download
-    file: bytes = b""
-    now_s: float = 0.0
+    def __init__(self, offset: int = 0, blob: BlobRef = REFERENCE, **fields: Any) -> None:
+        download = Download(blob, offset, **fields)
+        self.state = State(mode=Mode.SERVICE, connected=True, download=download)
+        self.file = BLOB[:offset]
+        self.now_s = 0.0
 
     @property
-    def state(self) -> State:
-        """Return the state of a device with this download."""
-        return State(mode=Mode.SERVICE, connected=True, download=self.download)
-
-    def follow(self, state: State) -> None:
-        """Continue with the download of a state."""
-        assert state.download is not None
-        self.download = state.download
+    def download(self) -> Download:
+        assert self.state.download is not None
+        return self.state.download
 
     def ask(self) -> list[RequestBlob]:
         """Return the requests that are due."""
-        state, requests = downloads.request_due(self.state, self.now_s)
-        self.follow(state)
+        self.state, requests = downloads.request_due(self.state, self.now_s)
         return [each for each in requests if isinstance(each, RequestBlob)]
 
-    def take(self, frame: Frame) -> None:
-        """Write the next bytes."""
-        state, actions = downloads.receive(self.state, frame, self.now_s)
-        self.follow(state)
-        self.file += b"".join(each.data for each in actions if isinstance(each, AppendBlob))
-        assert len(self.file) == self.download.offset
-        assert all(offset > self.download.offset for offset, _ in self.download.ahead)
+    def take(self, *frames: Frame) -> None:
+        """Receive frames, and write the next bytes."""
+        for each in frames:
+            self.state, actions = downloads.receive(self.state, each, self.now_s)
+            self.file += b"".join(each.data for each in actions if isinstance(each, AppendBlob))
+            assert len(self.file) == self.download.offset
+            assert all(offset > self.download.offset for offset, _ in self.download.ahead)
 
 
 @pytest.fixture
 def receiver() -> Receiver:
-    """Return a download that begins."""
-    return Receiver(Download(REFERENCE, offset=0))
+    return Receiver()
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,7 +79,7 @@ def test_any_order_and_loss_gives_the_blob(
 ) -> None:
     """Frames of any size are lost, duplicated or reordered; every byte is written once, in order."""
     chance = random.Random(seed)
-    receiver = Receiver(Download(REFERENCE, offset=0))
+    receiver = Receiver()
     for _ in range(5_000):
         if receiver.download.offset == len(BLOB):
             break
@@ -96,8 +89,7 @@ def test_any_order_and_loss_gives_the_blob(
         came = [each for each in frames for _ in range(chance.choice([1, 1, 2])) if chance.random() >= loss]
         if shuffled:
             chance.shuffle(came)
-        for each in came:
-            receiver.take(each)
+        receiver.take(*came)
         receiver.now_s += 1.0
     assert receiver.file == BLOB
 
@@ -118,8 +110,7 @@ def test_a_gap_is_requested_at_once(receiver: Receiver) -> None:
     gaps = receiver.ask()
     assert in_chunks(gaps) == [(3, 2), (9, 1), (16, 3)]
     for gap in gaps:
-        for each in answer(gap):
-            receiver.take(each)
+        receiver.take(*answer(gap))
     assert receiver.file == BLOB[: 19 * MAX_CHUNK_BYTES]
     (following,) = receiver.ask()
     assert following.offset == 19 * MAX_CHUNK_BYTES
@@ -128,8 +119,7 @@ def test_a_gap_is_requested_at_once(receiver: Receiver) -> None:
 def test_a_lost_end_is_requested_after_the_delay(receiver: Receiver) -> None:
     """Nothing before it is requested again."""
     frames = answer(receiver.ask()[0])
-    for each in (*frames[:2], *frames[3:-1]):
-        receiver.take(each)
+    receiver.take(*frames[:2], *frames[3:-1])
     assert receiver.ask() == []
     receiver.now_s = retry_delay_s(0)
     assert in_chunks(receiver.ask()) == [(2, 1), (15, 3)]
@@ -138,54 +128,48 @@ def test_a_lost_end_is_requested_after_the_delay(receiver: Receiver) -> None:
 def test_a_reconnect_requests_frames_in_flight_only(receiver: Receiver) -> None:
     """Held frames stay in memory; after a restart the file decides."""
     frames = answer(receiver.ask()[0])
-    for each in (frames[0], frames[2]):
-        receiver.take(each)
-    receiver.follow(downloads.restart(receiver.state))
+    receiver.take(frames[0], frames[2])
+    receiver.state = downloads.restart(receiver.state)
     assert in_chunks(receiver.ask()) == [(1, 1), (3, 14)]
-    restarted = Receiver(Download(REFERENCE, offset=len(receiver.file)), file=receiver.file)
-    (request,) = restarted.ask()
+    (request,) = Receiver(offset=len(receiver.file)).ask()
     assert (request.offset, request.length) == (MAX_CHUNK_BYTES, WINDOW_BYTES)
 
 
-def test_only_gaps_of_a_broadcast_are_requested(receiver: Receiver) -> None:
+def test_only_gaps_of_a_broadcast_are_requested() -> None:
     """Its last frame ends the wait; more than a window is held."""
-    receiver.download = replace(receiver.download, until=len(BLOB), due_s=3.0)
+    receiver = Receiver(until=len(BLOB), due_s=3.0)
     frames = list(frames_of(BLOB, digest=REFERENCE.digest))
     lost = {0, 20, len(frames) - 2}
-    for number, each in enumerate(frames):
-        if number not in lost:
-            receiver.take(each)
+    receiver.take(*(each for number, each in enumerate(frames) if number not in lost))
     asked: list[RequestBlob] = []
     while requests := receiver.ask():
         asked += requests
         for request in requests:
-            for each in answer(request):
-                receiver.take(each)
+            receiver.take(*answer(request))
     assert receiver.file == BLOB
     assert [request.offset // MAX_CHUNK_BYTES for request in asked] == sorted(lost)
     assert sum(request.length for request in asked) == 3 * MAX_CHUNK_BYTES
 
 
-def test_held_frames_are_limited(receiver: Receiver) -> None:
+@pytest.mark.parametrize("size", [MAX_CHUNK_BYTES, 256])
+def test_held_frames_are_limited(size: int) -> None:
     """In bytes and in number; the rest is requested in its turn."""
     huge = reference(bytes(2 * MAX_AHEAD_BYTES), "huge")
-    for size in (MAX_CHUNK_BYTES, 256):
-        receiver.download = Download(huge, offset=0)
-        for start in range(size, huge.size_bytes, size):
-            data = bytes(min(size, huge.size_bytes - start))
-            piece = Frame(v=1, digest=huge.digest, size_bytes=huge.size_bytes, offset=start, data=data)
-            receiver.follow(downloads.receive(receiver.state, piece, 0)[0])
-        held = [len(data) for _, data in receiver.download.ahead]
-        assert len(held) <= MAX_AHEAD
-        assert sum(held) <= MAX_AHEAD_BYTES
-        assert len(held) == MAX_AHEAD or sum(held) > MAX_AHEAD_BYTES - size
+    receiver = Receiver(blob=huge)
+    for start in range(size, huge.size_bytes, size):
+        data = bytes(min(size, huge.size_bytes - start))
+        piece = Frame(v=1, digest=huge.digest, size_bytes=huge.size_bytes, offset=start, data=data)
+        receiver.state, _ = downloads.receive(receiver.state, piece, 0)
+    held = [len(data) for _, data in receiver.download.ahead]
+    assert len(held) <= MAX_AHEAD
+    assert sum(held) <= MAX_AHEAD_BYTES
+    assert len(held) == MAX_AHEAD or sum(held) > MAX_AHEAD_BYTES - size
 
 
 def test_requests_for_gaps_are_limited(receiver: Receiver) -> None:
     """One bad window does not cause a flood."""
     (request,) = receiver.ask()
-    for each in answer(request, chunk_bytes=5_000)[1::2]:
-        receiver.take(each)
+    receiver.take(*answer(request, chunk_bytes=5_000)[1::2])
     receiver.now_s = retry_delay_s(0)
     assert len(receiver.ask()) == MAX_REQUESTS
 
@@ -210,18 +194,15 @@ def test_foreign_frames_are_ignored(receiver: Receiver, wrong: Frame) -> None:
 def test_duplicate_frames_are_ignored(receiver: Receiver) -> None:
     """They do not mean that earlier frames are lost."""
     frames = answer(receiver.ask()[0])
-    for each in frames:
-        receiver.take(each)
+    receiver.take(*frames)
     receiver.ask()
     before = receiver.download
-    for each in frames:
-        receiver.take(each)
+    receiver.take(*frames)
     assert receiver.download == before
     ahead = frame(WINDOW_BYTES + 100, WINDOW_BYTES + 200)
     receiver.take(ahead)
     before = receiver.download
-    receiver.take(ahead)
-    receiver.take(frame(WINDOW_BYTES + 100, WINDOW_BYTES + 150))
+    receiver.take(ahead, frame(WINDOW_BYTES + 100, WINDOW_BYTES + 150))
     assert receiver.download == before
     receiver.take(frame(WINDOW_BYTES - 50, WINDOW_BYTES + 150))
     assert receiver.file == BLOB[: WINDOW_BYTES + 200]

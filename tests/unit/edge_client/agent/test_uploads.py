@@ -1,13 +1,11 @@
 """Uploads: short queries, and missing ranges in windows that end with a query."""
 
-from collections.abc import Iterable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.agent import events, uploads
-from edge_client.agent.state import MAX_DELAY_S, Mode, State, Upload
+from edge_client.agent.state import MAX_DELAY_S, Mode, State, Upload, UploadItem
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
 from protocol.wire.messages import MAX_CHUNK_BYTES, Receipt
@@ -16,32 +14,33 @@ from tests.support.simulated_fleet import item_of
 
 SIZE = 40 * MAX_CHUNK_BYTES + 5
 ITEM = item_of(bytes(SIZE))
-QUESTION = (SIZE - QUERY_BYTES, SIZE)
+QUERY = (SIZE - QUERY_BYTES, SIZE)
 
 
-def begin(mode: Mode = Mode.SERVICE, **more: object) -> State:
-    """Return a connected device with a submission to upload."""
-    state = State(mode=mode, task=ITEM.task, uploads=(Upload(ITEM),), **more)  # type: ignore[arg-type]
-    state, _ = step(state, events.Connected(), now_s=0)
-    return state
+def begin(item: UploadItem = ITEM, mode: Mode = Mode.SERVICE) -> State:
+    """Return a connected device that has sent the query of its only upload."""
+    state = State(mode=mode, task=item.task, uploads=(Upload(item),))
+    return step(state, events.Connected(), now_s=0)[0]
+
+
+def play(state: State, event: events.Event, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
+    """Return the state after an event, and the windows sent."""
+    state, actions = step(state, event, now_s=now_s)
+    return state, [action.ranges for action in actions if isinstance(action, events.SendFrames)]
 
 
 def answer(state: State, missing: Ranges, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
-    """Report missing ranges; returns the state and the windows sent."""
-    receipt = Receipt(digest=ITEM.digest, status="missing", missing=missing)
-    state, actions = step(state, events.ReceiptSeen(receipt), now_s=now_s)
-    return state, sent(actions)
+    """Report missing ranges."""
+    return play(state, Receipt(digest=ITEM.digest, status="missing", missing=missing), now_s=now_s)
 
 
 def drain(state: State, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
-    """Let the broker acknowledge everything; returns the state and the windows sent."""
-    state, actions = step(state, events.Drained(), now_s=now_s)
-    return state, sent(actions)
+    """Let the broker acknowledge everything."""
+    return play(state, events.Drained(), now_s=now_s)
 
 
-def sent(actions: Iterable[events.Action]) -> list[Ranges]:
-    """Return the ranges of each window."""
-    return [action.ranges for action in actions if isinstance(action, events.SendFrames)]
+def tick(state: State, *, now_s: float = MAX_DELAY_S) -> tuple[State, list[Ranges]]:
+    return play(state, events.Ticked(), now_s=now_s)
 
 
 @given(
@@ -69,7 +68,7 @@ def test_windows_cover_their_ranges(bounds: list[int], chunk_bytes: int, frames:
 def test_one_window_is_sent_at_a_time() -> None:
     """The next one follows the broker's acknowledgement, and a query ends them."""
     state = begin()
-    state, windows = answer(state, ((0, QUESTION[0]),))
+    state, windows = answer(state, ((0, QUERY[0]),))
     while len(windows) < 20:
         assert len(windows[-1]) == WINDOW_FRAMES or state.uploads[0].ranges == ()
         state, more = drain(state)
@@ -77,7 +76,7 @@ def test_one_window_is_sent_at_a_time() -> None:
             break
         windows += more
     frames = [each for window in windows for each in window]
-    assert frames[-1] == QUESTION
+    assert frames[-1] == QUERY
     assert sum(stop - start for start, stop in frames) == SIZE
     assert (len(windows), len(frames)) == (6, 41)
 
@@ -85,16 +84,16 @@ def test_one_window_is_sent_at_a_time() -> None:
 def test_a_query_follows_the_reported_gaps() -> None:
     """A receipt may report only the first gaps."""
     state, windows = answer(begin(), ((0, 9), (20, 30)))
-    assert windows == [((0, 9), (20, 30), QUESTION)]
+    assert windows == [((0, 9), (20, 30), QUERY)]
     state, _ = drain(state)
-    _, windows = answer(state, ((40, 50), QUESTION))
-    assert windows == [((40, 50), QUESTION)]
+    _, windows = answer(state, ((40, 50), QUERY))
+    assert windows == [((40, 50), QUERY)]
 
 
 def test_a_second_answer_does_not_restart_a_transfer() -> None:
     """A repeated query is answered twice."""
-    state, windows = answer(begin(), ((0, QUESTION[0]),))
-    state, more = answer(state, ((0, QUESTION[0]),))
+    state, windows = answer(begin(), ((0, QUERY[0]),))
+    state, more = answer(state, ((0, QUERY[0]),))
     assert (len(windows), more) == (1, [])
     _, more = drain(state)
     assert more[0][0] == (*windows[0][-1][1:], windows[0][-1][1] + MAX_CHUNK_BYTES)
@@ -106,98 +105,84 @@ def test_an_answer_without_ranges_is_ignored(missing: Ranges) -> None:
     state, windows = answer(begin(), missing)
     assert windows == []
     state, _ = drain(state)
-    _, actions = step(state, events.Ticked(), now_s=MAX_DELAY_S)
-    assert sent(actions) == [(QUESTION,)]
+    assert tick(state)[1] == [(QUERY,)]
 
 
 def test_frames_fit_the_brokers_packet_limit() -> None:
     """Each connection has its own; a payload of one frame is its own query."""
-    state, _ = step(begin(), events.Connected(10_000 + ENVELOPE_BYTES), now_s=1)
+    state, _ = play(begin(), events.Connected(10_000 + ENVELOPE_BYTES))
     _, (window,) = answer(state, ((0, SIZE),))
     assert {stop - start for start, stop in window} == {10_000}
-    small = item_of(b"small")
-    state = State(mode=Mode.SERVICE, task=small.task, uploads=(Upload(small),))
-    _, actions = step(state, events.Connected(), now_s=0)
-    assert sent(actions) == [((0, 5),)]
+    assert play(begin(item_of(b"small")), events.Connected())[1] == [((0, 5),)]
 
 
 def test_lost_frames_back_off() -> None:
     """Also if queries arrive and other frames do not."""
     state, asked, whole = begin(), True, 0
     for second in range(3000):
-        for _ in range(3):  # questions are answered at once, and again at once
+        for _ in range(3):  # queries are answered at once, and again at once
             if not asked:
                 break
-            state, windows = answer(state, ((0, QUESTION[0]),), now_s=second)
+            state, windows = answer(state, ((0, QUERY[0]),), now_s=second)
             asked = bool(windows)
             whole += asked
             while windows:
                 state, windows = drain(state, now_s=second)
-        state, actions = step(state, events.Ticked(), now_s=second)
-        asked = asked or bool(sent(actions))
+        state, windows = tick(state, now_s=second)
+        asked = asked or bool(windows)
     assert 3 < whole < 30
 
 
 @pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.ONCE])
 def test_an_aggregator_without_space_is_retried(mode: Mode) -> None:
     """The submission is kept, it is logged once, and queries back off."""
-    state = begin(mode)
-    refusal = events.ReceiptSeen(Receipt(digest=ITEM.digest, status="refused", reason="no_space"))
-    said: list[events.Action] = []
+    state = begin(mode=mode)
+    refusal = Receipt(digest=ITEM.digest, status="refused", reason="no_space")
+    actions: list[events.Action] = []
     asked: list[int] = []
     for second in range(1, 4000):
         if state.uploads[0].due_s is None:
-            state, actions = step(state, refusal, now_s=second)
-            said.extend(actions)
-        state, actions = step(state, events.Ticked(), now_s=second)
-        asked.extend(second for _ in sent(actions))
-    hinder, tell = said
-    assert isinstance(hinder, events.ReportBlocked)
-    assert isinstance(tell, events.Log)
-    assert "no space" in hinder.reason == state.blocked_reason
+            state, more = step(state, refusal, now_s=second)
+            actions.extend(more)
+        state, windows = tick(state, now_s=second)
+        asked.extend(second for _ in windows)
+    blocked, logged = actions
+    assert isinstance(blocked, events.ReportBlocked)
+    assert isinstance(logged, events.Log)
+    assert "no space" in blocked.reason == state.blocked_reason
     assert 5 < len(asked) < 25
-    received = Receipt(digest=ITEM.digest, status="received")
-    state, actions = step(state, events.ReceiptSeen(received), now_s=4000)
-    assert actions[:2] == (events.ReportBlocked(""), events.StoreReceipt(ITEM))
+    state, received = step(state, Receipt(digest=ITEM.digest, status="received"), now_s=4000)
+    assert received[:2] == (events.ReportBlocked(""), events.StoreReceipt(ITEM))
     assert (state.uploads, state.blocked_reason) == ((), "")
 
 
 def test_an_upload_refused_by_the_broker_is_kept_and_retried() -> None:
     """It is logged once."""
-    state = begin()
-    state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
+    state, actions = step(begin(), events.Unsendable("not authorized"), now_s=1)
     assert [type(action) for action in actions] == [events.ReportBlocked, events.Log]
     assert "not authorized" in state.blocked_reason
     state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
     assert actions == ()
     state, windows = drain(state)
     assert windows == []
-    _, actions = step(state, events.Ticked(), now_s=MAX_DELAY_S)
-    assert sent(actions) == [(QUESTION,)]
+    assert tick(state)[1] == [(QUERY,)]
 
 
 def test_a_removed_item_is_not_sent() -> None:
     """Running transfers of other items continue."""
-    state, _ = answer(begin(), ((0, QUESTION[0]),))
-    newer = item_of(b"newer")
-    other = item_of(b"other", task=b"o" * 32)
-    on_its_way = state.uploads
-    state, actions = step(state, events.OutboxSeen((ITEM, other)), now_s=1)
-    assert (state.uploads, actions) == (on_its_way, ())
-    state, actions = step(state, events.OutboxSeen((newer, other)), now_s=1)
-    assert sent(actions) == [((0, 5),)]
+    state, _ = answer(begin(), ((0, QUERY[0]),))
+    newer, other, running = item_of(b"newer"), item_of(b"other", task=b"o" * 32), state.uploads
+    state, windows = play(state, events.OutboxSeen((ITEM, other)))
+    assert (state.uploads, windows) == (running, [])
+    state, windows = play(state, events.OutboxSeen((newer, other)))
+    assert windows == [((0, 5),)]
     assert [upload.item for upload in state.uploads] == [newer]
 
 
 def test_a_displaced_upload_restarts_after_the_other() -> None:
     """Acknowledgements meanwhile belong to the other one."""
     report = item_of(b"report", kind="evaluation", about="aa")
-    state = State(mode=Mode.SERVICE, task=ITEM.task, uploads=(Upload(report),))
-    state, actions = step(state, events.Connected(), now_s=0)
-    assert sent(actions) == [((0, 6),)]
-    state, actions = step(state, events.OutboxSeen((ITEM, report)), now_s=1)
-    assert sent(actions) == [(QUESTION,)]
+    state, windows = play(begin(report), events.OutboxSeen((ITEM, report)))
+    assert windows == [(QUERY,)]
     state, _ = drain(state)
-    receipt = Receipt(digest=ITEM.digest, status="received")
-    _, actions = step(state, events.ReceiptSeen(receipt), now_s=2)
-    assert sent(actions) == [((0, 6),)]
+    assert play(state, Receipt(digest=ITEM.digest, status="received"))[1] == [((0, 6),)]

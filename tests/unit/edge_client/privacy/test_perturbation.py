@@ -174,7 +174,7 @@ def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Work
 
 
 def test_unusable_images_are_reported_where_images_are_perturbed(workspace: Workspace) -> None:
-    for image in find_images(workspace.local.data, CLASSES)[:8]:
+    for image in find_images(workspace.settings.data, CLASSES)[:8]:
         image.path.write_text("broken")
     found = workspace.extract(manifest(on_images()), _never)
     assert (len(found.unusable), len(found.usable)) == (8, 16)

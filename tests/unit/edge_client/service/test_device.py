@@ -17,22 +17,21 @@ from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.mqtt.reconnecting_session import Outgoing, Received
-from protocol.wire.codec import decode, encode
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import DeviceInfo, Presence, PresenceState, Receipt
 from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.device_factory import make_settings
 from tests.support.round_factory import TASK, make_task, open_round
+from tests.support.step_graphs import file
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DeviceState:
-    """Return a device's state directory."""
     return DeviceState(tmp_path / "state")
 
 
 def make_device(folder: Path, store: DeviceState) -> Device:
-    """Return a device with a task and a head in use."""
     device = Device(make_settings(folder), store)
     device._step(events.TaskSeen(TASK, make_task(store.blobs)))
     device._receiver._task = TASK
@@ -48,7 +47,6 @@ def capture(device: Device) -> list[Outgoing]:
 
 
 def signed_round(body: bytes, *, key: bytes = b"k" * 32, release: int = 1) -> Received:
-    """Return a signed round manifest as it is received."""
     payload = sign_manifest(body, key=key, fleet="f", channel="round", release=release)
     return Received(fleet_topic("f", "round"), payload)
 
@@ -58,19 +56,16 @@ def test_unused_blobs_are_deleted_once_a_head_is_in_use(tmp_path: Path, store: D
     device = make_device(tmp_path, store)
     old, head = map(store.blobs.put, (b"old", b"head"))
     store.set(Heads(InstalledHead(head=head, version=1, backbones=(), classes=())))
-    manifest = device._state.manifest
-    assert manifest is not None
-    assert manifest.program is not None
     stored = device._downloads.delete_unused(device._state)
     assert old not in store.blobs
-    assert {head, manifest.program.step.digest} <= stored
+    assert {head, digest_of(file("step"))} <= stored
 
 
 def test_a_local_model_is_not_deleted_while_it_is_stored(tmp_path: Path, store: DeviceState) -> None:
     """The worker stores round after round while the agent's thread deletes unused blobs."""
     device = make_device(tmp_path, store)
-    manifest, opened = make_task(store.blobs), open_round(store.blobs)
-    model = initial_model(manifest, opened.tensors, data=None, blobs=store.blobs)
+    opened = open_round(store.blobs)
+    model = initial_model(make_task(store.blobs), opened.tensors, data=None, blobs=store.blobs)
     fields: dict[str, Any] = dict.fromkeys(["prototypes", "labels", "counts"])
     prepared = PreparedSubmission(**fields, classes=(), unusable=(), local_model=model)
     done = threading.Event()
@@ -114,7 +109,7 @@ def test_a_refused_submission_is_uploaded_again_after_the_aggregators_restart(
     device = make_device(tmp_path, store)
     item = store.outbox.keep("submission", b"large", task=TASK, about="x")
     device._step(events.OutboxSeen(store.outbox.items()))
-    device._step(events.ReceiptSeen(Receipt(digest=item.digest, status="refused", reason="oversized")))
+    device._step(Receipt(digest=item.digest, status="refused", reason="oversized"))
     assert not device._state.uploads
     device._handle(Received(fleet_topic("f", "state"), encode(Presence(state="online", epoch=7))))
     assert [upload.item for upload in device._state.uploads] == [item]

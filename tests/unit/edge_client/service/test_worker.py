@@ -3,11 +3,9 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -16,17 +14,19 @@ from edge_client.agent import events
 from edge_client.agent.state import head_key
 from edge_client.runtime.backbone import Backbone
 from edge_client.service.device import Device
-from edge_client.service.worker import Crashed, Worker
+from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
 from edge_client.submission.features import FoundImages
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import StateError
 from protocol.wire.codec import decode, encode
-from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef, TaskManifest
+from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
 from tests.support.device_factory import (
     CLASSES,
+    TINY,
     linear_head,
+    make_manifest,
     make_settings,
     payload_of,
     run_jobs,
@@ -35,7 +35,7 @@ from tests.support.device_factory import (
 )
 from tests.support.graphs import tiny_backbone
 from tests.support.round_factory import TASK as ROUNDS_TASK
-from tests.support.round_factory import look_at, make_task, open_round, take_images
+from tests.support.round_factory import look_at, make_task, open_round, stored, take_images
 
 CONSTANT = {
     name: np.where(np.arange(2) == label, 1.0, 0.0) * np.ones((16, 1)) for label, name in enumerate(CLASSES)
@@ -48,34 +48,29 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.store = DeviceState(folder / "state")
+        self.store.blobs.put(tiny_backbone())
         self.backbone = tiny(folder)
         write_images(folder / "data", count=20)
-        blob = self.blob(tiny_backbone(), "tiny")
-        self.manifest = TaskManifest(
-            fleet="f", algorithm="fedtc", classes=CLASSES, backbones=(blob,), alpha=1.0, batch_size=5,
-            min_images=2, seed=0,
-        )  # fmt: skip
+        self.manifest = make_manifest()
         self.task = self.store.blobs.put(encode(self.manifest))
-        self.emitted: list[events.Event | Crashed] = []
-        settings = make_settings(folder)
-        settings = replace(settings, local=replace(settings.local, holdout=0.5))
-        self.worker = Worker(settings, self.store, emit=self.emitted.append, show=None)
+        self.emitted: list[events.Event | BaseException] = []
+        self.worker = Worker(
+            make_settings(folder, holdout=0.5), self.store, emit=self.emitted.append, show=None
+        )
         self.worker.task = self.task
         self.worker._build(events.BuildSubmission(self.task, self.manifest))
         self.emitted.clear()
 
-    def blob(self, data: bytes, name: str) -> BlobRef:
-        """Store a blob."""
-        return BlobRef(digest=self.store.blobs.put(data), size_bytes=len(data), name=name)
-
     def head(self, version: int, weights: NDArray[np.float64], file: bytes | None = None) -> HeadRef:
         """Return a reference to a linear head, or to a file."""
         data = linear_head([self.backbone], weights.astype(np.float32)) if file is None else file
-        return HeadRef(version=version, head=self.blob(data, "head.onnx"), devices=1, prototypes=1)
+        return HeadRef(
+            version=version, head=stored(self.store.blobs, data, "head.onnx"), devices=1, prototypes=1
+        )
 
-    def install(self, head: HeadRef) -> tuple[events.HeadInstalled, Evaluation]:
+    def install(self, head: HeadRef, problem: str = "") -> tuple[events.HeadInstalled, Evaluation]:
         """Install a head; returns the result and the evaluation in the outbox."""
-        self.worker.install(events.InstallHead(self.task, self.manifest, head))
+        self.worker.install(events.InstallHead(self.task, self.manifest, head, problem=problem))
         return self.result()
 
     def result(self) -> tuple[events.HeadInstalled, Evaluation]:
@@ -94,59 +89,73 @@ class Bench:
         return device
 
 
+class RoundsBench:
+    """A worker on a task with rounds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = DeviceState(folder / "state")
+        self.manifest = make_task(self.store.blobs)
+        self.emitted: list[events.Event | BaseException] = []
+        self.worker = Worker(make_settings(folder), self.store, emit=self.emitted.append, show=None)
+        self.worker.task = ROUNDS_TASK
+
+    def tensors(self, rate: float) -> BlobRef:
+        return open_round(self.store.blobs, tensors={"rate": np.array(rate, np.float32)}).tensors
+
+    def install(self, version: int, tensors: BlobRef) -> None:
+        """Queue the installation of a head that is bound to a round's tensors."""
+        assert self.manifest.program is not None
+        file = self.manifest.program.head
+        head = HeadRef(version=version, head=file, devices=1, prototypes=1, tensors=tensors)
+        self.worker.install(events.InstallHead(ROUNDS_TASK, self.manifest, head))
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    """Return a bench on an empty directory."""
     return Bench(tmp_path)
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> RoundsBench:
+    return RoundsBench(tmp_path)
 
 
 def _totals(evaluation: Evaluation) -> list[int]:
     return [r + w for r, w in zip(evaluation.correct, evaluation.incorrect, strict=True)]
 
 
-def test_an_outdated_build_may_miss_its_blobs(tmp_path: Path) -> None:
+def test_an_outdated_build_may_miss_its_blobs(rounds: RoundsBench) -> None:
     """The tensors of a closed round are deleted: its build ends silently, a current one raises."""
-    store, emitted = DeviceState(tmp_path / "state"), list[events.Event | Crashed]()
-    manifest, opened = make_task(store.blobs), open_round(store.blobs)
-    store.blobs.path(opened.tensors.digest).unlink()
-    worker = Worker(make_settings(tmp_path), store, emit=emitted.append, show=None)
-    worker.task = ROUNDS_TASK
+    opened, worker = open_round(rounds.store.blobs), rounds.worker
+    rounds.store.blobs.path(opened.tensors.digest).unlink()
+    workspace = worker._builder._workspace
+    look_at(workspace.cache, take_images())
 
-    def extract(next_round: int) -> Callable[..., FoundImages]:
+    def build(next_round: int) -> None:
         def extract_and_advance(*_: object) -> FoundImages:
-            look_at(worker._builder._workspace.cache, take_images())
             worker.round = next_round
             return FoundImages(tuple(take_images()), ())
 
-        return extract_and_advance
+        worker.round, workspace.extract = 0, extract_and_advance  # type: ignore[method-assign, assignment]
+        worker._build(events.BuildSubmission(ROUNDS_TASK, rounds.manifest, opened))
 
-    worker.round, worker._builder._workspace.extract = 0, extract(1)  # type: ignore[method-assign]
-    worker._build(events.BuildSubmission(ROUNDS_TASK, manifest, opened))
-    assert emitted == []
-    worker.round, worker._builder._workspace.extract = 0, extract(0)  # type: ignore[method-assign]
+    build(1)
+    assert rounds.emitted == []
     with pytest.raises(StateError):
-        worker._build(events.BuildSubmission(ROUNDS_TASK, manifest, opened))
+        build(0)
 
 
-def test_only_the_newest_pending_head_is_installed(tmp_path: Path) -> None:
+def test_only_the_newest_pending_head_is_installed(rounds: RoundsBench) -> None:
     """The tensors of an older one may be deleted."""
-    store, emitted = DeviceState(tmp_path / "state"), list[events.Event | Crashed]()
-    manifest = make_task(store.blobs)
-    assert manifest.program is not None
-    worker = Worker(make_settings(tmp_path), store, emit=emitted.append, show=None)
-    worker.task = ROUNDS_TASK
-    gone, here = (
-        open_round(store.blobs, tensors={"rate": np.array(rate, np.float32)}).tensors for rate in (0.1, 0.2)
-    )
-    store.blobs.path(gone.digest).unlink()
-    for version, tensors in enumerate((gone, here), start=1):
-        head = HeadRef(version=version, head=manifest.program.head, devices=1, prototypes=1, tensors=tensors)
-        worker.install(events.InstallHead(ROUNDS_TASK, manifest, head))
-    run_jobs(worker)
-    (installed,) = emitted
+    gone, here = rounds.tensors(0.1), rounds.tensors(0.2)
+    rounds.store.blobs.path(gone.digest).unlink()
+    rounds.install(1, gone)
+    rounds.install(2, here)
+    run_jobs(rounds.worker)
+    (installed,) = rounds.emitted
     assert isinstance(installed, events.HeadInstalled)
     assert (installed.head, installed.reason) == (here.digest, "")
-    assert installed.report in store.outbox.items()
+    assert installed.report in rounds.store.outbox.items()
 
 
 def test_a_head_is_compared_with_the_previous_one(bench: Bench) -> None:
@@ -220,10 +229,8 @@ def test_a_head_that_fails_on_the_devices_images_is_refused(bench: Bench) -> Non
 
 def test_a_head_that_cannot_be_downloaded_is_reported(bench: Bench) -> None:
     """The agent's reason is in the report."""
-    head = HeadRef(version=4, head=BlobRef(digest=bytes(32), size_bytes=1, name="h"), devices=1, prototypes=1)
-    problem = "it arrived damaged"
-    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head, problem=problem))
-    installed, evaluation = bench.result()
+    head = HeadRef(version=4, head=TINY, devices=1, prototypes=1)
+    installed, evaluation = bench.install(head, problem="it arrived damaged")
     assert installed.reason == "head 4 refused, the previous head stays in use: it arrived damaged"
     assert (evaluation.head_version, evaluation.problem) == (4, "it arrived damaged")
 
@@ -245,7 +252,7 @@ def test_a_head_being_installed_stays_on_disk(bench: Bench, tmp_path: Path) -> N
     heads = [bench.head(version, CONSTANT["cat"] * version) for version in (1, 2)]
     device = bench.device(tmp_path)
     for number, head in enumerate(heads, start=1):
-        device._step(events.HeadSeen(HeadManifest(task=bench.task, current=head)))
+        device._step(HeadManifest(task=bench.task, current=head))
         bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
         if number == 1:
             result, _ = bench.result()
@@ -253,7 +260,7 @@ def test_a_head_being_installed_stays_on_disk(bench: Bench, tmp_path: Path) -> N
     device._state = replace(device._state, installed=head_key(heads[0]))
     blob = BlobRef(digest=bytes(32), size_bytes=9, name="to be downloaded")
     newer = HeadRef(version=3, head=blob, devices=1, prototypes=1)
-    device._step(events.HeadSeen(HeadManifest(task=bench.task, current=newer)))
+    device._step(HeadManifest(task=bench.task, current=newer))
     device._handle(result)
     assert heads[1].head.digest in bench.store.blobs
     installed, _ = bench.result()
@@ -266,52 +273,28 @@ def test_the_backbone_of_the_head_in_use_stays_on_disk(bench: Bench, tmp_path: P
     old = bench.head(1, CONSTANT["cat"])
     bench.install(old)
     device = Device(make_settings(tmp_path), bench.store)
-    other = bench.blob(tiny_backbone(feature_size=8), "other")
-    manifest = msgspec.structs.replace(bench.manifest, backbones=(other,))
-    device._state = replace(
-        device._state, installed=head_key(old), stored=frozenset(bench.store.blobs.digests())
-    )
-    device._step(events.TaskSeen(b"u" * 32, manifest))
+    other = stored(bench.store.blobs, tiny_backbone(feature_size=8), "other")
+    device._state = replace(device._state, installed=head_key(old))
+    device._step(events.TaskSeen(b"u" * 32, make_manifest(backbones=(other,))))
     device._downloads.delete_unused(device._state)
     in_use = bench.store.get(Heads).installed
     assert in_use is not None
     assert all(digest in bench.store.blobs for digest in (in_use.head, *in_use.backbones))
 
 
-def _stored_models(store: DeviceState, manifest: TaskManifest, tensors: BlobRef) -> Sequence[bytes]:
-    digests = []
-    for number in range(2):
-        model = initial_model(manifest, tensors, data=None, blobs=store.blobs)
-        model.state["steps"][...] = number
-        digests.append(store.blobs.put(pack(model)))
-    return digests
-
-
-def test_going_back_to_a_rounds_head_restores_its_local_model(tmp_path: Path) -> None:
+def test_going_back_to_a_rounds_head_restores_its_local_model(rounds: RoundsBench) -> None:
     """If that model is lost, the head is bound to the current one."""
-    store, emitted = DeviceState(tmp_path / "state"), list[events.Event | Crashed]()
-    manifest = make_task(store.blobs)
-    assert manifest.program is not None
-    worker = Worker(make_settings(tmp_path), store, emit=emitted.append, show=None)
-    worker.task = ROUNDS_TASK
-    tensors = [
-        open_round(store.blobs, tensors={"rate": np.array(number, np.float32)}).tensors for number in range(2)
-    ]
-    heads = [
-        HeadRef(
-            version=number + 1, head=manifest.program.head, devices=1, prototypes=1, tensors=tensors[number]
-        )
-        for number in range(2)
-    ]
-    models = _stored_models(store, manifest, tensors[0])
-    for step, (number, bound, lost) in enumerate(
-        ((0, 0, None), (1, 1, None), (0, 0, None), (1, 1, None), (0, 1, 0))
-    ):
+    store, tensors, models = rounds.store, [rounds.tensors(0), rounds.tensors(1)], []
+    for number in range(2):
+        model = initial_model(rounds.manifest, tensors[0], data=None, blobs=store.blobs)
+        model.state["steps"][...] = number
+        models.append(store.blobs.put(pack(model)))
+    for step, (number, bound) in enumerate(((0, 0), (1, 1), (0, 0), (1, 1), (0, 1))):
         store.set(StoredLocalModel(ROUNDS_TASK, models[min(step, 1)]))
-        if lost is not None:
-            store.blobs.path(models[lost]).unlink()
-        worker.install(events.InstallHead(ROUNDS_TASK, manifest, heads[number]))
-        run_jobs(worker)
+        if (number, bound) == (0, 1):
+            store.blobs.path(models[0]).unlink()
+        rounds.install(number + 1, tensors[number])
+        run_jobs(rounds.worker)
         installed = store.get(Heads).installed
         assert isinstance(installed, InstalledHead)
         assert (installed.version, installed.local_model) == (number + 1, models[bound])

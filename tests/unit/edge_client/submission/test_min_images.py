@@ -1,7 +1,6 @@
 """No prototype averages fewer than `min_images` images, checked in the bytes of encoded submissions."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission import round_submission
 from edge_client.submission.features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
+from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel, RoundResult
 from edge_client.training.trainer import TrainingSet
 from protocol.errors import ProtofleetError
@@ -74,10 +74,9 @@ def _sent(
 ) -> list[tuple[int, int, int]]:
     """Return what leaves a device with so many images per class; nothing if it has too few."""
     images = _images(counts)
-    settings = make_settings(folder)
-    local = replace(settings.local, holdout=holdout)
+    settings = make_settings(folder, holdout=holdout)
     cache = FeatureCache(folder / "features.sqlite")
-    workspace = Workspace(replace(settings, local=local), DeviceState(folder), cache, dry_run=True)
+    workspace = Workspace(settings, DeviceState(folder), cache, dry_run=True)
     (key,) = training_feature_keys(manifest)
     cache.put(key, [(image.identity, _feature(image)) for image in images], [])
     found = FoundImages(tuple(images), ())
@@ -86,8 +85,8 @@ def _sent(
             prepared = prepare_prototypes(workspace, manifest, found)
         else:
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(round_submission, "train_round", _class_means)
-                patched.setattr(round_submission, "feature_size", lambda *_: SIZE)
+                patched.setattr(local_round, "train_round", _class_means)
+                patched.setattr(local_round, "feature_size", lambda *_: SIZE)
                 prepared = round_submission.RoundTraining(workspace).train(
                     b"t" * 32,
                     manifest,

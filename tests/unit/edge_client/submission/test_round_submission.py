@@ -53,8 +53,7 @@ class Device:
         """Start."""
         self.store = DeviceState(self.folder)
         self.cache = FeatureCache(self.folder / "features.sqlite")
-        settings = make_settings(self.folder)
-        settings = replace(settings, local=replace(settings.local, holdout=self.holdout))
+        settings = make_settings(self.folder, holdout=self.holdout)
         self.rounds = RoundTraining(Workspace(settings, self.store, self.cache, self.dry_run))
         self.steps: list[int] = []
 
