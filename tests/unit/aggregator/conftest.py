@@ -24,6 +24,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A new state directory."""
+    return Store(tmp_path)
+
+
+@pytest.fixture
 def amqtt_broker(address: BrokerAddress) -> Iterator[BrokerAddress]:
     """One kind of broker, for tests that do not depend on the broker."""
     with amqtt(address):

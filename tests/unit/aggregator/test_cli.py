@@ -14,21 +14,18 @@ from tests.support.submissions import SERVED
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["status", "--help"], ["--version"]])
 def test_help_imports_no_large_package(arguments: list[str]) -> None:
-    """It is printed to stdout without torch, onnx or a broker installed."""
     done = run_aggregator(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
 
 
 def test_run_options_can_come_from_environment() -> None:
-    """The help names the variables."""
     text = run_aggregator("run", "--help").stdout
     for variable in ("TASK", "STATE", "BROKER", "EMBEDDED_BROKER"):
         assert f"PROTOFLEET_{variable}" in text
 
 
 def test_status_imports_no_large_package(tmp_path: Path) -> None:
-    """It prints JSON or text for a state directory."""
     store = Store(tmp_path)
     store.facts.put(SERVED)
     store.close()
@@ -84,7 +81,6 @@ def test_error_is_one_line_and_creates_nothing(
 
 @pytest.mark.parametrize("arguments", [["run", "--task", "task.toml"], ["status"]])
 def test_missing_package_is_one_line_with_install_command(arguments: list[str]) -> None:
-    """The extra to install is named."""
     program = (
         "import importlib.util\n"
         "found = importlib.util.find_spec\n"
@@ -126,7 +122,6 @@ def test_closing_a_fleet_step_by_step(tmp_path: Path) -> None:
 
 
 def test_reset_key_deletes_pinned_key_once(tmp_path: Path) -> None:
-    """Without a pinned key it is an error."""
     store = Store(tmp_path)
     store.keys.pin("a", bytes(32), now_s=0.0)
     done = run_aggregator("reset-key", "a", "--state", str(tmp_path))
@@ -152,7 +147,6 @@ def test_root_is_refused_in_another_users_state(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root writes everywhere")
 def test_unwritable_out_is_one_line(tmp_path: Path) -> None:
-    """The error names the reason."""
     write_task(tmp_path)
     (tmp_path / "locked").mkdir(mode=0o500)
     arguments = ("--out", str(tmp_path / "locked" / "out"), "--task", str(tmp_path / "task.toml"))

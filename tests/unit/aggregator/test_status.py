@@ -45,7 +45,6 @@ def _add_head(store: Store, version: int, *, tensors: BlobRef | None = None, **m
 
 
 def _started(folder: Path, task: TaskFile = TASK_FILE) -> Store:
-    """Return a state directory at the first start of an aggregator."""
     store = Store(folder)
     served = (TASK, 1, task.fleet, task.algorithm, task.classes)
     store.facts.put(ServedTask(*served, settings=task.settings))
@@ -54,7 +53,6 @@ def _started(folder: Path, task: TaskFile = TASK_FILE) -> Store:
 
 
 def _busy(folder: Path) -> Store:
-    """Return the state after a head, an evaluation, a late submission and a refused message."""
     store = _started(folder)
     store.devices.put_presence("a", state="online", epoch=1, now_s=10.0)
     store.devices.put_info("a", device_info(runtime="CPU", images={"cat": 30, "fox": 20}), now_s=11.0)
@@ -93,7 +91,6 @@ def test_status_at_first_start(tmp_path: Path) -> None:
 
 
 def test_status_of_busy_aggregator(tmp_path: Path) -> None:
-    """Devices, coverage, heads with held-out accuracy, the deadline, and refused messages."""
     folder = tmp_path / "[red]state[/red]"
     status = _collect(_busy(folder))
     assert {row.device: (row.state, row.images, row.prototypes) for row in status.devices} == {
@@ -186,14 +183,12 @@ def test_nothing_is_truncated_on_a_narrow_terminal(tmp_path: Path) -> None:
     ],
 )
 def test_running_training(tmp_path: Path, progress: TrainingProgress, text: str) -> None:
-    """Its head's version and its epoch, also before the first epoch."""
     store = _started(tmp_path)
     store.facts.put(progress)
     assert f"training head 3: {text}" in _text(_collect(store))
 
 
 def test_locked_state_is_running(tmp_path: Path) -> None:
-    """A second aggregator is refused while one runs, and accepted afterwards."""
     store = _started(tmp_path)
     assert "not running" not in _text(_collect(Store(tmp_path, read_only=True)))
     with pytest.raises(StateError, match="another aggregator is running in"):
@@ -204,7 +199,6 @@ def test_locked_state_is_running(tmp_path: Path) -> None:
 
 
 def test_state_without_task_is_an_error(tmp_path: Path) -> None:
-    """The error names the command that creates one."""
     with pytest.raises(StateError, match=r"no task in .* yet: start `aggregator run`"):
         collect_status(Store(tmp_path))
 
@@ -274,7 +268,6 @@ def test_waiting_candidate_and_pending_command(tmp_path: Path) -> None:
 
 
 def test_quarantined_and_released_devices(tmp_path: Path) -> None:
-    """Each with its reason and since when."""
     store = _busy(tmp_path)
     for device in "ab":
         store.quarantine.add(TASK, device, reason="far [off]", now_s=100.0)

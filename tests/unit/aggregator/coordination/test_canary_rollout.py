@@ -64,15 +64,11 @@ def heads(*versions: int, gone: Sequence[int] = ()) -> dict[int, bool]:
     return {version: version not in gone for version in versions}
 
 
-def test_without_canaries_every_head_is_activated() -> None:
+def test_first_head_and_without_canaries_every_head_is_activated() -> None:
+    assert play(State(), HeadAdded(1, 0.0))[1] == [Activate(1, "")]
     state, done = play(State(), HeadAdded(1, 0.0), Ticked(1.0, FLEET), HeadAdded(2, 2.0), by=Settings())
     assert (state.current, state.trial, state.earlier) == (2, None, (1,))
     assert done == [Activate(1, ""), Activate(2, "")]
-
-
-def test_first_head_is_activated() -> None:
-    """There is no head to compare it with."""
-    assert play(State(), HeadAdded(1, 0.0))[1] == [Activate(1, "")]
 
 
 def test_canaries_are_the_devices_of_lowest_rank() -> None:
@@ -108,6 +104,7 @@ def test_candidate_waits_for_the_first_device() -> None:
         ((CanaryResult(89, 100, 91), CanaryResult(89, 100, 91)), 2),
         ((CanaryResult(889, 1000, 910), CanaryResult(0, 0)), 1),
         ((CanaryResult(0, 9), CanaryResult(0, 0, 0)), 2),
+        ((CanaryResult(0, 0, 0), BROKEN), 1),
         ((CanaryResult(5, 5), WORSE), 1),
         ((GOOD, BROKEN), 1),
     ],
@@ -122,13 +119,18 @@ def test_accuracy_over_all_canaries_decides(answers: tuple[CanaryResult, CanaryR
     assert state.rejected.keys() == ({2} if current == 1 else set())
 
 
-def test_rejection_has_both_accuracies() -> None:
-    """With the numbers of images and canaries."""
+@pytest.mark.parametrize(
+    ("answer", "decision"),
+    [
+        (WORSE, Reject(2, "accuracy 88.0% (176/200) on 2 canaries, 91.0% (182/200) with the previous head")),
+        # Under differential privacy all counts are 0.
+        (CanaryResult(0, 0, 0), Activate(2, "it runs on 2 canaries, without images to compare it on")),
+    ],
+)
+def test_decision_has_the_summary(answer: CanaryResult, decision: Action) -> None:
     state, trial = trying()
     assert summary_of(trial) == "no canary has answered"
-    state, _ = play(state, *[Evaluated(device, 2, WORSE) for device in trial.canaries])
-    summary = "accuracy 88.0% (176/200) on 2 canaries, 91.0% (182/200) with the previous head"
-    assert state.rejected[2] == summary
+    assert play(state, *[Evaluated(device, 2, answer) for device in trial.canaries])[1] == [decision]
 
 
 def test_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
@@ -158,7 +160,6 @@ def test_silent_canaries_are_replaced() -> None:
 
 
 def test_candidate_waits_without_other_devices() -> None:
-    """For the chosen canaries, however long."""
     only = frozenset(ranked(2)[:1])
     state, _ = trying(online=only)
     state, done = play(state, *(Ticked(601.0 * n, only) for n in range(1, 9)))
@@ -183,7 +184,6 @@ def test_newer_head_replaces_the_candidate() -> None:
 
 
 def test_candidate_is_activated_when_canaries_are_switched_off() -> None:
-    """When the task file no longer configures canaries."""
     state, done = play(trying()[0], Ticked(2.0, FLEET), by=Settings())
     assert (state.current, state.trial) == (2, None)
     assert [type(action) for action in done] == [Activate]
@@ -228,7 +228,6 @@ def test_rollback_to_a_version() -> None:
 def test_impossible_commands_are_refused(
     state: State, kind: CommandKind, version: int | None, reason: str
 ) -> None:
-    """With the reason, and without a change of state."""
     known = heads(1, 2) if version != 3 else heads(1, 2, 3, gone=[3])
     after, (refused,) = play(state, CommandReceived(kind, version, known))
     assert after == state
@@ -320,15 +319,3 @@ def test_there_is_always_a_usable_head(events: list[Event]) -> None:
     state, _ = play(state, Ticked(last_s + 1e5, FLEET), Ticked(last_s + 2e5, FLEET))
     state, _ = play(state, *(Evaluated(device, state.newest, GOOD) for device in FLEET))
     assert state.trial is None
-
-
-def test_canaries_without_images_only_check_that_the_head_runs() -> None:
-    """Under differential privacy all counts are 0: a head that runs on all canaries is activated."""
-    silent = CanaryResult(correct=0, images=0, previous_correct=0)
-    first, second = ranked(2)[:2]
-    state, actions = play(trying()[0], Evaluated(first, 2, silent), Evaluated(second, 2, silent))
-    assert state.current == 2
-    (use,) = [action for action in actions if isinstance(action, Activate)]
-    assert use.reason == "it runs on 2 canaries, without images to compare it on"
-    state, actions = play(trying()[0], Evaluated(first, 2, silent), Evaluated(second, 2, BROKEN))
-    assert (state.current, [type(action) for action in actions]) == (1, [Reject])

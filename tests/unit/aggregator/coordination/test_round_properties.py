@@ -42,7 +42,6 @@ class World:
     verdicts: list[str] = field(default_factory=list)
 
     def feed(self, event: Event) -> None:
-        """Apply an event, and store what the logic decides."""
         before = self.state
         self.state, actions = step(before, event, settings=self.settings)
         verdicts = [action for action in actions if isinstance(action, SubmissionVerdict)]
@@ -71,7 +70,6 @@ class World:
         assert train.members == tuple(sorted(counting.items()))
 
     def submit(self, device: str, number: int, sequence: int = 1) -> None:
-        """Upload a device's submission for a round."""
         if (
             self.settings.rounds is None
         ):  # then the number distinguishes submissions of the same sequence number
@@ -81,12 +79,10 @@ class World:
             self.feed(submitted(device, number, sequence=sequence, now_s=self.now_s))
 
     def tick(self, seconds: float) -> None:
-        """Let time pass."""
         self.now_s += seconds
         self.feed(Ticked(self.now_s))
 
     def end_training(self, *, succeeds: bool = True) -> None:
-        """End the training that runs, if there is one."""
         training, self.training = self.training, None
         if training is None:
             return
@@ -109,7 +105,6 @@ class World:
         assert again == ([self.training] if self.training else [])
 
     def happen(self, happening: Happening, *, restarts: bool = True) -> None:
-        """Apply one of many things that may happen."""
         match happening:
             case (str(device), int(number), int(sequence)):
                 self.submit(device, number, sequence)
@@ -197,7 +192,6 @@ def test_restarts_change_nothing(settings: Settings, happenings: list[Happening]
 def test_order_of_arrival_does_not_matter_in_a_round(
     settings: Settings, number: int, submissions: list[tuple[str, int, int]], data: st.DataObject
 ) -> None:
-    """The same submissions before the close, however shuffled and repeated, give the same round."""
     settings = replace(settings, rounds=number + 1, grace_s=3.0, devices=None)
     repeated = data.draw(st.lists(st.sampled_from(submissions), max_size=5))
     members = []

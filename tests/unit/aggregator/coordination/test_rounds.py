@@ -103,7 +103,6 @@ def _decided(*events: Event, state: State | None = None, settings: Settings = AL
 
 
 def _trained(*excluded: str) -> State:
-    """Return the state after a head of a, b and c that excluded the submissions of some of them."""
     return _decided(*ABC, Trained(1, frozenset(excluded)))[0]
 
 
@@ -143,7 +142,6 @@ def test_quarantined_devices_do_not_count_for_the_quorum() -> None:
 
 @pytest.mark.parametrize("decisions", [_without("d"), DeviceDecisions(enrolled=frozenset("abc"))])
 def test_round_does_not_wait_for_devices_that_do_not_count(decisions: DeviceDecisions) -> None:
-    """A round waits for the devices of the previous round, except quarantined and unenrolled ones."""
     state, _ = _decided(*ABC, submitted("d"), Ticked(10.0), Trained(1), settings=IN_ROUNDS)
     assert state.covered.keys() == set("abcd")
     then = [submitted(device, 1) for device in "abc"]

@@ -28,14 +28,12 @@ Events = queue.SimpleQueue[Progress | Finished]
 
 @pytest.fixture
 def store(prepared: Path, tmp_path: Path) -> Store:
-    """A state that has the graphs of a task with rounds."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     return Store(tmp_path / "state")
 
 
 @pytest.fixture
 def task(store: Store) -> Task:
-    """A task of three rounds, which two devices close."""
     return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
 
 
@@ -99,7 +97,6 @@ def test_failed_round_is_logged_and_retried(
 
 
 def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
-    """A failed round that cannot be stored is retried once the disk has space."""
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
     with _damaged_tensors(task, store):
@@ -137,7 +134,6 @@ def test_interrupted_round_is_closed_again(
 
 
 def test_refused_submission_is_not_stored(task: Task, store: Store) -> None:
-    """A submission to a future round is neither stored nor counted."""
     training = HeadTraining(task, store, on_event=lambda _: None)
     before = set(store.blobs.digests())
     assert _take(training, task, "a", number=1).verdict == "unknown_round"

@@ -25,15 +25,12 @@ from tests.support.submissions import SERVED, TASK
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """A state of a task."""
-    store = Store(tmp_path)
+def store(store: Store) -> Store:
     store.facts.put(SERVED)
     return store
 
 
 def _keep(store: Store, version: int, *, quarantined: dict[str, str], warning: str = "") -> None:
-    """Update the quarantine with a head of a, b and c that excluded some of them."""
     digests = {device: device.encode().hex() for device in "abc"}
     head = HeadRecord(
         *(version, TASK, bytes(32), 9, float(version), 1),
@@ -82,7 +79,6 @@ def test_revoked_device_stays_quarantined(store: Store) -> None:
 
 
 def test_only_quarantined_devices_can_be_released(store: Store, tmp_path: Path) -> None:
-    """The error names the command that lists them."""
     with pytest.raises(ConfigError, match="a is not quarantined: `aggregator status` lists"):
         release(store, "a")
     with pytest.raises(StateError, match="start `aggregator run`"):

@@ -38,7 +38,6 @@ _submission = partial(submission, labels=(0, 1, 2) * 5)
 
 
 def _evaluation(task: bytes, correct: int, *, previous: int | None = None, problem: str = "") -> Evaluation:
-    """Return an evaluation of head 2 on ten images."""
     return Evaluation(
         task=task,
         head_version=2,
@@ -78,7 +77,6 @@ def _two_heads(first: Device, second: Device, daemon: Daemon) -> tuple[bytes, He
 
 
 def _is_written(daemon: Daemon, version: int, summary: dict[str, Any]) -> bool:
-    """Return True if `head.onnx` is this head's file."""
     expected = next(head["sha256"] for head in summary["heads"] if head["version"] == version)
     return bool(digest_of((daemon.state / "head.onnx").read_bytes()).hex() == expected)
 

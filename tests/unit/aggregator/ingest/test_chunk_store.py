@@ -22,7 +22,6 @@ SIZE = 10 * len(BLOCK)
 
 
 def _arrived(key: Key, *pieces: tuple[int, bytes], after: Ranges = (), seen_s: float = 1.0) -> Transfer:
-    """Return a transfer of which pieces have arrived since the last commit."""
     transfer = Transfer(key, Assembly(key[1], SIZE, stored=after), seen_s, after)
     for offset, data in pieces:
         transfer.assembly.add(Frame(v=1, digest=key[1], size_bytes=SIZE, offset=offset, data=data))
@@ -30,7 +29,6 @@ def _arrived(key: Key, *pieces: tuple[int, bytes], after: Ranges = (), seen_s: f
 
 
 def _loaded(store: ChunkStore) -> dict[Key, tuple[float, Ranges]]:
-    """Return what the store continues with: when each transfer was seen last, and its ranges."""
     loaded = store.load()
     assert all(each.stored == each.assembly.ranges() and not each.assembly.fresh for each in loaded)
     assert [each.seen_s for each in loaded] == sorted(each.seen_s for each in loaded)

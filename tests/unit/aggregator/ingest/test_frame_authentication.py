@@ -1,7 +1,5 @@
 """Authentication on a real store: by name, by key, and by what another process has changed meanwhile."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -23,19 +21,11 @@ def signed(device: str = "a", *, key: bytes = ONE, fleet: str = "barn") -> Frame
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """The state directory of an open fleet."""
-    return Store(tmp_path)
-
-
-@pytest.fixture
 def authenticator(store: Store) -> FrameAuthenticator:
-    """The authenticator of that fleet."""
     return FrameAuthenticator(store, fleet="barn")
 
 
 def reason(authenticator: FrameAuthenticator, frame: Frame, device: str = "a") -> str:
-    """Return why a frame is refused."""
     with pytest.raises(Refused) as caught:
         authenticator.check(device, frame)
     return caught.value.reason
@@ -125,7 +115,6 @@ def test_revocation_by_another_process_applies_to_the_next_batch(
 
 
 def test_reset_pinned_key_accepts_the_next_one(store: Store, authenticator: FrameAuthenticator) -> None:
-    """An enrolled key is not reset."""
     authenticator.check("a", signed())
     assert store.keys.reset("a")
     authenticator.check("a", signed(key=TWO))

@@ -43,7 +43,6 @@ class Disk:
         self.sizes: dict[Key, int] = {}
 
     def commit(self, reassembly: Reassembly) -> None:
-        """Store what has changed."""
         for key in reassembly.ended:
             del self.files[key], self.sizes[key]
         for transfer in reassembly.pending():
@@ -54,7 +53,6 @@ class Disk:
         reassembly.settle()
 
     def start(self) -> Reassembly:
-        """Return a reassembly that continues with these files."""
         transfers = []
         for key, file in self.files.items():
             ranges = tuple((start, start + len(data)) for start, data in sorted(file.items()))
@@ -88,7 +86,6 @@ def test_any_order_completes_a_transfer(frames: list[Frame], data: st.DataObject
 
 
 def test_accepted_payload_is_acknowledged_again() -> None:
-    """For the last frame, of which nothing is stored."""
     reassembly = _reassembly(holds=lambda *_: True)
     receipt = Receipt(digest=DIGEST, status="received")
     assert [reassembly.take("a", frame) for frame in FRAMES] == [None, None, None, receipt]
@@ -96,7 +93,6 @@ def test_accepted_payload_is_acknowledged_again() -> None:
 
 
 def test_devices_do_not_mix() -> None:
-    """The same payload from two devices is two transfers."""
     reassembly = _reassembly()
     for frame in FRAMES[:3]:
         reassembly.take("a", frame)

@@ -27,11 +27,6 @@ FRAMES = list(frames_of(PAYLOAD, digest=DIGEST))
 COMPLETE = Complete(DIGEST, PAYLOAD)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
-
-
 def _receiver(store: Store, *, unfinished_s: float = 3600.0) -> Receiver:
     return Receiver(store, max_bytes=10**6, unfinished_s=unfinished_s)
 
@@ -135,7 +130,6 @@ for number, frame in enumerate(long_frames()):
 
 
 def long_frames() -> list[Frame]:
-    """Return the frames of 20 MB."""
     payload = np.random.default_rng(0).bytes(20_000_000)
     return list(frames_of(payload, digest=digest_of(payload), chunk_bytes=50_000))
 

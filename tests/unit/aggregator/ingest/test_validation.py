@@ -61,7 +61,6 @@ def _integers(*values: int) -> Tensor:
 
 
 def _refused(spoilt: Submission, expectation: Expectation = EXPECTATION) -> Refused:
-    """Return the refusal of a submission that came as bytes, as all do."""
     message = read_message(encode(spoilt))
     assert isinstance(message, Submission)
     with pytest.raises(Refused) as caught:
@@ -70,7 +69,6 @@ def _refused(spoilt: Submission, expectation: Expectation = EXPECTATION) -> Refu
 
 
 def test_valid_submission_becomes_arrays() -> None:
-    """Values, labels and counts are returned as sent, ready to train on."""
     message = read_message(encode(GOOD))
     assert isinstance(message, Submission)
     taken = check_submission(message, EXPECTATION)
@@ -210,7 +208,6 @@ def test_one_non_finite_value_refuses_a_submission(data: st.DataObject) -> None:
     ],
 )
 def test_malformed_payload_is_refused(payload: bytes, reason: str) -> None:
-    """Noise, truncated messages, other kinds and other versions are distinguished."""
     with pytest.raises(Refused) as caught:
         read_message(payload)
     assert caught.value.reason == reason
@@ -218,7 +215,6 @@ def test_malformed_payload_is_refused(payload: bytes, reason: str) -> None:
 
 
 def test_valid_evaluation_is_accepted() -> None:
-    """For any head up to the newest."""
     message = read_message(encode(evaluation(head_version=2)))
     assert isinstance(message, Evaluation)
     check_evaluation(message, EXPECTATION, newest_head=2)
@@ -237,7 +233,6 @@ def test_valid_evaluation_is_accepted() -> None:
     ],
 )
 def test_invalid_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
-    """Another task, an unknown head, a wrong number of classes, impossible counts."""
     with pytest.raises(Refused) as caught:
         check_evaluation(spoilt, EXPECTATION, newest_head=2)
     assert caught.value.reason == reason

@@ -16,15 +16,12 @@ BLOB = bytes(range(100)) * 20_000
 
 
 class Recorder:
-    """A publisher that records what is published."""
-
     chunk_bytes = WINDOW
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, int]] = []
 
     def publish_to_device(self, device: str, _channel: str, frame: Frame) -> None:
-        """Record device and offset."""
         self.sent.append((device, frame.offset))
 
 
@@ -37,11 +34,9 @@ class Bench:
         self.sender = BlobSender(blobs, cast("Any", self.recorder))
 
     def request(self, device: str, offset: int = 0, length: int = WINDOW) -> None:
-        """Request a part of the blob."""
         self.sender.request(device, BlobRequest(digest=self.digest, offset=offset, length=length))
 
     def send(self) -> list[tuple[str, int]]:
-        """Return what is sent at once."""
         self.recorder.sent.clear()
         self.sender.send()
         return list(self.recorder.sent)
@@ -49,7 +44,6 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def blobs(tmp_path_factory: pytest.TempPathFactory) -> BlobStore:
-    """A blob store."""
     return BlobStore(tmp_path_factory.mktemp("blobs"))
 
 
@@ -69,7 +63,6 @@ def test_next_burst_waits_for_the_broker(blobs: BlobStore) -> None:
 def test_every_request_is_sent_once(
     blobs: BlobStore, requests: list[tuple[str, int]], data: st.DataObject
 ) -> None:
-    """In order of arrival; one that is repeated while it waits is sent once."""
     bench, sent = Bench(blobs), []
     for device, offset in requests:
         bench.request(device, offset, length=1)
@@ -85,7 +78,6 @@ def test_every_request_is_sent_once(
 
 
 def test_lost_connection_drops_all_requests(blobs: BlobStore) -> None:
-    """Devices repeat them over the new connection."""
     bench = Bench(blobs)
     bench.request("a")
     bench.send()
@@ -120,7 +112,6 @@ def test_greedy_device_delays_no_other(blobs: BlobStore) -> None:
 
 
 def test_frames_are_clipped_to_the_blob(tmp_path: Path) -> None:
-    """Bytes past the end are not sent."""
     blob = tmp_path / "blob"
     blob.write_bytes(bytes(range(100)))
 

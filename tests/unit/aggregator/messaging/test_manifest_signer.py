@@ -21,14 +21,12 @@ KEY = b"k" * 32
 
 
 def manifest(signer: ManifestSigner, body: bytes, *, channel: FleetChannel = "head") -> Signed:
-    """Return a manifest as devices read it."""
     payload = signer.sign(channel, body)
     signer.keep()
     return open_manifest(payload, fleet="barn", channel=channel)
 
 
 def start(folder: Path, monkeypatch: pytest.MonkeyPatch, *, at_s: float) -> ManifestSigner:
-    """Return the signer of an aggregator that starts at a time."""
     monkeypatch.setattr(time, "time", lambda: at_s)
     return ManifestSigner(Store(folder), key=KEY, fleet="barn")
 
@@ -70,7 +68,6 @@ def test_manifests_of_a_restored_state_are_accepted(
 
 
 def test_key_is_created_once_and_private(tmp_path: Path) -> None:
-    """`status` reads the public key."""
     key = identity_of(tmp_path)
     assert identity_of(tmp_path) == key
     assert stat.S_IMODE((tmp_path / "identity" / "signing.key").stat().st_mode) == 0o600

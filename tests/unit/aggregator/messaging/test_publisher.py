@@ -9,7 +9,6 @@ from tests.support.sessions import EventLog, running
 
 
 def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
-    """Which follows the broker's limit."""
     payload = bytes(range(250))
     ear = EventLog()
     publisher = Publisher(broker, fleet="f", epoch=1, on_event=ear.put)

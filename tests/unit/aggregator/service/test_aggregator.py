@@ -34,7 +34,6 @@ from tests.support.submissions import evaluation, submission
 
 
 def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
-    """Return sixty prototypes of three classes that any head can distinguish."""
     labels = (0, 1, 2) * 20
     values = np.random.default_rng(seed).normal(size=(60, 16)) * 0.1 + np.eye(16)[list(labels)] * 3
     random = submission(task=task, sequence=sequence, labels=labels)
@@ -106,7 +105,6 @@ def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddr
 
 
 def test_failed_training_is_logged_and_not_repeated(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Submissions are accepted, and there is no head."""
     task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cuda:99"')
     with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "a") as device:
         device.aggregator_is("online")
@@ -121,7 +119,6 @@ def test_failed_training_is_logged_and_not_repeated(amqtt_broker: BrokerAddress,
 
 
 def _limit_files(daemon: Daemon, size_bytes: int) -> None:
-    """Make every write past so many bytes of a file fail, as on a full disk."""
     resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
@@ -169,7 +166,6 @@ def test_address_in_use_ends_the_program(tmp_path: Path, address: BrokerAddress)
 
 
 def test_unavailable_broker_is_retried(tmp_path: Path, address: BrokerAddress) -> None:
-    """The aggregator logs it, and serves once the broker is available."""
     with aggregator(write_task(tmp_path), address) as daemon:
         daemon.until(lambda _: "no broker at" in daemon.log())
         with amqtt(address), Device(address) as device:

@@ -34,12 +34,10 @@ def upload(
 
 
 def counts(summary: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """Return the refused messages per device and reason."""
     return {(row["device"], row["reason"]): row["count"] for row in summary["refusals"]}
 
 
 def refused(receipt: Receipt) -> str | None:
-    """Return the reason of a refusal."""
     return receipt.reason if receipt.status == "refused" else None
 
 

@@ -40,7 +40,6 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerA
 
 
 def test_task_is_announced(broker: BrokerAddress, tmp_path: Path) -> None:
-    """The retained manifest matches the task file, and its backbone can be fetched."""
     with aggregator(write_task(tmp_path, "[client]\nalpha = 0.5"), broker), Device(broker) as device:
         assert device.aggregator_is("online").epoch > 0
         manifest = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES)
@@ -92,7 +91,6 @@ def test_presence_follows_the_process(broker: BrokerAddress, tmp_path: Path) -> 
 
 
 def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
-    """Return channels, payloads and the reasons for which they must be refused."""
     good = submission(task=task)
     unseen = digest_of(b"unseen")
     floats = to_tensor(np.full((4, 16), np.nan, dtype=np.float16))
@@ -201,7 +199,6 @@ def test_receipt_lists_missing_ranges(embedded: tuple[BrokerAddress, Daemon]) ->
 
 
 def test_newer_submission_replaces_older(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """An older one is refused with the sequence number that counts."""
     broker, daemon = embedded
     with Device(broker, "newest") as device:
         task = digest_of(device.task())
@@ -245,7 +242,6 @@ def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daem
 def test_requested_part_of_a_blob_is_sent(
     embedded: tuple[BrokerAddress, Daemon], offset: int, length: int, expected: list[tuple[int, int]]
 ) -> None:
-    """Clipped to the blob; past its end, nothing."""
     broker, _ = embedded
     with Device(broker, "parts") as device:
         (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
@@ -262,7 +258,6 @@ def test_requested_part_of_a_blob_is_sent(
 
 @pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
 def test_frames_fit_the_brokers_packet_size(address: BrokerAddress, tmp_path: Path) -> None:
-    """A blob is sent whole over a broker that accepts 1,000 bytes at a time."""
     options = "allow_anonymous true\nmax_packet_size 1000"
     with (
         mosquitto(address, tmp_path, options=options),
@@ -275,7 +270,6 @@ def test_frames_fit_the_brokers_packet_size(address: BrokerAddress, tmp_path: Pa
 
 
 def test_unlisted_device_is_refused(broker: BrokerAddress, tmp_path: Path) -> None:
-    """With a list in the task file, whatever the device publishes."""
     task = write_task(tmp_path, PATIENT + '\ndevices = ["friend"]')
     with aggregator(task, broker) as daemon, Device(broker, "friend") as friend, Device(broker, "foe") as foe:
         friend.aggregator_is("online")
@@ -289,7 +283,6 @@ def test_unlisted_device_is_refused(broker: BrokerAddress, tmp_path: Path) -> No
 
 
 def test_reported_info_is_reduced_to_known_classes_and_reasons() -> None:
-    """A device cannot fill the database with names that it makes up."""
     info = device_info(images={"cat": 3, "made up": 9}, refused_messages={"signature": 2, "made up": 9})
     bounded = bounded_info(info, ("cat", "dog"))
     assert (bounded.images, bounded.refused_messages) == ({"cat": 3}, {"signature": 2})

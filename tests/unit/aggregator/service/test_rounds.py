@@ -99,7 +99,6 @@ def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
 
 
 def _the_head_works_by_itself(daemon: Daemon) -> None:
-    """Check that `head.onnx` and `model.onnx` need no other file, and carry their metadata."""
     for name, example in (
         ("head.onnx", {"feature": np.ones((2, 16), np.float32)}),
         ("model.onnx", {"image": np.ones((2, 8, 8, 3), np.uint8)}),
@@ -136,7 +135,6 @@ def test_tensors_are_broadcast_once(broker: BrokerAddress, task_file: Path) -> N
 
 
 def test_invalid_round_submissions_are_refused(amqtt_broker: BrokerAddress, task_file: Path) -> None:
-    """With their reasons; the round closes nevertheless."""
     with (
         aggregator(task_file, amqtt_broker) as daemon,
         Device(amqtt_broker, "a") as a,
@@ -239,7 +237,6 @@ def test_obsolete_blobs_are_deleted(amqtt_broker: BrokerAddress, task_file: Path
 
 
 def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With exit status 1 and one line, which names the folder with details."""
     task = write_task(tmp_path, IN_ROUNDS)
     broken = tmp_path / "torch.py"
     broken.write_text("raise MemoryError('no room')")
@@ -258,7 +255,6 @@ def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest
 
 
 def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C ends the program and its subprocess, without a stack trace."""
     task = write_task(tmp_path, IN_ROUNDS)
     with aggregator(task, BrokerAddress("127.0.0.1", 1)) as daemon:
         job = tmp_path / "state" / "training" / "graphs" / "job.json"
@@ -305,7 +301,6 @@ def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) 
 
 
 def _head_of(number: int, *devices: Device) -> HeadManifest:
-    """Close a round; return the head manifest that follows."""
     for device in devices:
         assert _upload(device, number).status == "received"
     topic = fleet_topic(FLEET, "head")

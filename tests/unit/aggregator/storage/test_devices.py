@@ -1,7 +1,5 @@
 """Devices in the database: presence, refused messages, privacy loss, quarantine and keys, and their bounds."""
 
-from pathlib import Path
-
 import pytest
 
 from aggregator.coordination.rounds import DeviceDecisions, Entry, Settings, waiting
@@ -13,13 +11,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from tests.support.submissions import TASK
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
-
-
 def test_presence_of_an_older_start_is_ignored(store: Store) -> None:
-    """An old Last Will does not end a new session."""
     for state, epoch, expected in (
         ("online", 5, "online"),
         ("offline", 4, "online"),
@@ -51,7 +43,6 @@ def test_refusals_are_counted_per_device_and_reason(store: Store) -> None:
 
 
 def test_greatest_epsilon_is_kept(store: Store) -> None:
-    """A device that has lost its ledger does not lower what it has reported."""
     for total in (2.0, 3.5, 1.0):
         store.devices.raise_epsilon("a", total)
     assert store.devices.epsilons() == {"a": 3.5}
@@ -72,7 +63,6 @@ def test_refused_devices_are_not_online(store: Store) -> None:
 
 @pytest.fixture
 def small(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A state directory with room for three kinds of refusals and two devices."""
     monkeypatch.setattr(devices, "MAX_REFUSALS", 3)
     monkeypatch.setattr(devices, "MAX_PINNED_DEVICES", 2)
     return store
@@ -91,7 +81,6 @@ def test_refusals_beyond_limit_are_counted_together(small: Store) -> None:
 
 
 def test_refusals_of_enrolled_device_are_always_counted(small: Store) -> None:
-    """Made-up names cannot hide them."""
     small.keys.enroll("shed-1", bytes(32), now_s=0.0)
     for device in (*"abcdefgh", "shed-1"):
         small.refusals.count(device, reason="signature", detail="", now_s=0.0)
@@ -99,7 +88,6 @@ def test_refusals_of_enrolled_device_are_always_counted(small: Store) -> None:
 
 
 def test_unenrolled_devices_are_limited(small: Store) -> None:
-    """Known and enrolled devices have room."""
     for device in ("a", "b"):
         assert small.devices.has_room_for(device)
         small.devices.put_presence(device, state="online", epoch=1, now_s=0.0)

@@ -45,7 +45,6 @@ def _head(version: int, *rows: SubmissionRecord, task: bytes = TASK) -> HeadReco
 
 
 def test_state_survives_a_restart(tmp_path: Path) -> None:
-    """Facts, devices, submissions, heads, evaluations, refusals and blobs."""
     store = Store(tmp_path)
     store.facts.put(TrainingProgress(3, loss=0.5))
     store.devices.put_presence("a", state="online", epoch=3, now_s=10.0)
@@ -67,9 +66,7 @@ def test_state_survives_a_restart(tmp_path: Path) -> None:
     assert again.blobs.read(digest) == b"blob"
 
 
-def test_newer_submission_replaces_older(tmp_path: Path) -> None:
-    """Per device and task; only the stored ones are held."""
-    store = Store(tmp_path)
+def test_newer_submission_replaces_older(store: Store) -> None:
     for sequence in (1, 2):
         store.submissions.put(TASK, _row("a", sequence))
     store.submissions.put(bytes(32), _row("a", 1))
@@ -81,24 +78,16 @@ def test_newer_submission_replaces_older(tmp_path: Path) -> None:
     assert not store.holds("c", b"a2")
 
 
-def test_evaluations_of_old_heads_are_deleted(tmp_path: Path) -> None:
-    """Those of the given heads stay."""
-    store = Store(tmp_path)
-    for version in (1, 2, 3):
-        store.evaluations.put("a", evaluation(head_version=version), digest=bytes([version]), now_s=1.0)
-    store.evaluations.delete_except(TASK, {2, 3})
-    assert [bool(store.evaluations.of_head(TASK, version)) for version in (1, 2, 3)] == [False, True, True]
-
-
-def test_newer_evaluation_replaces_older(tmp_path: Path) -> None:
+def test_evaluations_are_replaced_and_deleted(store: Store) -> None:
     """Per device and head."""
-    store = Store(tmp_path)
-    store.evaluations.put("a", evaluation(), digest=b"first", now_s=1.0)
     better = msgspec.structs.replace(evaluation(), correct=(5, 5, 0), incorrect=(0, 0, 0))
-    store.evaluations.put("a", better, digest=b"second", now_s=2.0)
-    store.evaluations.put("a", evaluation(head_version=2), digest=b"third", now_s=3.0)
+    sent = {b"first": evaluation(), b"second": better, b"third": evaluation(head_version=2)}
+    for digest, message in sent.items():
+        store.evaluations.put("a", message, digest=digest, now_s=1.0)
     assert store.evaluations.of_head(TASK, 1) == {"a": better}
-    assert [store.holds("a", digest) for digest in (b"first", b"second", b"third")] == [False, True, True]
+    assert [store.holds("a", digest) for digest in sent] == [False, True, True]
+    store.evaluations.delete_except(TASK, {2, 3})
+    assert [bool(store.evaluations.of_head(TASK, version)) for version in (1, 2)] == [False, True]
 
 
 def test_collection_survives_a_restart(tmp_path: Path) -> None:
@@ -147,9 +136,7 @@ def test_round_survives_a_restart(tmp_path: Path) -> None:
     assert Store(tmp_path).round_state(TASK).training is None
 
 
-def test_deleted_submission_leaves_those_of_other_tasks(tmp_path: Path) -> None:
-    """And of other devices."""
-    store = Store(tmp_path)
+def test_deleted_submission_leaves_those_of_other_tasks(store: Store) -> None:
     for task in (TASK, bytes(32)):
         for device in "ab":
             store.submissions.put(task, _row(device))
@@ -185,7 +172,6 @@ def test_reader_sees_committed_writes(tmp_path: Path) -> None:
 
 
 def test_missing_state_is_not_created_by_a_reader(tmp_path: Path) -> None:
-    """The error names the option."""
     with pytest.raises(StateError, match=r"no aggregator state in .*none: give the --state"):
         Store(tmp_path / "none", read_only=True)
     assert not (tmp_path / "none").exists()
@@ -204,7 +190,6 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_unwritable_folder_is_a_state_error() -> None:
-    """In one line."""
     with shared_folder() as folder, read_only(folder):
         with pytest.raises(StateError, match=f"cannot use {folder}/state: Permission denied"):
             Store(folder / "state")
@@ -239,17 +224,15 @@ def _put(store: Store, fact: SigningKey, *, then: Exception | None = None) -> No
             raise then
 
 
-def test_rollback_drops_cached_keys(tmp_path: Path) -> None:
+def test_rollback_drops_cached_keys(store: Store) -> None:
     """A key that was pinned in a transaction that failed is not known afterwards."""
-    store = Store(tmp_path)
     with pytest.raises(KeyError):
         _put(store, SigningKey("2"), then=KeyError())
     assert store.keys.get("b") is None
 
 
-def test_reset_device_lets_any_submission_replace_the_stored_one(tmp_path: Path) -> None:
+def test_reset_device_lets_any_submission_replace_the_stored_one(store: Store) -> None:
     """It still counts until then, unless it is deleted; a revocation's quarantine is deleted."""
-    store = Store(tmp_path)
     store.submissions.put(TASK, _row("a", 9))
     store.quarantine.add(TASK, "a", reason=REVOKED, now_s=1.0)
     store.devices.put_presence("a", state="online", epoch=9, now_s=1.0)

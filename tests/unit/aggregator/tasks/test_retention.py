@@ -49,7 +49,6 @@ def _head(task: bytes, version: int, *, tensors: bool) -> HeadRecord:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A state of both tasks: heads, submissions, and graphs of a third."""
     store = Store(tmp_path)
     for version in (1, 2, 3):
         store.heads.add(_head(ROUNDS_TASK, version, tensors=True))
@@ -106,7 +105,6 @@ def test_last_heads_are_kept(store: Store) -> None:
 
 
 def test_members_of_a_pending_head_are_needed(store: Store) -> None:
-    """Also a submission that was superseded meanwhile."""
     entry = Entry(1, b"superseded", 0.0, 2)
     store.facts.put(PendingHead(ROUNDS_TASK, 4, {"x": entry}))
     assert b"superseded" in needed_blobs(ROUNDS, store)
@@ -115,7 +113,6 @@ def test_members_of_a_pending_head_are_needed(store: Store) -> None:
 
 
 def test_served_blobs() -> None:
-    """The task's blobs, the retained heads, and their tensors."""
     heads = [_head(ROUNDS_TASK, version, tensors=True) for version in range(1, 9)]
     served = served_blobs(ROUNDS, heads, State(newest=8, current=2))
     assert {FIRST.digest, b"graph", b"\x02" * 32, b"\x08" * 32, bytes(32)} <= served

@@ -25,7 +25,6 @@ def test_manifest_of_private_task_has_alpha_1_and_noise(client: Client) -> None:
 
 
 def test_read_backbone_returns_metadata_or_raises(tmp_path: Path) -> None:
-    """Random bytes are no ONNX file, and an ONNX file without our metadata is no backbone."""
     path = tmp_path / "tiny.onnx"
     path.write_bytes(tiny_backbone(feature_size=12))
     assert read_backbone(path).feature_size == 12
