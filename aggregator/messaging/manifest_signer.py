@@ -42,20 +42,17 @@ class ManifestSigner:
         self._releases = dict(stored.numbers) if stored is not None else {}
         self._signed: dict[FleetChannel, tuple[bytes, bytes]] = {}
         self._is_unkept = False
-        self._keep_key(SigningKey(public_key(key).hex()))
-
-    def _keep_key(self, key: SigningKey) -> None:
-        before = self._store.facts.get(SigningKey)
-        if before is not None and before != key:
+        found, before = SigningKey(public_key(key).hex()), store.facts.get(SigningKey)
+        if before is not None and before != found:
             event(
                 log,
                 logging.WARNING,
                 "identity/signing.key is not the key that devices trust: restore it from a backup, or start every "
                 "device once with --aggregator-key, and enroll again those that were enrolled",
                 trusted=before.public,
-                found=key.public,
+                found=found.public,
             )
-        self._store.facts.put(key)
+        store.facts.put(found)
 
     def sign(self, channel: FleetChannel, body: bytes) -> bytes:
         """Return a signed manifest, with a new number if it differs from the last one or is the first of this start.

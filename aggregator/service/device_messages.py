@@ -160,18 +160,19 @@ class DeviceMessages:
 
     def _check_verdict(self, verdict: rounds.SubmissionVerdict, number: int) -> None:
         """Raise Refused for a submission that does not count, with what counts instead."""
-        if verdict.verdict == "superseded":
-            sequence = verdict.counted_entry.sequence if verdict.counted_entry is not None else 0
-            raise Refused("superseded", f"the submission with sequence {sequence} counts", sequence=sequence)
-        if verdict.verdict in {"late", "unknown_round"}:
-            state, settings = self.training.state, self.task.file.settings
-            now = f"round {state.head_version} is open"
-            if rounds.is_over(state, settings):
-                now = f"all {settings.rounds} rounds are over"
-            reason: Reason = "late" if verdict.verdict == "late" else "unknown_round"
-            if reason == "unknown_round":
-                self.announcements.open_round()  # the device has seen a round that is not this aggregator's
-            raise Refused(reason, f"the submission is for round {number}, but {now}")
+        match verdict.verdict:
+            case "superseded":
+                sequence = verdict.counted_entry.sequence if verdict.counted_entry is not None else 0
+                detail = f"the submission with sequence {sequence} counts"
+                raise Refused("superseded", detail, sequence=sequence)
+            case "late" | "unknown_round" as reason:
+                state, settings = self.training.state, self.task.file.settings
+                now = f"round {state.head_version} is open"
+                if rounds.is_over(state, settings):
+                    now = f"all {settings.rounds} rounds are over"
+                if reason == "unknown_round":
+                    self.announcements.open_round()  # the device has seen a round that is not this aggregator's
+                raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:
         check_evaluation(evaluation, self.task.expectation, newest_head=self.training.state.head_version)

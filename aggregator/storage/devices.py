@@ -81,14 +81,11 @@ class Devices:
     def online(self) -> frozenset[str]:
         """Return the devices that are online and accepted: a revoked device cannot report that it goes offline."""
         rows = self._database.read(
-            "SELECT device, enrolled, revoked_s FROM devices LEFT JOIN keys USING (device) WHERE state = 'online'"
+            "SELECT device FROM devices LEFT JOIN keys USING (device) "
+            "WHERE state = 'online' AND revoked_s IS NULL AND (enrolled OR NOT ?)",
+            self._keys.is_closed(),
         )
-        is_closed = self._keys.is_closed()
-        return frozenset(
-            device
-            for device, enrolled, revoked_s in rows
-            if revoked_s is None and (enrolled or not is_closed)
-        )
+        return frozenset(device for (device,) in rows)
 
     def raise_epsilon(self, device: str, total: float) -> None:
         """Store the greatest total epsilon that a device has reported, over all tasks."""
@@ -124,16 +121,14 @@ class Refusals:
         Clients can make up any number of device names: beyond `MAX_REFUSALS`, messages of devices that are not
         enrolled are counted under `UNKNOWN_DEVICE`.
         """
-        is_known = self._is_known(device, reason)
-        if not (is_known or device == UNKNOWN_DEVICE or self._has_room_for(device)):
+        if not self._has_room_for(device, reason):
             device = UNKNOWN_DEVICE
-            is_known = self._is_known(device, reason)
-        self._database.write(
-            "INSERT INTO refusals VALUES (?, ?, 1, ?, ?) ON CONFLICT (device, reason) "
-            "DO UPDATE SET count = count + 1, last_s = excluded.last_s, detail = excluded.detail",
+        rows = self._database.read(
+            "INSERT INTO refusals VALUES (?, ?, 1, ?, ?) ON CONFLICT (device, reason) DO UPDATE SET "
+            "count = count + 1, last_s = excluded.last_s, detail = excluded.detail RETURNING count",
             *(device, reason, now_s, detail),
         )
-        return not is_known
+        return bool(rows[0][0] == 1)
 
     def all(self) -> list[Refusal]:
         """Return all refused messages, by device and reason."""
@@ -142,16 +137,17 @@ class Refusals:
         )
         return [Refusal(*row) for row in rows]
 
-    def _is_known(self, device: str, reason: str) -> bool:
-        return bool(
-            self._database.read("SELECT 1 FROM refusals WHERE device = ? AND reason = ?", device, reason)
-        )
-
-    def _has_room_for(self, device: str) -> bool:
+    def _has_room_for(self, device: str, reason: str) -> bool:
         known = self._keys.get(device)
         if known is not None and known.enrolled:
             return True
-        return int(self._database.read("SELECT count(*) FROM refusals")[0][0]) < MAX_REFUSALS
+        return bool(
+            self._database.read(
+                "SELECT 1 FROM refusals WHERE device = ? AND reason = ? "
+                "UNION ALL SELECT 1 WHERE (SELECT count(*) FROM refusals) < ?",
+                *(device, reason, MAX_REFUSALS),
+            )
+        )
 
 
 class QuarantinedDevice(msgspec.Struct, frozen=True):

@@ -13,8 +13,8 @@ import pytest
 from aggregator.service.device_messages import bounded_info
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
-from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, Presence, TaskManifest
-from protocol.wire.topics import device_topic, fleet_topic
+from protocol.wire.messages import BlobRequest, Frame, Presence, TaskManifest
+from protocol.wire.topics import fleet_topic
 from tests.support.aggregator_process import (
     FLEET,
     MAX_BYTES,
@@ -163,17 +163,6 @@ def test_hostile_messages_are_refused_and_counted(embedded: tuple[BrokerAddress,
         assert device.upload(submission(task=task)).status == "received"
 
 
-def test_receipt_carries_reason_and_detail_of_a_refusal(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    broker, _ = embedded
-    with Device(broker, "told") as device:
-        receipt = device.upload(submission(task=bytes(32)))
-        assert (receipt.status, receipt.reason) == ("refused", "unknown_task")
-        assert "got 000000000000" in receipt.detail
-        unseen = digest_of(b"unseen")
-        device.send("get", encode(BlobRequest(digest=unseen, offset=0, length=1)))
-        assert device.receipt(unseen).reason == "unknown_blob"
-
-
 def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """An invalid device name and an invalid shard; other fleets' topics are not subscribed."""
     broker, daemon = embedded
@@ -182,34 +171,6 @@ def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAdd
             device.say(topic, b"\x00")
         summary = daemon.until(lambda summary: 2 in _refused(summary, "?").values())
         assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
-
-
-def test_receipt_lists_missing_ranges(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """For the last frame; once they have arrived the upload is acknowledged, and again when asked."""
-    broker, _ = embedded
-    with Device(broker, "holes") as device:
-        payload = encode(submission(task=digest_of(device.task())))
-        digest = device.send_payload(payload, ranges=((200, len(payload)),))
-        receipt = device.receipt(digest)
-        assert (receipt.status, receipt.missing) == ("missing", ((0, 200),))
-        device.send_payload(payload, ranges=receipt.missing)
-        assert device.receipt(digest).status == "received"
-        device.send_payload(payload, ranges=((len(payload) - 1, len(payload)),))
-        assert device.receipt(digest).status == "received"
-
-
-def test_newer_submission_replaces_older(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    broker, daemon = embedded
-    with Device(broker, "newest") as device:
-        task = digest_of(device.task())
-        before = daemon.status()["submissions"]
-        assert device.upload(submission(task=task, sequence=5)).status == "received"
-        old = device.upload(submission(task=task, sequence=4))
-        assert (old.status, old.reason, old.sequence) == ("refused", "superseded", 5)
-        assert device.upload(submission(task=task, sequence=6, labels=(0, 1))).status == "received"
-        assert daemon.status()["submissions"] == before + 1
-        (row,) = [row for row in daemon.status()["devices"] if row["device"] == "newest"]
-        assert (row["prototypes"], row["classes"]) == (2, 2)
 
 
 def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daemon]) -> None:
@@ -233,27 +194,6 @@ def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daem
         assert (row["state"], row["images"], row["runtime"]) == ("online", 7, "ONNX Runtime")
         assert (row["problem"], row["head"]) == ("", 7)
         assert _refused(daemon.status(), "shown") == {"unknown_task": 1}
-
-
-@pytest.mark.parametrize(
-    ("offset", "length", "expected"),
-    [(0, 10, [(0, 10)]), (100, 10**6, [(100, -1)]), (10**6, 10, []), (0, 16 * MAX_CHUNK_BYTES, [(0, -1)])],
-)
-def test_requested_part_of_a_blob_is_sent(
-    embedded: tuple[BrokerAddress, Daemon], offset: int, length: int, expected: list[tuple[int, int]]
-) -> None:
-    broker, _ = embedded
-    with Device(broker, "parts") as device:
-        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
-        length = min(length, 16 * MAX_CHUNK_BYTES)
-        device.send("get", encode(BlobRequest(digest=backbone.digest, offset=offset, length=length)))
-        device.send("get", encode(BlobRequest(digest=backbone.digest, offset=7, length=1)))
-        topic = device_topic(FLEET, "parts", "blk")
-        got = []
-        while (frame := device.wait(topic, Frame)).offset != 7:
-            assert frame.size_bytes == backbone.size_bytes
-            got.append((frame.offset, len(frame.data)))
-        assert got == [(start, size if size > 0 else backbone.size_bytes - start) for start, size in expected]
 
 
 @pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
