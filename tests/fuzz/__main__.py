@@ -1,7 +1,7 @@
 """Fuzz: `python -m tests.fuzz [TARGET]... [--runs N] [--merge]`; `make fuzz` is this with all targets.
 
-Each target runs in a process of its own, from the inputs in `tests/fuzz/corpus` and those that earlier runs have left
-in `build/fuzz`. `--merge` brings what those have that is new to `tests/fuzz/corpus`, as few and as small as can be.
+Each target runs in its own process, from the inputs in `tests/fuzz/corpus` and those of earlier runs in `build/fuzz`.
+`--merge` minimizes all of them into `tests/fuzz/corpus`.
 """
 
 import re
@@ -20,11 +20,10 @@ from tests.fuzz.targets import TARGETS
 CORPUS = Path(__file__).parent / "corpus"
 BUILD = Path("build/fuzz")
 TIMEOUT_S = 10
-"""An input that takes longer hangs."""
-MOST_KEPT = 32
+"""Of one input."""
+MAX_KEPT = 32
 """Inputs of a target that are committed."""
 RSS_LIMIT_MB = 1024
-"""A process that holds more has been led astray."""
 
 
 @click.command()
@@ -32,10 +31,12 @@ RSS_LIMIT_MB = 1024
 @click.option(
     "--runs", type=int, default=10_000_000, show_default=True, help="Executions of all targets together."
 )
-@click.option("--merge", is_flag=True, help="Do not fuzz, keep the inputs that matter in tests/fuzz/corpus.")
+@click.option(
+    "--merge", is_flag=True, help="Do not fuzz; keep the inputs that add coverage in tests/fuzz/corpus."
+)
 @click.option("--logs", type=click.Path(path_type=Path), default=BUILD / "logs", show_default=True)
 def main(names: tuple[str, ...], *, runs: int, merge: bool, logs: Path) -> None:
-    """Give targets inputs that reach ever more of the code; exit 1 if one is a finding."""
+    """Fuzz targets, guided by coverage; exit 1 on a finding."""
     chosen = names or tuple(TARGETS)
     if merge:
         for name in chosen:
@@ -47,22 +48,16 @@ def main(names: tuple[str, ...], *, runs: int, merge: bool, logs: Path) -> None:
     click.echo("|---|---:|---:|---:|---:|---:|---:|---:|")
     failed = [name for name in chosen if not _fuzz(name, runs=round(runs * shares[name]), logs=logs)]
     if failed:
-        sys.exit(
-            f"found something in {', '.join(failed)}: the input is in {BUILD}, the error at the end of {logs}"
-        )
+        sys.exit(f"findings in {', '.join(failed)}: the inputs are in {BUILD}, the errors in {logs}")
 
 
 def _fuzz(name: str, *, runs: int, logs: Path) -> bool:
-    """Run a target and print what came of it; whether nothing was found."""
+    """Run a target and print its row; returns whether there was no finding."""
     begun_s = time.monotonic()
     log = logs / f"{name}.log"
-    options = [
-        f"-runs={runs}",
-        f"-timeout={TIMEOUT_S}",
-        f"-rss_limit_mb={RSS_LIMIT_MB}",
-        "-print_final_stats=1",
-    ]
+    options = [f"-runs={runs}", f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={RSS_LIMIT_MB}"]
     options += [f"-max_len={TARGETS[name].max_bytes}", f"-artifact_prefix={BUILD / name}-"]
+    options += ["-print_final_stats=1"]
     with log.open("w") as file:
         good = engine(name, options, [_working(name)], log=file) == 0
     text = log.read_text(errors="replace")
@@ -78,7 +73,7 @@ def _fuzz(name: str, *, runs: int, logs: Path) -> bool:
 
 
 def engine(name: str, options: list[str], folders: list[Path], *, log: IO[str] | None) -> int:
-    """Run a target in libFuzzer, and return its exit status."""
+    """Run a target in libFuzzer; returns its exit status."""
     BUILD.mkdir(parents=True, exist_ok=True)
     program = (BUILD / f"{name}.sh").resolve()
     program.write_text(
@@ -90,7 +85,7 @@ def engine(name: str, options: list[str], folders: list[Path], *, log: IO[str] |
 
 
 def _working(name: str) -> Path:
-    """The folder in which a target's inputs are found and kept, with all that we know to begin with."""
+    """Return the folder of a target's inputs, with its seeds and corpus."""
     folder = BUILD / name
     folder.mkdir(parents=True, exist_ok=True)
     known = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
@@ -100,7 +95,7 @@ def _working(name: str) -> Path:
 
 
 def _merge(name: str) -> None:
-    """Keep as few of a target's inputs as reach all that they reach together."""
+    """Replace a target's corpus by the fewest inputs with the same coverage."""
     corpus, working = CORPUS / name, _working(name)
     with tempfile.TemporaryDirectory(dir=BUILD) as kept:
         options = ["-merge=1", f"-max_len={TARGETS[name].max_bytes}"]
@@ -109,9 +104,8 @@ def _merge(name: str) -> None:
         corpus.mkdir(parents=True, exist_ok=True)
         for old in corpus.iterdir():
             old.unlink()
-        for new in sorted(Path(kept).iterdir(), key=lambda path: (path.stat().st_size, path.name))[
-            -MOST_KEPT:
-        ]:
+        by_size = sorted(Path(kept).iterdir(), key=lambda path: (path.stat().st_size, path.name))
+        for new in by_size[-MAX_KEPT:]:
             (corpus / new.name[:12]).write_bytes(new.read_bytes())
     click.echo(f"{name}: {len(list(corpus.iterdir()))} inputs")
 

@@ -1,4 +1,4 @@
-"""A device program that hears anything: manifests well and badly signed, blobs, receipts, presences, in any order."""
+"""The device program with any messages in any order: signed and forged manifests, blobs, receipts, presences."""
 
 import contextlib
 import functools
@@ -24,7 +24,15 @@ from edge_client.storage.device_state import DeviceState
 from protocol.errors import ProtofleetError
 from protocol.mqtt.events import Connected, Disconnected, Drained, Received
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import Message
+from protocol.wire.messages import (
+    Frame,
+    HeadManifest,
+    Presence,
+    Receipt,
+    RoundManifest,
+    Signed,
+    TaskManifest,
+)
 from protocol.wire.signing import sign_manifest
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from tests.fuzz.mutations import of_message
@@ -33,33 +41,34 @@ from tests.support.device_factory import make_settings
 from tests.support.messages import SAMPLES
 
 FLEET, NAME, KEY = "f", "device", bytes(range(32))
-SHARED: tuple[FleetChannel, ...] = ("task", "round", "head")
-HEARD: tuple[DeviceChannel, ...] = ("blk", "ack", "state")
+MANIFESTS: tuple[FleetChannel, ...] = ("task", "round", "head")
+RECEIVED: tuple[DeviceChannel, ...] = ("blk", "ack", "state")
 PAYLOAD = bytes(range(256)) * 300
 ITEM = digest_of(PAYLOAD)
 
 # An operation is a number, the length of its body in two bytes, and the body.
-SAID, FORGED, CAST, AGGREGATOR, OWN, LIFE = 0, 3, 6, 7, 8, 11
-FITTING, OLD = 16, 32
-"""Added to an operation: what the body refers to is put right; the release is not a new one."""
+SIGNED, FORGED, CAST, AGGREGATOR, OWN, LOCAL = 0, 3, 6, 7, 8, 11
+CONSISTENT, OLD = 16, 32
+"""Flags of an operation: references in the body fit the device's state; the release is not new."""
 
 
 @functools.cache
-def folder() -> tempfile.TemporaryDirectory[str]:
-    """Where state is kept: in memory, if that is possible."""
+def state_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of all states: in memory if possible."""
     return tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)  # noqa: S108
 
 
 @functools.cache
 def _device() -> Device:
-    place = Path(folder().name) / "device"
-    place.mkdir()
-    edge_client.service.publisher.version = functools.cache(version)  # type: ignore[attr-defined]  # else half of the time goes there
-    return Device(make_settings(place), DeviceState(place / "state"))
+    folder = Path(state_folder().name) / "device"
+    folder.mkdir()
+    # Without the cache, half of the time is spent in `version`.
+    edge_client.service.publisher.version = functools.cache(version)  # type: ignore[attr-defined]
+    return Device(make_settings(folder), DeviceState(folder / "state"))
 
 
-def _begun() -> Device:
-    """The device as if it had just started on an empty state directory."""
+def _restarted() -> Device:
+    """Return the device as if it had just started on an empty state folder."""
     device = _device()
     device._state, device._exit, device._problem = State(mode=Mode.SERVICE, device=NAME), None, ""
     receiver = device._receiver
@@ -67,15 +76,22 @@ def _begun() -> Device:
     receiver._task, receiver._round = None, None
     receiver.refused.clear()
     device._store.blobs.keep_only(())
-    for waiting in (device._inbox, device._worker._jobs):
-        with contextlib.suppress(queue.Empty):
-            while True:
-                waiting.get_nowait()
+    take_all(device._inbox)
+    take_all(device._worker._jobs)
     return device
 
 
+def take_all(items: "queue.SimpleQueue[Any] | queue.Queue[Any]") -> list[Any]:
+    """Remove and return all items of a queue."""
+    found = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            found.append(items.get_nowait())
+    return found
+
+
 def parsed(data: bytes) -> list[tuple[int, bytes]]:
-    """The operations in an input."""
+    """Return the operations in an input."""
     found, at = [], 0
     while at + 3 <= len(data):
         size = int.from_bytes(data[at + 1 : at + 3], "big")
@@ -85,18 +101,18 @@ def parsed(data: bytes) -> list[tuple[int, bytes]]:
 
 
 def written(operations: Iterable[tuple[int, bytes]]) -> bytes:
-    """Operations as an input."""
+    """Return operations as an input."""
     return b"".join(
         bytes([number]) + len(body[:65535]).to_bytes(2, "big") + body[:65535] for number, body in operations
     )
 
 
-def live(data: bytes) -> None:
-    """Whatever it hears, a device goes on or ends in one line; it believes nothing unsigned, and holds little."""
-    device = _begun()
+def handle(data: bytes) -> None:
+    """Handle any messages: the device continues or ends with an error, trusts nothing unsigned, and holds little."""
+    device = _restarted()
     for release, (number, body) in enumerate(parsed(data), 1):
         try:
-            _hear(device, number, body, release=release)
+            _perform(device, number, body, release=release)
             while device._exit is None and not device._inbox.empty():
                 device._handle(device._inbox.get_nowait())
         except ProtofleetError:
@@ -116,30 +132,30 @@ def _check(state: State) -> None:
         assert sum(len(data) for _, data in download.ahead) <= MAX_AHEAD_BYTES
 
 
-def _hear(device: Device, number: int, body: bytes, *, release: int) -> None:
+def _perform(device: Device, number: int, body: bytes, *, release: int) -> None:
     kind = number % 16
-    if number & FITTING:
-        body = _fitting(device._state, kind, body)
+    if number & CONSISTENT:
+        body = _consistent(device._state, kind, body)
     if kind < FORGED:
-        channel = SHARED[kind]
-        said = 1 if number & OLD else release
-        signed = sign_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=said)
+        channel = MANIFESTS[kind]
+        number_of_release = 1 if number & OLD else release
+        signed = sign_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=number_of_release)
         device._handle(Received(fleet_topic(FLEET, channel), signed, retained=True))
     elif kind < CAST:
         before = device._state.task, device._state.round, device._state.head
-        device._handle(Received(fleet_topic(FLEET, SHARED[kind - FORGED]), body, retained=True))
+        device._handle(Received(fleet_topic(FLEET, MANIFESTS[kind - FORGED]), body, retained=True))
         assert before == (device._state.task, device._state.round, device._state.head)
     elif kind in {CAST, AGGREGATOR}:
         topic = fleet_topic(FLEET, "cast" if kind == CAST else "state")
         device._handle(Received(topic, body, retained=bool(number & OLD)))
-    elif kind < LIFE:
-        device._handle(Received(device_topic(FLEET, NAME, HEARD[kind - OWN]), body))
+    elif kind < LOCAL:
+        device._handle(Received(device_topic(FLEET, NAME, RECEIVED[kind - OWN]), body))
     else:
-        _lives_on(device, kind - LIFE, body)
+        _perform_local(device, kind - LOCAL, body)
 
 
-def _lives_on(device: Device, kind: int, body: bytes) -> None:
-    """Something happens that nobody has said."""
+def _perform_local(device: Device, kind: int, body: bytes) -> None:
+    """Let something happen that is not a message."""
     match kind:
         case 0:
             device._handle(Connected(int.from_bytes(body[:4], "big") or None))
@@ -157,8 +173,8 @@ def _lives_on(device: Device, kind: int, body: bytes) -> None:
             device._handle(events.SubmissionBuilt(item.task, item, round=device._state.joined_round))
 
 
-def _fitting(state: State, kind: int, body: bytes) -> bytes:
-    """A message about what the device is at: its task, its download, its upload."""
+def _consistent(state: State, kind: int, body: bytes) -> bytes:
+    """Return a message that refers to the device's task, download or upload."""
     try:
         fields: Any = msgspec.msgpack.decode(body)
         if kind in {1, 2}:
@@ -195,37 +211,28 @@ def mutate_operations(data: bytes, random: Random, *, flags: tuple[int, ...]) ->
     return written(operations)
 
 
-def mutate(data: bytes, random: Random) -> bytes:
-    """Change an operation, or their order."""
-    return mutate_operations(data, random, flags=(FITTING, OLD, 1, 2, 4, 8))
+def _mutate(data: bytes, random: Random) -> bytes:
+    return mutate_operations(data, random, flags=(CONSISTENT, OLD, 1, 2, 4, 8))
 
 
 def _seeds() -> Iterable[bytes]:
-    messages: dict[str, Message] = {
-        type(each).__name__: each for each in SAMPLES if isinstance(each, Message)
-    }
-    frame = next(each for each in SAMPLES if not isinstance(each, Message))
-    task = encode(messages["TaskManifest"])
-    without = encode(msgspec.structs.replace(messages["TaskManifest"], program=None))
-    begin = [(LIFE, b""), (AGGREGATOR, encode(messages["Presence"]))]
-    for first in (task, without):
-        yield written([*begin, (SAID, first), (1 + FITTING, encode(messages["RoundManifest"])),
-                       (2 + FITTING, encode(messages["HeadManifest"])), (LIFE + 3, b""),
-                       (CAST + FITTING, encode(frame)), (OWN + FITTING, encode(frame)),
-                       (OWN + 1 + FITTING, encode(messages["Receipt"]))])  # fmt: skip
-    receipt = messages["Receipt"]
-    for status, reason in (
-        ("missing", None),
-        ("received", None),
-        ("refused", "superseded"),
-        ("refused", "no_space"),
-    ):
+    messages = {type(each): encode(each) for each in SAMPLES}
+    task, receipt = (each for each in SAMPLES if isinstance(each, TaskManifest | Receipt))
+    without_program = encode(msgspec.structs.replace(task, program=None))
+    begin = [(LOCAL, b""), (AGGREGATOR, messages[Presence])]
+    for first in (messages[TaskManifest], without_program):
+        yield written([*begin, (SIGNED, first), (1 + CONSISTENT, messages[RoundManifest]),
+                       (2 + CONSISTENT, messages[HeadManifest]), (LOCAL + 3, b""),
+                       (CAST + CONSISTENT, messages[Frame]), (OWN + CONSISTENT, messages[Frame]),
+                       (OWN + 1 + CONSISTENT, messages[Receipt])])  # fmt: skip
+    answers = (("missing", None), ("received", None), ("refused", "superseded"), ("refused", "no_space"))
+    for status, reason in answers:
         answer = encode(msgspec.structs.replace(receipt, status=status, reason=reason))
-        yield written([*begin, (SAID, without), (LIFE + 4, b""), (LIFE + 3, b""), (OWN + 1 + FITTING, answer),
-                       (LIFE + 2, b""), (LIFE + 1, b"")])  # fmt: skip
-    yield written([(FORGED, encode(messages["Signed"])), (OWN + 2, encode(messages["Presence"]))])
+        yield written([*begin, (SIGNED, without_program), (LOCAL + 4, b""), (LOCAL + 3, b""),
+                       (OWN + 1 + CONSISTENT, answer), (LOCAL + 2, b""), (LOCAL + 1, b"")])  # fmt: skip
+    yield written([(FORGED, messages[Signed]), (OWN + 2, messages[Presence])])
 
 
 DEVICE = Target(
-    "device", live, _seeds, mutate, max_bytes=8192, at_least_bytes=2 * MIB, bytes_per_byte=64, share=0.25
+    "device", handle, _seeds, _mutate, max_bytes=8192, at_least_bytes=2 * MIB, bytes_per_byte=64, share=0.25
 )

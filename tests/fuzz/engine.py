@@ -1,7 +1,7 @@
 """One target in libFuzzer: `python -m tests.fuzz.engine TARGET PROGRAM [libFuzzer's options and folders]`.
 
-PROGRAM is a file that runs just this: libFuzzer calls it when it merges.
-Only here is atheris needed. A finding ends the process, and its input is left in a file.
+PROGRAM is a file that runs this command, which libFuzzer calls when it merges. Only this module needs atheris.
+A finding ends the process, and its input is written to a file.
 """
 
 import logging
@@ -12,33 +12,27 @@ from zlib import crc32
 import atheris
 
 with atheris.instrument_imports(include=["protocol", "edge_client", "aggregator", "tests.fuzz"]):
-    from tests.fuzz.planted import PLANTED
-    from tests.fuzz.targets import TARGETS
+    from tests.fuzz.targets import PLANTED, TARGETS
 
-from tests.fuzz.target import Target, measure
+from tests.fuzz.target import measure
 
 MEASURED = 32
-"""One input in so many has its allocations measured, which takes five times as long; which ones, says their crc32."""
-
-
-def take(target: Target, data: bytes) -> None:
-    """Give a target an input."""
-    if crc32(data) % MEASURED:
-        target.one_input(data)
-    else:
-        measure(target, data)
+"""The allocations of one input in 32, by crc32, are measured, which takes five times as long."""
 
 
 def main() -> None:
-    """Fuzz until the runs are done or something is found."""
-    logging.disable(logging.CRITICAL)  # what is refused is told, and a million times
+    """Fuzz until the runs are done or there is a finding."""
+    logging.disable(logging.CRITICAL)
     target = {**TARGETS, **PLANTED}[sys.argv[1]]
     for seed in target.seeds():
-        target.one_input(seed)  # what is made once and kept counts for no input
+        target.one_input(seed)  # so that cached allocations do not count for an input
     change = target.mutate
 
     def one_input(data: bytes) -> None:
-        take(target, data)
+        if crc32(data) % MEASURED:
+            target.one_input(data)
+        else:
+            measure(target, data)
 
     def mutate(data: bytes, max_bytes: int, seed: int) -> bytes:
         random = Random(seed)

@@ -1,15 +1,24 @@
-"""What is read back from a disk, or stands in a file that came: arrays, checkpoints, metadata."""
+"""Files: arrays and checkpoints on disk, metadata of ONNX files, enrollment folders."""
 
+import base64
+import binascii
 import contextlib
+import functools
 import io
 import json
 from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+from random import Random
 
 import numpy as np
 
+from aggregator.security.enrollment import enroll
+from aggregator.storage.store import Store
 from edge_client.training.local_round import LocalModel, pack, pack_checkpoint, unpack, unpack_checkpoint
 from edge_client.training.trainer import Checkpoint
-from protocol.errors import BackboneMismatch, StateError
+from protocol.enrollment import read_enrollment
+from protocol.errors import BackboneMismatch, ConfigError, StateError
 from protocol.onnx_metadata import (
     PROPERTY,
     BackboneMetadata,
@@ -19,20 +28,21 @@ from protocol.onnx_metadata import (
     read_metadata,
 )
 from protocol.wire.codec import digest_of
+from tests.fuzz.devices import state_folder
 from tests.fuzz.target import MIB, Target
 
 ABOUT = ("task", 3, "tensors", "images")
-LEARNED = LocalModel(
+LOCAL_MODEL = LocalModel(
     {"weight": np.ones((2, 3), np.float32)}, np.zeros((2, 3), np.float32), np.ones(2, np.float32)
 )
 
 
 def unpack_any(data: bytes) -> None:
-    """Bytes are a local model, a checkpoint, or neither; nothing but `StateError` is raised."""
+    """Read a local model and a checkpoint; nothing but `StateError` is raised."""
     with contextlib.suppress(StateError):
         local_model = unpack(data)
         assert all(isinstance(array, np.ndarray) for array in local_model.state.values())
-    # With the right digest in front, or no change would ever get past it.
+    # With its digest in front, so that the content is read as well.
     for file in (data, digest_of(data) + data):
         with contextlib.suppress(StateError):
             checkpoint = unpack_checkpoint(file, ABOUT)
@@ -42,23 +52,18 @@ def unpack_any(data: bytes) -> None:
 
 
 def _arrays() -> Iterable[bytes]:
-    yield pack(LEARNED)
+    yield pack(LOCAL_MODEL)
     yield pack_checkpoint(Checkpoint({"weight": np.ones(3, np.float32)}, 7, 1.5), ABOUT)[32:]
-    squeezed = io.BytesIO()
-    np.savez_compressed(
-        squeezed,
-        about=np.array(json.dumps([list(ABOUT), 7, 1.5])),
-        counts=np.zeros(9),
-        prototypes=np.zeros(9),
-    )
-    yield squeezed.getvalue()
-    alone = io.BytesIO()
-    np.save(alone, np.zeros(5, np.float32))
-    yield alone.getvalue()
+    compressed, single = io.BytesIO(), io.BytesIO()
+    about = np.array(json.dumps([list(ABOUT), 7, 1.5]))
+    np.savez_compressed(compressed, about=about, counts=np.zeros(9), prototypes=np.zeros(9))
+    yield compressed.getvalue()
+    np.save(single, np.zeros(5, np.float32))
+    yield single.getvalue()
 
 
 def read_any_metadata(data: bytes) -> None:
-    """What an ONNX file says of itself is metadata of a kind, or the file is refused."""
+    """Read the metadata of an ONNX file as every kind; nothing but `BackboneMismatch` is raised."""
     text = data.decode(errors="surrogateescape")
     for kind in (GraphMetadata, HeadMetadata, BackboneMetadata, ModelMetadata):
         with contextlib.suppress(BackboneMismatch):
@@ -87,3 +92,54 @@ def _metadata() -> Iterable[bytes]:
 
 ARRAYS = Target("arrays", unpack_any, _arrays, at_least_bytes=2 * MIB, bytes_per_byte=64, share=3)
 METADATA = Target("metadata", read_any_metadata, _metadata, max_bytes=1024, share=8)
+
+
+FILES = ("enrollment.toml", "ca.crt", "device.crt", "signing.key")
+
+
+@functools.cache
+def _enrolled() -> tuple[Path, dict[str, bytes]]:
+    """Return a device's enrollment folder, and its files."""
+    root = Path(state_folder().name) / "enrolled"
+    folder = root / "shed-1"
+    with closing(Store(root / "state")) as store:
+        enroll(store, "shed-1", fleet="orchard", out=folder)
+    return folder, {name: (folder / name).read_bytes() for name in FILES}
+
+
+def read_damaged(data: bytes) -> None:
+    """Read an enrollment in which the first byte selects the file and the others replace it."""
+    if not data:
+        return
+    folder, files = _enrolled()
+    name = FILES[data[0] % len(FILES)]
+    (folder / name).write_bytes(data[1:])
+    try:
+        with contextlib.suppress(ConfigError):
+            assert read_enrollment(folder).device == "shed-1"
+    finally:
+        (folder / name).write_bytes(files[name])
+
+
+def _mutate_enrollment(data: bytes, random: Random) -> bytes:
+    """Change bytes that a PEM file encodes; insert syntax into another file."""
+    lines = data.split(b"\n")
+    try:
+        inner = bytearray(base64.b64decode(b"".join(lines[1:-2]), validate=True))
+    except binascii.Error:
+        inner = bytearray()
+    if len(lines) > 3 and inner:
+        for _ in range(random.choice((1, 1, 3))):
+            values = (0, 1, 0x06, 0x30, 0x7F, 0x80, random.randrange(256))
+            inner[random.randrange(len(inner))] = random.choice(values)
+        return b"\n".join([lines[0], base64.encodebytes(bytes(inner)).strip(), *lines[-2:]])
+    at = random.randrange(len(data) + 1)
+    return data[:at] + random.choice((b"[", b"[" * 3000, b"{a=", b'"', b"1", b"\n")) + data[at:]
+
+
+def _enrollments() -> Iterable[bytes]:
+    _, files = _enrolled()
+    return (bytes([number]) + files[name] for number, name in enumerate(FILES))
+
+
+ENROLLMENT = Target("enrollment", read_damaged, _enrollments, _mutate_enrollment, bytes_per_byte=512, share=1)

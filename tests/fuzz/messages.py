@@ -1,4 +1,4 @@
-"""What is decoded from the wire: every message, its topic, and what is signed."""
+"""Decoding of every message, of topics and of signed manifests."""
 
 import contextlib
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ _HINTS: dict[type[Any], dict[str, Any]] = {}
 
 
 def _bounds_hold(value: Any, hint: Any) -> bool:
-    """Whether all numbers in a value are within the bounds of their annotations: a second opinion on msgspec's."""
+    """Return whether all numbers in a value are within the bounds of their annotations, as msgspec should check."""
     if get_origin(hint) is Annotated:
         inner, *metas = get_args(hint)
         return all(_is_within(value, meta) for meta in metas) and _bounds_hold(value, inner)
@@ -62,7 +62,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 def check_message(message: Message | Frame) -> None:
-    """What decodes is within its bounds, comes back the same, and its tensors are arrays or refused."""
+    """Check a message's bounds and its round trip; its tensors are arrays or refused."""
     assert _bounds_hold(message, type(message)), message
     again = encode(message)
     assert encode(decode(again, type(message), max_bytes=len(again))) == again
@@ -72,7 +72,7 @@ def check_message(message: Message | Frame) -> None:
 
 
 def decode_any(data: bytes) -> None:
-    """The first byte says which type is expected; the rest is a message of it, or refused."""
+    """Decode a message of the type that the first byte selects, and of the type in its envelope."""
     if not data:
         return
     body, expected = data[1:], TYPES[data[0] % len(TYPES)]
@@ -86,7 +86,7 @@ def decode_any(data: bytes) -> None:
 
 
 def parse_topic(data: bytes) -> None:
-    """A topic is a device's, and then it is what `device_topic` makes of its parts, or it is refused."""
+    """Parse a topic: it is refused, or `device_topic` makes it of its parts."""
     topic = data.decode(errors="replace")
     try:
         where = parse_device_topic(topic)
@@ -110,7 +110,7 @@ SIGNED = {
 
 
 def open_signed(data: bytes) -> None:
-    """Nothing is believed that the key has not said for this fleet and topic."""
+    """Open a manifest: with the known key, only what it has signed for this fleet and channel."""
     try:
         signed = open_manifest(data, fleet=FLEET, channel="head")
     except (BadSignature, MalformedMessage):

@@ -1,4 +1,4 @@
-"""Inputs changed in their own terms: a value in a msgpack message, a field of a protobuf one, lengths kept right."""
+"""Mutations of msgpack and protobuf messages that keep lengths valid."""
 
 from collections.abc import Callable
 from random import Random
@@ -8,9 +8,10 @@ import msgspec
 
 _EDGES: tuple[Any, ...] = (
     *(
+        -(2**63),
+        -1,
         0,
         1,
-        -1,
         127,
         128,
         255,
@@ -23,23 +24,10 @@ _EDGES: tuple[Any, ...] = (
         2**63 - 1,
         2**63,
         2**64 - 1,
-        -(2**63),
     ),
     *(0.0, -0.0, 5e-324, 1.0, 1e6, 1e308, float("inf"), float("-inf"), float("nan")),
-    *(
-        None,
-        True,
-        False,
-        "",
-        "a",
-        "\x00",
-        "\x1b[2J",
-        "é\U0001f600",
-        "A" * 300,
-        b"",
-        b"\x00" * 32,
-        b"\xff" * 64,
-    ),
+    *(None, True, False, "", "a", "\x00", "\x1b[2J", "é\U0001f600", "A" * 300),
+    *(b"", b"\x00" * 32, b"\xff" * 64),
     *([], {}, [[[[]]]], {"a": {"b": []}}, [0] * 70, {str(key): key for key in range(70)}),
 )
 
@@ -47,11 +35,11 @@ _HEADERS = tuple(
     bytes.fromhex(text) for text in ("dcffff", "ddffffffff", "deffff", "dfffffffff", "c6ffffffff", "dbffffffff",
                                      "c9ffffffff00", "c5ffff", "91" * 40, "d9ff", "cfffffffffffffffff", "c1")
 )  # fmt: skip
-"""Beginnings that announce more than there is, or what nobody expects."""
+"""Headers of values that are longer than the message, nested, or of an invalid type."""
 
 
 def of_message(prefix_bytes: int = 0) -> Callable[[bytes, Random], bytes]:
-    """How to change a msgpack message that stands after so many bytes of something else."""
+    """Return a mutation of a msgpack message after a prefix."""
 
     def mutate(data: bytes, random: Random) -> bytes:
         prefix, body = data[:prefix_bytes], data[prefix_bytes:]
@@ -76,7 +64,7 @@ def _message(body: bytes, random: Random) -> bytes:
 
 
 def _changed(value: Any, random: Random) -> Any:
-    """A value with a change somewhere in it."""
+    """Return a value with a change somewhere in it."""
     if isinstance(value, dict) and value and random.randrange(8):
         key = random.choice(list(value))
         other = dict(value)
@@ -123,22 +111,15 @@ def _leaf(value: Any, random: Random) -> Any:
 
 _FIELDS = (
     *((14, 0, 1), (14, 2, b"\x01"), (13, 2, b"\x0a\x08location\x12\x01x"), (7, 2, b"x.y"), (1, 2, b"x.y")),
-    *(
-        (10, 2, b"x.y"),
-        (7, 2, b""),
-        (5, 2, b""),
-        (6, 2, b""),
-        (14, 0, 2**64),
-        (14, 0, 0),
-        (8, 2, b"\x0a\x03a.b"),
-    ),
+    *((10, 2, b"x.y"), (7, 2, b""), (5, 2, b""), (6, 2, b""), (14, 0, 2**64), (14, 0, 0)),
+    (8, 2, b"\x0a\x03a.b"),
     *((1, 2, b"\x3a\x03a.b"), (5, 2, b"\x70\x01"), (20, 2, b""), (25, 2, b"\x52\x03a.b"), (15, 2, b"")),
 )
-"""Number, encoding and value: what would make a reader of ONNX look elsewhere, in the right place."""
+"""Number, encoding and value of fields with which ONNX refers to other files and domains."""
 
 
 def of_protobuf(data: bytes, random: Random) -> bytes:
-    """Change a field of a protobuf message, or of one in it, and mend the lengths around it."""
+    """Change a field of a protobuf message, or of one in it, and correct the lengths around it."""
     fields = _parsed(data)
     if not fields:
         return data + _encoded([random.choice(_FIELDS)])
@@ -161,7 +142,7 @@ def of_protobuf(data: bytes, random: Random) -> bytes:
 
 
 def _parsed(data: bytes) -> list[tuple[int, int, Any]]:
-    """The fields of a message; none if it is not one."""
+    """Return the fields of a message; none if it is not one."""
     found: list[tuple[int, int, Any]] = []
     at = 0
     while at < len(data):

@@ -1,4 +1,4 @@
-"""What is fuzzed: a function that takes any bytes, and what it may make of them."""
+"""A fuzz target: a function that accepts any bytes, and the limits of its allocations."""
 
 import tracemalloc
 from collections.abc import Callable, Iterable
@@ -8,25 +8,23 @@ from random import Random
 MIB = 1024**2
 
 Mutate = Callable[[bytes, Random], bytes]
-"""Bytes to others that are near them in form."""
+"""Changes an input in terms of its format."""
 
 
 class ExcessiveAllocation(Exception):
-    """An input made the code under test allocate more than it may."""
+    """An input made the code under test allocate more than its limit."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads bytes from outside.
+    """Code that reads bytes from outside.
 
     Args:
-        name: of the target, and of its folder of inputs.
-        one_input: takes any bytes; whatever it raises is a finding.
-        seeds: makes inputs to begin with.
-        mutate: changes an input in its own terms; bytes are changed blindly as well.
+        one_input: accepts any bytes; an exception is a finding.
+        seeds: returns the first inputs.
+        mutate: changes an input in terms of its format; bytes are changed at random as well.
         max_bytes: of an input.
-        bytes_per_byte: may be allocated for each byte of the input, at any moment, beside `at_least_bytes`.
-        at_least_bytes: may be allocated for an empty input.
+        bytes_per_byte: peak allocation for each byte of the input, beside `at_least_bytes`.
         share: of all executions.
     """
 
@@ -39,19 +37,12 @@ class Target:
     at_least_bytes: int = MIB
     share: float = field(default=1.0, kw_only=True)
 
-    def bound_bytes(self, size_bytes: int) -> int:
-        """What an input of so many bytes may allocate."""
-        return self.at_least_bytes + self.bytes_per_byte * size_bytes
-
 
 def measure(target: Target, data: bytes) -> int:
-    """Give a target an input, and return what it allocates at its peak, in bytes.
-
-    Python's objects are seen, those that msgspec makes in C included, and numpy's arrays; also what is allocated and
-    never touched.
+    """Return the peak allocation of a target for an input, bytes: Python's objects, msgspec's and numpy's arrays.
 
     Raises:
-        ExcessiveAllocation: it is more than the target may.
+        ExcessiveAllocation: it is above the target's limit.
     """
     tracemalloc.start()
     try:
@@ -59,8 +50,9 @@ def measure(target: Target, data: bytes) -> int:
         _, used = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    if used > target.bound_bytes(len(data)):
+    limit = target.at_least_bytes + target.bytes_per_byte * len(data)
+    if used > limit:
         raise ExcessiveAllocation(
-            f"{target.name}: {len(data)} bytes made it allocate {used}, and it may {target.bound_bytes(len(data))}"
+            f"{target.name}: {len(data)} bytes made it allocate {used}, expected at most {limit}"
         )
     return used

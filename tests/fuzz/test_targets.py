@@ -1,4 +1,4 @@
-"""What `make fuzz` does for hours, for a moment: known inputs and some that are near them, through every target."""
+"""A short `make fuzz`: the corpus and some mutations of it, through every target."""
 
 import importlib.util
 import itertools
@@ -14,9 +14,8 @@ from aggregator.ingest import validation
 from protocol.wire.messages import TaskManifest, Tensor
 from tests.fuzz import messages
 from tests.fuzz.__main__ import CORPUS, engine
-from tests.fuzz.planted import PLANTED
 from tests.fuzz.target import ExcessiveAllocation, Target, measure
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import PLANTED, TARGETS
 from tests.support.messages import SAMPLES
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
@@ -24,13 +23,13 @@ RUNS = 400
 
 
 def known(target: Target) -> list[bytes]:
-    """The seeds of a target, and what is kept of what fuzzing has found."""
+    """Return the seeds and the corpus of a target."""
     files = sorted((CORPUS / target.name).glob("*"))
     return [*target.seeds(), *(file.read_bytes() for file in files)]
 
 
-def near(target: Target) -> Iterator[bytes]:
-    """Inputs that are a few changes away from a known one, without end; always the same."""
+def mutations(target: Target) -> Iterator[bytes]:
+    """Yield mutations of known inputs without end, always the same ones."""
     random, inputs = Random(0), known(target)
     for number in itertools.count():
         data = random.choice(inputs)
@@ -43,15 +42,14 @@ def near(target: Target) -> Iterator[bytes]:
 
 
 def search(target: Target, *, runs: int) -> None:
-    """Give a target so many inputs that are near a known one."""
-    for data in itertools.islice(near(target), runs):
+    for data in itertools.islice(mutations(target), runs):
         target.one_input(data)
 
 
 @each_target
 def test_corpus_stays_within_bounds(target: Target) -> None:
     for data in (b"", *known(target)):
-        target.one_input(data)  # what is made once and kept counts for no input
+        target.one_input(data)  # so that cached allocations do not count for an input
         measure(target, data)
 
 
@@ -88,7 +86,7 @@ def test_planted_bound_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_excessive_allocation_is_found() -> None:
     with pytest.raises(ExcessiveAllocation, match="made it allocate 67108"):
-        measure(PLANTED["hoard"], b"\x93")
+        measure(PLANTED["allocate"], b"\x93")
 
 
 @pytest.mark.skipif(
@@ -96,7 +94,7 @@ def test_excessive_allocation_is_found() -> None:
 )
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("crash", "IndexError"), ("hang", "timeout"), ("hoard", "ExcessiveAllocation")],
+    [("crash", "IndexError"), ("hang", "timeout"), ("allocate", "ExcessiveAllocation")],
 )
 def test_libfuzzer_finds_planted_faults(name: str, says: str, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -1,4 +1,4 @@
-"""Frames in any order, of any content, from several devices at once: against a model that keeps single bytes."""
+"""Frames of any content in any order, from several devices at once, compared with a model that stores single bytes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -25,12 +25,11 @@ DIGESTS = {size: digest_of(payload) for size, payload in PAYLOADS.items()}
 
 
 def _operations(data: bytes, size: int) -> Iterator[bytes]:
-    """Whole operations of so many bytes."""
     return (data[at : at + size] for at in range(0, len(data) - size + 1, size))
 
 
 def _ranges(there: set[int]) -> Ranges:
-    """Single bytes as ranges."""
+    """Return single positions as ranges."""
     found: list[tuple[int, int]] = []
     for at in sorted(there):
         if found and found[-1][1] == at:
@@ -41,7 +40,7 @@ def _ranges(there: set[int]) -> Ranges:
 
 
 def _frame(size: int, offset: int, length: int, kind: int) -> Frame:
-    """A frame of a payload; the lower bits of `kind` say in what it is wrong, if in anything."""
+    """Return a frame of a payload; bits of `kind` make data, digest or size incorrect."""
     data = PAYLOADS[size][offset : offset + length] if kind & 7 else bytes(length)
     digest = DIGESTS[size] if kind & 24 else bytes(32)
     announced = size if kind & 96 else size + 1
@@ -49,7 +48,7 @@ def _frame(size: int, offset: int, length: int, kind: int) -> Frame:
 
 
 def assemble(data: bytes) -> None:
-    """An assembly holds what a set of single bytes holds, and gives the payload or refuses it."""
+    """Add any frames to an assembly: it holds the same bytes as the model, and returns the payload or refuses it."""
     if not data:
         return
     size = data[0]
@@ -82,13 +81,13 @@ def assemble(data: bytes) -> None:
 
 @dataclass
 class _Disk:
-    """What a reassembly has reported as pending."""
+    """The stored transfers of a reassembly."""
 
     files: dict[Key, dict[int, bytes]] = field(default_factory=dict)
     sizes: dict[Key, int] = field(default_factory=dict)
 
     def commit(self, reassembly: Reassembly) -> None:
-        """Keep what has changed; every byte comes once."""
+        """Store what is pending; every byte comes once."""
         for key in reassembly.ended:
             del self.files[key], self.sizes[key]
         for transfer in reassembly.pending():
@@ -103,7 +102,6 @@ class _Disk:
         reassembly.settle()
 
     def read(self, key: Key, ranges: Ranges) -> list[tuple[int, bytes]]:
-        """Return a transfer's bytes."""
         found = sorted(self.files[key].items()) if ranges else []
         assert sum(len(piece) for _, piece in found) == sum(stop - start for start, stop in ranges)
         return found
@@ -122,17 +120,19 @@ QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 30_000}
 
 
 def receive(data: bytes) -> None:
-    """Whatever devices send, quotas hold, a payload is the announced one, and nothing but `Refused` is raised."""
+    """Receive any frames: quotas hold, a payload is the announced one, and nothing but `Refused` is raised."""
     disk = _Disk()
     taken: set[Key] = set()
     reassembly = disk.start(taken)
-    for now, (kind, who, size, offset, length) in enumerate(_operations(data, 5)):
-        device = f"device-{who % 8}"
+    for now, (kind, number, size, offset, length) in enumerate(_operations(data, 5)):
+        device = f"device-{number % 8}"
+        if kind == 0xFF:
+            reassembly = disk.start(taken)
+        elif kind >= 0xF8:
+            disk.commit(reassembly)
+        elif kind >= 0xF0:
+            reassembly.expire(now - 20.0)
         if kind >= 0xF0:
-            if kind == 0xFF:
-                reassembly = disk.start(taken)
-            else:
-                _meanwhile(kind, reassembly, disk, now)
             continue
         frame = _frame(size, offset, length, kind)
         with contextlib.suppress(Refused):
@@ -144,14 +144,6 @@ def receive(data: bytes) -> None:
                 assert len(answer.missing) <= MAX_RANGES
                 assert all(0 <= start < stop <= frame.size_bytes for start, stop in answer.missing)
         _check_quotas(reassembly)
-
-
-def _meanwhile(kind: int, reassembly: Reassembly, disk: _Disk, now: int) -> None:
-    """Make a batch durable, or let old transfers expire."""
-    if kind >= 0xF8:
-        disk.commit(reassembly)
-    else:
-        reassembly.expire(now - 20.0)
 
 
 def _check_quotas(reassembly: Reassembly) -> None:

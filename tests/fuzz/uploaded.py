@@ -1,4 +1,4 @@
-"""What a device uploads, from bytes to arrays: what is taken is sound, and all else is refused."""
+"""Uploads, from bytes to arrays: what is accepted is valid, and all else is refused."""
 
 import math
 
@@ -33,11 +33,11 @@ DEEP_EXPECTATION = Expectation(
     ROUNDS_EXPECTATION.prototype_size,
     {**SHAPES, "kernel": FOUR},
 )
-"""A program that uploads a tensor of as many dimensions as there may be."""
+"""A program that uploads a tensor with the most dimensions allowed."""
 
 
 def upload(data: bytes) -> None:
-    """A payload is a submission or evaluation that the task can use, or is refused."""
+    """Check a payload: it is a submission or evaluation that the task can use, or is refused."""
     try:
         message = read_message(data)
     except Refused:
@@ -54,7 +54,7 @@ def upload(data: bytes) -> None:
 
 
 def _reason_of_labels(message: Submission, expectation: Expectation) -> str:
-    """Why `check_labels` refuses a submission; empty if it does not."""
+    """Return why `check_labels` refuses a submission; empty if it does not."""
     try:
         check_labels(message, expectation)
     except Refused as refused:
@@ -67,7 +67,7 @@ def _check(message: Submission, expectation: Expectation) -> None:
         taken = check_submission(message, expectation)
     except Refused as refused:
         if _reason_of_labels(message, expectation) != refused.reason:
-            raise AssertionError("the labels alone are judged otherwise") from refused
+            raise AssertionError("check_labels gives another reason") from refused
         return
     rows = len(taken.values)
     assert taken.values.shape == (rows, expectation.prototype_size)
@@ -87,14 +87,14 @@ def _check(message: Submission, expectation: Expectation) -> None:
 UPLOADED = Target(
     "uploaded",
     upload,
-    lambda: (
-        encode(message)
-        for message in (
+    lambda: map(
+        encode,
+        (
             submission(),
             round_submission(),
             round_submission(shapes={**SHAPES, "kernel": FOUR}),
             evaluation(),
-        )
+        ),
     ),
     of_message(),
     share=15,

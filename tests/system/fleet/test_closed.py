@@ -1,4 +1,4 @@
-"""A closed fleet over a real mosquitto with what `aggregator enroll-broker` writes: authentication and access."""
+"""Authentication and access in a closed fleet, over mosquitto with what `aggregator enroll-broker` writes."""
 
 import subprocess
 import time
@@ -76,13 +76,13 @@ def test_revoked_device_is_refused_at_once(closed: ClosedFleet, fleet: Fleet, tm
         fleet.wait_for_log("shed-1", "refused by the broker: the certificate")
         states = {device["device"]: device["state"] for device in fleet.status()["devices"]}
         assert states.pop("shed-1") == "revoked"
-        assert set(states.values()) == {"enrolled"}  # and not heard of
+        assert set(states.values()) == {"enrolled"}  # and never online
 
 
 def test_second_program_with_one_enrollment_ends_the_first(
     closed: ClosedFleet, fleet: Fleet, tmp_path: Path
 ) -> None:
-    """Two programs with one enrollment do not take the connection from each other for ever."""
+    """Two programs with one enrollment do not take the connection from each other forever."""
     data = write_digits(tmp_path / "data", classes=[0, 1])
     access = closed.aggregator_access()
     with (
@@ -225,20 +225,19 @@ def test_passwords_work_instead_of_certificates(closed: ClosedFleet, tmp_path: P
         assert line in configuration
         configuration = configuration.replace(line, "")
     configuration += "password_file /etc/mosquitto/protofleet/passwords\n"
-    right = BrokerAccess(tls=True, ca=tmp_path / "broker" / "ca.crt", username="shed-1", password="one")
+    valid = BrokerAccess(tls=True, ca=tmp_path / "broker" / "ca.crt", username="shed-1", password="one")
     own, others = every_topic("shed-1"), every_topic("shed-2")
     with closed.mosquitto(configuration):
         topics = [own["d/up"], others["d/up"], own["task"]]
-        assert denied(closed, right, topics) == {others["d/up"], own["task"]}
-        aggregator = replace(right, username="aggregator@orchard", password="all")
+        assert denied(closed, valid, topics) == {others["d/up"], own["task"]}
+        aggregator = replace(valid, username="aggregator@orchard", password="all")
         assert denied(closed, aggregator, [own["task"], own["d/ack"]]) == set()
-        said = refusal(closed.broker, replace(right, password="all"))
-        assert said == "refused by the broker: Not authorized: check --username and the password"
-        assert "give --username and a password" in refusal(
-            closed.broker, replace(right, username=None, password=None)
-        )
+        reason = refusal(closed.broker, replace(valid, password="all"))
+        assert reason == "refused by the broker: Not authorized: check --username and the password"
+        without = replace(valid, username=None, password=None)
+        assert "give --username and a password" in refusal(closed.broker, without)
 
 
 def test_access_list_names_its_fleet() -> None:
-    """Another fleet's has that one's name in its place."""
+    """Access lists of two fleets differ only in the fleet's name."""
     assert access_list("vineyard") == access_list("orchard").replace("orchard", "vineyard")

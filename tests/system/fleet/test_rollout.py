@@ -1,4 +1,4 @@
-"""Bad heads in a real fleet: canaries try them, no device keeps them, and an operator rolls back."""
+"""Bad heads in a real fleet: canaries evaluate them, no device keeps them, and an operator rolls back."""
 
 import itertools
 import subprocess
@@ -32,29 +32,18 @@ def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
         yield fleet
 
 
-def _task(folder: Path) -> Path:
-    """Write a task in which one of three devices tries a new head."""
-    return write_task(
-        folder,
-        feature_sizes=(64,),
-        tables="[training]\nepochs = 30\n[rollout]\ncanary_fraction = 0.3\n",
-        classes=list(map(str, CLASSES)),
-        quorum=2,
-    )
-
-
 def _canary(version: int, devices: tuple[str, ...]) -> str:
     return min(devices, key=lambda device: canary_rank(device, version))
 
 
 def _mislabel(folder: Path) -> Path:
     """Write many images of every class, each in the folder of the next one."""
-    right = write_digits(folder / "right", classes=CLASSES, start=60, each=110)
-    wrong = folder / "wrong"
-    wrong.mkdir()
-    for label, wanted in zip(CLASSES, CLASSES[1:] + CLASSES[:1], strict=True):
-        (right / str(label)).rename(wrong / str(wanted))
-    return wrong
+    correct = write_digits(folder / "correct", classes=CLASSES, start=60, each=110)
+    mislabeled = folder / "mislabeled"
+    mislabeled.mkdir()
+    for label, next_label in zip(CLASSES, CLASSES[1:] + CLASSES[:1], strict=True):
+        (correct / str(label)).rename(mislabeled / str(next_label))
+    return mislabeled
 
 
 def _all_use(version: int, devices: int) -> Any:
@@ -78,16 +67,20 @@ def _give_nan(state: Path) -> None:
     store.close()
 
 
-def _order(fleet: Fleet, *arguments: str) -> str:
+def _command(fleet: Fleet, *arguments: str) -> str:
     command = [sys.executable, "-m", "aggregator.cli", *arguments, "--state", str(fleet.root / "aggregator")]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) -> None:
-    """A canary tries a head trained on wrong labels and returns to the old one; another refuses one that gives NaN."""
-    mislabeling = next(name for n in itertools.count() if _canary(2, (*GOOD, name := f"wrong-{n}")) in GOOD)
+    """A canary tries a head trained on incorrect labels and returns to the old one; another refuses one with NaN."""
+    mislabeling = next(
+        name for n in itertools.count() if _canary(2, (*GOOD, name := f"mislabeling-{n}")) in GOOD
+    )
     names = (*GOOD, mislabeling)
-    task = _task(tmp_path)
+    tables = "[training]\nepochs = 30\n[rollout]\ncanary_fraction = 0.3\n"
+    labels = list(map(str, CLASSES))
+    task = write_task(tmp_path, feature_sizes=(64,), tables=tables, classes=labels, quorum=2)
     fleet.start_aggregator(task)
     for number, name in enumerate(GOOD):
         data = write_digits(tmp_path / name, classes=CLASSES, start=30 * number, each=30)
@@ -100,9 +93,9 @@ def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) ->
     assert "on 1 canary" in summary["heads"][1]["reason"]
     fleet.wait_for("the first head everywhere", _all_use(1, 3))
     for name in names:
-        said = fleet.log(name)
-        assert ("head in use head=2" in said) == (name == _canary(2, names))
-        assert ("canary=True" in said) == (name == _canary(2, names))
+        log = fleet.log(name)
+        assert ("head in use head=2" in log) == (name == _canary(2, names))
+        assert ("canary=True" in log) == (name == _canary(2, names))
     fleet.stop("aggregator")
     _give_nan(tmp_path / "aggregator")
     fleet.start_aggregator(task)
@@ -111,12 +104,12 @@ def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) ->
     )
     tried = _canary(3, names)
     assert summary["heads"][2]["reason"].startswith(f"{tried} cannot use it: the head does not give")
-    said = fleet.log(tried)
-    assert "head 3 refused, the previous head stays in use" in said
+    log = fleet.log(tried)
+    assert "head 3 refused, the previous head stays in use" in log
     assert not [name for name in fleet.processes if "Traceback" in fleet.log(name)]
     assert _all_use(1, 3)(summary)
-    assert _order(fleet, "rollback", "2") == "head 2 is current\n"
+    assert _command(fleet, "rollback", "2") == "head 2 is current\n"
     fleet.wait_for("the second head everywhere", _all_use(2, 3))
-    assert _order(fleet, "rollback") == "head 1 is current\n"
+    assert _command(fleet, "rollback") == "head 1 is current\n"
     fleet.wait_for("the first head again", _all_use(1, 3))
     assert fleet.log(GOOD[0]).count("downloading blob=head-1.onnx") == 1

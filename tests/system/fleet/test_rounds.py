@@ -1,20 +1,12 @@
-"""Rounds with real processes over a real broker: FedPCL and FPL on devices that know neither."""
+"""Rounds of FedPCL and FPL with real processes over a real broker."""
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnxruntime
 import pytest
 
-from protocol.mqtt import reconnecting_session
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.codec import decode
-from protocol.wire.messages import MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, BlobRef, Frame, RoundManifest
-from protocol.wire.signing import open_manifest
-from protocol.wire.topics import fleet_topic
 from tests.support import fleet as processes
 from tests.support.brokers import mosquitto, mosquitto_program
 from tests.support.fleet import Fleet, write_digits
@@ -93,7 +85,6 @@ def test_rounds_of_fedpcl_and_then_of_fpl(fleet: Fleet) -> None:
     fleet.wait_for("evaluations of FPL's last head", lambda s: _is_over(s, "fpl"))
     assert [fleet.processes[f"device-{number}"].poll() for number in range(4)] == [None] * 4
     assert {predict(fleet, number)["label"] for number in range(len(SHARES))} <= set(CLASSES)
-    _check_shared_head(fleet)
 
 
 def _is_over(summary: dict[str, Any], algorithm: str) -> bool:
@@ -105,49 +96,7 @@ def _is_over(summary: dict[str, Any], algorithm: str) -> bool:
     )
 
 
-def _check_shared_head(fleet: Fleet) -> None:
-    """The aggregator's own file is a head that needs nothing but features."""
-    reconnecting_session = onnxruntime.InferenceSession(fleet.root / "aggregator" / "head.onnx")
-    (entry,) = reconnecting_session.get_inputs()
-    features = np.random.default_rng(0).normal(size=(5, sum(FEATURES))).astype(np.float32)
-    probabilities = reconnecting_session.run(["probabilities"], {entry.name: features})[0]
-    assert probabilities.shape == (5, len(CLASSES))
-    np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
-
-
-class Listener:
-    """A subscriber to what brings blobs to devices, which counts their bytes.
-
-    Attributes:
-        cast: bytes of each blob that were sent to the whole fleet, by digest.
-        alone: bytes of each blob that were sent to single devices.
-        rounds: each round's tensors, by its number.
-    """
-
-    def __init__(self, broker: BrokerAddress) -> None:
-        self.cast: Counter[bytes] = Counter()
-        self.alone: Counter[bytes] = Counter()
-        self.rounds: dict[int, BlobRef] = {}
-        topics = [fleet_topic("default", "round"), fleet_topic("default", "cast"), "pf/1/default/d/+/blk"]
-        self.session = reconnecting_session.Session(
-            broker, client_id="listener", subscriptions=topics, on_event=self._take, will=None
-        )
-
-    def _take(self, event: reconnecting_session.Event) -> None:
-        if not isinstance(event, reconnecting_session.Received) or not event.payload:
-            return
-        if event.topic == fleet_topic("default", "round"):
-            body = open_manifest(event.payload, fleet="default", channel="round").body
-            opened = decode(body, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
-            self.rounds[opened.number] = opened.tensors
-            return
-        frame = decode(event.payload, Frame, max_bytes=MAX_FRAME_BYTES)
-        heard = self.cast if event.topic == fleet_topic("default", "cast") else self.alone
-        heard[frame.digest] += len(frame.data)
-
-
 def problem_of(summary: dict[str, Any], name: str) -> str:
-    """Return what keeps a device from taking part, as status shows it."""
     return "".join(device["problem"] for device in summary["devices"] if device["device"] == name)
 
 
@@ -158,11 +107,7 @@ def test_failures_of_one_device_do_not_harm_the_fleet(tmp_path: Path, address: B
     """One device's training diverges, later one is killed; every device predicts when the fleet is gone."""
     with Fleet(tmp_path, address) as fleet:
         with mosquitto(address, tmp_path):
-            listener = Listener(address)
-            listener.session.start()
             _diverge(fleet)
-            _check_traffic(listener)
-            listener.session.stop()
             fleet.stop("aggregator")
             _kill_while_it_trains(fleet)
             fleet.stop("aggregator")
@@ -173,7 +118,7 @@ def test_failures_of_one_device_do_not_harm_the_fleet(tmp_path: Path, address: B
 
 
 def _diverge(fleet: Fleet) -> None:
-    """The more steps a device takes, the larger its weights: one with many images exceeds float16."""
+    """Let a device with many images take so many steps that its weights exceed float16; then delete images."""
     settings: dict[str, Any] = {"learning_rate": 3.5, "weight_decay": 1.0, "momentum": 0.0}
     fleet.start_aggregator(write_task(fleet.root, "fpl", deadline_s=8, epochs=1, batch_size=32, **settings))
     for number, each in enumerate((10, 10, 200)):
@@ -191,16 +136,8 @@ def _diverge(fleet: Fleet) -> None:
     fleet.wait_for("the end of the problem", lambda s: problem_of(s, "device-2") == "")
 
 
-def _check_traffic(listener: Listener) -> None:
-    """A round's tensors cross the aggregator's link once, however many devices there are."""
-    for number in range(1, ROUNDS + 1):
-        tensors = listener.rounds[number]
-        assert listener.cast[tensors.digest] == tensors.size_bytes
-        assert listener.alone[tensors.digest] == 0
-
-
 def _kill_while_it_trains(fleet: Fleet) -> None:
-    """A device killed in the middle of a long training continues it, and the round waits for it."""
+    """Kill a device during a long training: it resumes the training, and the round waits for it."""
     fleet.start_aggregator(write_task(fleet.root, "fedpcl", rounds=2, epochs=2000, batch_size=4))
     checkpoint = fleet.device_state("device-0") / "training.checkpoint"
     fleet.wait_until("a checkpoint", checkpoint.exists, pause_s=0.02)
