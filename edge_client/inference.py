@@ -28,8 +28,6 @@ class Head:
 
     classes: tuple[str, ...]
     """C names, in the order of its outputs."""
-    feature_size: int
-    """L, of all backbones together."""
     model: OnnxModel
     bound: Tensors
     """Its inputs other than features."""
@@ -102,7 +100,7 @@ def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[s
             "expected a head from feature to probabilities in float32, got one that takes "
             f"{describe(model.inputs)} and gives {describe(model.outputs)}"
         )
-    return _tested(Head(metadata.classes, metadata.feature_size, model, bound={}))
+    return _tested(Head(metadata.classes, model, bound={}), metadata.feature_size)
 
 
 def open_round_head(
@@ -128,7 +126,7 @@ def open_round_head(
         )
     local = {"local_prototypes": local_model.prototypes, "local_counts": local_model.counts}
     bound = graph.bind({**local_model.state, **tensors, **local})
-    return _tested(Head(tuple(classes), feature_size, graph.model, bound))
+    return _tested(Head(tuple(classes), graph.model, bound), feature_size)
 
 
 def _check_origin(
@@ -149,9 +147,8 @@ def _check_origin(
         )
 
 
-def _tested(head: Head) -> Head:
-    """Check that a head gives probabilities, for zeros and for random features, and return it."""
-    size = head.feature_size
+def _tested(head: Head, size: int) -> Head:
+    """Check that a head gives probabilities, for zeros and for random features (2, size), and return it."""
     features = np.stack([np.zeros(size), np.random.default_rng(0).normal(size=size)]).astype(np.float32)
     probabilities = head.probabilities(features)
     valid = probabilities.shape == (2, len(head.classes)) and np.isfinite(probabilities).all()

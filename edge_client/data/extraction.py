@@ -77,16 +77,9 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     An unusable image is not tried again until its file changes, unless the cause can pass by itself. An image that is
     unusable for one backbone is skipped for those after it.
 
-    Args:
-        images: those whose features are wanted.
-        backbones: digests, hexadecimal.
-        cache: receives the features, batch by batch.
-        open_backbone: called with a digest only if there is something to compute.
-        batch_size: images in one run of a backbone.
-        workers: threads that decode and preprocess.
-        on_progress: called with the number of images done and in total, each counted once per backbone.
-        should_stop: called before every run.
-        alter: a change to the images, and the tag of the changed images' features in the cache.
+    `open_backbone` is called with a backbone's digest only if there is something to compute, `should_stop` before every
+    run, and `on_progress` with the number of images done and in total, each counted once per backbone. `alter` is a
+    change to the images, and the tag of the changed images' features in the cache.
 
     Raises:
         Interrupted: `should_stop` returned true.

@@ -182,23 +182,16 @@ def _listed(source: Path, labels: Mapping[str, int]) -> Iterator[LabeledImage]:
                 raise ConfigError(f"{source} must start with the header path,label, not '{header}'")
             for row in rows:
                 where = f"{source} line {rows.line_num}"
-                image = _listed_image(row, where, source.parent, labels)
-                if image.relative in lines:
-                    raise ConfigError(f"{where}: {image.relative} is already in line {lines[image.relative]}")
-                lines[image.relative] = rows.line_num
-                yield image
+                relative = (row["path"] or "").strip()
+                label = _label_of((row["label"] or "").strip(), labels, where=where)
+                if not relative or not (source.parent / relative).is_file():
+                    raise ConfigError(f"{where}: there is no file {source.parent / relative}")
+                if relative in lines:
+                    raise ConfigError(f"{where}: {relative} is already in line {lines[relative]}")
+                lines[relative] = rows.line_num
+                yield _image(source.parent, relative, label)
     except (UnicodeError, csv.Error) as error:
         raise ConfigError(f"{source} cannot be read as a CSV file in UTF-8: {error}") from error
-
-
-def _listed_image(
-    row: Mapping[str, str | None], where: str, folder: Path, labels: Mapping[str, int]
-) -> LabeledImage:
-    relative = (row["path"] or "").strip()
-    label = _label_of((row["label"] or "").strip(), labels, where=where)
-    if not relative or not (folder / relative).is_file():
-        raise ConfigError(f"{where}: there is no file {folder / relative}")
-    return _image(folder, relative, label)
 
 
 def _label_of(name: str, labels: Mapping[str, int], *, where: str | Path) -> int:

@@ -18,10 +18,8 @@ BUDGET = "the privacy budget is spent: nothing new is uploaded"
 NO_PROTOTYPE = "with its noise, no class has enough images to upload a prototype"
 FAILED = "differential privacy has failed on this device: nothing is uploaded; see the device's log"
 
-PUBLIC_PROBLEMS = frozenset({
-    UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE, BUDGET, NO_PROTOTYPE, FAILED, LOST,
-    NO_ACCOUNTANT,
-})  # fmt: skip
+TASK_PROBLEMS = (UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE)
+PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, NO_PROTOTYPE, FAILED, LOST, NO_ACCOUNTANT})
 """Problems whose texts reveal nothing about any image."""
 
 CANNOT = "this device cannot take part; see its log"

@@ -26,10 +26,7 @@ _ACCELERATORS: dict[Provider, tuple[str, ...]] = {
     "cuda": (_CUDA,),
     "tensorrt": (_TENSORRT, _CUDA),
 }
-"""Tried in this order before the CPU."""
-
-_WITH_FALLBACKS = {_CUDA: (_CUDA, _CPU), _TENSORRT: (_TENSORRT, _CUDA, _CPU)}
-"""The accelerator, and the providers of the nodes that it does not support."""
+"""Tried in this order before the CPU; the later ones run the nodes that an earlier one does not support."""
 
 FULL_COVERAGE = 0.9
 """Below this share of the graph on the accelerator, a note is given."""
@@ -66,11 +63,12 @@ def open_session(file: Path | bytes, *, provider: Provider, threads: int | None)
     """
     runtime = require_runtime()
     reasons: list[str] = []
-    for accelerator in _ACCELERATORS[provider]:
+    for number, accelerator in enumerate(_ACCELERATORS[provider]):
         if provider == "auto" and accelerator not in runtime.get_available_providers():
             continue
         try:
-            session, coverage = _create_accelerated(runtime, file, accelerator, threads)
+            providers = [*_ACCELERATORS[provider][number:], _CPU]
+            session, coverage = _create_accelerated(runtime, file, providers, threads)
         except _Unavailable as error:
             reasons.append(str(error))
             continue
@@ -99,16 +97,16 @@ def _note(reasons: Sequence[str], provider: str) -> str:
 
 
 def _create_accelerated(
-    runtime: Any, file: Path | bytes, accelerator: str, threads: int | None
+    runtime: Any, file: Path | bytes, providers: Sequence[str], threads: int | None
 ) -> tuple[Any, float]:
-    """Return a session on an accelerator and the share of the graph that runs there; raises _Unavailable."""
+    """Return a session on the first provider and the share of the graph that runs there; raises _Unavailable."""
+    accelerator = providers[0]
     name = _short(accelerator)
     if accelerator not in runtime.get_available_providers():
         raise _Unavailable(f"no {name} in this ONNX Runtime, pip install 'protofleet[gpu]' in its place")
-    chain = _WITH_FALLBACKS[accelerator]
     with _muted(runtime), tempfile.TemporaryDirectory() as folder:
         try:
-            session = _create(runtime, file, chain, threads, profile=Path(folder) / "run")
+            session = _create(runtime, file, providers, threads, profile=Path(folder) / "run")
         except GraphRefused as error:
             _create(runtime, file, [_CPU], threads)
             raise _Unavailable(f"{name} does not work here: {error}") from error

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+import pytest
+
 from aggregator.messaging.embedded_broker import EmbeddedBroker
 from protocol.mqtt.reconnecting_session import BrokerAddress
 
@@ -27,6 +29,9 @@ def free_address() -> BrokerAddress:
 def mosquitto_program() -> str | None:
     """Return the path of mosquitto, which Debian keeps out of a user's PATH; None if it is not installed."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
+
+
+needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
 
 
 @contextlib.contextmanager

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
-from protocol.mqtt.reconnecting_session import BrokerAddress, Event, Session
+from protocol.mqtt.reconnecting_session import BrokerAddress, Disconnected, Event, Session
 
 E = TypeVar("E", bound=Event)
 TIMEOUT_S = 300.0
@@ -37,6 +38,20 @@ class EventLog:
         while not self._events.empty():
             events.append(self._events.get())
         return events
+
+
+def leaked(ear: EventLog) -> tuple[int, int]:
+    """Return how many files and threads eight failed connections have left open."""
+
+    def count() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    for _ in range(2):
+        ear.wait(Disconnected)
+    files, threads = count()
+    for _ in range(8):
+        ear.wait(Disconnected)
+    return count()[0] - files, count()[1] - threads
 
 
 @contextmanager

@@ -37,7 +37,6 @@ ALIASES = {
 
 
 def _section(title: str) -> str:
-    """What stands under a heading, up to the next one of the same or a higher level."""
     level = title.split(" ", maxsplit=1)[0]
     match = re.search(
         rf"^{re.escape(title)}\n(.*?)(?=^#{{1,{len(level)}}} |\Z)", PAGE, re.DOTALL | re.MULTILINE
@@ -47,7 +46,6 @@ def _section(title: str) -> str:
 
 
 def _rows(text: str) -> list[list[str]]:
-    """The cells of every row of the tables in a text, without heads."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     heads = {index - 1 for index, row in enumerate(cells) if set("".join(row)) == {"-"}}
@@ -55,7 +53,6 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def _bounds(meta: msgspec.Meta, unit: str) -> str:
-    """The bounds of an annotation in words."""
     low, high = meta.ge if meta.min_length is None else meta.min_length, meta.le
     high = high if meta.max_length is None else meta.max_length
     if meta.gt is not None:
@@ -68,7 +65,6 @@ def _bounds(meta: msgspec.Meta, unit: str) -> str:
 
 
 def _type(annotation: Any) -> str:
-    """An annotation in the words of the page."""
     for name, alias in ALIASES.items():
         if annotation == alias:
             return name
@@ -94,7 +90,6 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _expected(wire_type: type[msgspec.Struct]) -> list[list[str]]:
-    """The first three cells of each row that a type's table must have."""
     hints = get_type_hints(wire_type, include_extras=True)
     rows = [
         [f"`{field.encode_name}`", _type(hints[field.name]), _default(field)]
@@ -161,15 +156,8 @@ def test_limits_are_documented() -> None:
 def test_every_type_name_is_documented() -> None:
     rows = {row[0]: row[1] for row in _rows(_section("## Types"))}
     assert rows.keys() == ALIASES.keys()
-    for word, number in {
-        "name": 64,
-        "text": 256,
-        "class name": 128,
-        "digest": 32,
-        "per class": 4096,
-        "tensor name": 64,
-        "tensor map": 64,
-    }.items():
+    limits = {"text": 256, "class name": 128, "digest": 32, "per class": 4096}
+    for word, number in (limits | dict.fromkeys(("name", "tensor name", "tensor map"), 64)).items():
         assert str(number) in rows[word].replace(",", "")
     assert f"{messages.MAX_BLOB_BYTES:,}" in rows["byte count"]
 

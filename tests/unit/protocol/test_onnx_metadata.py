@@ -95,10 +95,3 @@ def test_size_out_of_bounds_is_refused(size: int) -> None:
 def test_another_kind_of_file_is_refused(found: Any, kind: Any, expected: str) -> None:
     with pytest.raises(BackboneMismatch, match=expected):
         read_metadata(to_properties(found), kind)
-
-
-def test_every_prefix_is_refused() -> None:
-    text = to_properties(BACKBONE)[PROPERTY]
-    for size in range(len(text)):
-        with pytest.raises(BackboneMismatch):
-            read_metadata({PROPERTY: text[:size]}, BackboneMetadata)

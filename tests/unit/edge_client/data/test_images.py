@@ -23,11 +23,18 @@ CLASSES = ("cat", "dog", "Großer Käfer")
 
 
 def test_folders_give_labels_in_path_order(tmp_path: Path) -> None:
-    """Recursively."""
-    for name in ("dog/b.png", "dog/2023/a.JPG", "cat/z.png", "Großer Käfer/1.png"):
+    """Recursively; a decomposed accent is the same class."""
+    for name in (
+        "dog/b.png",
+        "dog/2023/a.JPG",
+        "cat/z.png",
+        "Großer Käfer/1.png",
+        "Großer Ka\u0308fer/2.png",
+    ):
         image_file(tmp_path / name)
     found = find_images(tmp_path, CLASSES)
     assert [(p.relative, p.label) for p in found] == [
+        ("Großer Ka\u0308fer/2.png", 2),
         ("Großer Käfer/1.png", 2),
         ("cat/z.png", 0),
         ("dog/2023/a.JPG", 1),
@@ -56,11 +63,8 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "data/cat/dogs").symlink_to(tmp_path / "data/dog")
     (tmp_path / "data/dog/more").symlink_to(tmp_path / "elsewhere")
     found = find_images(tmp_path / "data", CLASSES)
-    assert [(p.relative, p.label) for p in found] == [
-        ("cat/1.png", 0),
-        ("dog/2.png", 1),
-        ("dog/more/3.png", 1),
-    ]
+    expected = [("cat/1.png", 0), ("dog/2.png", 1), ("dog/more/3.png", 1)]
+    assert [(p.relative, p.label) for p in found] == expected
 
 
 def test_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
@@ -69,11 +73,6 @@ def test_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
     (_, dangling) = find_images(tmp_path, CLASSES)
     with pytest.raises(UnreadableImage, match=r"cat/2\.png: No such file"):
         decode(dangling.path)
-
-
-def test_decomposed_accent_is_the_same_class(tmp_path: Path) -> None:
-    image_file(tmp_path / "Großer Ka\u0308fer/1.png")
-    assert find_images(tmp_path, CLASSES)[0].label == 2
 
 
 def test_identity_changes_with_size_time_or_path(tmp_path: Path) -> None:
@@ -207,24 +206,21 @@ def test_first_of_several_frames_is_used(tmp_path: Path) -> None:
     assert decode(path).convert("RGB").getpixel((0, 0)) == (0, 0, 255)
 
 
-FORMATS: dict[str, dict[str, Any]] = {
-    "JPEG": {"format": "JPEG"},
-    "progressive JPEG": {"format": "JPEG", "progressive": True},
-    "PNG": {"format": "PNG"},
-    "GIF": {"format": "GIF"},
-    "BMP": {"format": "BMP"},
-    "PPM": {"format": "PPM"},
-    "TIFF": {"format": "TIFF"},
-    "compressed TIFF": {"format": "TIFF", "compression": "tiff_lzw"},
-    "WEBP": {"format": "WEBP"},
-}
+FORMATS: list[tuple[str, dict[str, Any]]] = [
+    (name, {}) for name in ("JPEG", "PNG", "GIF", "BMP", "PPM", "TIFF", "WEBP")
+]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-@pytest.mark.parametrize("kind", FORMATS)
-def test_truncated_image_is_refused_and_never_padded(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*FORMATS, ("JPEG", {"progressive": True}), ("TIFF", {"compression": "tiff_lzw"})],
+)
+def test_truncated_image_is_refused_and_never_padded(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
     """Cut anywhere, it is refused by name, or every pixel is as in the whole file."""
-    path = image_file(tmp_path / "cut.image", noise(64, 48), **FORMATS[kind])
+    path = image_file(tmp_path / "cut.image", noise(64, 48), format=name, **options)
     data = path.read_bytes()
     whole = np.asarray(decode(path).convert("RGB"))
     cuts = [*range(0, len(data), max(1, len(data) // 60)), len(data) - 1, len(data) - 2, len(data) - 20]
@@ -265,17 +261,15 @@ def png_claiming(width: int, height: int) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-@pytest.mark.parametrize(("width", "height"), [(10_000, 10_000), (60_000, 60_000)])
-def test_decompression_bombs_are_refused_before_decoding(tmp_path: Path, width: int, height: int) -> None:
-    (tmp_path / "bomb.png").write_bytes(png_claiming(width, height))
-    with pytest.raises(UnreadableImage, match=r"bomb\.png: .*pixels"):
-        decode(tmp_path / "bomb.png")
-
-
-@pytest.mark.parametrize(("width", "height"), [(0, 10), (10, 0)])
-def test_image_without_pixels_is_refused(tmp_path: Path, width: int, height: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "height", "reason"),
+    [(10_000, 10_000, ".*pixels"), (60_000, 60_000, ".*pixels"), (0, 10, ""), (10, 0, "")],
+)
+def test_decompression_bombs_and_empty_images_are_refused(
+    tmp_path: Path, width: int, height: int, reason: str
+) -> None:
     (tmp_path / "p.png").write_bytes(png_claiming(width, height))
-    with pytest.raises(UnreadableImage, match=r"p\.png: "):
+    with pytest.raises(UnreadableImage, match=rf"p\.png: {reason}"):
         decode(tmp_path / "p.png")
 
 

@@ -32,13 +32,11 @@ class Life:
         self.standing = NO_SUBMISSION
 
     def come(self, count: int, start: int = 100) -> None:
-        """New images of the first class."""
         for number in range(start, start + count):
             pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
             Image.fromarray(pixels).save(self.data / self.first / f"{number}.png")
 
     def go(self, count: int) -> None:
-        """The first images of the first class are deleted."""
         for path in sorted((self.data / self.first).iterdir())[:count]:
             path.unlink()
 

@@ -27,12 +27,10 @@ WANTED = Preprocessing(height=8, width=8)
 
 
 def manifest(how: Perturbation | None, program: Program | None = None) -> TaskManifest:
-    """A task that wants something perturbed."""
     return make_manifest(perturbation=how, program=program)
 
 
 def on_images(scale: float = 0.2) -> Perturbation:
-    """Noise on images."""
     return Perturbation(on="images", noise="gaussian", scale=scale)
 
 

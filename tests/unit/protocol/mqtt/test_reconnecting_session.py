@@ -19,23 +19,10 @@ from protocol.mqtt.reconnecting_session import (
     Received,
 )
 from tests.conftest import Serve
-from tests.support.brokers import mosquitto, mosquitto_program
-from tests.support.sessions import TIMEOUT_S, listening, running
+from tests.support.brokers import mosquitto, needs_mosquitto
+from tests.support.sessions import TIMEOUT_S, leaked, listening, running
 
-
-@pytest.fixture
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a session try again within half a second, however often it has failed."""
-    monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
-
-
-def test_message_is_delivered_and_drained(broker: BrokerAddress) -> None:
-    with running(broker, "b", "t/+") as (_, hears), running(broker, "a") as (says, ear):
-        hears.wait(Connected)
-        ear.wait(Connected)
-        says.send(Outgoing("t/1", b"\x00\xff"))
-        assert hears.wait(Received) == Received("t/1", b"\x00\xff")
-        ear.wait(Drained)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 def test_more_messages_than_the_window_arrive_in_order(broker: BrokerAddress) -> None:
@@ -79,15 +66,6 @@ def test_messages_of_unsubscribed_topics_are_ignored(broker: BrokerAddress) -> N
     assert {event.topic for event in received} == {"ours/1", "ours/2"}
 
 
-def test_message_sent_while_connecting_is_delivered(serve: Serve, address: BrokerAddress) -> None:
-    with serve(address), running(address, "b", "t") as (_, hears):
-        hears.wait(Connected)
-        with running(address, "a") as (says, _):
-            says.send(Outgoing("t", b"early"))
-            assert hears.wait(Received).payload == b"early"
-
-
-@pytest.mark.usefixtures("short_pauses")
 def test_session_reconnects_and_resubscribes(serve: Serve, address: BrokerAddress) -> None:
     with running(address, "a", "t") as (says, ear):
         assert f"no broker at {address}" in ear.wait(Disconnected).reason
@@ -100,7 +78,6 @@ def test_session_reconnects_and_resubscribes(serve: Serve, address: BrokerAddres
             assert 0 < lost.retry_s <= reconnect_delay.MAX_RETRY_DELAY_S
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_message_without_connection_is_dropped(serve: Serve, address: BrokerAddress) -> None:
     with running(address, "a", "t") as (says, ear):
         ear.wait(Disconnected)
@@ -125,7 +102,6 @@ def _own_socket(port: int) -> list[int]:
     return found
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_will_message_is_delivered_when_a_socket_dies(broker: BrokerAddress) -> None:
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
@@ -177,7 +153,6 @@ def test_stop_without_broker_ends_the_thread(address: BrokerAddress) -> None:
         assert not made._thread.is_alive()
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_listener_that_closes_is_retried_with_delay() -> None:
     with listening(lambda _: None) as (broker, times), running(broker, "a") as (_, ear):
         pauses = [ear.wait(Disconnected).retry_s for _ in range(4)]
@@ -189,34 +164,22 @@ def test_listener_that_closes_is_retried_with_delay() -> None:
         assert ear.rest() == []
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_failed_attempts_leak_no_sockets_or_threads(address: BrokerAddress) -> None:
     with running(address, "a") as (_, ear):
-        for _ in range(3):
-            ear.wait(Disconnected)
-        files, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-        for _ in range(10):
-            ear.wait(Disconnected)
-        assert len(list(Path("/proc/self/fd").iterdir())) <= files + 2
-        assert threading.active_count() <= threads + 1
+        files, threads = leaked(ear)
+    assert files <= 2
+    assert threads <= 1
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_lost_connections_leak_no_sockets() -> None:
     gc.disable()
     try:
         with listening(lambda _: None) as (broker, _), running(broker, "a") as (_, ear):
-            for _ in range(2):
-                ear.wait(Disconnected)
-            files = len(list(Path("/proc/self/fd").iterdir()))
-            for _ in range(8):
-                ear.wait(Disconnected)
-            assert len(list(Path("/proc/self/fd").iterdir())) <= files + 6
+            assert leaked(ear)[0] <= 6
     finally:
         gc.enable()
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_silent_listener_times_out_and_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconnecting_session, "CONNECT_TIMEOUT_S", 0.5)
     release = threading.Event()
@@ -231,21 +194,7 @@ def test_silent_listener_times_out_and_is_retried(monkeypatch: pytest.MonkeyPatc
         release.set()
 
 
-@pytest.mark.usefixtures("short_pauses")
-def test_http_server_is_a_lost_connection() -> None:
-    with (
-        listening(lambda peer: peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as (broker, _),
-        running(broker, "a") as (_, ear),
-    ):
-        ear.wait(Disconnected)
-        ear.wait(Disconnected)
-
-
-needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
-
-
 @needs_mosquitto
-@pytest.mark.usefixtures("short_pauses")
 def test_refused_connection_reports_the_reason(address: BrokerAddress, tmp_path: Path) -> None:
     with (
         mosquitto(address, tmp_path, options="allow_anonymous false"),
@@ -268,7 +217,6 @@ def _suback(code: int) -> Callable[[socket.socket], None]:
     return answer
 
 
-@pytest.mark.usefixtures("short_pauses")
 def test_denied_subscription_is_a_failed_connection() -> None:
     with listening(_suback(0x80)) as (broker, _), running(broker, "a", "secret") as (_, ear):
         assert "denies subscribing to secret" in ear.wait(Disconnected).reason

@@ -5,7 +5,6 @@ import re
 import socket
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ import pytest
 
 from aggregator.security.certificates import utc_now
 from protocol.errors import ConfigError
-from protocol.mqtt import reconnect_delay, reconnecting_session
+from protocol.mqtt import reconnecting_session
 from protocol.mqtt.client import Version
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
@@ -34,22 +33,15 @@ from protocol.mqtt.tls import (
     readable_by_others,
     warnings,
 )
-from tests.support.brokers import mosquitto, mosquitto_program
+from tests.support.brokers import mosquitto, needs_mosquitto
 from tests.support.certificates import Certificates
-from tests.support.sessions import listening, running
+from tests.support.sessions import leaked, listening, running
 
-needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a session try again within half a second, however often it has failed."""
-    monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 
 @pytest.fixture
 def made(tmp_path: Path) -> Certificates:
-    """A fleet's certificates."""
     return Certificates(tmp_path / "certificates")
 
 
@@ -57,14 +49,12 @@ def made(tmp_path: Path) -> Certificates:
 def closed(
     address: BrokerAddress, made: Certificates, *, mutual: bool = True, more: str = ""
 ) -> Iterator[None]:
-    """A broker that shows a certificate, and with `mutual` wants one."""
     options = f"{made.mosquitto(mutual=mutual)}\n{more or 'allow_anonymous false'}\nuser {getpass.getuser()}"
     with mosquitto(address, made.folder, options=options):
         yield
 
 
 def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
-    """Why a session was not let in."""
     with running(broker, "a", access=access) as (_, ear):
         reason = ear.wait(Disconnected).reason
         assert Connected not in map(type, ear.seen)
@@ -134,12 +124,11 @@ def test_unverifiable_broker_is_refused(address: BrokerAddress, made: Certificat
     other = Certificates(tmp_path / "other")
     made.client("shed-1")
     elsewhere = BrokerAddress("127.0.0.2", address.port)
+    access = made.access("shed-1")
     with closed(BrokerAddress("0.0.0.0", address.port), made):  # noqa: S104 - for the other name
-        assert "not signed by" in refusal(address, replace(made.access("shed-1"), ca=other.ca))
-        assert "an authority of this system: give" in refusal(
-            address, replace(made.access("shed-1"), ca=None)
-        )
-        assert "its certificate is not for 127.0.0.2" in refusal(elsewhere, made.access("shed-1"))
+        assert "not signed by" in refusal(address, replace(access, ca=other.ca))
+        assert "an authority of this system: give" in refusal(address, replace(access, ca=None))
+        assert "its certificate is not for 127.0.0.2" in refusal(elsewhere, access)
 
 
 @needs_mosquitto
@@ -151,7 +140,6 @@ def test_expired_broker_certificate_is_refused(address: BrokerAddress, made: Cer
 
 @contextmanager
 def tls_server(certificate: Path, **options: ssl.TLSVersion) -> Iterator[BrokerAddress]:
-    """Something that shows a certificate, and is no broker."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, certificate.with_suffix(".key"))
     context.set_ciphers("ALL:@SECLEVEL=0")
@@ -183,14 +171,12 @@ def test_old_tls_version_is_refused(made: Certificates) -> None:
 
 
 @needs_mosquitto
-def test_plain_broker_port_is_explained(address: BrokerAddress, made: Certificates, tmp_path: Path) -> None:
+def test_port_without_tls_is_explained(address: BrokerAddress, made: Certificates, tmp_path: Path) -> None:
+    expected = ": give the broker's TLS port, or omit --tls"
     with mosquitto(address, tmp_path):
-        assert ": give the broker's TLS port, or omit --tls" in refusal(address, made.access())
-
-
-def test_non_tls_service_is_explained(made: Certificates) -> None:
+        assert expected in refusal(address, made.access())
     with listening(lambda peer: peer.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")) as (broker, _):
-        assert ": give the broker's TLS port, or omit --tls" in refusal(broker, made.access())
+        assert expected in refusal(broker, made.access())
 
 
 @needs_mosquitto
@@ -214,13 +200,9 @@ def test_failed_handshakes_leak_nothing(made: Certificates, tmp_path: Path) -> N
         tls_server(other.folder / "broker.crt") as broker,
         running(broker, "a", access=made.access()) as (_, ear),
     ):
-        for _ in range(2):
-            ear.wait(Disconnected)
-        files, threads = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-        for _ in range(8):
-            ear.wait(Disconnected)
-        assert len(list(Path("/proc/self/fd").iterdir())) <= files + 4
-        assert threading.active_count() <= threads + 1
+        files, threads = leaked(ear)
+    assert files <= 4
+    assert threads <= 1
 
 
 def test_verification_is_always_enabled(made: Certificates) -> None:

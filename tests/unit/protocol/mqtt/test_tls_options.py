@@ -23,13 +23,11 @@ def command(**given: Any) -> None:
 
 
 def run(*arguments: str | Path, **environment: str) -> Result:
-    """Run the command, with nothing in the environment but this."""
     variables = {f"PROTOFLEET_{name.upper()}": value for name, value in environment.items()}
     return CliRunner(env=variables).invoke(command, [*map(str, arguments)])
 
 
 def access(*arguments: str | Path, **environment: str) -> BrokerAccess:
-    """What the command makes of its options."""
     done = run(*arguments, **environment)
     assert done.exit_code == 0, (done.output, done.exception)
     return heard.pop()
@@ -51,15 +49,9 @@ def test_config_file_sets_tls_options(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text(
         f'ca = "ca.crt"\ncert = "a.crt"\nkey = "a.key"\nusername = "a"\npassword-file = "{tmp_path}/password"\n'
     )
-    given = access("--config", tmp_path / "settings.toml")
-    assert given == BrokerAccess(
-        tls=True,
-        ca=Path("ca.crt"),
-        certificate=Path("a.crt"),
-        key=Path("a.key"),
-        username="a",
-        password="secret",
-    )
+    files = {"ca": Path("ca.crt"), "certificate": Path("a.crt"), "key": Path("a.key")}
+    expected = BrokerAccess(tls=True, username="a", password="secret", **files)
+    assert access("--config", tmp_path / "settings.toml") == expected
 
 
 def test_password_comes_from_file_or_environment(tmp_path: Path) -> None:
@@ -100,12 +92,7 @@ def test_half_of_an_option_pair_is_a_usage_error(tmp_path: Path, arguments: list
 
 def test_unusable_password_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "password"
-    for content, said in (
-        (None, "No such file"),
-        (b"", "which is empty"),
-        (b"\n", "is empty"),
-        (b"\xff", "UTF-8"),
-    ):
+    for content, said in ((None, "No such file"), (b"", "is empty"), (b"\n", "is empty"), (b"\xff", "UTF-8")):
         if content is not None:
             file.write_bytes(content)
         error = run("--username", "a", "--password-file", file).exception

@@ -4,9 +4,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,32 +25,15 @@ UPDATE facts SET value = upper(value)
 """
 
 
-def open_database(
-    folder: Path,
-    *,
-    migrations: Sequence[str] = (FIRST, SECOND),
-    read_only: bool = False,
-    is_cache: bool = False,
-    lock: FolderLock | None = None,
-) -> Database:
-    """The file `state.sqlite` of a folder."""
-    return Database(
-        folder / "state.sqlite",
-        program="fleet run",
-        migrations=migrations,
-        read_only=read_only,
-        is_cache=is_cache,
-        lock=lock,
-    )
+def open_database(folder: Path, *, migrations: Sequence[str] = (FIRST, SECOND), **options: Any) -> Database:
+    return Database(folder / "state.sqlite", program="fleet run", migrations=migrations, **options)
 
 
 def put(database: Database, key: str, value: str = "1") -> None:
-    """Write one fact."""
     database.write("INSERT OR REPLACE INTO facts VALUES (?, ?)", key, value)
 
 
 def keys(database: Database) -> list[str]:
-    """The keys of all facts."""
     return [key for (key,) in database.read("SELECT key FROM facts ORDER BY key")]
 
 
@@ -81,6 +65,12 @@ def test_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
     assert keys(open_database(tmp_path, read_only=True)) == ["a"]
 
 
+def run_in_threads(work: Callable[[], None], *, threads: int) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(work) for _ in range(threads)]:
+            done.result()
+
+
 def test_threads_take_turns(tmp_path: Path) -> None:
     database = open_database(tmp_path)
     put(database, "count", "0")
@@ -91,11 +81,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
                 ((value,),) = connection.execute("SELECT value FROM facts")
                 put(database, "count", str(int(value) + 1))
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(count, threads=4)
     assert database.read("SELECT value FROM facts") == [("200",)]
 
 
@@ -128,21 +114,9 @@ def test_newer_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_concurrent_starts_migrate_once(tmp_path: Path) -> None:
-    failed: list[Exception] = []
-
-    def start() -> None:
-        try:
-            put(open_database(tmp_path), threading.current_thread().name)
-        except Exception as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    assert len(keys(open_database(tmp_path))) == 8
+    names = iter("abcdefgh")
+    run_in_threads(lambda: put(open_database(tmp_path), next(names)), threads=8)
+    assert keys(open_database(tmp_path)) == list("abcdefgh")
 
 
 def test_lock_is_taken_before_the_file_and_released_on_close(tmp_path: Path) -> None:

@@ -41,9 +41,10 @@ from tests.support.messages import MESSAGES, SAMPLES, WIRE_TYPES
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden_v1.json").read_text())
 MAX_BYTES = 2**20
-LITTLE = b"\x04\x00"
 
 each_message = pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
+
+each_map = pytest.mark.parametrize("message", [each for each in SAMPLES if not isinstance(each, Frame)])
 
 
 def as_map(message: Message) -> dict[str, Any]:
@@ -118,21 +119,21 @@ def test_random_bytes_are_refused(data: bytes, message_type: type[Message | Fram
         message_kind(b"\x81" + data)
 
 
-@given(st.sampled_from(SAMPLES), st.data())
-def test_flipped_byte_is_refused_or_valid(message: Message | Frame, data: st.DataObject) -> None:
+@given(st.sampled_from(SAMPLES), st.integers(0, 10**4), st.integers(0, 255))
+def test_flipped_byte_is_refused_or_valid(message: Message | Frame, at: int, byte: int) -> None:
     damaged = bytearray(encode(message))
-    damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    damaged[at % len(damaged)] = byte
     with contextlib.suppress(MalformedMessage):
         decode(bytes(damaged), type(message), max_bytes=MAX_BYTES)
 
 
-@pytest.mark.parametrize("message", [sample for sample in SAMPLES if not isinstance(sample, Frame)])
+@each_map
 def test_unknown_keys_are_ignored(message: Message) -> None:
     envelope = {**as_map(message), "hint": [{"deep": b"x"}, None, 1.5]}
     assert decode(msgspec.msgpack.encode(envelope), type(message), max_bytes=MAX_BYTES) == message
 
 
-@pytest.mark.parametrize("message", [sample for sample in SAMPLES if not isinstance(sample, Frame)])
+@each_map
 def test_required_fields_are_required(message: Message) -> None:
     for field in msgspec.structs.fields(message):
         if field.required:
@@ -142,16 +143,9 @@ def test_required_fields_are_required(message: Message) -> None:
         refused(wrong, type(message))
 
 
-HUGE_LENGTHS = {
-    "bytes": b"\xc6\xff\xff\xff\xff",
-    "text": b"\xdb\xff\xff\xff\xff",
-    "list": b"\xdd\xff\xff\xff\xff",
-    "map": b"\xdf\xff\xff\xff\xff",
-}
-
-
-@pytest.mark.parametrize("head", HUGE_LENGTHS.values(), ids=HUGE_LENGTHS.keys())
-def test_huge_declared_length_allocates_nothing(head: bytes) -> None:
+@pytest.mark.parametrize("kind", [b"\xc6", b"\xdb", b"\xdd", b"\xdf"], ids=["bytes", "text", "list", "map"])
+def test_huge_declared_length_allocates_nothing(kind: bytes) -> None:
+    head = kind + b"\xff" * 4
     evaluation = encode(Evaluation(task=bytes(32), head_version=1, correct=(1,), incorrect=()))
     where = evaluation.index(b"\xa7correct") + len(b"\xa7correct")
     attacks: list[tuple[bytes, type[Message | Frame]]] = [
@@ -184,14 +178,9 @@ _HEAD = {"version": 1, "head": _BLOB, "devices": 1, "prototypes": 1}
 OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
     *[(TaskManifest, {"alpha": alpha}) for alpha in (0.0, -0.5, 1.01, float("nan"), float("inf"))],
     *[(TaskManifest, {"fleet": name}) for name in ("", "a/b", "a b", "+", "#", "x" * 65, "break\n")],
-    (TaskManifest, {"classes": []}),
-    (TaskManifest, {"classes": [""]}),
-    (TaskManifest, {"classes": ["x" * 129]}),
-    (TaskManifest, {"classes": ["x"] * 4097}),
+    *[(TaskManifest, {"classes": names}) for names in ([], [""], ["x" * 129], ["x"] * 4097)],
     (TaskManifest, {"backbones": []}),
-    (TaskManifest, {"batch_size": 0}),
-    (TaskManifest, {"batch_size": 65536}),
-    (TaskManifest, {"batch_size": 5.5}),
+    *[(TaskManifest, {"batch_size": size}) for size in (0, 65536, 5.5)],
     (TaskManifest, {"min_images": 0}),
     (TaskManifest, {"algorithm": "a b"}),
     (Signed, {"release": 0}),
@@ -200,27 +189,17 @@ OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
     (HeadManifest, {"canary_rank_limit": 2**32 + 1}),
     (HeadManifest, {"current": {**_HEAD, "version": 0}}),
     (HeadManifest, {"candidate": {**_HEAD, "metrics": {str(n): 0.0 for n in range(33)}}}),
-    (HeadManifest, {"task": bytes(31)}),
-    (HeadManifest, {"task": bytes(33)}),
-    (HeadManifest, {"task": "0" * 32}),
-    (Presence, {"epoch": -1}),
-    (Presence, {"epoch": 2**63}),
+    *[(HeadManifest, {"task": digest}) for digest in (bytes(31), bytes(33), "0" * 32)],
+    *[(Presence, {"epoch": epoch}) for epoch in (-1, 2**63)],
     (Presence, {"state": "asleep"}),
-    (Evaluation, {"correct": [-1]}),
-    (Evaluation, {"correct": [0] * 4097}),
-    (Submission, {"labels": ["f8", [1], bytes(8)]}),
-    (Submission, {"labels": ["|O", [1], bytes(8)]}),
+    *[(Evaluation, {"correct": counts}) for counts in ([-1], [0] * 4097)],
+    *[(Submission, {"labels": [dtype, [1], bytes(8)]}) for dtype in ("f8", "|O")],
+    *[(Submission, {"labels": ["u1", shape, b""]}) for shape in ([-1], [2**31], [1] * 5)],
     (Submission, {"labels": ["u1", [1], [0]]}),
-    (Submission, {"labels": ["u1", [-1], b""]}),
-    (Submission, {"labels": ["u1", [2**31], b""]}),
-    (Submission, {"labels": ["u1", [1] * 5, b"\0"]}),
-    (Receipt, {"missing": [[0, 1]] * 65}),
-    (Receipt, {"missing": [[0]]}),
-    (Receipt, {"missing": [[-1, 2**40]]}),
+    *[(Receipt, {"missing": ranges}) for ranges in ([[0, 1]] * 65, [[0]], [[-1, 2**40]])],
     (Receipt, {"reason": "bored"}),
     (Receipt, {"detail": "x" * 257}),
-    (BlobRequest, {"length": 0}),
-    (BlobRequest, {"length": 16 * 60 * 1024 + 1}),
+    *[(BlobRequest, {"length": length}) for length in (0, 16 * 60 * 1024 + 1)],
     (BlobRequest, {"offset": 2**31 + 1}),
 ]
 
@@ -234,11 +213,8 @@ def test_every_bound_is_enforced(message_type: type[Message], change: dict[str, 
 
 def test_frame_holds_at_most_one_chunk() -> None:
     digest = bytes(32)
-    decode(
-        encode(Frame(v=1, digest=digest, size_bytes=61_440, offset=0, data=bytes(61_440))),
-        Frame,
-        max_bytes=MAX_BYTES,
-    )
+    largest = encode(Frame(v=1, digest=digest, size_bytes=61_440, offset=0, data=bytes(61_440)))
+    decode(largest, Frame, max_bytes=MAX_BYTES)
     refused(["frame", 1, digest, 70_000, 0, bytes(61_441)], Frame)
     refused(["frame", 1, digest, 2**31 + 1, 0, b""], Frame)
     refused(["frame", 1, digest, 10, -1, b""], Frame)
@@ -258,7 +234,7 @@ def test_array_round_trip(array: NDArray[Any]) -> None:
 
 
 def test_big_endian_array_is_converted() -> None:
-    assert to_tensor(np.array([4], dtype=">u2")).data == LITTLE
+    assert to_tensor(np.array([4], dtype=">u2")).data == b"\x04\x00"
 
 
 def test_any_memory_order_is_sent_row_major() -> None:
@@ -268,22 +244,12 @@ def test_any_memory_order_is_sent_row_major() -> None:
         np.testing.assert_array_equal(to_array(to_tensor(view)), view)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros(2),
-        np.zeros(2, dtype=np.int8),
-        np.zeros(2, dtype=np.uint64),
-        np.zeros(2, dtype=bool),
-        np.array(["text"]),
-        np.array([object()]),
-        np.zeros((1, 1, 1, 1, 1), dtype=np.float32),
-    ],
-    ids=["float64", "int8", "uint64", "bool", "text", "objects", "five dimensions"],
-)
-def test_unsupported_array_is_refused(array: NDArray[Any]) -> None:
+@pytest.mark.parametrize("dtype", [float, np.int8, np.uint64, bool, "U4", object])
+def test_unsupported_array_is_refused(dtype: Any) -> None:
     with pytest.raises(MalformedMessage, match="cannot send"):
-        to_tensor(array)
+        to_tensor(np.zeros(2, dtype=dtype))
+    with pytest.raises(MalformedMessage, match="cannot send"):
+        to_tensor(np.zeros((1, 1, 1, 1, 1), dtype=np.float32))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (7,), (), (0,), (2**31 - 1,) * 4])
@@ -305,14 +271,7 @@ def test_received_array_is_read_only() -> None:
 
 @pytest.mark.parametrize(
     ("values", "dtype"),
-    [
-        ([], "u1"),
-        ([0, 255], "u1"),
-        ([256], "u2"),
-        ([65535], "u2"),
-        ([65536], "u4"),
-        ([2**32 - 1], "u4"),
-    ],
+    [([], "u1"), ([0, 255], "u1"), ([256, 65535], "u2"), ([65536, 2**32 - 1], "u4")],
 )
 def test_integers_use_the_smallest_dtype(values: list[int], dtype: str) -> None:
     tensor = to_unsigned(np.array(values, dtype=np.int64))
