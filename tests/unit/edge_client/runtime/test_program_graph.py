@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.runtime.onnx_model import Slot, fit
+from edge_client.runtime.onnx_model import Slot, Tensors, fit
 from edge_client.runtime.onnx_validation import MAX_DEPTH, MAX_FIELDS, MAX_GRAPH_BYTES, check_graph
 from edge_client.runtime.program_graph import Role, open_graph
 from protocol.errors import GraphRefused
@@ -268,7 +268,8 @@ def test_failing_graph_is_refused_in_one_line(capfd: pytest.CaptureFixture[str])
 def test_tensors_are_bound_by_name() -> None:
     """Arrays are cast only if necessary, and missing ones are named."""
     weight, mean = np.zeros((4, 2), np.float32), np.zeros(4, np.float16)
-    state = {"weight": weight, "velocity": weight, "mean": mean, "steps": np.zeros((), np.int64)}
+    steps = np.zeros((), np.int64)
+    state: Tensors = {"weight": weight, "velocity": weight, "mean": mean, "steps": steps}
     bound = opened("project").bind({"weight": weight, "mean": mean, "more": np.zeros(1)})
     assert set(bound) == {"weight", "mean"}
     assert bound["weight"] is weight
