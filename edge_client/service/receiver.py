@@ -107,13 +107,7 @@ class Receiver:
         return ()
 
     def _verified(self, channel: FleetChannel, payload: bytes) -> bytes:
-        """Return the body of a manifest, after its release is stored.
-
-        Raises:
-            BadSignature: the signature does not match the key in it.
-            UntrustedManifest: it is from another aggregator, or older than one seen before.
-            MalformedMessage: it is not a signed message.
-        """
+        """Return the body of a manifest that was verified, after its release is stored."""
         signed = open_manifest(payload, fleet=self._settings.fleet, channel=channel)
         trust = manifest_trust.verify(self._trust, channel, signed)
         if trust != self._trust:

@@ -64,11 +64,7 @@ class HeadInstaller:
 
     @contextlib.contextmanager
     def _counting_crashes(self, key: bytes) -> Iterator[None]:
-        """Record that a head is on trial, so that one that crashes the program is not tried at every start.
-
-        Raises:
-            GraphRefused: the program ended in each of the last trials.
-        """
+        """Record that a head is on trial, so that one that crashes the program is not tried at every start."""
         last = self._store.get(HeadTrial)
         attempts = last.attempts + 1 if last.head == key else 1
         self._store.set(HeadTrial(key, attempts))

@@ -99,11 +99,7 @@ def _prepare(
 
 
 def _charge(workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivacy) -> tuple[bytes, Privacy]:
-    """Return the noise key of a release and its cost; the newest release is not charged again.
-
-    Raises:
-        PrivacyRefused: the cost exceeds the task's or the device's budget.
-    """
+    """Return the noise key of a release and its cost; the newest release is not charged again."""
     ledger, own_limit = workspace.store.ledger, workspace.settings.max_epsilon
     before = ledger.releases()
     if before and before[-1].fingerprint == fingerprint and before[-1].key is not None:

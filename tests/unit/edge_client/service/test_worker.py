@@ -1,8 +1,5 @@
 """Worker: which jobs are dropped, and how heads are installed, compared, refused and kept."""
 
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +9,16 @@ from numpy.typing import NDArray
 
 from edge_client.agent import events
 from edge_client.agent.state import head_key
+from edge_client.inference import Head
 from edge_client.runtime.backbone import Backbone
 from edge_client.service.device import Device
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
+from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead, StoredLocalModel
+from edge_client.submission import head_installer
 from edge_client.submission.features import FoundImages
 from edge_client.training.local_round import initial_model, pack
-from protocol.errors import StateError
+from protocol.errors import GraphRefused, StateError
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
 from tests.support.device_factory import (
@@ -300,34 +299,26 @@ def test_going_back_to_a_rounds_head_restores_its_local_model(rounds: RoundsBenc
         assert (installed.version, installed.local_model) == (number + 1, models[bound])
 
 
-DEADLY = """
-import os, signal, sys
-from pathlib import Path
-from edge_client.submission import head_installer
-from tests.unit.edge_client.service.test_worker import CONSTANT, Bench
-
-bench = Bench(Path(sys.argv[1]))
-head_installer.open_installed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-installed, evaluation = bench.install(bench.head(2, CONSTANT["cat"], b"deadly"))
-print(installed.reason, evaluation.problem, sep="\\n")
-"""
-"""A device whose process ends while it opens a head."""
-
-
-def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(tmp_path: Path) -> None:
+def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The previous head stays in use all the time, and another head is installed afterwards."""
-    bench = Bench(tmp_path)
     bench.install(bench.head(1, CONSTANT["cat"]))
-    before = bench.store.get(Heads)
-    for code in (-signal.SIGKILL, -signal.SIGKILL, -signal.SIGKILL, 0):
-        done = subprocess.run(
-            [sys.executable, "-c", DEADLY, str(tmp_path)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == code, done.stderr
+    before, deadly = bench.store.get(Heads), bench.head(2, CONSTANT["cat"], b"deadly")
+    trials: list[HeadTrial] = []
+
+    def end(*_: object) -> Head:
+        trials.append(bench.store.get(HeadTrial))
+        raise GraphRefused("the process is killed here")
+
+    monkeypatch.setattr(head_installer, "open_installed", end)
+    for _ in range(4):
+        installed, evaluation = bench.install(deadly)
         assert bench.store.get(Heads) == before
-    assert done.stdout.splitlines() == [
-        "head 2 refused, the previous head stays in use: the program ended 3 times while testing it",
-        "the program ended 3 times while testing it",
-    ]
-    installed, _ = bench.install(bench.head(2, CONSTANT["dog"]))
-    assert not installed.reason
+        # A killed process leaves the record of its trial.
+        bench.store.set(trials[-1])
+    assert [trial.attempts for trial in trials] == [1, 2, 3]
+    assert evaluation.problem == "the program ended 3 times while testing it"
+    assert installed.reason.endswith(f"the previous head stays in use: {evaluation.problem}")
+    monkeypatch.undo()
+    assert not bench.install(bench.head(2, CONSTANT["dog"]))[0].reason

@@ -16,14 +16,18 @@ from tests.support.machine_faults import full_disk, open_folder, read_only
 ANY_NAME = st.binary(max_size=40).map(lambda name: name.decode(errors="surrogateescape"))
 
 
+@pytest.fixture
+def cache(tmp_path: Path) -> FeatureCache:
+    return FeatureCache(tmp_path / "features.sqlite")
+
+
 def rows(count: int, length: int = 8, start: int = 0) -> list[tuple[str, NDArray[np.float32]]]:
     """Identities and features that are all different."""
     return [(str(number), np.full(length, number, np.float32)) for number in range(start, start + count)]
 
 
-def test_features_are_found_under_any_file_name(tmp_path: Path) -> None:
+def test_features_are_found_under_any_file_name(cache: FeatureCache) -> None:
     """File names are bytes."""
-    cache = FeatureCache(tmp_path / "features.sqlite")
     backbones = iter(range(10**6))
 
     @given(st.lists(ANY_NAME, unique=True, min_size=1, max_size=5))
@@ -40,9 +44,8 @@ def test_features_are_found_under_any_file_name(tmp_path: Path) -> None:
     check()
 
 
-def test_unknown_images_and_backbones_have_no_features(tmp_path: Path) -> None:
+def test_unknown_images_and_backbones_have_no_features(tmp_path: Path, cache: FeatureCache) -> None:
     """Reading a missing feature is an error."""
-    cache = FeatureCache(tmp_path / "features.sqlite")
     cache.put("b", rows(3), [("bad", "broken")])
     assert cache.lookup("3", "b") is None
     assert cache.lookup("0", "c") is None
@@ -53,18 +56,8 @@ def test_unknown_images_and_backbones_have_no_features(tmp_path: Path) -> None:
             list(cache.chunks([identity], "b"))
 
 
-def test_chunks_are_small_and_in_order(tmp_path: Path) -> None:
-    cache = FeatureCache(tmp_path / "features.sqlite")
-    cache.put("b", rows(600), [])
-    order = [str(number) for number in reversed(range(600))]
-    chunks = list(cache.chunks(order, "b"))
-    assert [chunk.shape for chunk in chunks] == [(256, 8), (256, 8), (88, 8)]
-    assert all(chunk.dtype == np.float32 for chunk in chunks)
-    assert np.concatenate(chunks)[:, 0].tolist() == [float(number) for number in reversed(range(600))]
-
-
-def test_features_of_several_backbones_are_side_by_side(tmp_path: Path) -> None:
-    cache = FeatureCache(tmp_path / "features.sqlite")
+def test_features_of_several_backbones_are_side_by_side(cache: FeatureCache) -> None:
+    """In the order of the identities, and in small chunks."""
     cache.put("b", rows(300, length=2), [])
     cache.put("c", [(name, -vector) for name, vector in rows(300, length=3)], [])
     order = [str(number) for number in reversed(range(300))]
@@ -73,31 +66,17 @@ def test_features_of_several_backbones_are_side_by_side(tmp_path: Path) -> None:
     np.testing.assert_array_equal(cache.matrix(order, "c", "b", size=5), expected)
     chunks = list(cache.chunks(order, "c", "b"))
     assert [len(chunk) for chunk in chunks] == [256, 44]
+    assert all(chunk.dtype == np.float32 for chunk in chunks)
     np.testing.assert_array_equal(np.concatenate(chunks), expected)
     assert cache.matrix([], "c", "b", size=5).shape == (0, 5)
     with pytest.raises(BackboneMismatch, match="expected 4 features from 2 backbones, got 5"):
         cache.matrix(order, "c", "b", size=4)
 
 
-def test_known_images_are_known_to_every_backbone(tmp_path: Path) -> None:
-    cache = FeatureCache(tmp_path / "features.sqlite")
+def test_known_images_are_known_to_every_backbone(cache: FeatureCache) -> None:
     cache.put("b", rows(4), [])
     cache.put("c", rows(2, start=1), [("0", "broken")])
     assert cache.known("b", "c") == {"1", "2"}
-
-
-def test_backbones_in_use_are_never_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1e9]
-    cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
-    identities = [identity for identity, _ in rows(3)]
-    for backbone in ("one", "two", "other"):
-        cache.prune(identities, backbone)
-        cache.put(backbone, rows(3), [])
-    now[0] += 2 * OTHERS_MAX_AGE_S
-    monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 0)
-    cache.prune(identities, "one", "two")
-    assert cache.known("one", "two") == set(identities)
-    assert cache.known("other") == set()
 
 
 def test_pruning_deletes_missing_images_and_shrinks_the_file(tmp_path: Path) -> None:
@@ -115,41 +94,49 @@ def test_pruning_deletes_missing_images_and_shrinks_the_file(tmp_path: Path) -> 
     assert (tmp_path / "features.sqlite").stat().st_size < before / 10
 
 
+class AgingCache(FeatureCache):
+    """A cache whose backbones have features of the same images, used one second after the other."""
+
+    def __init__(self, folder: Path, *backbones: str, length: int = 8) -> None:
+        self.now_s = 1e9
+        super().__init__(folder / "features.sqlite", clock=lambda: self.now_s)
+        self.features = rows(50, length=length)
+        for backbone in backbones:
+            self.use(backbone, after_s=1)
+            self.put(backbone, self.features, [])
+
+    def use(self, *backbones: str, after_s: float) -> None:
+        self.now_s += after_s
+        self.prune([identity for identity, _ in self.features], *backbones)
+
+    def has(self, *backbones: str) -> list[bool]:
+        return [len(self.known(backbone)) == 50 for backbone in backbones]
+
+
 def test_unused_backbone_is_kept_for_its_maximum_age(tmp_path: Path) -> None:
-    now = [1e9]
-    cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
-    identities = [identity for identity, _ in rows(3)]
-    for backbone in ("old", "new"):
-        cache.prune(identities, backbone)
-        cache.put(backbone, rows(3), [])
-    now[0] += OTHERS_MAX_AGE_S
-    cache.prune(identities, "new")
-    assert cache.known("old") == set(identities)
-    now[0] += 1
-    cache.prune(identities, "new")
-    assert cache.known("old") == set()
-    assert cache.known("new") == set(identities)
+    cache = AgingCache(tmp_path, "old", "new")
+    cache.use("new", after_s=OTHERS_MAX_AGE_S - 1)
+    assert cache.has("old", "new") == [True, True]
+    cache.use("new", after_s=1)
+    assert cache.has("old", "new") == [False, True]
+
+
+def test_backbones_in_use_are_never_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = AgingCache(tmp_path, "one", "two", "other")
+    monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 0)
+    cache.use("one", "two", after_s=2 * OTHERS_MAX_AGE_S)
+    assert cache.has("one", "two", "other") == [True, True, False]
 
 
 def test_large_cache_deletes_the_oldest_backbone_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And no more than it must."""
-    now = [0.0]
-    cache = FeatureCache(tmp_path / "features.sqlite", clock=lambda: now[0])
-    identities = [identity for identity, _ in rows(50)]
-    for backbone in ("oldest", "older", "new"):
-        now[0] += 1
-        cache.prune(identities, backbone)
-        cache.put(backbone, rows(50, length=2000), [])
-    monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 1_000_000)
-    cache.prune(identities, "new")
-    assert cache.known("oldest") == set()
-    assert len(cache.known("older")) == len(cache.known("new")) == 50
-    monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 0)
-    cache.prune(identities, "new")
-    assert cache.known("older") == set()
-    assert len(cache.known("new")) == 50
+    cache = AgingCache(tmp_path, "oldest", "older", "new", length=2000)
+    for limit, kept in ((1_000_000, [False, True, True]), (0, [False, False, True])):
+        monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", limit)
+        cache.use("new", after_s=0)
+        assert cache.has("oldest", "older", "new") == kept
 
 
 def test_file_of_another_version_is_created_anew(tmp_path: Path) -> None:
@@ -196,8 +183,7 @@ def test_damage_found_while_reading_creates_the_cache_anew(tmp_path: Path) -> No
     assert (tmp_path / "features.damaged").stat().st_size == size
 
 
-def test_full_disk_stores_no_part_of_a_batch(tmp_path: Path) -> None:
-    cache = FeatureCache(tmp_path / "features.sqlite")
+def test_full_disk_stores_no_part_of_a_batch(cache: FeatureCache) -> None:
     cache.put("b", rows(3), [])
     with full_disk(after_bytes=100_000), pytest.raises(StateError, match=r"cannot use .*features\.sqlite"):
         cache.put("b", rows(100, length=2000, start=10), [])

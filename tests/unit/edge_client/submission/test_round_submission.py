@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -41,20 +41,15 @@ STEPS_PER_EPOCH = 5
 """18 images in batches of 4."""
 
 
-@dataclass
 class Device:
     """A device program on a folder; another one on the same folder is a restart."""
 
-    folder: Path
-    dry_run: bool = False
-    holdout: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Start."""
-        self.store = DeviceState(self.folder)
-        self.cache = FeatureCache(self.folder / "features.sqlite")
-        settings = make_settings(self.folder, holdout=self.holdout)
-        self.rounds = RoundTraining(Workspace(settings, self.store, self.cache, self.dry_run))
+    def __init__(self, folder: Path, *, dry_run: bool = False, holdout: float = 0.0) -> None:
+        self.folder = folder
+        self.store = DeviceState(folder)
+        self.cache = FeatureCache(folder / "features.sqlite")
+        settings = make_settings(folder, holdout=holdout)
+        self.rounds = RoundTraining(Workspace(settings, self.store, self.cache, dry_run))
         self.steps: list[int] = []
 
     def train(
@@ -80,21 +75,21 @@ class Device:
         )
 
     def interrupt(self, manifest: TaskManifest, opened: RoundManifest, *, stop_before: int = 7) -> None:
-        """Train a round until a step."""
         with pytest.raises(Interrupted):
             self.train(manifest, opened, stop_before=stop_before)
 
-    def complete(self, manifest: TaskManifest, opened: RoundManifest, *, sequence: int = 7) -> UploadItem:
+    def complete(self, manifest: TaskManifest, opened: RoundManifest) -> UploadItem:
         """Train and store a round."""
         prepared = self.train(manifest, opened)
-        payload = encode_submission(
-            prepared, task=TASK, manifest=manifest, sequence=sequence, round_number=opened.number
-        )
-        return self.rounds.store(TASK, opened, prepared, payload)
+        return self.rounds.store(TASK, opened, prepared, encoded(prepared, manifest, opened))
 
-    def local_model(self, task: bytes = TASK) -> LocalModel | None:
-        """Return the stored local model of a task."""
-        digest = self.rounds.local_model_digest(task)
+    def found(self, opened: RoundManifest, *, task: bytes = TASK, above: int = 0) -> UploadItem | None:
+        """Return the round's submission if it was built before."""
+        return self.rounds.existing_submission(task, opened, above=above)
+
+    def local_model(self) -> LocalModel | None:
+        """Return the task's stored local model."""
+        digest = self.rounds.local_model_digest(TASK)
         return unpack(self.store.blobs.read(digest)) if digest else None
 
     def on_disk(self) -> dict[str, bytes]:
@@ -106,27 +101,29 @@ class Device:
         return {**{str(path.relative_to(self.folder)): path.read_bytes() for path in files}, **facts}
 
 
+def encoded(prepared: PreparedSubmission, manifest: TaskManifest, opened: RoundManifest) -> bytes:
+    number = opened.number
+    return encode_submission(prepared, task=TASK, manifest=manifest, sequence=7 + number, round_number=number)
+
+
 @pytest.fixture
 def device(tmp_path: Path) -> Device:
-    """Return a device on an empty folder."""
     return Device(tmp_path)
 
 
 @pytest.fixture
 def manifest(device: Device) -> TaskManifest:
-    """Return the task, whose blobs the device has."""
     return make_task(device.store.blobs)
 
 
 @pytest.fixture
 def opened(device: Device) -> RoundManifest:
-    """Return the first round, whose tensors the device has."""
     return open_round(device.store.blobs)
 
 
-def _state(prepared: PreparedSubmission) -> dict[str, NDArray[np.float32]]:
+def model_of(prepared: PreparedSubmission) -> LocalModel:
     assert prepared.local_model is not None
-    return dict(prepared.local_model.state)
+    return prepared.local_model
 
 
 def test_a_restart_finds_the_rounds_submission(
@@ -135,12 +132,11 @@ def test_a_restart_finds_the_rounds_submission(
     """Only for the same round of the same task, also once it was received."""
     item = device.complete(manifest, opened)
     again = Device(device.folder)
-    find = again.rounds.existing_submission
-    assert find(TASK, opened, above=0) == item
-    assert find(TASK, open_round(device.store.blobs, number=1), above=0) is None
-    assert find(b"u" * 32, opened, above=0) is None
+    assert again.found(opened) == item
+    assert again.found(open_round(device.store.blobs, number=1)) is None
+    assert again.found(opened, task=b"u" * 32) is None
     again.store.outbox.receive(item.digest)
-    assert find(TASK, opened, above=0) == replace(item, received=True)
+    assert again.found(opened) == replace(item, received=True)
 
 
 def test_a_renumbered_submission_differs_in_its_sequence_only(
@@ -148,34 +144,28 @@ def test_a_renumbered_submission_differs_in_its_sequence_only(
 ) -> None:
     """It replaces the one in the outbox."""
     first = payload_of(device.store, device.complete(manifest, opened))
-    second = device.rounds.existing_submission(TASK, opened, above=10**12)
+    second = device.found(opened, above=10**12)
     assert second is not None
     old, new = (
         decode(payload, Submission, max_bytes=10**6) for payload in (first, payload_of(device.store, second))
     )
     assert new.sequence > 10**12
     assert msgspec.structs.replace(new, sequence=old.sequence) == old
-    assert Device(device.folder).rounds.existing_submission(TASK, opened, above=0) == second
+    assert Device(device.folder).found(opened) == second
 
 
 def test_an_interrupted_training_resumes(
-    tmp_path: Path,
-    device: Device,
-    manifest: TaskManifest,
-    opened: RoundManifest,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    tmp_path: Path, device: Device, manifest: TaskManifest, opened: RoundManifest, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
     """No step is taken twice, and the result equals that of an uninterrupted training."""
     caplog.set_level(logging.INFO)
     other = Device(tmp_path / "other")
-    whole = other.train(make_task(other.store.blobs), open_round(other.store.blobs)).local_model
+    whole = model_of(other.train(make_task(other.store.blobs), open_round(other.store.blobs)))
     device.interrupt(manifest, opened)
     again = Device(tmp_path)
-    model = again.train(manifest, opened).local_model
+    model = model_of(again.train(manifest, opened))
     assert again.steps == [8, 9, 10]
     assert "training resumed step=7" in caplog.text
-    assert whole is not None
-    assert model is not None
     assert pack(model) == pack(whole)
 
 
@@ -195,8 +185,7 @@ def test_training_restarts_after_an_image_changed(
     device.interrupt(manifest, opened)
     again = Device(device.folder)
     again.train(manifest, opened, images=CHANGES[change](take_images()))
-    assert again.steps == list(range(1, len(again.steps) + 1))
-    assert len(again.steps) == 2 * STEPS_PER_EPOCH
+    assert again.steps == list(range(1, 2 * STEPS_PER_EPOCH + 1))
 
 
 def test_training_restarts_for_another_round(
@@ -217,12 +206,9 @@ def test_training_restarts_for_another_round(
 
 @pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"!", lambda _: b""])
 def test_training_restarts_after_a_damaged_checkpoint(
-    device: Device,
-    manifest: TaskManifest,
-    opened: RoundManifest,
-    damage: Callable[[bytes], bytes],
+    device: Device, manifest: TaskManifest, opened: RoundManifest, damage: Callable[[bytes], bytes],
     caplog: pytest.LogCaptureFixture,
-) -> None:
+) -> None:  # fmt: skip
     """It is logged, and costs only the steps."""
     device.interrupt(manifest, opened)
     file = device.folder / "training.checkpoint"
@@ -239,8 +225,7 @@ def test_a_class_below_min_images_has_no_prototype(device: Device) -> None:
     assert (prepared.labels.tolist(), prepared.counts.tolist()) == ([0, 1], [7, 6])
     reports = [(entry.counts, entry.left_out) for entry in prepared.classes]
     assert reports == [((7,), False), ((6,), False), ((), True)]
-    assert prepared.local_model is not None
-    assert prepared.local_model.counts.tolist() == [7, 6, 0]
+    assert model_of(prepared).counts.tolist() == [7, 6, 0]
     assert len(device.steps) == 2 * STEPS_PER_EPOCH
     with pytest.raises(ProtofleetError, match="no class has enough images"):
         device.train(make_task(device.store.blobs, min_images=8), open_round(device.store.blobs))
@@ -253,8 +238,7 @@ def test_held_out_images_are_not_trained_on(tmp_path: Path) -> None:
     prepared = device.train(make_task(device.store.blobs), open_round(device.store.blobs))
     training = [entry.images - entry.held_out for entry in prepared.classes]
     assert 0 < sum(training) < sum(COUNTS)
-    assert prepared.local_model is not None
-    assert prepared.local_model.counts.tolist() == training
+    assert model_of(prepared).counts.tolist() == training
 
 
 def test_a_dry_run_writes_nothing(device: Device, manifest: TaskManifest, opened: RoundManifest) -> None:
@@ -262,7 +246,7 @@ def test_a_dry_run_writes_nothing(device: Device, manifest: TaskManifest, opened
     device.complete(manifest, opened)
     dry = Device(device.folder, dry_run=True)
     before = dry.on_disk()
-    assert dry.rounds.existing_submission(TASK, opened, above=0) is None
+    assert dry.found(opened) is None
     assert len(dry.train(manifest, opened).counts) == 3
     dry.interrupt(manifest, opened, stop_before=3)
     assert dry.on_disk() == before
@@ -281,7 +265,7 @@ def test_a_failed_round_changes_nothing(device: Device, tensors: dict[str, NDArr
     prepared = device.train(manifest, open_round(device.store.blobs, number=2, epochs=0))
     stored = device.local_model()
     assert stored is not None
-    np.testing.assert_array_equal(_state(prepared)["weight"], stored.state["weight"])
+    np.testing.assert_array_equal(model_of(prepared).state["weight"], stored.state["weight"])
 
 
 def test_the_local_model_continues_in_the_next_round_of_its_task(device: Device) -> None:
@@ -289,19 +273,16 @@ def test_the_local_model_continues_in_the_next_round_of_its_task(device: Device)
     manifest = make_task(device.store.blobs, kept=("steps",))
     device.complete(manifest, open_round(device.store.blobs))
     opened = open_round(device.store.blobs, number=1)
-    assert _state(device.train(manifest, opened))["steps"] == 4 * STEPS_PER_EPOCH
+    assert model_of(device.train(manifest, opened)).state["steps"] == 4 * STEPS_PER_EPOCH
     assert device.rounds.local_model_digest(b"u" * 32) == b""
-    assert _state(device.train(manifest, opened, task=b"u" * 32))["steps"] == 2 * STEPS_PER_EPOCH
+    other = device.train(manifest, opened, task=b"u" * 32)
+    assert model_of(other).state["steps"] == 2 * STEPS_PER_EPOCH
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_lost_local_model_is_logged_and_replaced(
-    device: Device,
-    manifest: TaskManifest,
-    opened: RoundManifest,
-    damage: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    device: Device, manifest: TaskManifest, opened: RoundManifest, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
     """The next round starts from the initial model."""
     device.complete(manifest, opened)
     file = device.store.blobs.path(device.rounds.local_model_digest(TASK))
@@ -321,9 +302,7 @@ def test_submission_and_local_model_are_stored_together(device: Device, manifest
         opened = open_round(device.store.blobs, number=number)
         device.interrupt(manifest, opened, stop_before=5)
         prepared = device.train(manifest, opened)
-        payload = encode_submission(
-            prepared, task=TASK, manifest=manifest, sequence=number, round_number=number
-        )
+        payload = encoded(prepared, manifest, opened)
         before = (device.store.get(StoredLocalModel), device.store.outbox.items())
         try:
             with full_disk(after_bytes=room):
@@ -331,17 +310,17 @@ def test_submission_and_local_model_are_stored_together(device: Device, manifest
         except StateError:
             assert (device.store.get(StoredLocalModel), device.store.outbox.items()) == before
             assert (device.folder / "training.checkpoint").exists()
-            assert Device(device.folder).rounds.existing_submission(TASK, opened, above=0) is None
+            assert Device(device.folder).found(opened) is None
             outcomes.add("neither")
             device.rounds.store(TASK, opened, prepared, payload)
         else:
             outcomes.add("both")
         again = Device(device.folder)
-        item, model = again.rounds.existing_submission(TASK, opened, above=0), again.local_model()
+        item, model = again.found(opened), again.local_model()
         assert item is not None
         assert payload_of(again.store, item) == payload
         assert model is not None
-        assert same_bits(model.state, _state(prepared))
+        assert same_bits(model.state, model_of(prepared).state)
         assert not (device.folder / "training.checkpoint").exists()
     assert outcomes == {"both", "neither"}
 
