@@ -15,12 +15,7 @@ from protocol.wire.topics import FleetChannel
 
 
 class UntrustedManifest(ProtofleetError):
-    """A manifest that is from another aggregator, or out of date.
-
-    Args:
-        reason: for programs.
-        detail: for the operator.
-    """
+    """A manifest that is from another aggregator, or out of date: a reason for programs, a text for the operator."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
@@ -28,11 +23,10 @@ class UntrustedManifest(ProtofleetError):
 
 
 class ManifestTrust(msgspec.Struct, frozen=True):
-    """A device's knowledge of its aggregator: key and release numbers.
+    """A device's knowledge of its aggregator.
 
-    Args:
-        key: the aggregator's public key, 32 bytes; None before the first manifest.
-        seen: by channel, the greatest release and the sha256 of its content.
+    `key` is its public key, 32 bytes, or None before the first manifest. `seen` has the greatest release of each
+    channel and the sha256 of its content.
     """
 
     key: bytes | None = None

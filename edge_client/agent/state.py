@@ -34,12 +34,9 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class UploadItem:
-    """An item to be uploaded, or received already; its bytes are in the outbox.
+    """An item in the outbox that is to be uploaded, or was `received` by the aggregator.
 
-    Args:
-        digest: identifies the transfer.
-        about: a submission's fingerprint or round number, or the key of an evaluation's head in hex.
-        received: the aggregator's receipt has arrived.
+    `about` is a submission's fingerprint or round number, or the key of an evaluation's head in hex.
     """
 
     digest: bytes

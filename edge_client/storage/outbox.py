@@ -16,9 +16,7 @@ from protocol.wire.codec import digest_of
 from protocol.wire.transfer import Ranges
 
 MIB = 1024**2
-
 DEFAULT_MB = 64
-
 LARGEST_MB = 900
 """SQLite's limit for one row."""
 

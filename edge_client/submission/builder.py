@@ -132,19 +132,22 @@ class SubmissionBuilder:
     def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:
         """Log each omission once, with its reason."""
         data, used = self._workspace.settings.data, {entry.name for entry in prepared.classes}
-        found: list[tuple[str, dict[str, object]]] = [
-            ("image omitted", {"path": path, "reason": reason}) for path, reason in prepared.unusable
-        ]
+        before, self._warned = self._warned, set()
+
+        def warn(message: str, **fields: object) -> None:
+            self._warned.add((message, str(fields)))
+            if (message, str(fields)) not in before:
+                event(log, logging.WARNING, message, **fields)
+
+        for path, reason in prepared.unusable:
+            warn("image omitted", path=path, reason=reason)
         for entry in prepared.classes:
             if entry.left_out:
-                found.append(("class omitted, too few images", {"name": entry.name, "images": entry.images}))
+                warn("class omitted, too few images", name=entry.name, images=entry.images)
             if entry.waiting:
                 # A smaller change than a batch would reveal single images.
-                change = {"name": entry.name, "changed": entry.waiting, "needed": manifest.batch_size}
-                found.append(("class unchanged, too few images were added or removed", dict(change)))
-        empty = [data / name for name in manifest.classes if name not in used and (data / name).is_dir()]
-        found.extend(("no usable image", {"folder": folder}) for folder in empty)
-        for message, fields in found:
-            if (message, str(fields)) not in self._warned:
-                event(log, logging.WARNING, message, **fields)
-        self._warned = {(message, str(fields)) for message, fields in found}
+                text = "class unchanged, too few images were added or removed"
+                warn(text, name=entry.name, changed=entry.waiting, needed=manifest.batch_size)
+        for name in manifest.classes:
+            if name not in used and (data / name).is_dir():
+                warn("no usable image", folder=data / name)

@@ -25,19 +25,11 @@ from protocol.wire.messages import Privacy, Submission, TaskManifest, Tensor
 
 @dataclass(frozen=True)
 class PreparedSubmission:
-    """A device's contribution.
+    """A device's contribution: m prototypes float16 (m, L), their class indices (m,), and the images in each (m,).
 
-    Args:
-        prototypes: float16 (m, L).
-        labels: (m,) class indices.
-        counts: (m,) images in each prototype.
-        classes: a report per class that has images.
-        unusable: files that cannot be used, and why.
-        changes: in rounds, tensors uploaded beside the prototypes.
-        loss: in rounds, mean over the last epoch of training, if there was one.
-        privacy: under differential privacy, the cost.
-        image_keys: without rounds, by class name the keys of the images behind the prototypes.
-        local_model: in rounds, what stays on the device.
+    In rounds `changes` are uploaded beside the prototypes, `loss` is the mean over the last epoch of training, if there
+    was one, and `local_model` stays on the device. Without rounds `image_keys` has the keys of the images behind the
+    prototypes by class name. Under differential privacy `privacy` is the cost.
     """
 
     prototypes: NDArray[np.float16]
