@@ -26,11 +26,6 @@ def identity_of(state: Path) -> bytes:
         return read_or_make_key(identity_folder(state) / "signing.key")
 
 
-def next_release(last: int, *, now_s: float) -> int:
-    """Return a number greater than `last`. It follows the clock, so that a lost or restored state gives no smaller."""
-    return max(last + 1, int(now_s))
-
-
 class ManifestSigner:
     """Signs the manifests of one fleet with `key`, 32 bytes; the store keeps the release numbers."""
 
@@ -62,7 +57,8 @@ class ManifestSigner:
         digest, payload = self._signed.get(channel, (b"", b""))
         if digest == digest_of(body):
             return payload
-        release = next_release(self._releases.get(channel, 0), now_s=time.time())
+        # It follows the clock, so that a lost or restored state gives no smaller number.
+        release = max(self._releases.get(channel, 0) + 1, int(time.time()))
         payload = sign_manifest(body, key=self._key, fleet=self._fleet, channel=channel, release=release)
         self._releases[channel] = release
         self._signed[channel] = digest_of(body), payload

@@ -1,6 +1,7 @@
 """Reads the status of a fleet from the state directory."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from aggregator.coordination import canary_rollout, rounds
 from aggregator.heads import operator_commands
@@ -66,8 +67,7 @@ def _round(state: rounds.State, settings: rounds.Settings) -> model.Round | None
 
 
 def _rollout(state: canary_rollout.State, *, requested: int | None) -> model.Rollout:
-    trial = state.trial
-    candidate = None
+    trial, candidate = state.trial, None
     if trial is not None:
         candidate = model.Candidate(
             version=trial.version,
@@ -93,7 +93,6 @@ def _devices(
         info = record.info if record is not None else None
         state = record.state if record else "enrolled" if device in enrolled else "unknown"
         evaluation = evaluations[head or used.current].get(device)
-        correct, incorrect, accuracy = _pooled([evaluation] if evaluation else [])
         yield model.Device(
             device=device,
             state=_REFUSED.get(refusal_reason(keys.get(device), is_closed=is_closed), state),
@@ -109,9 +108,7 @@ def _devices(
             head=head,
             head_problem=_head_problem(evaluations, device, used),
             epsilon=epsilons.get(device),
-            correct=correct,
-            incorrect=incorrect,
-            accuracy=accuracy,
+            **_accuracy([evaluation] if evaluation else []),
         )
 
 
@@ -123,11 +120,12 @@ def _head_problem(
     return next((one.problem for one in found if one is not None and one.problem), "")
 
 
-def _pooled(evaluations: Iterable[Evaluation]) -> tuple[int, int, float | None]:
-    """Return correct and incorrect images of all evaluations, and the accuracy."""
-    pairs = [(sum(one.correct), sum(one.incorrect)) for one in evaluations]
-    correct, incorrect = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
-    return correct, incorrect, correct / (correct + incorrect) if correct + incorrect else None
+def _accuracy(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
+    """Return the fields of `Accuracy`, pooled over evaluations."""
+    correct = sum(sum(one.correct) for one in evaluations)
+    incorrect = sum(sum(one.incorrect) for one in evaluations)
+    accuracy = correct / (correct + incorrect) if correct + incorrect else None
+    return {"correct": correct, "incorrect": incorrect, "accuracy": accuracy}
 
 
 def _coverage(classes: Iterable[str], submissions: Iterable[SubmissionRecord]) -> dict[str, model.Coverage]:
@@ -143,7 +141,6 @@ def _coverage(classes: Iterable[str], submissions: Iterable[SubmissionRecord]) -
 
 def _head(store: Store, task: bytes, head: HeadRecord, used: canary_rollout.State) -> model.Head:
     evaluations = [one for one in store.evaluations.of_head(task, head.version).values() if not one.problem]
-    correct, incorrect, accuracy = _pooled(evaluations)
     return model.Head(
         version=head.version,
         sha256=head.digest.hex(),
@@ -153,9 +150,7 @@ def _head(store: Store, task: bytes, head: HeadRecord, used: canary_rollout.Stat
         metrics=dict(head.metrics),
         state=_head_state(head.version, used),
         reason=used.rejected.get(head.version, ""),
-        held_out=model.HeldOut(
-            correct=correct, incorrect=incorrect, accuracy=accuracy, devices=len(evaluations)
-        ),
+        held_out=model.HeldOut(**_accuracy(evaluations), devices=len(evaluations)),
     )
 
 

@@ -15,6 +15,7 @@ from aggregator.coordination import rounds
 from aggregator.heads import head_training
 from aggregator.heads.head_training import HeadTraining
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task import Task, prepare_task
 from aggregator.training.jobs import RoundJob
@@ -131,6 +132,16 @@ def test_interrupted_round_is_closed_again(
     assert after.finish(finished)
     assert sorted(after.state.covered) == ["a", "b"]
     assert sorted(after.state.submissions) == ["a", "b", "c"]
+
+
+def test_progress_is_stored_until_the_training_stops(task: Task, store: Store) -> None:
+    training = HeadTraining(task, store, on_event=lambda _: None)
+    training.store_progress({"device": "cpu", "prototypes": 7})
+    assert store.facts.get(TrainingProgress) == TrainingProgress(1)
+    training.store_progress({"epoch": 4, "epochs": 15, "loss": 0.5})
+    assert store.facts.get(TrainingProgress) == TrainingProgress(1, epoch=4, epochs=15, loss=0.5)
+    training.stop()
+    assert store.facts.get(TrainingProgress) is None
 
 
 def test_refused_submission_is_not_stored(task: Task, store: Store) -> None:

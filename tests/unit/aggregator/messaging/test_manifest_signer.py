@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.messaging.manifest_signer import ManifestSigner, identity_of, next_release
+from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
 from aggregator.security.identity import locked_identity
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
@@ -48,9 +48,9 @@ def test_every_start_signs_with_a_greater_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_s: float
 ) -> None:
     """Also if nothing has changed, and if the clock was set back."""
-    before = manifest(start(tmp_path, monkeypatch, at_s=1000.0), b"one")
+    manifest(start(tmp_path, monkeypatch, at_s=1000.0), b"one")
     after = manifest(start(tmp_path, monkeypatch, at_s=at_s), b"one")
-    assert after.release == max(1001, int(at_s)) == next_release(before.release, now_s=at_s)
+    assert after.release == max(1001, int(at_s))
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "restored from a backup"])
