@@ -20,14 +20,7 @@ def store_head(
     task: Task, store: Store, job: HeadJob | RoundJob, result: Result, members: Mapping[str, rounds.Entry]
 ) -> HeadRecord:
     """Store the head that a job has made of `members`, and update the quarantine; raises StateError."""
-
-    def digests(*, quarantined: bool) -> dict[str, str]:
-        return {
-            device: entry.digest.hex()
-            for device, entry in members.items()
-            if (device in result.quarantined) == quarantined
-        }
-
+    digests = {device: entry.digest.hex() for device, entry in members.items()}
     folder, program = Path(job.folder), task.manifest.program
     file = store.put_file(folder / "head.onnx")
     head, tensors = file, None
@@ -40,11 +33,11 @@ def store_head(
         size_bytes=head.size_bytes,
         trained_s=time.time(),
         prototypes=result.prototypes,
-        members=digests(quarantined=False),
+        members={device: digest for device, digest in digests.items() if device not in result.quarantined},
         metrics=result.metrics,
         tensors=tensors,
         file=file.digest,
-        quarantined=digests(quarantined=True),
+        quarantined={device: digest for device, digest in digests.items() if device in result.quarantined},
     )
     with store.transaction():
         store.heads.add(record)

@@ -80,7 +80,7 @@ def assemble(data: bytes) -> None:
 
 
 @dataclass
-class _Disk:
+class Disk:
     """The stored transfers of a reassembly."""
 
     files: dict[Key, dict[int, bytes]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 30_000}
 
 def receive(data: bytes) -> None:
     """Receive any frames: quotas hold, a payload is the announced one, and nothing but `Refused` is raised."""
-    disk = _Disk()
+    disk = Disk()
     taken: set[Key] = set()
     reassembly = disk.start(taken)
     for now, (kind, number, size, offset, length) in enumerate(_operations(data, 5)):

@@ -1,8 +1,6 @@
 """Concurrent transfers of many devices: complete, bounded, and independent of each other."""
 
-import contextlib
 import functools
-from collections import Counter
 
 import hypothesis
 import pytest
@@ -14,14 +12,13 @@ from aggregator.ingest.reassembly import (
     PIECE_BYTES,
     STRETCH_BYTES,
     Complete,
-    Key,
     Reassembly,
-    Transfer,
 )
 from aggregator.ingest.validation import Refused
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Receipt
-from protocol.wire.transfer import Assembly, frames_of
+from protocol.wire.transfer import frames_of
+from tests.fuzz.transfers import Disk
 
 PAYLOAD = bytes(range(100))
 DIGEST = digest_of(PAYLOAD)
@@ -33,33 +30,6 @@ _reassembly = functools.partial(Reassembly, max_bytes=1000, holds=lambda *_: Fal
 
 def _frame(offset: int, data: bytes = b"x", *, digest: bytes = DIGEST, size_bytes: int = 100) -> Frame:
     return Frame(v=1, digest=digest, size_bytes=size_bytes, offset=offset, data=data)
-
-
-class Disk:
-    """A chunk store in memory, which outlives a reassembly."""
-
-    def __init__(self) -> None:
-        self.files: dict[Key, dict[int, bytes]] = {}
-        self.sizes: dict[Key, int] = {}
-
-    def commit(self, reassembly: Reassembly) -> None:
-        for key in reassembly.ended:
-            del self.files[key], self.sizes[key]
-        for transfer in reassembly.pending():
-            file = self.files.setdefault(transfer.key, {})
-            assert not file.keys() & dict(transfer.assembly.fresh).keys()
-            file.update(transfer.assembly.fresh)
-            self.sizes[transfer.key] = transfer.assembly.size_bytes
-        reassembly.settle()
-
-    def start(self) -> Reassembly:
-        transfers = []
-        for key, file in self.files.items():
-            ranges = tuple((start, start + len(data)) for start, data in sorted(file.items()))
-            transfers.append(Transfer(key, Assembly(key[1], self.sizes[key], stored=ranges), 0.0, ranges))
-        return _reassembly(
-            transfers=transfers, read=lambda key, ranges: list(self.files[key].items()) if ranges else []
-        )
 
 
 @given(st.permutations(FRAMES), st.data())
@@ -169,30 +139,6 @@ def test_empty_payload_is_complete_at_once() -> None:
     assert _reassembly().take("a", frame) == Complete(digest_of(b""), b"")
 
 
-_any_frame = st.builds(
-    Frame,
-    v=st.just(1),
-    digest=st.sampled_from([bytes([n]) * 32 for n in range(4)]),
-    size_bytes=st.integers(0, 60),
-    offset=st.integers(0, 60),
-    data=st.binary(max_size=20),
-)
-
-
-@hypothesis.settings(max_examples=200)
-@given(st.lists(st.tuples(st.sampled_from("ab"), _any_frame), max_size=40))
-def test_held_bytes_are_bounded(frames: list[tuple[str, Frame]]) -> None:
-    """A device never holds more than its transfers times the largest size, whatever arrives."""
-    reassembly = _reassembly(max_bytes=50)
-    for device, frame in frames:
-        with contextlib.suppress(Refused):
-            reassembly.take(device, frame)
-        assert all(Counter(device for device, _ in reassembly._transfers)[name] <= 2 for name in "ab")
-        assemblies = [transfer.assembly for transfer in reassembly._transfers.values()]
-        assert all(assembly.held_bytes <= assembly.size_bytes <= 50 for assembly in assemblies)
-        assert reassembly._held_bytes == sum(transfer.weight for transfer in reassembly._transfers.values())
-
-
 def test_all_transfers_together_are_bounded() -> None:
     """Many unfinished transfers replace the oldest, never the one of the current frame."""
     reassembly = _reassembly(max_bytes=100, max_held_bytes=2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50)
@@ -240,14 +186,14 @@ def test_single_transfer_may_exceed_the_quota() -> None:
 def test_any_frames_commits_and_restarts_complete_a_transfer(payload: bytes, data: st.DataObject) -> None:
     """Overlapping, repeated and lost frames of any size, and kills: stored ranges are not requested again."""
     digest, disk = digest_of(payload), Disk()
-    reassembly = disk.start()
+    reassembly = disk.start(set())
     outcome: Complete | Receipt | None = None
     for _ in range(data.draw(st.integers(0, 20))):
         match data.draw(st.sampled_from(["frame", "commit", "kill"])):
             case "commit":
                 disk.commit(reassembly)
             case "kill":
-                reassembly = disk.start()
+                reassembly = disk.start(set())
             case _:
                 start = data.draw(st.integers(0, len(payload) - 1))
                 stop = data.draw(st.integers(start + 1, len(payload)))
@@ -279,7 +225,7 @@ def _part(payload: bytes, start: int, stop: int) -> Frame:
 def test_committed_bytes_are_released_from_memory() -> None:
     """Only their ranges are kept."""
     disk = Disk()
-    reassembly = disk.start()
+    reassembly = disk.start(set())
     for frame in FRAMES[:3]:
         reassembly.take("a", frame)
         disk.commit(reassembly)
@@ -297,7 +243,7 @@ def test_transfer_complete_before_a_commit_is_not_stored() -> None:
 def test_transfer_without_frames_expires() -> None:
     """By the time of its last frame, on the disk as well."""
     disk = Disk()
-    reassembly = disk.start()
+    reassembly = disk.start(set())
     reassembly.take("a", FRAMES[0], now_s=1.0)
     reassembly.take("b", FRAMES[0], now_s=1.0)
     disk.commit(reassembly)
@@ -310,7 +256,7 @@ def test_transfer_without_frames_expires() -> None:
 def test_contradicting_overlaps_fail_the_digest() -> None:
     """The first bytes are kept; the payload is refused and dropped, and can begin anew."""
     disk = Disk()
-    reassembly = disk.start()
+    reassembly = disk.start(set())
     reassembly.take("a", _frame(0, bytes(60)))
     disk.commit(reassembly)
     with pytest.raises(Refused, match="expected sha256"):
