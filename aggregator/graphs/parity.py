@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,8 @@ ROUNDING = 10
 Tensors = Mapping[str, Tensor]
 _Graph = Callable[[Tensors], dict[str, Tensor]]
 """An ONNX file to run."""
+Values = Mapping[tuple[str, str], Tensor]
+"""Values to compare, by a key of TOLERANCE and the name of an output or parameter."""
 
 
 def check(
@@ -47,25 +48,40 @@ def check(
     """
     graphs = {role: _opened(file) for role, file in files.items()}
     fleet = _RandomFleet(algorithm, functions, feature_size, num_classes)
-    for name, difference, rounding in _differences(graphs, functions, fleet):
-        limit = max(TOLERANCE[name], ROUNDING * rounding)
-        if not difference <= limit:
-            raise ProtofleetError(
-                f"the {algorithm.name} graphs differ from PyTorch in {name} by {difference:.3g}, "
-                f"more than {limit:.3g}: not published"
-            )
+    for ours, theirs, exact in _runs(graphs, functions, fleet):
+        if list(ours) != list(theirs):
+            raise ProtofleetError(f"a graph has outputs {list(ours)}, expected {list(theirs)}")
+        for (what, name), value in theirs.items():
+            measure = _drift if what == "steps" and name else _difference
+            difference = measure(ours[what, name], value)
+            limit = max(TOLERANCE[what], ROUNDING * measure(value, exact[what, name]))
+            if not difference <= limit:
+                raise ProtofleetError(
+                    f"the {algorithm.name} graphs differ from PyTorch in {what} by {difference:.3g}, "
+                    f"more than {limit:.3g}: not published"
+                )
 
 
-def _differences(
+def _runs(
     graphs: Mapping[str, _Graph], functions: Functions, fleet: "_RandomFleet"
-) -> Iterator[tuple[str, float, float]]:
-    """Yield what is compared, the graph's difference from PyTorch, and PyTorch's own from float64."""
+) -> Iterator[tuple[Values, Values, Values]]:
+    """Yield what a graph computes, PyTorch, and PyTorch in float64."""
     for rows in (0, *BATCHES):
-        yield from _compare(graphs["init"], functions.init, fleet.images(rows))
+        yield _outputs(graphs["init"], functions.init, fleet.images(rows))
     for tensors in fleet.cases():
         for role in ("project", "head"):
-            yield from _compare(graphs[role], getattr(functions, role), tensors)
-        yield from _compare_steps(graphs["step"], functions, tensors)
+            yield _outputs(graphs[role], getattr(functions, role), tensors)
+        yield (
+            _steps_of_graph(graphs["step"], functions, tensors),
+            _steps_of_torch(functions, tensors),
+            _steps_of_torch(functions, _precise(tensors)),
+        )
+
+
+def _outputs(graph: _Graph, function: Function, tensors: Tensors) -> tuple[Values, Values, Values]:
+    runs = graph(tensors), function.apply(tensors), function.apply(_precise(tensors))
+    ours, theirs, exact = ({("outputs", name): value for name, value in run.items()} for run in runs)
+    return ours, theirs, exact
 
 
 def _opened(file: bytes) -> _Graph:
@@ -146,16 +162,7 @@ class _RandomFleet:
         return {**state, **shared, **self.images(batch), **own_tensors}
 
 
-@dataclass(frozen=True)
-class _Descent:
-    """Ten steps on one batch: losses, the first step's gradients, and the final parameters."""
-
-    losses: Tensor
-    gradients: Tensors
-    parameters: Tensors
-
-
-def _by_torch(functions: Functions, tensors: Tensors) -> _Descent:
+def _steps_of_torch(functions: Functions, tensors: Tensors) -> Values:
     parameters = {name: tensors[name].clone().requires_grad_() for name in functions.parameters}
     optimizer = functions.optimizer(list(parameters.values()))
     losses, gradients = [], {}
@@ -169,11 +176,10 @@ def _by_torch(functions: Functions, tensors: Tensors) -> _Descent:
                 name: value.grad.clone() for name, value in parameters.items() if value.grad is not None
             }
         optimizer.step()
-    ends = {name: value.detach() for name, value in parameters.items()}
-    return _Descent(torch.stack(losses), gradients, ends)
+    return _steps(losses, gradients, {name: value.detach() for name, value in parameters.items()})
 
 
-def _by_graph(graph: _Graph, functions: Functions, tensors: Tensors) -> _Descent:
+def _steps_of_graph(graph: _Graph, functions: Functions, tensors: Tensors) -> Values:
     state = dict(tensors)
     losses, gradients = [], {}
     for number in range(STEPS):
@@ -182,22 +188,17 @@ def _by_graph(graph: _Graph, functions: Functions, tensors: Tensors) -> _Descent
         state |= {name.removeprefix("next_"): value for name, value in after.items()}
         if number == 0:
             gradients = functions.gradients(tensors, state)
-    return _Descent(torch.stack(losses), gradients, {name: state[name] for name in functions.parameters})
+    return _steps(losses, gradients, {name: state[name] for name in functions.parameters})
 
 
-def _compare_steps(
-    graph: _Graph, functions: Functions, tensors: Tensors
-) -> Iterator[tuple[str, float, float]]:
-    ours, theirs = _by_graph(graph, functions, tensors), _by_torch(functions, tensors)
-    exact = _by_torch(functions, _precise(tensors))
-    for name, steps in (("loss", slice(1)), ("steps", slice(1, None))):
-        losses = theirs.losses[steps]
-        yield name, _difference(ours.losses[steps], losses), _difference(losses, exact.losses[steps])
-    for name in functions.parameters:
-        gradient, end = theirs.gradients[name], theirs.parameters[name]
-        rounding = _difference(gradient, exact.gradients[name])
-        yield "gradients", _difference(ours.gradients[name], gradient), rounding
-        yield "steps", _drift(ours.parameters[name], end), _drift(end, exact.parameters[name])
+def _steps(losses: list[Tensor], gradients: Tensors, parameters: Tensors) -> Values:
+    """Return the values to compare after steps on one batch: the gradients are those of the first step."""
+    return {
+        ("loss", ""): losses[0],
+        ("steps", ""): torch.stack(losses[1:]),
+        **{("gradients", name): value for name, value in gradients.items()},
+        **{("steps", name): value for name, value in parameters.items()},
+    }
 
 
 def _drift(ours: Tensor, theirs: Tensor) -> float:
@@ -209,15 +210,6 @@ def _drift(ours: Tensor, theirs: Tensor) -> float:
     differences = (ours - theirs).abs().flatten()
     most = differences.kthvalue(math.ceil(0.99 * len(differences))).values
     return float(most / theirs.square().mean().sqrt().clamp_min(1e-12))
-
-
-def _compare(graph: _Graph, function: Function, tensors: Tensors) -> Iterator[tuple[str, float, float]]:
-    expected, found = function.apply(tensors), graph(tensors)
-    if list(expected) != list(found):
-        raise ProtofleetError(f"a graph has outputs {', '.join(found)}, expected {', '.join(expected)}")
-    exact = function.apply(_precise(tensors))
-    for name, value in expected.items():
-        yield "outputs", _difference(found[name], value), _difference(value, exact[name])
 
 
 def _precise(tensors: Tensors) -> Tensors:

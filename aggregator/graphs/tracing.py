@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
+from onnxscript.optimizer import remove_unused_nodes
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -107,7 +108,7 @@ def to_onnx(
     _rename(model.graph, inputs=function.inputs, outputs=names)
     _fold_transposes(model.graph)
     tile(model)
-    _prune(model.graph)
+    remove_unused_nodes(model)
     model.graph.name = metadata.role
     model.ir_version = onnx.helper.find_min_ir_version_for(model.opset_import)
     onnx.helper.set_model_props(model, to_properties(metadata))
@@ -145,21 +146,6 @@ def _fold_transposes(graph: onnx.GraphProto) -> None:
                     flags = {entry.name: entry for entry in node.attribute}
                     flag = flags.get(name) or node.attribute.add(name=name, type=onnx.AttributeProto.INT)
                     flag.i = 1 - flag.i
-
-
-def _prune(graph: onnx.GraphProto) -> None:
-    """Remove unused nodes and constants."""
-    used = {value.name for value in graph.output}
-    nodes = []
-    for node in reversed(graph.node):
-        if used & set(node.output):
-            nodes.append(node)
-            bodies = [entry.g for entry in node.attribute if entry.type == onnx.AttributeProto.GRAPH]
-            used.update(node.input, *(inner.input for body in bodies for inner in body.node))
-    constants = [tensor for tensor in graph.initializer if tensor.name in used]
-    del graph.node[:], graph.initializer[:]
-    graph.node.extend(reversed(nodes))
-    graph.initializer.extend(constants)
 
 
 def _without_notes(program: Any) -> onnx.ModelProto:

@@ -6,6 +6,7 @@ the accuracy of the same head trained on all the features themselves: the ceilin
 
 import dataclasses
 import sys
+from typing import Any
 
 import click
 import numpy as np
@@ -68,7 +69,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     """Divide the images, encode every client's submission, train on the decoded ones, and evaluate the head."""
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed).values()
-    taken = pool([_decoded(payload, expectation) for payload in payloads])
+    taken = pool([decoded(payload, expectation) for payload in payloads])
     trained = train_on(taken, features, recipe=settings.recipe, device=settings.device, seed=seed)
     return Result(
         partition=str(partition),
@@ -90,7 +91,7 @@ def fleet_prototypes(
     """Return the checked submission of each client that has something to send."""
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed)
-    return {client: _decoded(payload, expectation) for client, payload in payloads.items()}
+    return {client: decoded(payload, expectation) for client, payload in payloads.items()}
 
 
 def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling:
@@ -103,13 +104,22 @@ def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling
     )
 
 
+def task_manifest(algorithm: str, classes: int, **settings: Any) -> TaskManifest:
+    """Return the manifest of a task whose features are given."""
+    return TaskManifest(
+        fleet="benchmark",
+        algorithm=algorithm,
+        classes=tuple(map(str, range(classes))),
+        backbones=(BlobRef(digest=bytes(32), size_bytes=0, name="features are given"),),
+        **settings,
+    )
+
+
 def _expectation(features: Features, settings: Settings) -> Expectation:
     """Return the task as the aggregator would publish it."""
-    manifest = TaskManifest(
-        fleet="benchmark",
-        algorithm="fedtc",
-        classes=tuple(map(str, range(features.classes))),
-        backbones=(BlobRef(digest=bytes(32), size_bytes=0, name="features are given"),),
+    manifest = task_manifest(
+        "fedtc",
+        features.classes,
         alpha=settings.alpha,
         batch_size=settings.batch_size,
         min_images=min(2, settings.batch_size),
@@ -165,7 +175,8 @@ def _prototypes(
     return Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
 
 
-def _decoded(payload: bytes, expectation: Expectation) -> Prototypes:
+def decoded(payload: bytes, expectation: Expectation) -> Prototypes:
+    """Return the checked prototypes of an encoded submission."""
     message = read_message(payload)
     if not isinstance(message, Submission):
         raise TypeError(f"a client of the benchmark sent {type(message).__name__}")

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.graphs.program_export import Graphs, build
-from aggregator.ingest.validation import Expectation, check_submission, read_message
+from aggregator.ingest.validation import Expectation
 from aggregator.tasks.manifests import program_of, round_manifest
+from benchmarks.accuracy.fedtc_fleet import decoded, task_manifest
 from benchmarks.data.domains import Client
 from edge_client.inference import open_round_head
 from edge_client.storage.stored_values import ClassReport
@@ -23,7 +24,7 @@ from edge_client.training.local_round import LocalModel, RoundResult, train_roun
 from edge_client.training.trainer import TrainingHooks, TrainingSet
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef, Submission, TaskManifest
+from protocol.wire.messages import BlobRef, TaskManifest
 
 HOOKS = TrainingHooks(
     on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None
@@ -86,16 +87,8 @@ def _prepare(algorithm: Algorithm, blobs: BlobStore, *, feature_size: int, class
     """Return the task as the aggregator would publish it, with its graphs in `blobs`."""
     graphs: Graphs = _built(algorithm, feature_size=feature_size, num_classes=classes, seed=seed)
     program = program_of(algorithm, {role: _put(blobs, data, role) for role, data in vars(graphs).items()})
-    manifest = TaskManifest(
-        fleet="benchmark",
-        algorithm=algorithm.name,
-        classes=tuple(map(str, range(classes))),
-        backbones=(BlobRef(digest=bytes(32), size_bytes=0, name="features are given"),),
-        alpha=1.0,
-        batch_size=1,
-        min_images=1,
-        seed=seed,
-        program=program,
+    manifest = task_manifest(
+        algorithm.name, classes, alpha=1.0, batch_size=1, min_images=1, seed=seed, program=program
     )
     first = algorithm.first_tensors(feature_size=feature_size, num_classes=classes, seed=seed)
     shapes = {name: first[name].shape for name in algorithm.uploaded}
@@ -151,10 +144,7 @@ def _aggregate(task: _Task, payloads: Sequence[bytes], tensors: BlobRef, *, numb
     """Return the tensors that the next round starts from."""
     parts = []
     for index, payload in enumerate(payloads):
-        message = read_message(payload)
-        if not isinstance(message, Submission):
-            raise TypeError(f"a client of the benchmark sent {type(message).__name__}")
-        parts.append(Contribution(device=str(index), **vars(check_submission(message, task.expectation))))
+        parts.append(Contribution(device=str(index), **vars(decoded(payload, task.expectation))))
     pooled = task.algorithm.aggregate(
         parts,
         _read(task.blobs, tensors),

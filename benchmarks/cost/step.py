@@ -21,9 +21,10 @@ from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.graphs.program_export import Graphs, build, untrained
+from benchmarks.accuracy.rounds import HOOKS
 from benchmarks.report import Table, json_option, write_json
 from edge_client.runtime.program_graph import open_graph
-from edge_client.training.trainer import Checkpoint, Schedule, TrainingHooks, TrainingSet, train
+from edge_client.training.trainer import Checkpoint, Schedule, TrainingSet, train
 
 FEATURES = 1280
 """Of one MobileNetV2."""
@@ -150,13 +151,8 @@ def _graph_epoch(
     state = {**untrained(graphs.init, feature_size=feature.shape[1]), **tensors}
     start = Checkpoint({name: value for name, value in state.items() if name in graph.model.inputs})
     schedule = Schedule(epochs=1, batch_size=batch_size, seed=(0,))
-    hooks = TrainingHooks(
-        on_checkpoint=lambda _checkpoint: None,
-        should_stop=lambda: False,
-        on_progress=lambda _done, _total: None,
-    )
     data = TrainingSet(feature, labels)
-    return lambda: train(graph, start, data, tensors=tensors, schedule=schedule, hooks=hooks)
+    return lambda: train(graph, start, data, tensors=tensors, schedule=schedule, hooks=HOOKS)
 
 
 def _torch_epoch(
@@ -169,15 +165,13 @@ def _torch_epoch(
     """Return an epoch in eager torch."""
     features, targets = torch.from_numpy(feature), torch.from_numpy(labels)
 
-    def epoch() -> float:
-        loss = 0.0
+    def epoch() -> None:
         for rows in torch.split(torch.randperm(len(features)), batch_size):
             learner.optimizer.zero_grad()
-            value = learner.loss(features[rows], targets[rows])
-            torch.autograd.backward(value)
+            loss = learner.loss(features[rows], targets[rows])
+            torch.autograd.backward(loss)
             learner.optimizer.step()
-            loss = value.item()
-        return loss
+            loss.item()
 
     return epoch
 

@@ -51,7 +51,6 @@ def test_every_method_learns(method: Method, optimizer: Literal["adam", "sgd"]) 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_results_depend_on_the_seed_alone(method: Method) -> None:
-    """Weights and shuffles are drawn from the seed alone."""
     recipe = replace(RECIPE, rounds=1, epochs=1, learning_rate=1e-3)
     first, second, other = (
         run_baseline(method, FLEET, recipe, classes=CLASSES, seed=seed) for seed in (0, 0, 1)

@@ -11,13 +11,11 @@ from benchmarks.data.images import DataSet, load_data, sample
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for data."""
     monkeypatch.setenv("PROTOFLEET_BENCH_DATA", str(tmp_path))
     return tmp_path
 
 
 def _shares(data: DataSet) -> list[float]:
-    """Which share of each class is there to learn from."""
     train, test = (np.bincount(part.labels) for part in (data.train, data.test))
     return [float(share) for share in train / (train + test)]
 

@@ -78,13 +78,11 @@ def test_unequal_domains() -> None:
 
 
 def test_too_few_images_of_a_class() -> None:
-    """The error names the domain and the class."""
     with pytest.raises(ConfigError, match="first has too few images of class 0"):
         feature_shift(DOMAINS, per_class=31, rng=np.random.default_rng(0), validation=False)
 
 
 def test_seed_decides() -> None:
-    """The same generator gives the same clients, another one others."""
     first, second, other = (
         _numbers(feature_shift(DOMAINS, per_class=4, rng=np.random.default_rng(seed), validation=False))
         for seed in (0, 0, 1)

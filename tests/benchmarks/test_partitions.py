@@ -14,7 +14,6 @@ partitions = st.one_of(
 
 @given(partition=partitions, seed=st.integers(0, 100), labels=st.lists(st.integers(0, 6), max_size=200))
 def test_every_image_goes_to_one_client(partition: Partition, seed: int, labels: list[int]) -> None:
-    """Every partition gives each image to exactly one client."""
     all_labels = np.array([*labels, *range(7)], dtype=np.int64)
     owners = share_out(all_labels, partition, clients=7, rng=np.random.default_rng(seed))
     assert owners.shape == all_labels.shape
@@ -45,7 +44,6 @@ def test_small_concentration_separates_classes() -> None:
 
 
 def test_seed_decides() -> None:
-    """The same seed gives the same partition, another seed another one."""
     labels = np.repeat(np.arange(10), 60)
     first, again, other = (
         share_out(labels, Partition("dirichlet", 0.5), clients=10, rng=np.random.default_rng(seed))
@@ -66,7 +64,6 @@ def test_partition_text_round_trip(text: str) -> None:
     ["", "sharding", "sharding:0", "sharding:1.5", "dirichlet:0", "dirichlet:nan", "dirichlet:inf", "iid:1"],
 )
 def test_invalid_partition_is_refused(text: str) -> None:
-    """The message shows the format."""
     with pytest.raises(ConfigError, match=r"sharding:2 or dirichlet:0\.1"):
         parse_partition(text)
 

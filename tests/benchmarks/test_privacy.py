@@ -32,7 +32,7 @@ RNG = np.random.default_rng(0)
 
 
 def _linear(images: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Features of a backbone that only turns images around in the space of their pixels."""
+    """Features of a backbone that only rotates images in the space of their pixels."""
     turned = np.linalg.qr(np.random.default_rng(1).normal(size=(64, 64)))[0]
     features: NDArray[np.float32] = (as_values(images).reshape(-1, 64) @ turned).astype(np.float32)
     return features
@@ -40,7 +40,7 @@ def _linear(images: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 @pytest.fixture(scope="module")
 def scene() -> Scene:
-    """300 digits that the attacker has, 40 of each class on a device, and 100 non_members of each."""
+    """300 digits that the attacker has, 40 of each class on a device, and 100 non-members of each."""
     images, labels = pixels_of_digits()
     features = Features(_linear(images), labels, _linear(images[:9]), labels[:9])
     data = DataSet(Labeled(images, labels), Labeled(images[:9], labels[:9]))
@@ -60,7 +60,6 @@ def test_linear_backbone_is_inverted() -> None:
 
 
 def test_ssim_of_equal_images_is_one() -> None:
-    """SSIM is 1 of equal images, also of colored ones and among others, and near 0 of noise."""
     for shape in ((16, 16), (16, 16, 3)):
         images = RNG.random((3, *shape), dtype=np.float32)
         assert best_ssim(images[1], images) == pytest.approx(1)
@@ -68,7 +67,6 @@ def test_ssim_of_equal_images_is_one() -> None:
 
 
 def test_decoder_loss_is_the_measured_similarity() -> None:
-    """The structural similarity that the decoder is trained for is the library's."""
     import torch
     from skimage.metrics import structural_similarity
 
@@ -102,7 +100,6 @@ def test_unrelated_prototypes_link_no_image() -> None:
 
 
 def test_recorded_members_are_the_averaged_images() -> None:
-    """The recorded members of a prototype are the images in it."""
     features = RNG.normal(size=(47, 8)).astype(np.float32)
     made = release_prototypes(features, np.arange(47) % 2, np.arange(47), batch=5, seed=3)
     assert sorted(np.concatenate(made.members)) == list(range(47))

@@ -20,7 +20,6 @@ CLASSES = 10
 
 @pytest.fixture(scope="module")
 def fleet() -> list[Client]:
-    """Four clients on as many domains."""
     domains = {name: domain(seed, classes=CLASSES, images=200) for seed, name in enumerate(DIGITS)}
     return feature_shift(domains, per_class=5, rng=np.random.default_rng(0), validation=False)
 
@@ -39,7 +38,7 @@ def test_fedpcl_in_process(fleet: list[Client]) -> None:
 
 
 def test_fpl_in_process(fleet: list[Client]) -> None:
-    """Devices end up with one model that suits all of them; what goes up is its change and the prototypes."""
+    """Devices end up with one model that suits all of them; they upload its change and the prototypes."""
     outcome = run_rounds(FPL(rounds=4, projection_size=32), fleet, classes=CLASSES, seed=0)
     assert outcome.accuracies.min() > 0.7
     values = 32 * 17 + 10 * 33 + 10 * 32
@@ -65,7 +64,7 @@ def _report(*arguments: str, folder: Path) -> dict[str, Any]:
 
 
 def test_fedpcl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One command compares on every shift, by name, with the caps that were asked for."""
+    """One command compares on every shift, by name, with the given limits."""
     features = {f"{name}-500": domain(seed, classes=CLASSES, images=500) for seed, name in enumerate(DIGITS)}
     fill_cache(tmp_path, monkeypatch, features)
     arguments = "fedpcl --backbones 1 --images 500 --per-class 4 --clients 5 --rounds 2 --seed 1"

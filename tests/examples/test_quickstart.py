@@ -33,7 +33,6 @@ DIGITS = data.load()
 
 
 def filled(root: Path, *, devices: int = 5) -> Folder:
-    """A folder as the demo prepares it."""
     folder = Folder(root)
     deal = data.deal(DIGITS.labels, devices=devices, seed=0)
     prepare(folder, DIGITS, deal, names=device_names(devices), seed=0)
@@ -41,7 +40,6 @@ def filled(root: Path, *, devices: int = 5) -> Folder:
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start the demo by its command line."""
     return subprocess.Popen(
         [sys.executable, "-m", "examples.quickstart", *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -65,7 +63,6 @@ def test_every_image_is_dealt_once(devices: int, seed: int) -> None:
 
 
 def test_dealing_is_reproducible() -> None:
-    """The same seed deals the same, another one otherwise."""
     first, again, other = (data.deal(DIGITS.labels, devices=10, seed=seed) for seed in (1, 1, 2))
     assert all((a == b).all() for a, b in zip(first.shares, again.shares, strict=True))
     assert not np.array_equal(first.held_out, other.held_out)
@@ -253,7 +250,6 @@ def test_printed_commands_work(demo: tuple[Path, str, dict[str, Any]]) -> None:
 
 
 def test_table_fits_80_columns(tmp_path: Path) -> None:
-    """In 80 columns nothing of the table is cut off."""
     row = DeviceResult(
         device="device-01", classes=("3", "7"), images=146, prototypes=23, bytes_up=11969,
         correct=29, incorrect=0, alone_accuracy=0.2,
@@ -294,7 +290,6 @@ ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 1196
     ids=["nothing", "connected", "training", "evaluated"],
 )
 def test_progress_of_each_step(summary: dict[str, Any], expected: list[str]) -> None:
-    """Each step of a device is shown."""
     console = Console(width=80, record=True)
     console.print(progress(summary, ("device-01", "device-02")))
     printed = console.export_text()

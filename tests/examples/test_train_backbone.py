@@ -16,7 +16,6 @@ from protocol.errors import ConfigError
 
 @pytest.fixture
 def stripes() -> Images:
-    """Images of two kinds: lying and standing stripes."""
     labels = torch.arange(2 * BATCH_SIZE) % 2
     lying = (torch.arange(28) // 4 % 2 * 255).to(torch.uint8).expand(28, 28)
     images = torch.where(labels[:, None, None] == 1, lying, lying.T.contiguous())
@@ -37,7 +36,6 @@ def test_distortion_is_reproducible_and_copies() -> None:
 
 
 def test_each_image_is_distorted_in_its_own_way() -> None:
-    """Equal images of a batch are distorted differently."""
     image = torch.rand(1, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     distorted = distort(image.expand(8, 1, 28, 28), torch.Generator().manual_seed(0))
     distances = torch.pdist(distorted.flatten(1))
@@ -45,7 +43,6 @@ def test_each_image_is_distorted_in_its_own_way() -> None:
 
 
 def test_training_distinguishes_classes(stripes: Images) -> None:
-    """After a few passes the network distinguishes horizontal from vertical stripes."""
     losses: list[float] = []
     trained = train(stripes, epochs=12, seed=0, on_epoch=lambda _, loss: losses.append(loss))
     assert losses[-1] < losses[0]

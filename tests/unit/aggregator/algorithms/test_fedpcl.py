@@ -23,7 +23,6 @@ PAPER: dict[str, object] = {"loss": "contrastive", "relu": True, "prior": False,
 
 
 def paper(**settings: object) -> FedPCL:
-    """The paper's form, with some settings of its own."""
     return msgspec.convert({**PAPER, "projection_size": 2, **settings}, FedPCL)
 
 
@@ -31,7 +30,6 @@ SMALL = paper()
 
 
 def some_devices(count: int, *, classes: int, size: int = 2) -> list[Contribution]:
-    """Devices with random prototypes of some of the classes each."""
     random = np.random.default_rng(count)
     return [
         uploaded(

@@ -21,7 +21,7 @@ def on_circle(*degrees: float) -> NDArray[np.float64]:
 
 
 def groups(labels: NDArray[np.int64]) -> Groups:
-    """Which points share a cluster, whatever it is called."""
+    """Return the points of each cluster."""
     return {frozenset(np.flatnonzero(labels == label).tolist()) for label in labels.tolist()}
 
 
@@ -57,11 +57,6 @@ def test_the_means_of_clusters_are_clustered_in_turn() -> None:
         [0, 0, 0, 0, 0, 0, 0, 0],
     ]
     assert coarsest(on_circle(0, 2, 20, 22, 180, 182, 200, 202)).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-
-
-def test_points_with_the_same_first_neighbor_share_a_cluster() -> None:
-    """-10 and 9 both have 0 for their first neighbor, though they are 19 degrees apart."""
-    assert groups(partitions(on_circle(-10, 0, 9))[0]) == {frozenset({0, 1, 2})}
 
 
 def test_clusters_are_numbered_as_they_occur() -> None:

@@ -34,7 +34,6 @@ def device(
 
 
 def pool(*contributions: Contribution) -> dict[str, NDArray[Any]]:
-    """What follows round 0."""
     return SETTINGS.aggregate(contributions, SHARED, num_classes=CLASSES, seed=0)
 
 

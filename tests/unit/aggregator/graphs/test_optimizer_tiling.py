@@ -53,7 +53,6 @@ def model() -> onnx.ModelProto:
 
 
 def outputs(made: onnx.ModelProto, rows: int) -> list[NDArray[np.float32]]:
-    """What a model computes, for so many rows of a batch."""
     random = np.random.default_rng(rows)
     feeds = {
         "state": random.random((TILES, ROWS, COLUMNS)).astype(np.float32),

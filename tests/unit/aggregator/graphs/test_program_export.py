@@ -42,13 +42,11 @@ Arrays = dict[str, NDArray[Any]]
 
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
 def name(request: pytest.FixtureRequest) -> str:
-    """Each algorithm."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def graphs(name: str) -> Graphs:
-    """Its program."""
     return build(ALGORITHMS[name], feature_size=L, num_classes=C, seed=0)
 
 
@@ -71,12 +69,10 @@ def pooled(algorithm: Algorithm, *, devices: int) -> Arrays:
 
 @functools.lru_cache(maxsize=8)
 def opened(file: bytes) -> Any:
-    """A session for a graph."""
     return onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
 
 
 def run(file: bytes, arrays: Arrays) -> Arrays:
-    """All outputs of a graph, its inputs bound by name as the device binds them."""
     session = opened(file)
     kinds = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
     feeds = {
@@ -94,7 +90,6 @@ def images(count: int, *, classes: int = C) -> Arrays:
 
 
 def trained(graphs: Graphs, data: Arrays, tensors: Arrays, *, steps: int) -> tuple[Arrays, list[float]]:
-    """The state after steps on the whole of the data, and the loss of each."""
     state = {**run(graphs.init, data)}
     state |= {key: value for key, value in tensors.items() if key in state}
     losses = []

@@ -23,12 +23,10 @@ NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 @pytest.fixture(scope="module")
 def ca() -> Issued:
-    """A fleet's CA."""
     return create_ca("orchard", now=NOW)
 
 
 def read(issued: Issued) -> x509.Certificate:
-    """Return the certificate."""
     return x509.load_pem_x509_certificate(issued.certificate)
 
 
@@ -99,7 +97,6 @@ def test_revocation_list_is_signed_and_valid_as_long_as_ca(ca: Issued) -> None:
     "host", ["", "broker:8883", "a b", "-a", "a-.b", "1.2.3", "http://a", "ü.example", "a" * 64]
 )
 def test_invalid_host_is_refused(ca: Issued, host: str) -> None:
-    """The error says what was expected."""
     with pytest.raises(ConfigError, match="expected a host name or an IP address, without a port"):
         issue_server(ca, [host], now=NOW, days=1)
 

@@ -39,23 +39,19 @@ class World:
 
     @property
     def identity(self) -> Path:
-        """The identity folder."""
         return self.store.folder / "identity"
 
     def enroll(self, device: str = "shed-1", *, folder: str = "", renew: bool = False) -> Path:
-        """Enroll a device of fleet orchard; return its folder."""
         out = self.root / "out" / (folder or device)
         enroll(self.store, device, fleet="orchard", out=out, renew=renew)
         return out
 
     def enroll_broker(self, *hosts: str) -> Path:
-        """Enroll a broker; return its folder."""
         out = self.root / "broker"
         enroll_broker(self.store, hosts or ["broker.example"], fleet="orchard", out=out, days=30)
         return out
 
     def revoked_serials(self) -> set[int]:
-        """Return the serial numbers in the revocation list."""
         return {
             one.serial_number for one in x509.load_pem_x509_crl((self.identity / "revoked.crl").read_bytes())
         }
@@ -63,7 +59,6 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """A world without devices."""
     store = Store(tmp_path / "state")
     store.facts.put(replace(SERVED, digest=TASK))
     yield World(tmp_path, store)
@@ -71,7 +66,6 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def serial(folder: Path) -> int:
-    """Return the serial number of a device's certificate."""
     return x509.load_pem_x509_certificate((folder / "device.crt").read_bytes()).serial_number
 
 

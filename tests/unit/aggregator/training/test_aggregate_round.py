@@ -36,14 +36,12 @@ runpy.run_module("aggregator.training.aggregate_round", run_name="__main__")
 
 @pytest.fixture
 def folder(prepared: Path, tmp_path: Path) -> Path:
-    """Where the task file and the state of the test are."""
     shutil.copytree(prepared, tmp_path / "task")
     return tmp_path / "task"
 
 
 @pytest.fixture
 def task(folder: Path) -> Task:
-    """A task of rounds, with its graphs."""
     store = Store(folder / "state")
     found = prepare_task(*load_task(folder / "task.toml"), store=store)
     store.close()
@@ -52,7 +50,6 @@ def task(folder: Path) -> Task:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where the job writes."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out"
 
@@ -65,7 +62,6 @@ def _submission(task: Task, *, number: int = 0, seed: int = 0) -> Submission:
 def _job(
     task: Task, folder: Path, to: Path, payloads: dict[str, bytes], *, tensors: bytes | None = None
 ) -> RoundJob:
-    """The job that closes round 1, of those submissions by device."""
     blobs = Store(folder / "state").blobs
     first = task.first_tensors
     assert first is not None
@@ -154,7 +150,6 @@ def test_submissions_that_cannot_be_aggregated_are_errors(task: Task, folder: Pa
 
 
 def test_job_contains_the_settings(task: Task, folder: Path, out: Path) -> None:
-    """Encoding and decoding a job keeps the algorithm's settings."""
     job = _job(task, folder, out, {})
     again = msgspec.json.decode(msgspec.json.encode(job), type=RoundJob)
     assert again == job

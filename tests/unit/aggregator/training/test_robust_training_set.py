@@ -1,4 +1,4 @@
-"""What a head is trained on: everything, or what a few bad prototypes do little to."""
+"""Training sets of a head: all prototypes, or robust ones."""
 
 import numpy as np
 import pytest

@@ -32,7 +32,6 @@ def _job(folder: Path, *payloads: bytes) -> HeadJob:
 
 
 def _end(job: HeadJob, folder: Path) -> tuple[Finished, list[Progress]]:
-    """Run a job to its end."""
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
     Trainer(folder / "training", on_event=events.put).start(job)
     said: list[Progress] = []
@@ -111,7 +110,6 @@ def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
 
 
 def test_process_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the reason."""
     _replace_python(tmp_path, monkeypatch, "no program", mode=0o644)
     with pytest.raises(StateError, match="Permission denied"):
         Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
