@@ -38,6 +38,7 @@ METADATA = HeadMetadata(
 )
 
 Arrays = dict[str, NDArray[Any]]
+LOCAL: Arrays = {"local_prototypes": np.zeros((C, D)), "local_counts": np.zeros(C)}
 
 
 @pytest.fixture(scope="module", params=list(ALGORITHMS))
@@ -172,8 +173,7 @@ def test_values_are_finite(graphs: Graphs, name: str, devices: int, batch: int) 
     assert all(np.isfinite(value).all() for value in state.values())
     projection = run(graphs.project, {**data, **state})["projection"]
     assert projection.shape == (batch, D)
-    local = {"local_prototypes": np.zeros((C, D)), "local_counts": np.zeros(C)}
-    head = run(graphs.head, {**tensors, **local, **data, **state})
+    head = run(graphs.head, {**tensors, **LOCAL, **data, **state})
     assert head["logits"].shape == (batch, C)
     np.testing.assert_allclose(head["probabilities"].sum(axis=1), 1, atol=1e-5)
 
@@ -204,10 +204,9 @@ def test_bound_head_equals_the_unbound_one(graphs: Graphs, name: str) -> None:
     assert [value.name for value in session.get_inputs()] == ["feature"]
     assert [value.name for value in session.get_outputs()] == ["logits", "probabilities"]
     assert read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata) == METADATA
-    local = {"local_prototypes": np.zeros((C, D)), "local_counts": np.zeros(C)}
     for rows in (1, 9):
         data = images(rows)
-        expected = run(graphs.head, {**bound, **local, **data})
+        expected = run(graphs.head, {**bound, **LOCAL, **data})
         for key, value in run(head, data).items():
             np.testing.assert_allclose(value, expected[key], atol=1e-5)
 
@@ -264,9 +263,8 @@ def test_graph_that_differs_from_pytorch_is_not_published(
     table = {**msgspec.to_builtins(ALGORITHMS[name]), **(change or LOSS_CHANGE[name])}
     algorithm: Algorithm = msgspec.convert(table, type(ALGORITHMS[name]))
     functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
-    files = {role: getattr(graphs, role) for role in ROLES}
     with pytest.raises(ProtofleetError, match=message):
-        check(files, algorithm, functions, feature_size=L, num_classes=C)
+        check(vars(graphs), algorithm, functions, feature_size=L, num_classes=C)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from aggregator.security import enrollment
 from aggregator.security.enrollment import enroll, enroll_broker, revoke
 from aggregator.security.identity import aggregator_access, has_ca, restore_closed
 from aggregator.security.mosquitto_config import access_list
+from aggregator.storage.device_keys import Key
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
@@ -51,6 +52,11 @@ class World:
         enroll_broker(self.store, hosts or ["broker.example"], fleet="orchard", out=out, days=30)
         return out
 
+    def key(self, device: str) -> Key:
+        found = self.store.keys.get(device)
+        assert found is not None
+        return found
+
     def revoked_serials(self) -> set[int]:
         return {
             one.serial_number for one in x509.load_pem_x509_crl((self.identity / "revoked.crl").read_bytes())
@@ -76,8 +82,7 @@ def test_enrollment_folder_matches_database(world: World) -> None:
     read = read_enrollment(out)
     assert (read.device, read.fleet, read.broker) == ("shed-1", "orchard", "broker.example:8883")
     assert open_tls(read.access) is not None
-    known = world.store.keys.get("shed-1")
-    assert known is not None
+    known = world.key("shed-1")
     assert (known.public, known.enrolled) == (public_key(read.signing_key), True)
     assert int(known.serial, 16) == serial(out)
     assert read.aggregator_key == public_key(read_key(world.identity / "signing.key"))
@@ -104,24 +109,20 @@ def test_first_enrollment_closes_fleet_and_replaces_pinned_key(world: World) -> 
     assert not world.store.keys.is_closed()
     out = world.enroll()
     assert world.store.keys.is_closed()
-    known = world.store.keys.get("shed-1")
-    assert known is not None
-    assert known.public == public_key(read_enrollment(out).signing_key)
+    assert world.key("shed-1").public == public_key(read_enrollment(out).signing_key)
 
 
 def test_second_enrollment_needs_renew_and_revokes_old_certificate(world: World) -> None:
     """Without renew, nothing changes."""
     out = world.enroll()
-    before = world.store.keys.get("shed-1")
+    before = world.key("shed-1")
     with pytest.raises(ConfigError, match="shed-1 is already enrolled: --renew"):
         world.enroll(folder="again")
-    assert world.store.keys.get("shed-1") == before
+    assert world.key("shed-1") == before
     assert not (world.root / "out" / "again").exists()
     again = world.enroll(folder="again", renew=True)
     assert world.revoked_serials() == {serial(out)}
-    known = world.store.keys.get("shed-1")
-    assert known is not None
-    assert known.public == public_key(read_enrollment(again).signing_key)
+    assert world.key("shed-1").public == public_key(read_enrollment(again).signing_key)
 
 
 def test_revoke_disables_key_certificate_and_submissions_until_renewed(world: World) -> None:
@@ -129,9 +130,7 @@ def test_revoke_disables_key_certificate_and_submissions_until_renewed(world: Wo
     out = world.enroll()
     for _ in range(2):
         assert revoke(world.store, "shed-1")
-    known = world.store.keys.get("shed-1")
-    assert known is not None
-    assert known.revoked_s is not None
+    assert world.key("shed-1").revoked_s is not None
     assert world.revoked_serials() == {serial(out)}
     assert world.store.quarantine.all(TASK)["shed-1"].reason == REVOKED
     with pytest.raises(ConfigError, match="shed-1 is already revoked: --renew"):
@@ -153,9 +152,7 @@ def test_revoke_in_open_fleet_needs_no_ca(world: World) -> None:
     world.store.keys.pin("shed-1", b"1" * 32, now_s=1)
     assert not revoke(world.store, "shed-1")
     assert not has_ca(world.store.folder)
-    known = world.store.keys.get("shed-1")
-    assert known is not None
-    assert known.revoked_s is not None
+    assert world.key("shed-1").revoked_s is not None
     with pytest.raises(ConfigError, match="unknown device 'shed-2'"):
         revoke(world.store, "shed-2")
 
