@@ -164,11 +164,11 @@ def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     """After Ctrl-C in the middle, neither aggregator nor devices run on."""
     process = start("--out", tmp_path / "out", "--devices", "5")
     family = psutil.Process(process.pid)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(children := family.children(recursive=True)) < 6 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert len(children) >= 6, said
     assert process.returncode == 130, said
     assert said.splitlines()[-1] == "interrupted"
