@@ -77,6 +77,7 @@ def test_mismatched_weights_are_listed(tmp_path: Path) -> None:
     state = state_of(made())
     state["other.weight"] = state.pop("conv1.0.weight")
     state["bn1.weight"] = torch.zeros(5)
+    state["fc_other.weight"] = torch.zeros(5)  # not of the classifier, whose name is fc
     path = tmp_path / "weights.safetensors"
     save_file(state, path)
     with pytest.raises(ConfigError) as caught:
@@ -84,7 +85,7 @@ def test_mismatched_weights_are_listed(tmp_path: Path) -> None:
     message = str(caught.value)
     assert "does not fit test_resnet" in message
     assert "1 missing (conv1.0.weight)" in message
-    assert "1 unexpected (other.weight)" in message
+    assert "2 unexpected (fc_other.weight, other.weight)" in message
     assert "1 of another shape (bn1.weight 5 instead of" in message
 
 

@@ -114,6 +114,19 @@ def test_similar_sets_are_merged_by_their_counts() -> None:
     assert sorted(sets) == [[[-9, 0], [0, -9]], [[1.375, 0], [0, 1]]]
 
 
+def test_sets_without_a_class_are_clustered_by_the_global_prototype() -> None:
+    """Set b lacks class 1: with zeros in its place it would be most similar to c."""
+    settings = paper(max_sets=2, sets="cluster")
+    devices = [
+        uploaded("a", {0: [1, 0], 1: [9, 9]}),
+        uploaded("b", {0: [1, 0]}),
+        uploaded("c", {0: [-1, 0], 1: [0, 0]}),
+    ]
+    tensors = settings.aggregate(devices, {}, num_classes=2, seed=0)
+    sets = tensors["prototypes"][tensors["index"]].tolist()
+    assert sorted(sets) == [[[-1, 0], [0, 0]], [[1, 0], [9, 9]]]
+
+
 def written_out(
     z: NDArray[np.float64], labels: list[int], sets: NDArray[np.float64], present: list[int], tau: float
 ) -> float:

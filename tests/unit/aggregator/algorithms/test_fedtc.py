@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,21 @@ def test_same_seed_same_head() -> None:
     for a, b in zip(first.module.parameters(), again.module.parameters(), strict=True):
         assert torch.equal(a, b)
     assert not torch.equal(first.module.layers[0].weight, other.module.layers[0].weight)
+
+
+def test_unsorted_prototypes_keep_their_counts() -> None:
+    """The class with larger counts comes second in one order and first in the other."""
+    prototypes, labels, _ = _blobs(1, 0, 1, 0, per_class=3)
+    counts = np.where(labels == 1, 1, 9)
+    order = np.argsort(labels, kind="stable")
+    recipe = replace(RECIPES["default"], epochs=1, min_steps=2)
+    first, second = (
+        train_head(
+            prototypes[rows], labels[rows], counts[rows], num_classes=2, recipe=recipe, seed=0, device="cpu"
+        )
+        for rows in (slice(None), order)
+    )
+    assert torch.equal(first.module.layers[0].weight, second.module.layers[0].weight)
 
 
 def test_training_leaves_the_global_random_state_alone() -> None:

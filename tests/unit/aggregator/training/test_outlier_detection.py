@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.outlier_detection import MIN_DEVICES, judge, outliers
+from aggregator.training.outlier_detection import MIN_DEVICES, _standardized, judge, outliers
 from tests.support.prototype_sets import CLASSES, fleet, flipped, honest
 from tests.support.submissions import FEATURE_SIZE
 
@@ -22,6 +22,11 @@ def _changed(part: Prototypes, factor: float = 1.0, offset: float = 0.0, noise: 
     random = np.random.default_rng(5)
     values = part.values * factor + offset + noise * random.normal(size=part.values.shape)
     return Prototypes(values.astype(np.float32), part.labels, part.counts)
+
+
+def test_unit_is_the_robust_standard_deviation() -> None:
+    """The median absolute deviation is 1, so the standard deviation of a normal distribution would be 1.4826."""
+    assert _standardized(np.array([1.0, 2, 3, 4, 9]))[-1] == pytest.approx(6 / 1.4826, rel=1e-4)
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -13,6 +13,11 @@ def _class_mean(data: Prototypes, label: int) -> np.ndarray:
     return np.average(data.values[mine], axis=0, weights=data.counts[mine])
 
 
+def _one_class(values: list[float], counts: list[int]) -> Prototypes:
+    column = np.array(values, dtype=np.float32)[:, None]
+    return Prototypes(column, np.zeros(len(values), dtype=np.int64), np.array(counts))
+
+
 def test_none_concatenates_the_parts() -> None:
     """In the order of the parts."""
     parts = list(fleet(3).values())
@@ -31,6 +36,12 @@ def test_trimmed_omits_the_farthest() -> None:
         assert after == before - int(TRIMMED_SHARE * before)
     lies = {value.tobytes() for value in parts[-1].values}
     assert lies.isdisjoint(value.tobytes() for value in data.values)
+
+
+def test_trimmed_weighs_distances_by_images() -> None:
+    """A mean of 100 images that is 1 off is less likely than a single image that is 2 off."""
+    parts = [_one_class([0, 0], [1, 1]), _one_class([0, 0], [1, 1]), _one_class([1, -2], [100, 1])]
+    assert combine(parts, by="trimmed").values.tolist() == [[0], [0], [0], [0], [-2]]
 
 
 def test_median_shifts_each_device() -> None:

@@ -133,6 +133,20 @@ def test_lost_frames_back_off() -> None:
     assert 3 < whole < 30
 
 
+def test_progress_resets_the_retry_delay() -> None:
+    """The same missing ranges are no progress."""
+    state = begin()
+    attempts = []
+    for missing in (((0, 900),), ((0, 900),), ((0, 900),), ((0, 800),)):
+        state, _ = answer(state, missing)
+        attempts.append(state.uploads[0].attempts)
+        while state.uploads[0].due_s is None:
+            state, _ = drain(state)
+        state, _ = tick(state)
+    assert attempts[1] < attempts[2]
+    assert attempts[3] == 0
+
+
 @pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.ONCE])
 def test_an_aggregator_without_space_is_retried(mode: Mode) -> None:
     """The submission is kept, it is logged once, and queries back off."""

@@ -115,7 +115,8 @@ class AgingCache(FeatureCache):
 
 def test_unused_backbone_is_kept_for_its_maximum_age(tmp_path: Path) -> None:
     cache = AgingCache(tmp_path, "old", "new")
-    cache.use("new", after_s=OTHERS_MAX_AGE_S - 1)
+    cache.use("old", after_s=1000)
+    cache.use("new", after_s=OTHERS_MAX_AGE_S)
     assert cache.has("old", "new") == [True, True]
     cache.use("new", after_s=1)
     assert cache.has("old", "new") == [False, True]
