@@ -1,4 +1,4 @@
-"""Command lines found in pages and files, parsed by the programs that they are for, and not run."""
+"""Command lines in pages and files, parsed by their programs and not run."""
 
 import shlex
 from pathlib import Path
@@ -11,11 +11,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def parse(line: str) -> click.Context:
-    """Let a program check its command line; what would be installed in /etc/protofleet is taken from deploy/.
-
-    Raises:
-        click.ClickException: the program would refuse it.
-    """
+    """Parse a command line, with deploy/ for /etc/protofleet; `click.ClickException` if its program would refuse it."""
     path, *arguments = shlex.split(line.replace("/etc/protofleet", str(DEPLOY)), comments=True)
     command: click.Command = PROGRAMS[Path(path).name]
     parent = None

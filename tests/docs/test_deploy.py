@@ -1,4 +1,4 @@
-"""The files in deploy/ do what their comments say, tried with the programs that they are for."""
+"""The files in deploy/ do what their comments state, tested with their programs."""
 
 import getpass
 import re
@@ -8,7 +8,6 @@ import threading
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import paho.mqtt.client as paho
@@ -28,6 +27,7 @@ from tests.docs.command_lines import DEPLOY, parse
 from tests.support.brokers import mosquitto, mosquitto_program
 
 ROOT = DEPLOY.parent
+TIMEOUT_S = 120.0
 
 needs_mosquitto = pytest.mark.skipif(
     mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
@@ -35,7 +35,7 @@ needs_mosquitto = pytest.mark.skipif(
 
 
 def mosquitto_options(folder: Path) -> str:
-    """deploy/mosquitto.conf without its listener, and with its data in a folder of the test."""
+    """Return deploy/mosquitto.conf without its listener, with its database in a folder of the test."""
     text = (DEPLOY / "mosquitto.conf").read_text(encoding="utf-8")
     text = re.sub(r"(?m)^listener .*$", "", text)
     text = re.sub(r"(?m)^persistence_location .*$", f"persistence_location {folder}/", text)
@@ -43,7 +43,7 @@ def mosquitto_options(folder: Path) -> str:
 
 
 def client(broker: BrokerAddress, name: str) -> paho.Client:
-    """A client of its own, connected, without a thread."""
+    """Return a connected client without a thread."""
     connected = paho.Client(CallbackAPIVersion.VERSION2, client_id=name)
     connected.connect(broker.host, broker.port)
     while not connected.is_connected():
@@ -54,34 +54,28 @@ def client(broker: BrokerAddress, name: str) -> paho.Client:
 def publish(
     broker: BrokerAddress, topic: str, *, times: int = 1, payload: bytes = b"x", retain: bool = False
 ) -> None:
-    """Publish at QoS 1 and wait until the broker has taken all of it."""
+    """Publish at QoS 1 and wait until the broker has acknowledged all."""
     sender = client(broker, "sender")
     sender.loop_start()
     for message in [sender.publish(topic, payload, qos=1, retain=retain) for _ in range(times)]:
-        message.wait_for_publish(timeout=120)
+        message.wait_for_publish(TIMEOUT_S)
     sender.disconnect()
     sender.loop_stop()
 
 
 def receive(subscriber: paho.Client, *, messages: int) -> int:
-    """Take messages until there are enough, or none comes for two seconds; returns how many came."""
-    got = 0
-    heard_s = time.monotonic()
-
-    def on_message(_client: paho.Client, _data: Any, _message: paho.MQTTMessage) -> None:
-        nonlocal got, heard_s
-        got += 1
-        heard_s = time.monotonic()
-
-    subscriber.on_message = on_message
-    while got < messages and time.monotonic() < heard_s + 2:
+    """Receive this number of messages, or those that arrive within TIMEOUT_S; returns how many arrived."""
+    received: list[paho.MQTTMessage] = []
+    subscriber.on_message = lambda _client, _data, message: received.append(message)
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(received) < messages and time.monotonic() < deadline:
         subscriber.loop(0.1)
-    return got
+    return len(received)
 
 
 @needs_mosquitto
-def test_what_is_retained_outlives_the_broker(tmp_path: Path, address: BrokerAddress) -> None:
-    """A retained task is there again after mosquitto was stopped and started."""
+def test_retained_messages_outlive_the_broker(tmp_path: Path, address: BrokerAddress) -> None:
+    """Mosquitto sends a retained task after a restart."""
     options = mosquitto_options(tmp_path)
     with mosquitto(address, tmp_path, options=options):
         publish(address, "pf/1/orchard/task", retain=True)
@@ -92,7 +86,7 @@ def test_what_is_retained_outlives_the_broker(tmp_path: Path, address: BrokerAdd
 
 
 @needs_mosquitto
-def test_a_slow_subscriber_loses_nothing(tmp_path: Path, address: BrokerAddress) -> None:
+def test_slow_subscriber_loses_nothing(tmp_path: Path, address: BrokerAddress) -> None:
     """More messages than mosquitto's default of 1000 wait for a subscriber that does not read meanwhile."""
     with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
         subscriber = client(address, "receiver")
@@ -106,7 +100,7 @@ def test_a_slow_subscriber_loses_nothing(tmp_path: Path, address: BrokerAddress)
 
 
 @needs_mosquitto
-def test_the_largest_message_passes(tmp_path: Path, address: BrokerAddress) -> None:
+def test_largest_message_is_accepted(tmp_path: Path, address: BrokerAddress) -> None:
     """A manifest of the largest size that the protocol allows is under the broker's packet limit."""
     with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
         publish(address, "pf/1/orchard/task", payload=bytes(MAX_MANIFEST_BYTES), retain=True)
@@ -115,14 +109,14 @@ def test_the_largest_message_passes(tmp_path: Path, address: BrokerAddress) -> N
         assert receive(subscriber, messages=1) == 1
 
 
-def test_the_files_of_a_closed_fleet_are_what_a_command_writes() -> None:
+def test_files_of_a_closed_fleet_are_what_enroll_broker_writes() -> None:
     """deploy/ shows what `aggregator enroll-broker` makes for the fleet "orchard"."""
     for name, text in (("mosquitto-tls.conf", CONFIGURATION), ("mosquitto.acl", access_list("orchard"))):
         assert (DEPLOY / name).read_text(encoding="utf-8") == text, name
 
 
-def test_a_closed_broker_takes_as_much_as_an_open_one() -> None:
-    """What is said of queues, packets and persistence is the same; the log is for the aggregator as well."""
+def test_closed_and_open_brokers_have_the_same_limits() -> None:
+    """Only listener, authentication and log differ."""
     settings = {
         name: dict(
             line.split(maxsplit=1)
@@ -141,12 +135,12 @@ def test_a_closed_broker_takes_as_much_as_an_open_one() -> None:
 
 
 def uncommented(file: Path) -> str:
-    """A TOML file of deploy/ with the settings behind # as settings."""
+    """Return a TOML file of deploy/ with its commented settings as settings."""
     return re.sub(r"(?m)^# (?=[\w-]+ = )", "", file.read_text(encoding="utf-8"))
 
 
 def task_in(folder: Path, text: str) -> TaskFile:
-    """What the aggregator reads out of a task file, with a backbone where the file says."""
+    """Load a task file, with empty files for its backbones."""
     for name in tomllib.loads(text)["backbones"]:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
@@ -154,33 +148,35 @@ def task_in(folder: Path, text: str) -> TaskFile:
     return load_task(folder / "task.toml")[0]
 
 
-def test_the_task_file_is_one(tmp_path: Path) -> None:
-    """The aggregator takes deploy/task.toml as it is, and with everything that stands behind # as well."""
-    file = DEPLOY / "task.toml"
-    task = task_in(tmp_path, file.read_text(encoding="utf-8"))
-    assert task.client == Client()
-    assert task.training == Training()
-    full = task_in(tmp_path, uncommented(file))
-    assert full.devices is not None
-    assert full.training.epochs is not None
-
-
-def test_the_task_file_names_every_setting_and_its_default(tmp_path: Path) -> None:
-    """Behind # stands what holds without the line, where there is such a value."""
-    file = DEPLOY / "task.toml"
-    written = tomllib.loads(uncommented(file))
-    full = task_in(tmp_path, uncommented(file))
-    optional = re.findall(r"(?m)^# (\w+) = ", file.read_text(encoding="utf-8"))
-    for table, given, default in (
-        (written, full, TaskFile(classes=("a",), backbones=("b",))),
-        (written["client"], full.client, Client()),
-        (written["training"], full.training, Training()),
-        (written["rollout"], full.rollout, Settings()),
-        (written["robust"], full.robust, Robust()),
-    ):
-        assert set(default.__struct_fields__) - {"privacy", "rounds", *ALGORITHMS} == set(table)
-        for name in set(optional) & set(table):
-            assert getattr(default, name) in (None, getattr(given, name)), name
+@pytest.mark.parametrize(
+    ("name", "defaults"),
+    [
+        (
+            "task.toml",
+            {"client": Client(), "training": Training(), "rollout": Settings(), "robust": Robust()},
+        ),
+        ("rounds.toml", {"rounds": Rounds(), "rollout": Settings(), "fedpcl": FedPCL()}),
+    ],
+)
+def test_task_files_name_every_setting_and_its_default(
+    tmp_path: Path, name: str, defaults: dict[str, msgspec.Struct]
+) -> None:
+    """The aggregator accepts the file as it is and with its commented settings, whose values are the defaults."""
+    file = DEPLOY / name
+    text = file.read_text(encoding="utf-8")
+    task = task_in(tmp_path, text)
+    full, written = task_in(tmp_path, uncommented(file)), tomllib.loads(uncommented(file))
+    commented = set(re.findall(r"(?m)^# (\w+) = ", text))
+    for table, default in defaults.items():
+        assert getattr(task, table) == default
+        assert set(default.__struct_fields__) == set(written[table])
+        for setting in commented & set(written[table]):
+            assert getattr(default, setting) in (None, getattr(getattr(full, table), setting)), setting
+    if name == "task.toml":
+        default = TaskFile(classes=("a",), backbones=("b",))
+        assert set(default.__struct_fields__) - {"privacy", "rounds", *ALGORITHMS} == set(written)
+        for setting in commented & set(written):
+            assert getattr(default, setting) in (None, getattr(full, setting)), setting
 
 
 @pytest.mark.parametrize(("table", "kind"), [("perturbation", Perturbation), ("dp", PrivacyBudget)])
@@ -197,33 +193,14 @@ def test_task_file_example_has_every_privacy_setting(
     assert getattr(task.privacy, table) == kind(**given)
 
 
-def test_the_file_for_rounds_names_their_settings_and_defaults(tmp_path: Path) -> None:
-    """The aggregator takes deploy/rounds.toml with and without what stands behind #, which says what holds anyway."""
-    file = DEPLOY / "rounds.toml"
-    task = task_in(tmp_path, file.read_text(encoding="utf-8"))
-    assert (task.rounds, task.learning) == (Rounds(), FedPCL())
-    full = task_in(tmp_path, uncommented(file))
-    written = tomllib.loads(uncommented(file))
-    for table, given, default in (
-        ("rounds", full.rounds, Rounds()),
-        ("rollout", full.rollout, Settings()),
-        ("fedpcl", full.learning, FedPCL()),
-    ):
-        assert set(default.__struct_fields__) == set(written[table])
-        for name in default.__struct_fields__:
-            assert getattr(default, name) in (None, getattr(given, name)), name
-
-
-def test_the_device_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """edge-client takes deploy/edge-client.toml, and every option of it behind # with the default named there."""
+def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """edge-client accepts deploy/edge-client.toml; its commented options are all options, with their defaults."""
     monkeypatch.delenv("PROTOFLEET_FLEET", raising=False)
     context = parse(f"edge-client --config {DEPLOY}/edge-client.toml")
     assert context.params["broker"] == "broker.example:1883"
     assert context.params["data"] == Path("/srv/images")
     (tmp_path / "backbone.onnx").touch()
-    text = uncommented(DEPLOY / "edge-client.toml").replace(
-        "/srv/backbone.onnx", str(tmp_path / "backbone.onnx")
-    )
+    text = uncommented(DEPLOY / "edge-client.toml").replace("/srv/", f"{tmp_path}/")
     (tmp_path / "full.toml").write_text(text, encoding="utf-8")
     full = parse(f"edge-client --config {tmp_path}/full.toml")
     for option in ("holdout", "provider", "batch_size", "rescan_s"):
@@ -234,8 +211,8 @@ def test_the_device_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("unit", ["edge-client", "aggregator"])
-def test_the_units_are_right(unit: str, tmp_path: Path) -> None:
-    """The unit is one that systemd has nothing to say about, and the program understands the command in it."""
+def test_units_are_valid(unit: str, tmp_path: Path) -> None:
+    """Systemd reports no problem in the unit, and the program accepts its command."""
     text = (DEPLOY / f"{unit}.service").read_text(encoding="utf-8")
     started = re.search(r"(?m)^ExecStart=(.*)$", text)
     assert started
@@ -252,8 +229,8 @@ def test_the_units_are_right(unit: str, tmp_path: Path) -> None:
     assert not [line for line in done.stderr.splitlines() if unit in line]
 
 
-def test_the_images_get_every_package() -> None:
-    """What the wheel is made of is copied into the build, and not kept out of it."""
+def test_container_images_get_every_package() -> None:
+    """The files of the wheel are copied into the build, and not ignored."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     copied = re.findall(r"(?m)^COPY (.*) \S+$", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
     needed = {

@@ -1,4 +1,4 @@
-"""The pages say what the code does: settings, options, log lines, links and the generated help."""
+"""The pages agree with the code: settings, options, log lines, links and generated pages."""
 
 import re
 import tomllib
@@ -23,8 +23,7 @@ from aggregator.config.schema import (
 )
 from aggregator.coordination.canary_rollout import Settings
 from aggregator.tasks.manifests import task_manifest
-from docs import generate_architecture, generate_status_schema
-from docs.generate_cli import PAGE, render
+from docs import generate_architecture, generate_cli, generate_status_schema
 from edge_client.cli import cli as edge_client
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Perturbation
@@ -52,21 +51,15 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "": {
         "classes": ("b", "a"),
         "fleet": "orchard",
+        "devices": ("shed-1",),
+        "max_submission_mb": 1.0,
         "quorum": 2,
         "deadline_s": 1.0,
         "retrain_after": 2,
-        "max_submission_mb": 1.0,
         "unfinished_h": 1.0,
-        "devices": ("shed-1",),
     },
     "client": {"alpha": 0.5, "batch_size": 7, "min_images": 3, "seed": 1},
-    "training": {
-        "recipe": "paper",
-        "restore": False,
-        "epochs": 1,
-        "device": "cpu",
-        "seed": 1,
-    },
+    "training": {"recipe": "paper", "restore": False, "epochs": 1, "device": "cpu", "seed": 1},
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
     "robust": {"detect_outliers": False, "threshold": 1.0, "combine": "median"},
     "rollout": {"canary_fraction": 0.5, "margin": 0.5, "canary_timeout_s": 1.0},
@@ -76,7 +69,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of each row of the tables in a text, without headings."""
+    """Return the cells of each row of the tables in a text, without headings."""
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()
@@ -86,7 +79,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def settings() -> dict[tuple[str, str], list[str]]:
-    """The table of settings: (table of the task file, setting) to its row."""
+    """Return the row of each setting, by its table in the task file and its name."""
     table = ""
     found = {}
     for row in rows(PAGES_OF_TASKS["task-file"]):
@@ -105,8 +98,8 @@ def test_every_setting_of_the_task_file_is_explained() -> None:
 
 
 @pytest.mark.parametrize(("table", "name"), settings())
-def test_the_default_of_a_setting_is_the_one_in_the_table(table: str, name: str) -> None:
-    """A value in the column of defaults is what the task file takes without that line; words mean no value."""
+def test_default_of_a_setting_is_documented(table: str, name: str) -> None:
+    """A value in the column of defaults is the setting's default; words mean no value."""
     cell = settings()[table, name][1]
     default = getattr(DEFAULTS[table], name)
     if cell.startswith("`"):
@@ -116,7 +109,7 @@ def test_the_default_of_a_setting_is_the_one_in_the_table(table: str, name: str)
 
 
 def task_bytes(task: TaskFile) -> bytes:
-    """What the fleet would be told, whose sha256 is the task's identity."""
+    """Return the task manifest, whose sha256 is the task's identity."""
     return encode(task_manifest(task, [BlobRef(digest=bytes(32), size_bytes=1, name=task.backbones[0])]))
 
 
@@ -133,7 +126,7 @@ def with_table(table: str, value: msgspec.Struct) -> TaskFile:
 @pytest.mark.parametrize(
     ("table", "name"), [(table, name) for table, values in OTHER_VALUES.items() for name in values]
 )
-def test_what_makes_a_new_task_is_marked(table: str, name: str) -> None:
+def test_settings_that_change_the_task_are_marked(table: str, name: str) -> None:
     """A change of a setting changes the task's identity where the table says so, and nowhere else."""
     base = DEFAULTS[table]
     task, changed = (
@@ -145,13 +138,13 @@ def test_what_makes_a_new_task_is_marked(table: str, name: str) -> None:
 
 @pytest.mark.parametrize(("program", "command"), [("edge-client", edge_client), ("aggregator", aggregator)])
 def test_every_command_is_explained(program: str, command: click.Group) -> None:
-    """The operations pages mention every sub-command."""
+    """The operations pages mention every subcommand."""
     for name in command.commands:
         assert f"`{program} {name}" in OPERATIONS or f"\n{program} {name}" in OPERATIONS
 
 
-def test_every_log_line_is_one() -> None:
-    """What the page quotes of a log line stands in the code."""
+def test_quoted_log_lines_are_in_the_code() -> None:
+    """The troubleshooting page quotes log lines of the code."""
     packages = ("protocol", "edge_client", "aggregator")
     code = "\n".join(
         file.read_text(encoding="utf-8") for package in packages for file in (ROOT / package).rglob("*.py")
@@ -164,32 +157,23 @@ def test_every_log_line_is_one() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    """A link from a page into the repository meets a file."""
+def test_links_have_a_target(page: Path) -> None:
+    """A link into the repository leads to a file."""
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 
 
-def test_status_schema_is_up_to_date() -> None:
-    """docs/status.schema.json is the schema of the status structs."""
-    page = generate_status_schema.PAGE.read_text(encoding="utf-8")
-    assert page == generate_status_schema.render(), "run: python -m docs.generate_status_schema"
-
-
-def test_the_generated_help_is_up_to_date() -> None:
-    """docs/cli.md is what `python -m docs.generate_cli` would write now."""
-    assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m docs.generate_cli"
-
-
-def test_the_tables_of_rooms_are_up_to_date() -> None:
-    """docs/architecture.md lists the rooms and layers that import-linter checks."""
-    page = generate_architecture.PAGE.read_text(encoding="utf-8")
-    assert page == generate_architecture.render(page), "run: python -m docs.generate_architecture"
+@pytest.mark.parametrize("module", [generate_status_schema, generate_cli, generate_architecture])
+def test_generated_pages_are_up_to_date(module: Any) -> None:
+    """Each generated page is what its module would write now."""
+    page = module.PAGE.read_text(encoding="utf-8")
+    rendered = module.render(page) if module is generate_architecture else module.render()
+    assert page == rendered, f"run: python -m {module.__name__}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_on_a_page_is_understood(page: Path) -> None:
-    """What a console block tells a reader to type is taken by the program."""
+def test_every_command_on_a_page_is_accepted(page: Path) -> None:
+    """The programs accept the commands in console blocks."""
     blocks = re.findall(r"(?ms)^```console\n(.*?)^```", page.read_text(encoding="utf-8"))
     for line in "".join(blocks).splitlines():
         if re.match(r"(\S*/)?(edge-client|aggregator|export-backbone) ", line):

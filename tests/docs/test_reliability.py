@@ -1,4 +1,4 @@
-"""The page about faults shows a run of the suite as it is now."""
+"""The reliability page shows a run of the current fault suite."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_every_fault_has_a_row() -> None:
 
 
 def test_every_row_is_of_a_run_that_passed() -> None:
-    """Each fault was provoked as often as its test wants, and nothing was lost or counted twice."""
+    """Each fault was provoked as often as its test requires, and nothing was lost or counted twice."""
     *rows, total = (
         FaultRow(cells[0], *(int(cell.replace(",", "")) for cell in cells[1:])) for cells in _rows()[2:]
     )

@@ -1,4 +1,4 @@
-"""The page about security shows a run of the attacks as they are now."""
+"""The security page shows a run of the current attack suite."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 
 
 def _rows() -> list[list[str]]:
-    """The table of the section on attacks."""
+    """Return the table of the section on attacks."""
     _, _, section = PAGE.read_text(encoding="utf-8").partition("\n## Attacks that were tried\n")
     section = section.partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
@@ -17,7 +17,7 @@ def _rows() -> list[list[str]]:
 
 
 def test_every_attack_has_a_row() -> None:
-    """Each attack of the suite once, in its order, with what stops it and where it shows."""
+    """Each attack of the suite once, in its order, with what stops it and where it is visible."""
     heading, _, *rows = _rows()
     assert tuple(heading) == HEADINGS["attacks"]
     found = [(name, stopped_by, seen) for name, _, _, stopped_by, seen in rows]
@@ -25,7 +25,7 @@ def test_every_attack_has_a_row() -> None:
 
 
 def test_every_row_is_of_a_run_in_which_nothing_succeeded() -> None:
-    """Each attack was tried, and no attempt has done what it was made for."""
+    """Each attack was tried, and no attempt succeeded."""
     for name, tried, succeeded, _, _ in _rows()[2:]:
         assert int(tried.replace(",", "")) > 0, name
         assert succeeded == "0", name

@@ -1,4 +1,4 @@
-"""docs/tutorial-algorithm.md quotes the code that runs, and what it claims about adding an algorithm is true."""
+"""docs/tutorial-algorithm.md quotes the code, and its statements on adding an algorithm are true."""
 
 import re
 import tomllib

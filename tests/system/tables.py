@@ -1,4 +1,4 @@
-"""The tables of a run: a row for each fault and for each attack, printed at the end and written to files."""
+"""The tables of a run: a row for each fault and each attack, printed at the end and written to files."""
 
 import json
 import os
@@ -17,7 +17,7 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class FaultRow:
-    """One fault: how often it was provoked, and what became of the submissions."""
+    """One fault: how often it was provoked, and the outcomes of the submissions."""
 
     fault: str
     provoked: int
@@ -29,7 +29,7 @@ class FaultRow:
 
 @dataclass(frozen=True)
 class AttackRow:
-    """One attack: how often it was tried, how often it succeeded, what stops it and where it shows."""
+    """One attack: attempts, successes, what stops it and where an operator sees it."""
 
     attack: str
     tried: int
@@ -45,7 +45,7 @@ class Reference:
     heads: tuple[str, ...]
     """Hex digests, the oldest first."""
     prototypes: Mapping[str, int]
-    """Of each device's submission."""
+    """Number in each device's submission."""
 
     @property
     def head(self) -> str:
@@ -63,25 +63,9 @@ def with_total(rows: Iterable[FaultRow]) -> list[FaultRow]:
 def markdown(kind: str, rows: Iterable[FaultRow | AttackRow]) -> str:
     """Return the rows as a Markdown table; columns of numbers are aligned to the right."""
     values = [astuple(row) for row in rows]
-    numbers = [isinstance(cell, int) for cell in values[0]]
-    cells = [HEADINGS[kind]]
-    cells += [tuple(f"{cell:,}" if isinstance(cell, int) else cell for cell in line) for line in values]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        " | ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, numbers, strict=True)
-        )
-        for line in cells
-    ]
-    rule = "|".join(
-        "-" * (width + 1) + (":" if right else "-") for width, right in zip(widths, numbers, strict=True)
-    )
-    return (
-        "\n".join(f"| {line} |" for line in lines[:1])
-        + f"\n|{rule}|\n"
-        + "\n".join(f"| {line} |" for line in lines[1:])
-    )
+    rule = ["---:" if isinstance(cell, int) else "---" for cell in values[0]]
+    cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in line] for line in values]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (HEADINGS[kind], rule, *cells))
 
 
 def write(kind: str, rows: list[FaultRow] | list[AttackRow], text: str) -> None:

@@ -193,22 +193,6 @@ def test_reading_is_limited_to_own_and_shared_topics(closed: ClosedFleet) -> Non
         assert got == {others["d/state"], *(own[name] for name in ("task", "round", "head", "cast", "state"))}
 
 
-def test_last_will_on_another_devices_topic_is_not_published(closed: ClosedFleet) -> None:
-    """A device's last will on another one's presence is dropped; on its own it is published."""
-    own, others = every_topic("shed-1"), every_topic("shed-2")
-    aggregator = closed.aggregator_access()
-    with closed.mosquitto(), running(closed.broker, "c", "pf/#", access=aggregator) as (_, received):
-        received.wait(Connected)
-        for topic in (others["d/state"], own["d/state"]):
-            will = Outgoing(topic, b"offline")
-            with running(closed.broker, "a", access=closed.access("shed-1"), will=will) as (_, first):
-                first.wait(Connected)
-                # A client with the same certificate takes the connection over: for the broker, the first has vanished.
-                with running(closed.broker, "b", access=closed.access("shed-1")) as (_, taker):
-                    taker.wait(Connected)
-        assert received.wait(Received).topic == own["d/state"]
-
-
 def test_passwords_work_instead_of_certificates(closed: ClosedFleet, tmp_path: Path) -> None:
     """With the lines of docs/security.md, names and passwords authenticate, with the same access list."""
     passwords = tmp_path / "broker" / "passwords"

@@ -51,19 +51,6 @@ def test_three_devices_get_a_head(fleet: Fleet, tmp_path: Path) -> None:
 
 
 @on_mosquitto
-def test_late_device_is_in_the_next_head(fleet: Fleet, tmp_path: Path) -> None:
-    """The deadline closes the collection without the missing device, whose submission is in the next head."""
-    fleet.start_aggregator(write_task(tmp_path, quorum=3, deadline_s=2, retrain_after=1))
-    data = [write_digits(tmp_path / f"data-{n}", classes=[n, n + 1]) for n in range(2)]
-    fleet.start_device("early", data[0])
-    fleet.wait_for("the first head", lambda s: len(s["heads"]) == 1)
-    fleet.start_device("late", data[1], "--once")
-    fleet.wait_exit("late")
-    summary = fleet.wait_for("the second head, evaluated", lambda s: len(s["heads"]) == 2 and evaluated(s))
-    assert [head["devices"] for head in summary["heads"]] == [1, 2]
-
-
-@on_mosquitto
 def test_restart_keeps_everything_and_lost_state_is_restored(fleet: Fleet, tmp_path: Path) -> None:
     """Killed programs continue where they were; a lost state is uploaded again; another key is not trusted."""
     task = write_task(tmp_path, quorum=1)
