@@ -35,7 +35,7 @@ class Transfer:
 
     key: Key
     assembly: Assembly
-    """What has arrived; `assembly.fresh` is not on the disk yet."""
+    """The received bytes; `assembly.fresh` is not on the disk yet."""
     seen_s: float
     """When its last frame arrived, unix seconds."""
     stored: Ranges = ()

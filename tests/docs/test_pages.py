@@ -127,7 +127,7 @@ def with_table(table: str, value: msgspec.Struct) -> TaskFile:
     ("table", "name"), [(table, name) for table, values in OTHER_VALUES.items() for name in values]
 )
 def test_settings_that_change_the_task_are_marked(table: str, name: str) -> None:
-    """A change of a setting changes the task's identity where the table says so, and nowhere else."""
+    """A change of a setting changes the task's identity exactly where the table says so."""
     base = DEFAULTS[table]
     task, changed = (
         with_table(table, base),

@@ -93,10 +93,10 @@ def test_excessive_allocation_is_found() -> None:
     importlib.util.find_spec("atheris") is None, reason="atheris is not installed: make fuzz does"
 )
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [("crash", "IndexError"), ("hang", "timeout"), ("allocate", "ExcessiveAllocation")],
 )
-def test_libfuzzer_finds_planted_faults(name: str, says: str, tmp_path: Path) -> None:
+def test_libfuzzer_finds_planted_faults(name: str, message: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     left = tmp_path / "left"
     left.mkdir()
@@ -104,6 +104,6 @@ def test_libfuzzer_finds_planted_faults(name: str, says: str, tmp_path: Path) ->
         assert engine(
             name, ["-runs=2000000", "-timeout=2", "-seed=1", f"-artifact_prefix={left}/"], [], log=file
         )
-    assert says in log.read_text(errors="replace")
+    assert message in log.read_text(errors="replace")
     (found,) = left.iterdir()
     assert found.read_bytes()[:1] == b"\x93"

@@ -175,8 +175,8 @@ REASSEMBLY = Target(
     "reassembly",
     receive,
     lambda: (
-        bytes(byte for who in range(3) for at in range(0, 150, 30) for byte in (0x7F, who, 150, at, 30)),
-        bytes(byte for who in range(8) for size in (80, 90, 100) for byte in (0x7F, who, size, 0, 70))
+        bytes(byte for device in range(3) for at in range(0, 150, 30) for byte in (0x7F, device, 150, at, 30)),
+        bytes(byte for device in range(8) for size in (80, 90, 100) for byte in (0x7F, device, size, 0, 70))
         + bytes([0xF8, 0, 0, 0, 0, 0xFF, 0, 0, 0, 0, 0x7F, 1, 100, 70, 30, 0xF0, 0, 0, 0, 0]),
     ),
     max_bytes=512,

@@ -64,24 +64,24 @@ def _reason_of_labels(message: Submission, expectation: Expectation) -> str:
 
 def _check(message: Submission, expectation: Expectation) -> None:
     try:
-        taken = check_submission(message, expectation)
+        accepted = check_submission(message, expectation)
     except Refused as refused:
         if _reason_of_labels(message, expectation) != refused.reason:
             raise AssertionError("check_labels gives another reason") from refused
         return
-    rows = len(taken.values)
-    assert taken.values.shape == (rows, expectation.prototype_size)
+    rows = len(accepted.values)
+    assert accepted.values.shape == (rows, expectation.prototype_size)
     assert rows > 0
-    assert np.isfinite(taken.values).all()
-    assert taken.labels.shape == taken.counts.shape == (rows,)
-    assert taken.labels.min() >= 0
-    assert taken.labels.max() < len(expectation.manifest.classes)
-    assert taken.counts.min() >= 2
-    assert taken.counts.max() <= MAX_IMAGES_IN_PROTOTYPE
-    assert {name: array.shape for name, array in taken.tensors.items()} == expectation.tensors
-    assert all(np.isfinite(array).all() for array in taken.tensors.values())
+    assert np.isfinite(accepted.values).all()
+    assert accepted.labels.shape == accepted.counts.shape == (rows,)
+    assert accepted.labels.min() >= 0
+    assert accepted.labels.max() < len(expectation.manifest.classes)
+    assert accepted.counts.min() >= 2
+    assert accepted.counts.max() <= MAX_IMAGES_IN_PROTOTYPE
+    assert {name: array.shape for name, array in accepted.tensors.items()} == expectation.tensors
+    assert all(np.isfinite(array).all() for array in accepted.tensors.values())
     assert message.loss is None or math.isfinite(message.loss)
-    np.testing.assert_array_equal(check_labels(message, expectation), taken.labels)
+    np.testing.assert_array_equal(check_labels(message, expectation), accepted.labels)
 
 
 UPLOADED = Target(

@@ -208,10 +208,10 @@ class World:
 
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission, or find it built."""
-        standing = self.newest_submission()
-        if standing is None or standing.digest != digest_of(self.submission):
-            standing = self.keep("submission", self.submission, task=build.task)
-        self.pending.append(events.SubmissionBuilt(build.task, standing))
+        newest = self.newest_submission()
+        if newest is None or newest.digest != digest_of(self.submission):
+            newest = self.keep("submission", self.submission, task=build.task)
+        self.pending.append(events.SubmissionBuilt(build.task, newest))
 
     def install(self, install: events.InstallHead) -> None:
         self.in_use = head_key(install.head)

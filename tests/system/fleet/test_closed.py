@@ -114,7 +114,7 @@ def test_unenrolled_clients_are_refused(closed: ClosedFleet, tmp_path: Path, add
     (tmp_path / "other").mkdir()
     other = ClosedFleet(tmp_path / "other", address)
     other.enroll("shed-1")
-    stranger = replace(other.access("shed-1"), ca=closed.access("shed-1").ca)
+    other_fleet = replace(other.access("shed-1"), ca=closed.access("shed-1").ca)
     old = closed.access("shed-2")
     closed.enroll("shed-2", renew=True, folder="shed-2-again")
     closed.publish_revocations()
@@ -123,7 +123,7 @@ def test_unenrolled_clients_are_refused(closed: ClosedFleet, tmp_path: Path, add
         assert "requires a certificate" in refusal(
             closed.broker, replace(closed.access("shed-1"), certificate=None)
         )
-        assert "refuse" in refusal(closed.broker, stranger)
+        assert "refuse" in refusal(closed.broker, other_fleet)
         assert "refuse" in refusal(closed.broker, old)
         with running(closed.broker, "a", access=closed.access("shed-2-again")) as (_, log):
             log.wait(Connected)
@@ -131,10 +131,10 @@ def test_unenrolled_clients_are_refused(closed: ClosedFleet, tmp_path: Path, add
 
 def denied(closed: ClosedFleet, access: BrokerAccess, topics: list[str]) -> set[str]:
     """Publish to topics; return those that the broker refuses."""
-    with running(closed.broker, "a", access=access) as (says, log):
+    with running(closed.broker, "a", access=access) as (session, log):
         log.wait(Connected)
         for topic in topics:
-            says.send(Outgoing(topic, b"x"))
+            session.send(Outgoing(topic, b"x"))
         log.wait(Drained)
         return {event.topic for event in log.seen if isinstance(event, Unsendable)}
 
@@ -161,8 +161,8 @@ def test_writing_is_limited_to_own_topics(closed: ClosedFleet) -> None:
         topics = [*own.values(), *others.values(), "pf/1/vineyard/task", "elsewhere"]
         allowed = {own[name] for name in from_devices}
         assert denied(closed, closed.access("shed-1"), topics) == set(topics) - allowed
-        said = denied(closed, closed.aggregator_access(), [*own.values(), "elsewhere"])
-        assert said == {own[name] for name in from_devices} | {"elsewhere"}
+        refused = denied(closed, closed.aggregator_access(), [*own.values(), "elsewhere"])
+        assert refused == {own[name] for name in from_devices} | {"elsewhere"}
 
 
 def test_reading_is_limited_to_own_and_shared_topics(closed: ClosedFleet) -> None:
@@ -179,8 +179,8 @@ def test_reading_is_limited_to_own_and_shared_topics(closed: ClosedFleet) -> Non
         for name in ("d/info", "d/up", "d/get", "d/state"):
             one.send(Outgoing(own[name], b"one"))
             two.send(Outgoing(others[name], b"two"))
-        heard = {log_all.wait(Received).topic for _ in range(8)}
-        assert heard == {
+        topics = {log_all.wait(Received).topic for _ in range(8)}
+        assert topics == {
             topics[f"d/{name}"] for topics in (own, others) for name in ("info", "up", "get", "state")
         }
         for name in ("task", "round", "head", "cast", "d/ack", "d/blk", "state"):

@@ -78,7 +78,7 @@ def test_forged_and_replayed_heads_are_refused(fleet: Fleet, tmp_path: Path) -> 
         summary = fleet.wait_for("the device's report", lambda s: _refused(s, "replayed") == 1)
         assert (summary["devices"][0]["head"], summary["devices"][0]["problem"]) == (2, "")
         _forge(session, newest)
-        said = fleet.log("device")
-        assert said.count("trusting the first aggregator key received") == 1
-        assert said.count("was seen before") == 2
-        assert "Traceback" not in said
+        log_text = fleet.log("device")
+        assert log_text.count("trusting the first aggregator key received") == 1
+        assert log_text.count("was seen before") == 2
+        assert "Traceback" not in log_text

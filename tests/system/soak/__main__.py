@@ -145,7 +145,7 @@ def _restart_crashed(fleet: ChangingFleet) -> list[str]:
 
 def sample(fleet: ChangingFleet, *, at_s: float) -> list[Sample]:
     """Sample every process."""
-    taken = []
+    samples = []
     for name in fleet.running:
         state = fleet.device_state(name) if name in fleet.names else fleet.root / name
         try:
@@ -154,8 +154,8 @@ def sample(fleet: ChangingFleet, *, at_s: float) -> list[Sample]:
                 memory, handles = process.memory_info().rss, process.num_fds()
         except psutil.Error:
             continue
-        taken.append(Sample(name, at_s, fleet.starts[name], memory, handles, folder_bytes(state)))
-    return taken
+        samples.append(Sample(name, at_s, fleet.starts[name], memory, handles, folder_bytes(state)))
+    return samples
 
 
 def settle(fleet: ChangingFleet) -> float:

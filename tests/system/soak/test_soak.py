@@ -33,7 +33,7 @@ def test_small_fleet_loses_nothing(tmp_path: Path) -> None:
     assert (submissions["counted"], submissions["lost"], submissions["twice"]) == (2, 0, 0)
     assert figures["crashed"] == []
     assert sum(number for fault, number in figures["faults"].items() if "SIGKILL" in fault) > 0
-    assert {"aggregator", "broker", "device-00", "device-01"} == {taken.process for taken in samples}
+    assert {"aggregator", "broker", "device-00", "device-01"} == {one.process for one in samples}
     draw(samples, tmp_path / "soak.svg")
     assert (tmp_path / "soak.svg").stat().st_size > 1000
 
