@@ -106,14 +106,14 @@ class Disk:
         assert sum(len(piece) for _, piece in found) == sum(stop - start for start, stop in ranges)
         return found
 
-    def start(self, taken: set[Key]) -> Reassembly:
+    def start(self, complete: set[Key]) -> Reassembly:
         """Return the reassembly of an aggregator that starts with these files."""
         transfers = []
         for key, file in self.files.items():
             ranges = tuple((start, start + len(data)) for start, data in sorted(file.items()))
             assembly = Assembly(key[1], self.sizes[key], stored=ranges)
             transfers.append(Transfer(key, assembly, 0.0, ranges))
-        return Reassembly(**QUOTAS, holds=lambda *key: key in taken, transfers=transfers, read=self.read)
+        return Reassembly(**QUOTAS, holds=lambda *key: key in complete, transfers=transfers, read=self.read)
 
 
 QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 30_000}
@@ -122,12 +122,12 @@ QUOTAS = {"max_bytes": 200, "per_device": 2, "max_held_bytes": 30_000}
 def receive(data: bytes) -> None:
     """Receive any frames: quotas hold, a payload is the announced one, and nothing but `Refused` is raised."""
     disk = Disk()
-    taken: set[Key] = set()
-    reassembly = disk.start(taken)
+    complete: set[Key] = set()
+    reassembly = disk.start(complete)
     for now, (kind, number, size, offset, length) in enumerate(_operations(data, 5)):
         device = f"device-{number % 8}"
         if kind == 0xFF:
-            reassembly = disk.start(taken)
+            reassembly = disk.start(complete)
         elif kind >= 0xF8:
             disk.commit(reassembly)
         elif kind >= 0xF0:
@@ -139,7 +139,7 @@ def receive(data: bytes) -> None:
             answer = reassembly.take(device, frame, now_s=float(now))
             if isinstance(answer, Complete):
                 assert answer.payload == PAYLOADS[frame.size_bytes]
-                taken.add((device, answer.digest))
+                complete.add((device, answer.digest))
             elif isinstance(answer, Receipt):
                 assert len(answer.missing) <= MAX_RANGES
                 assert all(0 <= start < stop <= frame.size_bytes for start, stop in answer.missing)
@@ -175,8 +175,8 @@ REASSEMBLY = Target(
     "reassembly",
     receive,
     lambda: (
-        bytes(byte for device in range(3) for at in range(0, 150, 30) for byte in (0x7F, device, 150, at, 30)),
-        bytes(byte for device in range(8) for size in (80, 90, 100) for byte in (0x7F, device, size, 0, 70))
+        bytes(byte for n in range(3) for at in range(0, 150, 30) for byte in (0x7F, n, 150, at, 30)),
+        bytes(byte for n in range(8) for size in (80, 90, 100) for byte in (0x7F, n, size, 0, 70))
         + bytes([0xF8, 0, 0, 0, 0, 0xFF, 0, 0, 0, 0, 0x7F, 1, 100, 70, 30, 0xF0, 0, 0, 0, 0]),
     ),
     max_bytes=512,
