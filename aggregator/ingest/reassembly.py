@@ -1,7 +1,7 @@
 """Reassembly of device uploads: bounded, in any order, with repetitions. No I/O and no clock."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 
 from aggregator.ingest.validation import Refused
 from protocol.errors import TransferError
@@ -48,41 +48,30 @@ class Transfer:
         return held.held_bytes + (1 + held.pieces) * PIECE_BYTES + held.stretches * STRETCH_BYTES
 
 
+@dataclass(kw_only=True)
 class Reassembly:
-    """The unfinished transfers of all devices.
+    """The unfinished transfers of all devices."""
 
-    Args:
-        max_bytes: of a payload.
-        holds: returns True for a device and the digest of a payload that was accepted earlier.
-        per_device: unfinished transfers of one device; one more replaces the one without frames for longest.
-        max_held_bytes: weight of all unfinished transfers; beyond it the one without frames for longest is dropped.
-        transfers: unfinished transfers on the disk, by the time of their last frame.
-        read: returns offsets and bytes of a transfer's ranges on the disk.
+    max_bytes: int
+    """Of a payload."""
+    holds: Callable[[str, bytes], bool]
+    """Returns True for a device and the digest of a payload that was accepted earlier."""
+    per_device: int = 2
+    """Unfinished transfers of one device; one more replaces the one without frames for longest."""
+    max_held_bytes: int = 512 * 1024**2
+    """Weight of all unfinished transfers; beyond it the one without frames for longest is dropped."""
+    read: Callable[[Key, Ranges], Sequence[tuple[int, bytes]]] = lambda _key, _ranges: ()
+    """Returns offsets and bytes of a transfer's ranges on the disk."""
+    ended: list[Key] = field(default_factory=list)
+    """Transfers that the disk need not keep, since the last `settle`."""
+    transfers: InitVar[Iterable[Transfer]] = ()
+    """Unfinished transfers on the disk, by the time of their last frame."""
 
-    Attributes:
-        ended: transfers that the disk need not keep, since the last `settle`.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_bytes: int,
-        holds: Callable[[str, bytes], bool],
-        per_device: int = 2,
-        max_held_bytes: int = 512 * 1024**2,
-        transfers: Iterable[Transfer] = (),
-        read: Callable[[Key, Ranges], Sequence[tuple[int, bytes]]] = lambda _key, _ranges: (),
-    ) -> None:
-        self.ended: list[Key] = []
-        self._max_bytes = max_bytes
-        self._holds = holds
-        self._per_device = per_device
-        self._max_held_bytes = max_held_bytes
-        self._read = read
+    def __post_init__(self, transfers: Iterable[Transfer]) -> None:
         self._transfers = {each.key: each for each in transfers}
         """The one without frames for longest comes first."""
         self._held_bytes = sum(each.weight for each in self._transfers.values())
-        for key in [key for key in self._transfers if holds(*key)]:
+        for key in [key for key in self._transfers if self.holds(*key)]:
             self._drop(key)  # a kill came between storing the payload and clearing the transfer
 
     def take(self, device: str, frame: Frame, *, now_s: float = 0.0) -> Receipt | Complete | None:
@@ -98,7 +87,7 @@ class Reassembly:
         key = (device, frame.digest)
         is_last = frame.offset + len(frame.data) >= frame.size_bytes
         if key not in self._transfers:
-            if self._holds(*key):
+            if self.holds(*key):
                 return Receipt(digest=frame.digest, status="received") if is_last else None
             self._open(key, frame)
         transfer = self._transfers[key] = self._transfers.pop(key)  # to the end: it has the newest frame
@@ -108,13 +97,13 @@ class Reassembly:
             transfer.assembly.add(frame)
             self._held_bytes += transfer.weight - before
             if transfer.assembly.held_bytes == frame.size_bytes:
-                payload = transfer.assembly.payload(self._read(key, transfer.stored))
+                payload = transfer.assembly.payload(self.read(key, transfer.stored))
                 self._drop(key)
                 return Complete(frame.digest, payload)
         except TransferError as error:
             self._drop(key)
             raise Refused("digest", str(error)) from error
-        while self._held_bytes > self._max_held_bytes and len(self._transfers) > 1:
+        while self._held_bytes > self.max_held_bytes and len(self._transfers) > 1:
             self._drop(next(iter(self._transfers)))
         if not is_last:
             return None
@@ -140,10 +129,10 @@ class Reassembly:
         self.ended.clear()
 
     def _open(self, key: Key, frame: Frame) -> None:
-        if frame.size_bytes > self._max_bytes:
-            raise Refused("oversized", f"expected at most {self._max_bytes} bytes, got {frame.size_bytes}")
+        if frame.size_bytes > self.max_bytes:
+            raise Refused("oversized", f"expected at most {self.max_bytes} bytes, got {frame.size_bytes}")
         own = [other for other in self._transfers if other[0] == key[0]]
-        for other in own[: len(own) - self._per_device + 1]:
+        for other in own[: len(own) - self.per_device + 1]:
             self._drop(other)
         transfer = self._transfers[key] = Transfer(key, Assembly(frame.digest, frame.size_bytes), 0.0)
         self._held_bytes += transfer.weight

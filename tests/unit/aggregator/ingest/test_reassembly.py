@@ -62,16 +62,6 @@ def test_accepted_payload_is_acknowledged_again() -> None:
     assert reassembly._transfers == {}
 
 
-def test_devices_do_not_mix() -> None:
-    reassembly = _reassembly()
-    for frame in FRAMES[:3]:
-        reassembly.take("a", frame)
-    outcome = reassembly.take("b", FRAMES[3])
-    assert isinstance(outcome, Receipt)
-    assert outcome.missing == ((0, 90),)
-    assert reassembly.take("a", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
-
-
 def test_oversized_transfer_is_refused_at_its_first_frame() -> None:
     reassembly = _reassembly(max_bytes=99)
     with pytest.raises(Refused, match="expected at most 99 bytes, got 100") as caught:
@@ -99,14 +89,6 @@ def test_contradicting_frame_ends_its_transfer(wrong: Frame) -> None:
     assert reassembly._transfers == {}
     outcomes = [reassembly.take("a", frame) for frame in FRAMES]
     assert outcomes[-1] == Complete(DIGEST, PAYLOAD)
-
-
-def test_wrong_digest_is_refused() -> None:
-    reassembly = _reassembly()
-    with pytest.raises(Refused, match="expected sha256") as caught:
-        reassembly.take("a", _frame(0, b"abc", size_bytes=3))
-    assert caught.value.reason == "digest"
-    assert reassembly._transfers == {}
 
 
 @pytest.mark.parametrize(
