@@ -1,7 +1,7 @@
 """Prints a status for a person, with rich."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +10,6 @@ from rich.table import Table
 
 from aggregator.coordination.canary_rollout import canaries
 from aggregator.status.model import Candidate, Device, Enrollment, Head, Round, Status
-from aggregator.storage.devices import QuarantinedDevice
 from protocol.cli import plain
 
 SHOWN_HEADS = 5
@@ -20,46 +19,63 @@ SHOWN_NAMES = 10
 def render_status(status: Status, console: Console) -> None:
     """Print a status; control characters in texts of devices are escaped."""
     status = msgspec.convert(_plain(msgspec.to_builtins(status)), Status)
-    running = "running" if status.running else "not running"
-    _line(
-        console,
-        "fleet",
-        f"{status.fleet}, {status.algorithm}, task {status.task[:12]}, {running}",
-        style="bold",
-    )
-    _line(console, "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}")
-    if status.intake.stopped_s is not None:
-        since = _clock(status.intake.stopped_s)
-        _line(console, "intake stopped", f"since {since}: {status.intake.reason}", style="red")
+    for line in _above(status):
+        _print(console, *line)
     console.print(_device_table(status.devices))
-    for device in status.devices:
-        _print_problems(device, console)
-    _line(console, "", _coverage(status))
-    if progress := _progress(status):
-        _line(console, "", progress)
-    for head in status.heads[-SHOWN_HEADS:]:
-        _line(console, "", _head(head))
-    if status.rollout.candidate is not None:
-        _line(console, "", _candidate(status.rollout.candidate))
-    for quarantined in status.quarantine:
-        _print_quarantined(quarantined, console)
-    if status.rollout.requested is not None:
-        when = "soon" if status.running else "when the aggregator is started"
-        _line(
-            console, "", f"head {status.rollout.requested} will be current {when}, by an operator's command"
-        )
-    for refusal in status.refusals:
-        text = f"{refusal.count} x {refusal.reason} from {refusal.device}: {refusal.detail}"
-        _line(console, "refused", text, style="yellow")
-    if status.head_path:
-        _line(console, "", f"current: {status.head_path}")
+    for line in _below(status):
+        _print(console, *line)
 
 
-def _line(console: Console, label: str, text: str, *, style: str = "") -> None:
+def _print(console: Console, label: str, text: str, style: str = "") -> None:
     """Print a label in a style and a text as it is, however long."""
     if label:
         console.print(label, style=style or None, end=" ", highlight=False)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _above(status: Status) -> Iterator[tuple[str, ...]]:
+    """Yield label, text and style of each line above the devices."""
+    running = "running" if status.running else "not running"
+    yield "fleet", f"{status.fleet}, {status.algorithm}, task {status.task[:12]}, {running}", "bold"
+    yield "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}"
+    if status.intake.stopped_s is not None:
+        yield "intake stopped", f"since {_clock(status.intake.stopped_s)}: {status.intake.reason}", "red"
+
+
+def _problems(device: Device) -> Iterator[tuple[str, ...]]:
+    if device.problem:
+        yield "problem", f"of {device.device}: {device.problem}", "yellow"
+    if device.refused_messages:
+        counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(device.refused_messages.items()))
+        yield "refused", f"by {device.device}: {counts}", "yellow"
+    if device.head_problem:
+        yield "head not used", f"by {device.device}: {device.head_problem}", "yellow"
+
+
+def _below(status: Status) -> Iterator[tuple[str, ...]]:
+    """Yield label, text and style of each line below the devices."""
+    for device in status.devices:
+        yield from _problems(device)
+    yield "", _coverage(status)
+    if progress := _progress(status):
+        yield "", progress
+    for head in status.heads[-SHOWN_HEADS:]:
+        yield "", _head(head)
+    if status.rollout.candidate is not None:
+        yield "", _candidate(status.rollout.candidate)
+    for entry in status.quarantine:
+        if entry.released_s is None:
+            yield "quarantined", f"{entry.device} since {_clock(entry.since_s)}: {entry.reason}", "yellow"
+        else:
+            yield "released", f"{entry.device} since {_clock(entry.released_s)}: {entry.reason}"
+    if status.rollout.requested is not None:
+        when = "soon" if status.running else "when the aggregator is started"
+        yield "", f"head {status.rollout.requested} will be current {when}, by an operator's command"
+    for refusal in status.refusals:
+        text = f"{refusal.count} x {refusal.reason} from {refusal.device}: {refusal.detail}"
+        yield "refused", text, "yellow"
+    if status.head_path:
+        yield "", f"current: {status.head_path}"
 
 
 def _plain(value: Any) -> Any:
@@ -100,16 +116,6 @@ def _device_table(devices: Sequence[Device]) -> Table:
     return table
 
 
-def _print_problems(device: Device, console: Console) -> None:
-    if device.problem:
-        _line(console, "problem", f"of {device.device}: {device.problem}", style="yellow")
-    if device.refused_messages:
-        counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(device.refused_messages.items()))
-        _line(console, "refused", f"by {device.device}: {counts}", style="yellow")
-    if device.head_problem:
-        _line(console, "head not used", f"by {device.device}: {device.head_problem}", style="yellow")
-
-
 def _coverage(status: Status) -> str:
     missing = [name for name, coverage in status.coverage.items() if not coverage.prototypes]
     covered = f"{len(status.classes) - len(missing)} of {len(status.classes)} classes covered"
@@ -144,11 +150,9 @@ def _round(current: Round, closes: str) -> str:
 def _head(head: Head) -> str:
     held_out = head.held_out
     count = held_out.correct + held_out.incorrect
-    accuracy = (
-        ""
-        if held_out.accuracy is None
-        else f", accuracy {held_out.accuracy:.1%} ({held_out.correct}/{count}) on held-out images"
-    )
+    accuracy = ""
+    if held_out.accuracy is not None:
+        accuracy = f", accuracy {held_out.accuracy:.1%} ({held_out.correct}/{count}) on held-out images"
     state = f" ({head.state})" if head.state else ""
     reason = f"\n  {head.reason}" if head.reason else ""
     return f"head {head.version}{state}: {head.prototypes} prototypes of {head.devices} devices{accuracy}{reason}"
@@ -157,17 +161,8 @@ def _head(head: Head) -> str:
 def _candidate(candidate: Candidate) -> str:
     if not candidate.canaries:
         return f"head {candidate.version} waits for devices to come online and evaluate it"
-    tried = (
-        f"head {candidate.version} is evaluated by {canaries(len(candidate.canaries))}: {candidate.summary}"
-    )
-    return f"{tried}; awaited: {_names(candidate.awaited)}"
-
-
-def _print_quarantined(entry: QuarantinedDevice, console: Console) -> None:
-    released = entry.released_s is not None
-    since = _clock(entry.since_s if entry.released_s is None else entry.released_s)
-    label, style = ("released", "") if released else ("quarantined", "yellow")
-    _line(console, label, f"{entry.device} since {since}: {entry.reason}", style=style)
+    evaluated = f"head {candidate.version} is evaluated by {canaries(len(candidate.canaries))}"
+    return f"{evaluated}: {candidate.summary}; awaited: {_names(candidate.awaited)}"
 
 
 def _clock(unix_s: float) -> str:
