@@ -62,7 +62,7 @@ class Reassembly:
     """Weight of all unfinished transfers; beyond it the one without frames for longest is dropped."""
     read: Callable[[Key, Ranges], Sequence[tuple[int, bytes]]] = lambda _key, _ranges: ()
     """Returns offsets and bytes of a transfer's ranges on the disk."""
-    ended: list[Key] = field(default_factory=list)
+    ended: list[Key] = field(default_factory=list, init=False)
     """Transfers that the disk need not keep, since the last `settle`."""
     transfers: InitVar[Iterable[Transfer]] = ()
     """Unfinished transfers on the disk, by the time of their last frame."""
