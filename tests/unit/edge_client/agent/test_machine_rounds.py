@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from aggregator.ingest.reassembly import Complete
 from edge_client.agent import events
 from edge_client.agent.downloads import BROADCAST_WAIT_S
-from edge_client.agent.state import Mode, State, head_key
+from edge_client.agent.state import Mode, State
 from edge_client.agent.state_machine import step
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import (
@@ -185,10 +185,8 @@ class RoundsWorld(World):
 
     def finish(self, job: events.BuildSubmission | events.InstallHead) -> None:
         if isinstance(job, events.InstallHead):
-            self.in_use = head_key(job.head)
-            payload = b"evaluation %d 0" % job.head.version
-            report = self.keep("evaluation", payload, task=job.task, about=self.in_use.hex())
-            self.pending.append(events.HeadInstalled(self.in_use, report))
+            self.evaluation = b"evaluation %d 0" % job.head.version
+            super().install(job)
             return
         assert job.round is not None
         number = job.round.number

@@ -288,14 +288,6 @@ def test_a_canary_goes_back_to_the_current_head() -> None:
         assert state.installed == head_key(install.head)
 
 
-def test_a_dry_run_publishes_nothing() -> None:
-    """It downloads, builds and exits."""
-    world = _begin(Mode.DRY_RUN)
-    world.run()
-    assert world.exit == events.Exit(0)
-    assert not [action for action in world.done if isinstance(action, events.Announce | events.SendFrames)]
-
-
 def test_the_retry_delay_grows_until_the_aggregator_restarts() -> None:
     """The next query is sent at once then."""
     state = _uploading()

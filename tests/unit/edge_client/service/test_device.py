@@ -18,7 +18,7 @@ from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.mqtt.reconnecting_session import Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
-from protocol.wire.messages import DeviceInfo, Presence, PresenceState, Receipt
+from protocol.wire.messages import DeviceInfo, Presence, PresenceState
 from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.device_factory import make_settings
@@ -100,19 +100,6 @@ def test_a_reconnected_aggregator_is_noticed(tmp_path: Path, store: DeviceState)
     assert receive("offline", 7, retained=False) == []
     assert receive("online", 7, retained=False) == [events.AggregatorReconnected()]
     assert receive("online", 8, retained=False) == started
-
-
-def test_a_refused_submission_is_uploaded_again_after_the_aggregators_restart(
-    tmp_path: Path, store: DeviceState
-) -> None:
-    """It may accept larger submissions then."""
-    device = make_device(tmp_path, store)
-    item = store.outbox.keep("submission", b"large", task=TASK, about="x")
-    device._step(events.OutboxSeen(store.outbox.items()))
-    device._step(Receipt(digest=item.digest, status="refused", reason="oversized"))
-    assert not device._state.uploads
-    device._handle(Received(fleet_topic("f", "state"), encode(Presence(state="online", epoch=7))))
-    assert [upload.item for upload in device._state.uploads] == [item]
 
 
 @pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.DRY_RUN])

@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.data.images import find_images, held_out
@@ -82,27 +80,6 @@ def test_the_aggregator_accepts_a_submission(tmp_path: Path) -> None:
     taken = check_submission(message, Expectation(TASK, make_manifest(), 16))
     np.testing.assert_array_equal(taken.values, prepared.prototypes.astype(np.float32))
     np.testing.assert_array_equal(taken.counts, prepared.counts)
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(counts=st.tuples(st.integers(0, 9), st.integers(0, 9)), min_images=st.integers(1, 4))
-def test_classes_below_min_images_are_left_out(
-    tmp_path_factory: pytest.TempPathFactory, counts: tuple[int, int], min_images: int
-) -> None:
-    """For any number of images per class."""
-    folder = tmp_path_factory.mktemp("work")
-    for name, count in zip(CLASSES, counts, strict=True):
-        write_images(folder / "data", count=count, classes=(name,))
-    manifest = {"batch_size": 4, "min_images": min_images}
-    if max(counts) < min_images:
-        with pytest.raises(ProtofleetError, match=r"no class has enough|holds no images"):
-            _prepare(folder, holdout=0.0, manifest=manifest)
-        return
-    prepared = _prepare(folder, holdout=0.0, manifest=manifest)
-    assert prepared.counts.min() >= min_images
-    for report, count in zip(prepared.classes, [count for count in counts if count], strict=True):
-        assert report.left_out == (count < min_images)
-        assert sum(report.counts) == (0 if report.left_out else count)
 
 
 def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
