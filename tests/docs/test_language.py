@@ -21,7 +21,6 @@ REPLACED = {
 
 
 def product_files() -> list[Path]:
-    """Return the source files of the four packages."""
     return [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
 
 

@@ -82,7 +82,6 @@ def _restarted() -> Device:
 
 
 def take_all(items: "queue.SimpleQueue[Any] | queue.Queue[Any]") -> list[Any]:
-    """Remove and return all items of a queue."""
     found = []
     with contextlib.suppress(queue.Empty):
         while True:
@@ -91,7 +90,6 @@ def take_all(items: "queue.SimpleQueue[Any] | queue.Queue[Any]") -> list[Any]:
 
 
 def parsed(data: bytes) -> list[tuple[int, bytes]]:
-    """Return the operations in an input."""
     found, at = [], 0
     while at + 3 <= len(data):
         size = int.from_bytes(data[at + 1 : at + 3], "big")
@@ -101,7 +99,6 @@ def parsed(data: bytes) -> list[tuple[int, bytes]]:
 
 
 def written(operations: Iterable[tuple[int, bytes]]) -> bytes:
-    """Return operations as an input."""
     return b"".join(
         bytes([number]) + len(body[:65535]).to_bytes(2, "big") + body[:65535] for number, body in operations
     )

@@ -29,7 +29,6 @@ def _operations(data: bytes, size: int) -> Iterator[bytes]:
 
 
 def _ranges(there: set[int]) -> Ranges:
-    """Return single positions as ranges."""
     found: list[tuple[int, int]] = []
     for at in sorted(there):
         if found and found[-1][1] == at:

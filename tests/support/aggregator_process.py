@@ -73,15 +73,12 @@ def write_task(folder: Path, added: str = "") -> Path:
 
 
 def run_aggregator(*arguments: str, program: str = WITHOUT_TORCH) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; returns its exit status and output."""
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
     )
 
 
 class Daemon:
-    """A running `aggregator run`."""
-
     def __init__(self, fleet: Fleet) -> None:
         self.process = fleet.processes["aggregator"]
         self.state = fleet.aggregator_state
@@ -179,7 +176,6 @@ class Device:
         return _body(found[-1])
 
     def aggregator_is(self, state: str) -> Presence:
-        """Wait for a state of the aggregator's presence."""
         return self.wait(fleet_topic(FLEET, "state"), Presence, when=lambda presence: presence.state == state)
 
     def head(self, version: int = 1) -> HeadRef:
@@ -207,7 +203,6 @@ class Device:
         return [decode(payload, Frame, max_bytes=MAX_BYTES) for payload in payloads]
 
     def topics(self) -> set[str]:
-        """Return the topics of unread messages."""
         return {event.topic for event in self._unread}
 
     def say(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
@@ -216,7 +211,6 @@ class Device:
         self._event(Drained)
 
     def send(self, channel: DeviceChannel, payload: bytes) -> None:
-        """Publish on a channel of this device."""
         self.say(device_topic(FLEET, self.name, channel), payload)
 
     def send_payload(self, payload: bytes, *, ranges: tuple[tuple[int, int], ...] | None = None) -> bytes:
@@ -227,16 +221,13 @@ class Device:
         return digest
 
     def receipt(self, digest: bytes) -> Receipt:
-        """Wait for the next receipt of a transfer."""
         topic = device_topic(FLEET, self.name, "ack")
         return self.wait(topic, Receipt, when=lambda receipt: receipt.digest == digest)
 
     def upload(self, message: Submission | Evaluation) -> Receipt:
-        """Send a whole message; returns its receipt."""
         return self.receipt(self.send_payload(encode(message)))
 
     def fetch(self, blob: BlobRef) -> bytes:
-        """Download a blob."""
         assembly = Assembly(blob.digest, blob.size_bytes)
         while missing := assembly.missing():
             request = BlobRequest(digest=blob.digest, offset=missing[0][0], length=60 * 1024)

@@ -93,7 +93,6 @@ class Mosquitto:
         return self.log_file.read_text(errors="replace")
 
     def start(self) -> None:
-        """Start it, and wait until it listens."""
         config = self.folder / f"mosquitto-{self.address.port}.conf"
         config.write_text(
             f"listener {self.address.port} {self.address.host}\n{self._options}\n", encoding="utf-8"
@@ -108,7 +107,6 @@ class Mosquitto:
         self._end(signal.SIGTERM)
 
     def kill(self, *, delete_database: bool = False) -> None:
-        """End it by SIGKILL."""
         self._end(signal.SIGKILL)
         if delete_database:
             (self.folder / "mosquitto.db").unlink(missing_ok=True)

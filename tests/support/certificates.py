@@ -42,7 +42,6 @@ class Certificates:
         return issued
 
     def revoke(self, *serials: int) -> None:
-        """Write the revocation list."""
         now = utc_now()
         self.revoked.write_bytes(revocation_list(self.authority, dict.fromkeys(serials, now), now=now))
 

@@ -51,7 +51,6 @@ def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> 
 
 
 def make_settings(folder: Path, **changes: Any) -> Settings:
-    """Return the settings of a service without a broker."""
     settings = Settings(
         broker=None, fleet="f", device_id="device", mode=Mode.SERVICE, data=folder / "data", holdout=0.0,
         provider="cpu", threads=1, batch_size=4, workers=1, backbones=(), rescan_s=30.0,
@@ -82,7 +81,6 @@ def run_jobs(worker: Worker, count: int | None = None) -> None:
 
 
 def payload_of(state: DeviceState, item: UploadItem) -> bytes:
-    """Return the bytes of an item in the outbox."""
     payload = state.outbox.payload(item)
     assert payload is not None
     return payload

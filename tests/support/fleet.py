@@ -159,7 +159,6 @@ class Fleet:
     def start_aggregator(
         self, task: Path, *options: str | Path, name: str = "aggregator", state: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start an aggregator on a task file."""
         tls = ["--tls"] if self._enrolled else []
         return self.start(
             *(name, "aggregator.cli", "run", "--task", task, "--state", state or self.aggregator_state),
@@ -175,7 +174,6 @@ class Fleet:
         program: str = "edge_client.cli",
         limits: tuple[str, ...] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a device on a folder of images."""
         identity: tuple[str | Path, ...] = ("--broker", str(self._device_broker), "--device-id", name)
         if self._enrolled:
             identity = ("--enrollment", self.root / name)
@@ -197,11 +195,9 @@ class Fleet:
             child.kill()
 
     def pause(self, name: str) -> None:
-        """Stop a process with SIGSTOP."""
         self.processes[name].send_signal(signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        """Continue a paused process."""
         self.processes[name].send_signal(signal.SIGCONT)
 
     def device_state(self, name: str) -> Path:
@@ -251,7 +247,6 @@ class Fleet:
         self.wait_until(f"{text!r} in {name}.log", lambda: self.log(name).count(text) >= times)
 
     def wait_exit(self, name: str, code: int = 0) -> None:
-        """Wait until a process ends, and check its exit status."""
         process = self.processes[name]
         self.wait_until(f"the end of {name}", lambda: process.poll() is not None)
         assert process.returncode == code, f"{name}: exit status {process.returncode}\n{self.diagnostics()}"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def not_root() -> Iterator[None]:
-    """Drop root's permissions."""
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)

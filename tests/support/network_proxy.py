@@ -134,7 +134,6 @@ class Proxy:
         self._thread.join(timeout=120)
 
     def calm(self) -> None:
-        """End all faults."""
         self.up = self.down = CALM
 
     def cut(self, name: str = "") -> None:
@@ -204,8 +203,6 @@ class _Side:
 
 
 class _Link:
-    """One client's connection through the proxy."""
-
     def __init__(self, proxy: Proxy, connect: Connect, client: _Side, broker: _Side) -> None:
         self.connect = connect
         self._proxy = proxy
@@ -213,7 +210,6 @@ class _Link:
         self._broker = broker
 
     def abort(self) -> None:
-        """End both sides at once."""
         self._client.writer.transport.abort()
         self._broker.writer.transport.abort()
 
@@ -239,8 +235,6 @@ class _Link:
 
 @dataclass
 class _Way:
-    """One direction of a link."""
-
     proxy: Proxy
     connect: Connect
     direction: Direction

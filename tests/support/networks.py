@@ -24,7 +24,6 @@ def tiny_network(*, seed: int = 0) -> nn.Module:
 
 
 def described(*, feature_size: int = FEATURE_SIZE) -> BackboneMetadata:
-    """Return the metadata of such a network's file."""
     return BackboneMetadata(
         model="tiny",
         feature_size=feature_size,

@@ -22,10 +22,8 @@ def honest(
 
 
 def flipped(part: Prototypes) -> Prototypes:
-    """Return the prototypes with each label replaced by the next one."""
     return Prototypes(part.values, (part.labels + 1) % len(CLASSES), part.counts)
 
 
 def fleet(devices: int, *, shift: float = 0.1) -> dict[str, Prototypes]:
-    """Return the prototypes of honest devices."""
     return {f"dev{device}": honest(device, shift=shift) for device in range(devices)}

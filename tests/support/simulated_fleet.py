@@ -20,14 +20,12 @@ from protocol.wire.transfer import Ranges, chunk_bytes, frames_of
 
 
 def reference(data: bytes, name: str) -> BlobRef:
-    """Return a manifest's reference to a blob."""
     return BlobRef(digest=digest_of(data), size_bytes=len(data), name=name)
 
 
 def item_of(
     payload: bytes, *, kind: Kind = "submission", task: bytes = b"t" * 32, about: str = ""
 ) -> UploadItem:
-    """Return a payload's item in the outbox."""
     return UploadItem(digest_of(payload), len(payload), kind, task, about)
 
 
@@ -76,7 +74,6 @@ class World:
         return Reassembly(max_bytes=10**7, holds=lambda _, digest: digest in self.taken)
 
     def arrives(self) -> bool:
-        """Return whether the network delivers the next message."""
         return self.random.random() >= self.loss
 
     def copies(self) -> int:
@@ -146,7 +143,6 @@ class World:
         self.pending = [*recalled, *self.connect(), events.AggregatorStarted()]
 
     def restart_aggregator(self) -> None:
-        """Lose the aggregator's unfinished transfers."""
         self.__dict__.pop("reassembly", None)
         self.pending.append(events.AggregatorStarted())
 
@@ -192,7 +188,6 @@ class World:
             self.evaluated = item.head
 
     def newest_submission(self) -> UploadItem | None:
-        """Return the pending submission, or the one received last."""
         return self.box.get(("submission", False), self.box.get(("submission", True)))
 
     def outbox_seen(self) -> events.OutboxSeen:
@@ -251,7 +246,6 @@ class World:
         self.pending.append(events.Drained())
 
     def hear(self, frame: Frame) -> Receipt | None:
-        """Return the aggregator's receipt for a frame."""
         if self.now_s < self.full_until_s:
             return Receipt(digest=frame.digest, status="refused", reason="no_space")
         try:
@@ -261,6 +255,5 @@ class World:
         return self.receive(outcome) if isinstance(outcome, Complete) else outcome
 
     def receive(self, complete: Complete) -> Receipt:
-        """Return the aggregator's receipt for a complete payload."""
         self.taken.append(complete.digest)
         return Receipt(digest=complete.digest, status="received")

@@ -104,12 +104,10 @@ def model(role: Role, *, body: str = "", **facts: Any) -> onnx.ModelProto:
 
 
 def file(role: Role, **options: Any) -> bytes:
-    """Return a graph of the program as the bytes of an ONNX file."""
     return bytes(model(role, **options).SerializeToString())
 
 
 def opened(role: Role, **options: Any) -> Graph:
-    """Return an opened graph of the program."""
     return open_graph(file(role, **options), role=role)
 
 
@@ -120,7 +118,6 @@ def round_tensors(*, rate: float = 0.1) -> dict[str, NDArray[Any]]:
 
 
 def data(images: int, *, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return features and labels of some images."""
     random = np.random.default_rng(seed)
     labels = random.integers(0, CLASSES, images)
     feature = random.normal(size=(images, FEATURES)) + 0.5 * labels[:, None]

@@ -49,7 +49,6 @@ class Reference:
 
     @property
     def head(self) -> str:
-        """The first head."""
         return self.heads[0]
 
 
@@ -69,7 +68,6 @@ def markdown(kind: str, rows: Iterable[FaultRow | AttackRow]) -> str:
 
 
 def write(kind: str, rows: list[FaultRow] | list[AttackRow], text: str) -> None:
-    """Write a table where the environment asks for it."""
     if out := os.environ.get(OUT[kind]):
         Path(out).with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         Path(out).with_suffix(".md").write_text(text + "\n")

@@ -21,7 +21,6 @@ TOPIC = "pf/1/fleet/d/device/{channel}"
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[BrokerAddress]:
-    """The real broker."""
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")
     address = free_address()

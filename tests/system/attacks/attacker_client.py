@@ -22,8 +22,6 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class ReceivedMessage:
-    """A received message."""
-
     topic: str
     payload: bytes
     retained: bool

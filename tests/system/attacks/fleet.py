@@ -135,7 +135,6 @@ class AttackedFleet(Fleet):
         return [payload for payload in uploaded if frame_of(payload).digest == digest]
 
     def submission(self, device: str = HONEST[0]) -> Submission:
-        """Return a device's submission."""
         frames = [frame_of(payload) for payload in self.frames(device)]
         assembly = Assembly(frames[0].digest, frames[0].size_bytes)
         for frame in frames:
@@ -198,11 +197,9 @@ class AttackedFleet(Fleet):
         )
 
     def names(self) -> set[str]:
-        """Return the devices that the aggregator knows."""
         return {row["device"] for row in self.status()["devices"]}
 
     def memory_bytes(self) -> int:
-        """Return the aggregator's resident memory."""
         return int(psutil.Process(self.processes["aggregator"].pid).memory_info().rss)
 
     def stores(self, part: bytes) -> bool:
@@ -216,7 +213,6 @@ class AttackedFleet(Fleet):
         return bool(heads) and heads[-1]["held_out"]["devices"] == len(HONEST)
 
     def snapshot(self) -> Snapshot:
-        """Return the state that no attack may change."""
         with closing(Store(self.aggregator_state, read_only=True)) as store:
             head = store.heads.all(store.served_task().digest)[-1].digest.hex()
         submissions = {name: self.submitted(name) for name in HONEST}
@@ -250,15 +246,12 @@ class AttackedFleet(Fleet):
 
 
 def own(device: str, channel: DeviceChannel) -> str:
-    """Return a device's topic in this fleet."""
     return device_topic(FLEET, device, channel)
 
 
 def shared(channel: FleetChannel) -> str:
-    """Return a topic of the whole fleet."""
     return fleet_topic(FLEET, channel)
 
 
 def frame_of(payload: bytes) -> Frame:
-    """Return the frame in a payload."""
     return decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)

@@ -95,7 +95,6 @@ EXHAUSTING: dict[Change, str] = {
 
 
 def changed(file: bytes, change: Change) -> bytes:
-    """Return an ONNX file with a change."""
     model = onnx.load_model_from_string(file)
     change(model)
     return bytes(model.SerializeToString())

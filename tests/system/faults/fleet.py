@@ -121,7 +121,6 @@ class FaultyFleet(Fleet):
         self.resume(name)
 
     def sleep_up_to(self, longest_s: float, chance: random.Random | None = None) -> None:
-        """Sleep for a random time."""
         time.sleep((chance or self._random).uniform(0, longest_s))
 
     def check(self) -> None:

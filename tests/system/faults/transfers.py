@@ -13,8 +13,6 @@ from tests.support.network_proxy import Seen
 
 @dataclass
 class Transfer:
-    """A transfer between a device and the aggregator."""
-
     size_bytes: int
     frames: int = 0
     received: bool = False

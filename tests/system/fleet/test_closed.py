@@ -33,13 +33,11 @@ pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto i
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit the retry delay of sessions to half a second."""
     monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
 
 
 @pytest.fixture
 def closed(tmp_path: Path, address: BrokerAddress) -> ClosedFleet:
-    """A fleet with two enrolled devices."""
     made = ClosedFleet(tmp_path, address)
     for device in ("shed-1", "shed-2"):
         made.enroll(device)
@@ -48,7 +46,6 @@ def closed(tmp_path: Path, address: BrokerAddress) -> ClosedFleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, closed: ClosedFleet) -> Iterator[Fleet]:
-    """Its processes."""
     with Fleet(tmp_path, closed.broker, enrolled=True) as made:
         yield made
 

@@ -25,7 +25,6 @@ GOOD = ("good-1", "good-2")
 
 @pytest.fixture
 def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
-    """A fleet over mosquitto."""
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")
     with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:

@@ -20,7 +20,6 @@ FEATURES = (16, 8)
 
 @pytest.fixture
 def fleet(tmp_path: Path, broker: BrokerAddress) -> Iterator[Fleet]:
-    """A fleet over a broker that runs."""
     with Fleet(tmp_path, broker) as fleet:
         yield fleet
 
@@ -34,7 +33,6 @@ def write_task(
     deadline_s: float = 600,
     **more: Any,
 ) -> Path:
-    """Write a task file with rounds, and its backbones."""
     lines = ["[rounds]", "grace_s = 1.0", f"[{algorithm}]", f"rounds = {rounds}"]
     lines += [f"{key} = {value!r}" for key, value in more.items()]
     return processes.write_task(

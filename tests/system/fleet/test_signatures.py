@@ -21,7 +21,6 @@ TOPIC = fleet_topic("default", "head")
 
 @pytest.fixture
 def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
-    """A fleet over the embedded broker."""
     with amqtt(address), Fleet(tmp_path, address) as fleet:
         yield fleet
 

@@ -144,7 +144,6 @@ def _restart_crashed(fleet: ChangingFleet) -> list[str]:
 
 
 def sample(fleet: ChangingFleet, *, at_s: float) -> list[Sample]:
-    """Sample every process."""
     samples = []
     for name in fleet.running:
         state = fleet.device_state(name) if name in fleet.names else fleet.root / name
@@ -225,7 +224,6 @@ def _median(samples: Sequence[Sample], what: str) -> float:
 
 
 def draw(samples: Sequence[Sample], file: Path) -> None:
-    """Draw the resources of each process over time."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -62,7 +62,6 @@ class ChangingFleet(Fleet):
         self.mosquitto.stop()
 
     def run(self, name: str) -> None:
-        """Start the broker, the aggregator or a device."""
         self.running.add(name)
         if name == "broker":
             self.mosquitto.start()
@@ -90,7 +89,6 @@ class ChangingFleet(Fleet):
         return self.mosquitto.pid if name == "broker" else self.processes[name].pid
 
     def crashed(self) -> list[str]:
-        """Return the programs that have ended by themselves."""
         return [name for name in self.running - {"broker"} if self.processes[name].poll() is not None]
 
     def _add_images(self, name: str) -> Path:
@@ -135,7 +133,6 @@ class Schedule:
         self._due_s["kill"] = now_s + self.kill_every_s
 
     def advance(self) -> None:
-        """Do what is due."""
         now_s = time.monotonic()
         for name in [name for name, due_s in self._due_s.items() if due_s <= now_s]:
             if name == "kill":
