@@ -33,12 +33,12 @@ class Announcements:
     """The intake, which is stopped when a release number cannot be stored."""
     training: HeadTraining
     releases: Releases
-    is_connected: bool = False
+    is_connected: bool = field(default=False, init=False)
     """The broker is connected."""
-    _published: dict[FleetChannel, bytes] = field(default_factory=dict)
-    _overwritten: dict[FleetChannel, bytes] = field(default_factory=dict)
-    _head: HeadManifest | None = None
-    _broadcast_round: int | None = None
+    _published: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
+    _overwritten: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
+    _head: HeadManifest | None = field(default=None, init=False)
+    _broadcast_round: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._signer = ManifestSigner(

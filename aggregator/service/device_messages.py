@@ -54,9 +54,9 @@ class DeviceMessages:
     blob_sender: BlobSender
     announcements: Announcements
     """Publish the round again for a device that has seen another one."""
-    receipts: list[tuple[str, Receipt]] = field(default_factory=list)
+    receipts: list[tuple[str, Receipt]] = field(default_factory=list, init=False)
     """Device and receipt, to be published once the messages are durable."""
-    _problems: dict[str, str] = field(default_factory=dict)
+    _problems: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._authenticator = FrameAuthenticator(self.store, fleet=self.task.file.fleet)
