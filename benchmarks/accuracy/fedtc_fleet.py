@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc import Head, Recipe, TrainedHead, train_head
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust_training_set import pool
-from benchmarks.data.features import Features
+from benchmarks.data.features import Features, averaged
 from benchmarks.data.partitions import Partition, share_out
-from edge_client.data.prototype_averaging import batch_prototypes
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 
@@ -165,13 +164,7 @@ def _prototypes(
 ) -> Prototypes:
     """Return a client's prototypes of one class."""
     task = expectation.manifest
-    values, counts = batch_prototypes(
-        lambda: [features],
-        alpha=task.alpha,
-        batch_size=task.batch_size,
-        min_images=task.min_images,
-        rng=rng,
-    )
+    values, counts = averaged(features, batch=task.batch_size, rng=rng, alpha=task.alpha)
     return Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.data.features import averaged
 from benchmarks.research.decoder import Decoder, decode
 from benchmarks.research.leakage import CANDIDATES, best_ssim
 from benchmarks.research.reconstruction import Scene
-from edge_client.data.prototype_averaging import batch_prototypes
 
 
 def submit(
@@ -20,9 +20,7 @@ def submit(
     The features (n, L) are in the order of the images' names. A device has the same seed for a class of a task,
     whatever its images are.
     """
-    values, counts = batch_prototypes(
-        lambda: [features], alpha=alpha, batch_size=batch, min_images=2, rng=np.random.default_rng(seed)
-    )
+    values, counts = averaged(features, batch=batch, rng=np.random.default_rng(seed), alpha=alpha)
     return values.astype(np.float16), counts
 
 
@@ -53,13 +51,8 @@ def unmix(
     rows, known = [], []
     for values, counts in submissions:
         had = int(counts.sum())
-        shares = batch_prototypes(
-            lambda size=had: [np.eye(size, dtype=np.float32)],  # type: ignore[misc]
-            alpha=1.0,
-            batch_size=batch,
-            min_images=2,
-            rng=np.random.default_rng(seed),
-        )[0]
+        one_hot = np.eye(had, dtype=np.float32)
+        shares, _ = averaged(one_hot, batch=batch, rng=np.random.default_rng(seed))
         rows.append(np.pad(shares.astype(np.float64), ((0, 0), (0, images - had))))
         known.append(values.astype(np.float64))
     solved: NDArray[np.float64] = np.linalg.lstsq(np.concatenate(rows), np.concatenate(known), rcond=None)[0]

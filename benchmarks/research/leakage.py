@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.prototype_averaging import batch_prototypes
+from benchmarks.data.features import averaged
 
 CANDIDATES = 100
 """Images of a class among which the attacker looks for the one in a prototype."""
@@ -76,13 +76,7 @@ def release_prototypes(
     for label in np.unique(labels[rows]):
         own = rows[labels[rows] == label]
         averages, shares = (
-            batch_prototypes(
-                lambda part=part: [part],  # type: ignore[misc]
-                alpha=1.0,
-                batch_size=batch,
-                min_images=1,
-                rng=np.random.default_rng([seed, int(label)]),
-            )[0]
+            averaged(part, batch=batch, rng=np.random.default_rng([seed, int(label)]))[0]
             for part in (features[own], np.eye(len(own), dtype=np.float32))
         )
         values.append(averages.astype(np.float16).astype(np.float32))

@@ -10,8 +10,7 @@ from aggregator.algorithms.fedtc import Recipe
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
 from benchmarks.accuracy.fedtc_fleet import accuracy_of, train_on
-from benchmarks.data.features import Features
-from edge_client.data.prototype_averaging import batch_prototypes
+from benchmarks.data.features import Features, averaged
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of
@@ -101,13 +100,8 @@ def _release(
         identities = [str(each) for each in range(len(features))]
         values, counts = private_prototypes(features, identities, how, secret=key, key=key)
     else:
-        values, counts = batch_prototypes(
-            lambda: [features],
-            alpha=0.99,
-            batch_size=fleet.batch,
-            min_images=min(2, fleet.batch),
-            rng=np.random.default_rng(list(key)),
-        )
+        rng = np.random.default_rng(list(key))
+        values, counts = averaged(features, batch=fleet.batch, rng=rng, alpha=0.99)
     labels = np.full(len(counts), label)
     if isinstance(how, Perturbation):
         values = perturb_prototypes(values, labels.astype(np.uint32), how, secret=key).astype(np.float32)
