@@ -89,10 +89,9 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
             for part in by_device(contributions)
             if len(part.labels)
         ]
-        means = np.zeros((len(own), num_classes, self.projection_size), dtype=np.float32)
-        counts = np.zeros((len(own), num_classes))
-        for number, (values, weights) in enumerate(own):
-            means[number], counts[number] = values, weights
+        shape = (len(own), num_classes)
+        means = np.reshape([values for values, _ in own], (*shape, self.projection_size)).astype(np.float32)
+        counts = np.reshape([weights for _, weights in own], shape).astype(np.float64)
         global_means, total = _merged(means, counts)
         if self.max_sets is not None and len(own) > self.max_sets:
             means, counts = self._capped(np.where(counts[..., None] > 0, means, global_means), counts, seed)

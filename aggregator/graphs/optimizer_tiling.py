@@ -16,11 +16,8 @@ _Shape = tuple[int | str, ...]
 def tile(model: ModelProto) -> None:
     """Move all operations on stacks of tiles into a `Scan` over the tiles, in place.
 
-    They must be elementwise, or products of a stack of matrices with one common matrix. The caller verifies the
-    result.
-
-    Args:
-        model: a graph; its inputs of three fixed axes define the shapes of stacks.
+    The graph's inputs of three fixed axes define the shapes of stacks. The operations must be elementwise, or products
+    of a stack of matrices with one common matrix. The caller verifies the result.
     """
     shapes = _shapes(model)
     stacks = {shapes[value.name] for value in model.graph.input if len(shapes[value.name]) == 3}

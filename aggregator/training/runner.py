@@ -45,11 +45,9 @@ class Finished:
 
 
 class Trainer:
-    """Runs at most one job at a time.
+    """Runs at most one job at a time, each in a folder inside `folder`.
 
-    Args:
-        folder: contains each job's folder.
-        on_event: called from a thread with Progress and Finished; must only enqueue them.
+    `on_event` is called from a thread with Progress and Finished; it must only enqueue them.
     """
 
     def __init__(self, folder: Path, *, on_event: Callable[[Progress | Finished], None]) -> None:
