@@ -27,10 +27,8 @@ MAX_REQUESTS = 16
 BROADCAST_WAIT_S = 3.0
 """Seconds to wait for a broadcast blob before requesting it."""
 
-Step = tuple[State, tuple[events.Action, ...]]
 
-
-def choose(state: State, _now_s: float) -> Step:
+def choose(state: State, _now_s: float) -> events.Step:
     """Open the first required blob that is not stored."""
     missing = next((blob for blob in state.required_blobs if blob.digest not in state.stored), None)
     if missing is None:
@@ -65,7 +63,7 @@ def restart(state: State) -> State:
     return replace(state, download=replace(state.download, until=0, attempts=0, due_s=0.0))
 
 
-def request_due(state: State, now_s: float) -> Step:
+def request_due(state: State, now_s: float) -> events.Step:
     """Request the missing bytes of the next window, if nothing is in flight or it is overdue."""
     download = state.download
     if download is None or not state.connected or download.offset >= download.blob.size_bytes:
@@ -80,7 +78,7 @@ def request_due(state: State, now_s: float) -> Step:
     return replace(state, download=download), tuple(requests)
 
 
-def receive(state: State, frame: Frame, now_s: float) -> Step:
+def receive(state: State, frame: Frame, now_s: float) -> events.Step:
     """Take a frame, and write the bytes that are next; duplicate and foreign frames are ignored."""
     download = state.download
     if download is None or not _is_new(download, frame):
@@ -100,7 +98,7 @@ def receive(state: State, frame: Frame, now_s: float) -> Step:
     )
 
 
-def finished(state: State, event: events.DownloadFinished, now_s: float) -> Step:
+def finished(state: State, event: events.DownloadFinished, now_s: float) -> events.Step:
     """Take a verified blob; download a damaged one again, at most `MAX_DAMAGED` times."""
     if event.valid:
         return replace(state, stored=state.stored | {event.digest}), ()
@@ -120,7 +118,7 @@ def finished(state: State, event: events.DownloadFinished, now_s: float) -> Step
     return state, (events.InstallHead(task, manifest, head, problem=text),)
 
 
-def refused(state: State, receipt: Receipt, now_s: float) -> Step:
+def refused(state: State, receipt: Receipt, now_s: float) -> events.Step:
     """Request again later: the aggregator may announce other blobs; exit if it does not know this device."""
     download = state.download
     if download is None:

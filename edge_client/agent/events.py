@@ -2,7 +2,7 @@
 
 import msgspec
 
-from edge_client.agent.state import UploadItem
+from edge_client.agent.state import State, UploadItem
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.wire.transfer import Ranges
 
@@ -183,3 +183,7 @@ class Exit(Action, frozen=True):
 
     code: int
     text: str = ""
+
+
+Step = tuple[State, tuple[Action, ...]]
+"""What an event leads to: the next state, and the actions."""

@@ -15,10 +15,8 @@ from edge_client.agent.state import Mode, State, head_key
 from protocol.wire.messages import Frame, HeadManifest, HeadRef, Receipt, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 
-Step = tuple[State, tuple[events.Action, ...]]
 
-
-def step(state: State, event: events.Event, *, now_s: float) -> Step:
+def step(state: State, event: events.Event, *, now_s: float) -> events.Step:
     """Handle one event, then start everything that is possible and not under way; `now_s` is of a monotonic clock."""
     state, actions = _react(state, event, now_s)
     for pursue in (
@@ -33,7 +31,7 @@ def step(state: State, event: events.Event, *, now_s: float) -> Step:
     return state, actions
 
 
-def _react(state: State, event: events.Event, now_s: float) -> Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
+def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
     match event:
         case events.Connected(max_packet_bytes=limit):
             state = replace(_restart_transfers(state), connected=True, chunk_bytes=chunk_bytes(limit))
@@ -78,7 +76,7 @@ def _react(state: State, event: events.Event, now_s: float) -> Step:  # noqa: C9
     return state, ()
 
 
-def _install_and_build(state: State, _now_s: float) -> Step:
+def _install_and_build(state: State, _now_s: float) -> events.Step:
     """Install the head, then build the submission that is due: the worker does them in this order."""
     manifest, task, head = state.manifest, state.task, state.current_head
     if manifest is None or task is None:
@@ -102,7 +100,7 @@ def _install_and_build(state: State, _now_s: float) -> Step:
     return state, (*actions, events.BuildSubmission(task, manifest, seen))
 
 
-def _exit_if_done(state: State, _now_s: float) -> Step:
+def _exit_if_done(state: State, _now_s: float) -> events.Step:
     head = state.current_head
     if state.mode is Mode.DRY_RUN and state.are_rounds_over:
         return state, (events.Exit(1, "all rounds are over: nothing is left to upload"),)
@@ -143,7 +141,7 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
     )
 
 
-def _built(state: State, built: events.SubmissionBuilt) -> Step:
+def _built(state: State, built: events.SubmissionBuilt) -> events.Step:
     if built.task != state.task or built.round != state.joined_round:
         return state, ()
     state = replace(state, building=False)
@@ -163,7 +161,7 @@ def _built(state: State, built: events.SubmissionBuilt) -> Step:
     return uploads.start(state, built.item), ()
 
 
-def _installed(state: State, installed: events.HeadInstalled) -> Step:
+def _installed(state: State, installed: events.HeadInstalled) -> events.Step:
     if installed.head != state.installing:
         return state, ()
     state = uploads.start(replace(state, installing=None), installed.report)

@@ -22,8 +22,6 @@ MAX_SEQUENCE = 2**53
 NO_SPACE = "the aggregator has no space for this device's upload"
 """A reason that is not published, because the aggregator knows it."""
 
-Step = tuple[State, tuple[events.Action, ...]]
-
 
 def start(state: State, item: UploadItem) -> State:
     """Upload an item, unless it was received, in place of the current one of its kind; submissions come first."""
@@ -68,7 +66,7 @@ def restart(upload: Upload) -> Upload:
     return replace(upload, ranges=(), sent=False, attempts=0, due_s=0.0)
 
 
-def query_due(state: State, now_s: float) -> Step:
+def query_due(state: State, now_s: float) -> events.Step:
     """Send the current upload's query if it is due."""
     if not state.uploads or not state.connected:
         return state, ()
@@ -80,7 +78,7 @@ def query_due(state: State, now_s: float) -> Step:
     return _with_upload(state, upload), (query,)
 
 
-def send_next(state: State, now_s: float) -> Step:
+def send_next(state: State, now_s: float) -> events.Step:
     """Send the next window, or after the last one wait for a receipt."""
     if not state.uploads or state.uploads[0].due_s is not None:
         return state, ()
@@ -90,7 +88,7 @@ def send_next(state: State, now_s: float) -> Step:
     return _with_upload(state, replace(upload, due_s=now_s + retry_delay_s(upload.attempts))), ()
 
 
-def unsendable(state: State, reason: str, now_s: float) -> Step:
+def unsendable(state: State, reason: str, now_s: float) -> events.Step:
     """Keep what the broker does not accept, and try again later: its configuration may change."""
     if not state.uploads:
         return state, ()
@@ -98,7 +96,7 @@ def unsendable(state: State, reason: str, now_s: float) -> Step:
     return _blocked(state, f"the broker does not accept this device's upload: {reason}")
 
 
-def receipt(state: State, receipt: Receipt, now_s: float) -> Step:
+def receipt(state: State, receipt: Receipt, now_s: float) -> events.Step:
     """Handle the aggregator's answer to an upload."""
     upload = next((upload for upload in state.uploads if upload.digest == receipt.digest), None)
     if upload is None:
@@ -131,7 +129,7 @@ def cut_window(ranges: Ranges, *, chunk_bytes: int, frames: int) -> tuple[Ranges
     return tuple(window), ()
 
 
-def _send_missing(state: State, upload: Upload, missing: Ranges, now_s: float) -> Step:
+def _send_missing(state: State, upload: Upload, missing: Ranges, now_s: float) -> events.Step:
     """Begin to send the missing ranges, unless earlier ones are still being sent: a query follows those."""
     size = upload.item.size_bytes
     missing = tuple((start, min(stop, size)) for start, stop in missing if start < min(stop, size))
@@ -144,7 +142,7 @@ def _send_missing(state: State, upload: Upload, missing: Ranges, now_s: float) -
     return _send_window(state, replace(upload, missing=missing, ranges=(*missing, *query), attempts=attempts))
 
 
-def _send_window(state: State, upload: Upload) -> Step:
+def _send_window(state: State, upload: Upload) -> events.Step:
     window, rest = cut_window(upload.ranges, chunk_bytes=state.chunk_bytes, frames=WINDOW_FRAMES)
     state = _with_upload(state, replace(upload, ranges=rest, sent=not rest, due_s=None))
     return state, (events.SendFrames(upload.item, window),)
@@ -161,7 +159,7 @@ def _back_off(upload: Upload, now_s: float) -> Upload:
     return replace(upload, ranges=(), sent=False, due_s=now_s + retry_delay_s(upload.attempts))
 
 
-def _refused(state: State, upload: Upload, receipt: Receipt) -> Step:
+def _refused(state: State, upload: Upload, receipt: Receipt) -> events.Step:
     if receipt.reason == "digest" and upload.damaged + 1 < MAX_DAMAGED:
         damaged = restart(replace(upload, missing=(), damaged=upload.damaged + 1))
         return _with_upload(state, damaged), ()
@@ -184,7 +182,7 @@ def _refused(state: State, upload: Upload, receipt: Receipt) -> Step:
     return state, (final,)
 
 
-def _blocked(state: State, reason: str) -> Step:
+def _blocked(state: State, reason: str) -> events.Step:
     """Report once what prevents uploads."""
     if state.blocked_reason == reason:
         return state, ()

@@ -196,10 +196,17 @@ def test_a_removed_item_is_not_sent() -> None:
         assert state.uploads == ()
 
 
-def test_a_displaced_upload_restarts_after_the_other() -> None:
+REPORT = item_of(b"report", kind="evaluation", about="aa")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [events.OutboxSeen((ITEM, REPORT)), events.SubmissionBuilt(ITEM.task, ITEM)],
+    ids=["stored", "built"],
+)
+def test_a_displaced_upload_restarts_after_the_other(event: events.Event) -> None:
     """Acknowledgements meanwhile belong to the other one."""
-    report = item_of(b"report", kind="evaluation", about="aa")
-    state, windows = play(begin(report), events.OutboxSeen((ITEM, report)))
+    state, windows = play(begin(REPORT), event)
     assert windows == [(QUERY,)]
     state, _ = drain(state)
     assert play(state, Receipt(digest=ITEM.digest, status="received"))[1] == [((0, 6),)]

@@ -12,23 +12,20 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import read_message
 from edge_client.data.images import LabeledImage, held_out
 from edge_client.data.prototype_averaging import class_means
-from edge_client.storage.device_state import DeviceState
-from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission import round_submission
-from edge_client.submission.features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.features import FoundImages, training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
 from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel, RoundResult
 from edge_client.training.trainer import TrainingSet
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
-from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
-from tests.support.device_factory import make_settings
+from protocol.wire.messages import Program, RoundManifest, Submission, TaskManifest
+from tests.support.device_factory import TINY, make_manifest, make_workspace
 
 CLASSES = ("ant", "bee", "cat", "dog")
-BLOB = BlobRef(digest=b"b" * 32, size_bytes=1, name="b")
 PROGRAM = Program(
-    init=BLOB, step=BLOB, project=BLOB, head=BLOB, persistent=(), uploaded=(), batch_size=4
+    init=TINY, step=TINY, project=TINY, head=TINY, persistent=(), uploaded=(), batch_size=4
 )  # fmt: skip
 SIZE = 1 << 6
 """Length of a feature: one value per image of a class, so that a prototype shows which images are in it."""
@@ -74,11 +71,9 @@ def _sent(
 ) -> list[tuple[int, int, int]]:
     """Return what leaves a device with so many images per class; nothing if it has too few."""
     images = _images(counts)
-    settings = make_settings(folder, holdout=holdout)
-    cache = FeatureCache(folder / "features.sqlite")
-    workspace = Workspace(settings, DeviceState(folder), cache, dry_run=True)
+    workspace = make_workspace(folder, holdout=holdout)
     (key,) = training_feature_keys(manifest)
-    cache.put(key, [(image.identity, _feature(image)) for image in images], [])
+    workspace.cache.put(key, [(image.identity, _feature(image)) for image in images], [])
     found = FoundImages(tuple(images), ())
     try:
         if manifest.program is None:
@@ -90,7 +85,7 @@ def _sent(
                 prepared = round_submission.RoundTraining(workspace).train(
                     b"t" * 32,
                     manifest,
-                    RoundManifest(task=b"t" * 32, number=0, rounds=1, epochs=1, tensors=BLOB),
+                    RoundManifest(task=b"t" * 32, number=0, rounds=1, epochs=1, tensors=TINY),
                     found=found,
                     on_progress=lambda *_: None,
                     should_stop=lambda: False,
@@ -98,7 +93,7 @@ def _sent(
     except ProtofleetError:
         return []
     finally:
-        cache.close()
+        workspace.cache.close()
     return _behind(encode_submission(prepared, task=b"t" * 32, manifest=manifest, sequence=1))
 
 
@@ -117,10 +112,9 @@ def test_every_prototype_averages_at_least_min_images(
 ) -> None:  # fmt: skip
     """For any images and any task, each prototype's count is correct and large enough."""
     min_images = data.draw(st.integers(1, batch_size))
-    manifest = TaskManifest(
-        fleet="f", algorithm="a", classes=CLASSES, backbones=(BLOB,), alpha=alpha, batch_size=batch_size,
-        min_images=min_images, seed=0, program=program,
-    )  # fmt: skip
+    manifest = make_manifest(
+        classes=CLASSES, alpha=alpha, batch_size=batch_size, min_images=min_images, program=program
+    )
     sent = _sent(counts, manifest, holdout, tmp_path_factory.mktemp("device"))
     for label, said, images in sent:
         assert said == images >= min_images, CLASSES[label]
