@@ -22,12 +22,16 @@ class Task:
     """A task that is ready to be published."""
 
     file: TaskFile
-    manifest: TaskManifest
     feature_size: int
     """L, the sum over all backbones."""
     expectation: Expectation
     first_tensors: BlobRef | None
     """The tensors of round 0; None without rounds."""
+
+    @property
+    def manifest(self) -> TaskManifest:
+        """Published to the fleet."""
+        return self.expectation.manifest
 
     @property
     def digest(self) -> bytes:
@@ -69,7 +73,6 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
     digest = store.blobs.put(encode(manifest))
     return Task(
         file=file,
-        manifest=manifest,
         feature_size=feature_size,
         expectation=Expectation(
             *(digest, manifest, prototype_size, shapes),

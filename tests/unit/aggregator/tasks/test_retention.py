@@ -1,14 +1,12 @@
 """The blobs that the aggregator keeps: those that are needed, and no others."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from aggregator.config.schema import TaskFile
 from aggregator.coordination.canary_rollout import State, Trial
 from aggregator.coordination.rounds import Entry
-from aggregator.ingest.validation import Expectation
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, PendingHead
@@ -16,21 +14,19 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import delete_lost_submissions, needed_blobs, served_blobs
 from aggregator.tasks.task import Task
 from protocol.wire.messages import BlobRef
-from tests.support.submissions import IN_ROUNDS, MANIFEST, PROJECTION_SIZE, ROUNDS_TASK, SHAPES, TASK
+from tests.support.submissions import EXPECTATION, MANIFEST, ROUNDS_EXPECTATION, ROUNDS_TASK, TASK
 
 ONE_SHOT = Task(
     file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",)),
-    manifest=MANIFEST,
     feature_size=16,
-    expectation=Expectation(TASK, MANIFEST, 16),
+    expectation=EXPECTATION,
     first_tensors=None,
 )
 FIRST = BlobRef(digest=b"f" * 32, size_bytes=1, name="tensors-0")
 ROUNDS = Task(
     file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), algorithm="fpl"),
-    manifest=IN_ROUNDS,
     feature_size=16,
-    expectation=Expectation(ROUNDS_TASK, IN_ROUNDS, PROJECTION_SIZE, SHAPES),
+    expectation=ROUNDS_EXPECTATION,
     first_tensors=FIRST,
 )
 
@@ -48,8 +44,7 @@ def _head(task: bytes, version: int, *, tensors: bool) -> HeadRecord:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    store = Store(tmp_path)
+def store(store: Store) -> Store:
     for version in (1, 2, 3):
         store.heads.add(_head(ROUNDS_TASK, version, tensors=True))
         store.heads.add(_head(TASK, version, tensors=False))
