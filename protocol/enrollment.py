@@ -57,11 +57,7 @@ def card_text(card: EnrollmentCard) -> str:
 
 
 def read_card(folder: Path) -> EnrollmentCard:
-    """Read `enrollment.toml` in a folder.
-
-    Raises:
-        ConfigError: the folder is not an enrollment, or a newer protofleet wrote it.
-    """
+    """Read `enrollment.toml` in a folder; raises ConfigError if it is missing, damaged, or of a newer protofleet."""
     file = folder / "enrollment.toml"
     try:
         card = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), EnrollmentCard)

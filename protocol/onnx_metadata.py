@@ -106,11 +106,7 @@ _EXPECTED: dict[type[msgspec.Struct], str] = {
 
 
 def read_metadata(properties: Mapping[str, str], kind: type[_Metadata]) -> _Metadata:
-    """Read metadata of a kind from an ONNX file's properties.
-
-    Raises:
-        BackboneMismatch: the file has no metadata of this kind.
-    """
+    """Read metadata of a kind from an ONNX file's properties; raises BackboneMismatch if there is none."""
     text = properties.get(PROPERTY)
     if text is None:
         raise BackboneMismatch(

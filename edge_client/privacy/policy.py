@@ -27,11 +27,7 @@ HEAD_REFUSED = "the head cannot be used on this device; see its log"
 
 
 def check_task(manifest: TaskManifest, *, max_epsilon: float | None = None) -> None:
-    """Check that a task's privacy settings can be honored, and satisfy the device's owner.
-
-    Raises:
-        PrivacyRefused: they cannot, or do not.
-    """
+    """Raise PrivacyRefused unless a task's privacy settings can be honored, and satisfy the device's owner."""
     how, program, wanted = manifest.perturbation, manifest.program, manifest.differential_privacy
     problems = {
         UPLOADS_MORE: how is not None and how.on == "prototypes" and program is not None and program.uploaded,

@@ -72,11 +72,7 @@ def check_graph(file: bytes | memoryview, *, max_bytes: int = MAX_GRAPH_BYTES) -
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Yield each field's number and value, an integer or bytes, of a protobuf message.
-
-    Raises:
-        GraphRefused: it is malformed.
-    """
+    """Yield each field's number and value, an integer or bytes, of a protobuf message."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -26,11 +26,7 @@ class Graph:
     model: OnnxModel
 
     def bind(self, tensors: Tensors) -> dict[str, NDArray[Any]]:
-        """Return the arrays for all inputs but FREE, copied only if dtype or layout has to change.
-
-        Raises:
-            GraphRefused: one is missing or does not fit.
-        """
+        """Return the arrays for all inputs but FREE, as `fit` does; raises GraphRefused if one is missing."""
         wanted = [name for name in self.model.inputs if name not in FREE]
         missing = ", ".join(name for name in wanted if name not in tensors)
         if missing:

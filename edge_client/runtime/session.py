@@ -36,11 +36,7 @@ LEAST_COVERAGE = 0.5
 
 
 def require_runtime() -> Any:
-    """Import and return ONNX Runtime.
-
-    Raises:
-        RuntimeMissing: neither of its packages is installed, or it cannot be loaded.
-    """
+    """Import and return ONNX Runtime; raises RuntimeMissing if it is not installed or cannot be loaded."""
     try:
         import onnxruntime
     except ImportError as error:

@@ -145,20 +145,12 @@ def initial_model(
 
 
 def feature_size(manifest: TaskManifest, blobs: BlobStore) -> int:
-    """Return L, of all backbones together, as the task's program declares it.
-
-    Raises:
-        GraphRefused: the graph cannot be used.
-    """
+    """Return L as the task's program declares it; raises GraphRefused if its graph cannot be used."""
     return _metadata(manifest, blobs).feature_size
 
 
 def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a `tensors` blob; floats are finite.
-
-    Raises:
-        GraphRefused: it is malformed, or holds NaN or infinity.
-    """
+    """Return the arrays of a `tensors` blob; raises GraphRefused if it is malformed, or holds NaN or infinity."""
     data = blobs.read(reference.digest)
     try:
         values = decode(data, TensorsMessage, max_bytes=len(data)).values

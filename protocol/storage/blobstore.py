@@ -77,11 +77,7 @@ class WriteBatch:
             self._written[path] = self._pool.submit(_write_beside, path, data, is_for_later=True)
 
     def finish(self) -> None:
-        """Wait until all files are durable, and rename them to their paths.
-
-        Raises:
-            StateError: a file cannot be written; then none is renamed.
-        """
+        """Wait until all files are durable, and rename them; raises StateError, and renames none, if one failed."""
         wait(self._written.values())
         if failures := [failure for each in self._written.values() if (failure := each.exception())]:
             self.discard()
@@ -120,7 +116,7 @@ def file_digest(path: Path) -> bytes:
 
 
 class BlobStore:
-    """A folder of blobs, which is created if it does not exist; raises StateError if the folder cannot be created."""
+    """A folder of blobs, which is created if it does not exist; raises StateError if it cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -183,11 +179,7 @@ class BlobStore:
             file.write(data)
 
     def finish(self, digest: bytes) -> Path:
-        """Verify a complete download, and rename it to its path.
-
-        Raises:
-            TransferError: the digest is wrong; the download is deleted.
-        """
+        """Verify a complete download, and rename it; deletes it and raises TransferError if the digest is wrong."""
         partial = self._partial / digest.hex()
         got = file_digest(partial)
         if got != digest:

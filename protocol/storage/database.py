@@ -22,6 +22,8 @@ _PRAGMAS = {"journal_mode": "WAL", "synchronous": "FULL", "journal_size_limit": 
 class Database:
     """An SQLite file that the threads of a program share.
 
+    All methods raise StateError if SQLite cannot read or write the file.
+
     Args:
         file: created if it does not exist, unless `read_only`.
         program: the command that writes the file, for error messages.
@@ -124,11 +126,7 @@ class Database:
 
     @contextlib.contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
-        """Keep other threads out while several statements run.
-
-        Raises:
-            StateError: SQLite cannot read or write the file.
-        """
+        """Keep other threads out while several statements run."""
         with self._thread_lock, self._errors():
             yield self._db
 
@@ -137,19 +135,12 @@ class Database:
         """Make the changes of the body durable together at its end, or none of them if it raises.
 
         No other process can write in between.
-
-        Raises:
-            StateError: SQLite cannot read or write the file.
         """
         with self.connection() as database, _transaction(database):
             yield database
 
     def check_writable(self) -> None:
-        """Write to the file without changing its contents.
-
-        Raises:
-            StateError: the disk is full, or the file cannot be written.
-        """
+        """Write to the file without changing its contents, to find out whether the disk is full."""
         with self.transaction() as database:
             database.execute(f"PRAGMA user_version = {len(self._migrations)}")
 

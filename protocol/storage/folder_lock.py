@@ -15,18 +15,14 @@ TAKE_TIMEOUT_S = 0.5
 
 
 class FolderLock:
-    """A lock file in a folder that one program may use at a time."""
+    """A lock file in a folder that one program may use at a time; raises StateError if it cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "lock"
         self._held: IO[bytes] | None = None
 
     def take(self) -> bool:
-        """Lock the folder until `release` or the end of the process; returns whether it was free.
-
-        Raises:
-            StateError: the folder cannot be written.
-        """
+        """Lock the folder until `release` or the end of the process; returns whether it was free."""
         with state_errors(self._file):
             held = self._file.open("ab")
         deadline = time.monotonic() + TAKE_TIMEOUT_S
@@ -45,11 +41,7 @@ class FolderLock:
             self._held = None
 
     def is_taken(self) -> bool:
-        """Return whether a program, this one included, holds the lock.
-
-        Raises:
-            StateError: the folder cannot be read.
-        """
+        """Return whether a program, this one included, holds the lock."""
         if not self._file.exists():
             return False
         with state_errors(self._file), self._file.open("rb") as file:

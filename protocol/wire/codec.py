@@ -74,11 +74,7 @@ def decode(data: bytes, message_type: type[M], *, max_bytes: int) -> M:
 
 
 def message_kind(data: bytes) -> str:
-    """Return the type name in a message's envelope, without checking the rest.
-
-    Raises:
-        MalformedMessage: there is no envelope.
-    """
+    """Return the type name in a message's envelope; raises MalformedMessage if there is no envelope."""
     try:
         kind: str = _decoder(_MapHeader).decode(data).type
     except _MALFORMED as error:
@@ -100,11 +96,7 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor as a read-only array, without a copy.
-
-    Raises:
-        MalformedMessage: the number of bytes does not match the shape.
-    """
+    """Return a tensor as a read-only array, without a copy; raises MalformedMessage if bytes and shape disagree."""
     dtype = np.dtype("<" + tensor.dtype)
     expected = math.prod(tensor.shape) * dtype.itemsize
     if expected != len(tensor.data):
