@@ -101,10 +101,6 @@ class Action(msgspec.Struct, frozen=True):
     """Something that the device program must do."""
 
 
-class Announce(Action, frozen=True):
-    """Publish presence and info."""
-
-
 class BuildSubmission(Action, frozen=True):
     """Build a submission for the task, or for the round if it has rounds, with a sequence above `above`.
 

@@ -34,8 +34,7 @@ def step(state: State, event: events.Event, *, now_s: float) -> events.Step:
 def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
     match event:
         case events.Connected(max_packet_bytes=limit):
-            state = replace(_restart_transfers(state), connected=True, chunk_bytes=chunk_bytes(limit))
-            return state, () if state.mode is Mode.DRY_RUN else (events.Announce(),)
+            return replace(_restart_transfers(state), connected=True, chunk_bytes=chunk_bytes(limit)), ()
         case events.Disconnected():
             return replace(state, connected=False), ()
         case events.AggregatorReconnected():

@@ -84,6 +84,7 @@ class Device:
             case mqtt.Connected(max_packet_bytes=limit):
                 broker, device = self._settings.broker, self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
+                self._announce()
                 self._step(events.Connected(limit))
                 if self._state.task is None:
                     log_event(log, logging.INFO, "waiting for the fleet's task")
@@ -148,8 +149,6 @@ class Device:
 
     def _perform(self, action: events.Action) -> None:  # noqa: C901, PLR0912 - one case per action
         match action:
-            case events.Announce():
-                self._announce()
             case events.BuildSubmission():
                 self._worker.build(action)
             case events.InstallHead():

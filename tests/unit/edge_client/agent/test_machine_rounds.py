@@ -377,7 +377,7 @@ def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
     world = begin(Mode.DRY_RUN, lasts_s=(lasts_s,) * (ROUNDS - 1) + (60.0,))
     world.run()
     assert world.exit == events.Exit(0)
-    sent = events.Announce | events.SendFrames | events.InstallHead
+    sent = events.SendFrames | events.InstallHead
     assert not [action for action in world.done if isinstance(action, sent)]
     assert world.counted == []
 

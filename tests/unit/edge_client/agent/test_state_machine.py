@@ -137,7 +137,7 @@ def test_nothing_is_sent_without_a_connection() -> None:
     state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
     state, actions = _play(state, events.TaskSeen(TASK, MANIFEST), events.SubmissionBuilt(TASK, ITEM))
     assert actions == [events.BuildSubmission(TASK, MANIFEST)]
-    assert _play(state, events.Connected())[1] == [events.Announce(), QUERY]
+    assert _play(state, events.Connected())[1] == [QUERY]
 
 
 def test_a_download_resumes_at_the_bytes_on_disk() -> None:

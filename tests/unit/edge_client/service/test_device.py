@@ -16,11 +16,11 @@ from edge_client.storage.stored_values import CurrentTask, Heads, InstalledHead,
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
-from protocol.mqtt.reconnecting_session import Outgoing, Received
+from protocol.mqtt.reconnecting_session import Connected, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import DeviceInfo, Presence, PresenceState
 from protocol.wire.signing import public_key, sign_manifest
-from protocol.wire.topics import device_topic, fleet_topic
+from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
 from tests.support.device_factory import make_settings
 from tests.support.round_factory import TASK, make_task, open_round
 from tests.support.step_graphs import file
@@ -100,6 +100,18 @@ def test_a_reconnected_aggregator_is_noticed(tmp_path: Path, store: DeviceState)
     assert receive("offline", 7, retained=False) == []
     assert receive("online", 7, retained=False) == [events.AggregatorReconnected()]
     assert receive("online", 8, retained=False) == started
+
+
+@pytest.mark.parametrize(("mode", "channels"), [(Mode.SERVICE, ["state", "info"]), (Mode.DRY_RUN, [])])
+def test_presence_and_info_are_published_at_every_connection(
+    tmp_path: Path, store: DeviceState, mode: Mode, channels: list[DeviceChannel]
+) -> None:
+    """A dry run publishes neither."""
+    device = Device(make_settings(tmp_path, mode=mode), store)
+    sent = capture(device)
+    for _ in range(2):
+        device._handle(Connected(None))
+    assert [each.topic for each in sent] == [device_topic("f", "device", name) for name in channels] * 2
 
 
 @pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.DRY_RUN])
