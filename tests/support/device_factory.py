@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper, parser
 from PIL import Image
 
 from edge_client.agent.state import Mode, UploadItem
@@ -122,20 +122,15 @@ def linear_head(
     """Return a head file with one matrix, float32 (L, C), for some backbones."""
     size = sum(backbone.metadata.feature_size for backbone in backbones)
     outcome = "Softmax" if softmax else "Identity"
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["feature", "weights"], ["logits"]),
-            helper.make_node(outcome, ["logits"], ["probabilities"]),
-        ],
-        "head",
-        [helper.make_tensor_value_info("feature", TensorProto.FLOAT, ["n", size])],
-        [
-            helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", weights.shape[1]])
-            for name in ("logits", "probabilities")
-        ],
-        [numpy_helper.from_array(weights.astype(np.float32), "weights")],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    outputs = f"float[n, {weights.shape[1]}] logits, float[n, {weights.shape[1]}] probabilities"
+    model = parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 17]>
+        head (float[n, {size}] feature) => ({outputs})
+        {{
+            logits = MatMul(feature, weights)
+            probabilities = {outcome}(logits)
+        }}""")
+    model.graph.initializer.append(numpy_helper.from_array(weights.astype(np.float32), "weights"))
     facts = HeadMetadata(
         classes=classes,
         version=3,

@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper, parser
 
 from protocol.onnx_metadata import BackboneMetadata, to_properties
 from protocol.preprocessing import Preprocessing
@@ -20,25 +20,19 @@ def tiny_backbone(*, feature_size: int = 16, seed: int = 0) -> bytes:
     """
     values = 3 * (EDGE // 2) ** 2
     weights = np.random.default_rng(seed).normal(size=(values, feature_size)).astype(np.float32)
-    nodes = [
-        helper.make_node("Cast", ["image"], ["pixels"], to=TensorProto.FLOAT),
-        helper.make_node("Div", ["pixels", "white"], ["scaled"]),
-        helper.make_node("Transpose", ["scaled"], ["planes"], perm=[0, 3, 1, 2]),
-        helper.make_node("AveragePool", ["planes"], ["patches"], kernel_shape=[2, 2], strides=[2, 2]),
-        helper.make_node("Flatten", ["patches"], ["flat"]),
-        helper.make_node("MatMul", ["flat", "projection"], ["feature"]),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        [helper.make_tensor_value_info("image", TensorProto.UINT8, ["n", EDGE, EDGE, 3])],
-        [helper.make_tensor_value_info("feature", TensorProto.FLOAT, ["n", feature_size])],
-        [
-            numpy_helper.from_array(np.array(255, dtype=np.float32), "white"),
-            numpy_helper.from_array(weights, "projection"),
-        ],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    model = parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 17]>
+        tiny (uint8[n, {EDGE}, {EDGE}, 3] image) => (float[n, {feature_size}] feature)
+        {{
+            pixels = Cast<to = 1>(image)
+            scaled = Div(pixels, white)
+            planes = Transpose<perm = [0, 3, 1, 2]>(scaled)
+            patches = AveragePool<kernel_shape = [2, 2], strides = [2, 2]>(planes)
+            flat = Flatten(patches)
+            feature = MatMul(flat, projection)
+        }}""")
+    white = numpy_helper.from_array(np.array(255, dtype=np.float32), "white")
+    model.graph.initializer.extend([white, numpy_helper.from_array(weights, "projection")])
     helper.set_model_props(model, to_properties(_metadata(weights.tobytes(), feature_size)))
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString())

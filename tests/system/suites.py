@@ -2,12 +2,12 @@
 
 from tests.system.attacks import authentication, malicious_heads, replays, resource_exhaustion, topic_access
 from tests.system.attacks.catalogue import Attack
-from tests.system.faults import brokers, heads, networks, processes
+from tests.system.faults import brokers, networks, processes
 from tests.system.faults.catalogue import Fault
 
 FAULTS = {
     fault.name: fault
-    for module in (processes, networks, brokers, heads)
+    for module in (processes, networks, brokers)
     for fault in vars(module).values()
     if isinstance(fault, Fault)
 }

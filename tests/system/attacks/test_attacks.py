@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,15 +11,29 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from protocol.wire.codec import to_array
+from tests.support.brokers import mosquitto_program
+from tests.support.closed_fleet import FLEET
+from tests.support.fleet import write_task
 from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
 from tests.system.attacks.fleet import HONEST, AttackedFleet
-from tests.system.attacks.marked_images import BOMB, BYTES_MARK, NAME_MARK
+from tests.system.attacks.marked_images import BOMB, BYTES_MARK, NAME_MARK, write_images
 from tests.system.attacks.topic_access import publish_to_broker
 from tests.system.suites import ATTACKS
 from tests.system.tables import AttackRow
 
 MIN_DIGITS = 6
 """Digits of a number that appears nowhere by chance."""
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedFleet]:
+    """A closed fleet whose honest devices use a head; skips where there is no mosquitto."""
+    if mosquitto_program() is None:
+        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    root = tmp_path_factory.mktemp("attacks")
+    task = write_task(root, fleet=FLEET, quorum=len(HONEST), retrain_after=1000, deadline_s=100_000)
+    with AttackedFleet(root, task, write_images(root)) as fleet:
+        yield fleet
 
 
 @pytest.mark.parametrize("name", ATTACKS)

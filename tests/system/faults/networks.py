@@ -1,4 +1,4 @@
-"""Networks that cut, delay, throttle, duplicate, reorder and drop."""
+"""Networks that cut, delay, throttle, duplicate, reorder, drop and damage."""
 
 from tests.support.network_proxy import Faults
 from tests.system.faults.catalogue import fault
@@ -50,3 +50,14 @@ def slow_link(fleet: FaultyFleet) -> int:
     fleet.run()
     fleet.wait_for_head_frames(2 * HEAD_FRAMES)
     return fleet.device_log.frames_up() + fleet.device_log.frames_down()
+
+
+@fault("head downloads damaged in transit", least=3)
+def damaged_in_transit(fleet: FaultyFleet) -> int:
+    """A byte of some frames of the head is changed: the device downloads it again."""
+    fleet.net.down = Faults(bytes_per_s=2_000_000)
+    fleet.run()
+    fleet.wait_for_head_frames(1)
+    fleet.net.down = Faults(bytes_per_s=2_000_000, damage=0.05)
+    fleet.wait_until("damage", lambda: fleet.net.counts["damaged"] >= 3)
+    return fleet.net.counts["damaged"]

@@ -12,22 +12,11 @@ from PIL import Image
 
 from examples.quickstart.digits import CLASSES, load
 from tests.support.brokers import Mosquitto, free_address
-from tests.support.fleet import Fleet
+from tests.support.fleet import Fleet, write_task
 
 BACKBONE = Path("examples/quickstart/backbone.onnx")
 FIRST_IMAGES = 12
-TASK = """\
-classes = {classes}
-backbones = ["{backbone}"]
-quorum = {devices}
-deadline_s = 60
-retrain_after = {retrain_after}
-[client]
-batch_size = 1
-min_images = 1
-[training]
-epochs = 2
-"""
+TABLES = "[client]\nbatch_size = 1\nmin_images = 1\n[training]\nepochs = 2\n"
 BROKER = """\
 allow_anonymous true
 persistence true
@@ -48,14 +37,9 @@ class ChangingFleet(Fleet):
         self.running: set[str] = set()
         self._rng = rng
         self._digits = load()
-        self._task = root / "task.toml"
-        text = TASK.format(
-            classes=list(CLASSES),
-            backbone=BACKBONE.resolve(),
-            devices=devices,
-            retrain_after=max(1, devices // 4),
-        )
-        self._task.write_text(text.replace("'", '"'))
+        settings = {"quorum": devices, "deadline_s": 60, "retrain_after": max(1, devices // 4)}
+        backbones = [str(BACKBONE.resolve())]
+        self._task = write_task(root, feature_sizes=(), tables=TABLES, backbones=backbones, **settings)
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
