@@ -129,8 +129,6 @@ Event = SubmissionReceived | Ticked | Trained | TrainingFailed | DeviceDecisions
 class SubmissionVerdict:
     """The outcome of a submission; `counted_entry` is the device's entry that counts now, if there is one."""
 
-    device: str
-    digest: bytes
     verdict: Verdict
     counted_entry: Entry | None
 
@@ -230,7 +228,7 @@ def _submitted(
     counted = state.submissions.get(device)
 
     def unchanged(verdict: Verdict) -> tuple[State, SubmissionVerdict]:
-        return state, SubmissionVerdict(device, entry.digest, verdict, counted)
+        return state, SubmissionVerdict(verdict, counted)
 
     if counted is not None and counted.digest == entry.digest:
         return unchanged("duplicate")
@@ -244,7 +242,7 @@ def _submitted(
         # A device that submits again does not postpone the grace period or the deadline of its round.
         entry = replace(entry, received_s=counted.received_s)
     submissions = MappingProxyType({**state.submissions, device: entry})
-    return replace(state, submissions=submissions), SubmissionVerdict(device, entry.digest, "new", entry)
+    return replace(state, submissions=submissions), SubmissionVerdict("new", entry)
 
 
 def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple[Action, ...]]:

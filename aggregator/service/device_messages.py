@@ -156,7 +156,7 @@ class DeviceMessages:
         self._check_verdict(verdict, submission.round)
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
-        return Receipt(digest=verdict.digest, status="received")
+        return Receipt(digest=upload.digest, status="received")
 
     def _check_verdict(self, verdict: rounds.SubmissionVerdict, number: int) -> None:
         """Raise Refused for a submission that does not count, with what counts instead."""

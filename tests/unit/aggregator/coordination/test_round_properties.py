@@ -45,12 +45,14 @@ class World:
         before = self.state
         self.state, actions = step(before, event, settings=self.settings)
         verdicts = [action for action in actions if isinstance(action, SubmissionVerdict)]
-        assert len(verdicts) == isinstance(event, SubmissionReceived)
-        for verdict in verdicts:
+        if isinstance(event, SubmissionReceived):
+            (verdict,) = verdicts
             self.verdicts.append(verdict.verdict)
             if verdict.verdict == "new" and verdict.counted_entry is not None:
-                self.stored[verdict.device] = verdict.counted_entry
-            assert verdict.counted_entry == self.stored.get(verdict.device)
+                self.stored[event.device] = verdict.counted_entry
+            assert verdict.counted_entry == self.stored.get(event.device)
+        else:
+            assert not verdicts
         for action in actions:
             if isinstance(action, Train):
                 assert before.training is None

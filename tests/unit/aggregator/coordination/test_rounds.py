@@ -85,7 +85,7 @@ def test_verdict_has_the_counted_entry() -> None:
     """So that the device can continue after its sequence number."""
     state, _, _ = run(submitted("a", sequence=5))
     _, actions = step(state, submitted("a", sequence=4), settings=SETTINGS)
-    assert actions == (SubmissionVerdict("a", b"a0.4", "superseded", entry("a", sequence=5)),)
+    assert actions == (SubmissionVerdict("superseded", entry("a", sequence=5)),)
 
 
 ALL = Settings(quorum=3, deadline_s=100.0)

@@ -185,5 +185,6 @@ def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch:
         training.flush()
         training.tick()
         left = set(store.blobs.digests())
-        assert before | {verdict.digest} <= left
+        assert verdict.counted_entry is not None
+        assert before | {verdict.counted_entry.digest} <= left
         assert len(left - before) <= 6
