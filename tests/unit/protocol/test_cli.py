@@ -1,4 +1,4 @@
-"""How every program ends, and where its settings come from."""
+"""Exit codes, configuration files and logging of all programs."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""`docs/protocol.md` says what the code does: every topic, message, field, type, default, bound and reason."""
+"""`docs/protocol.md` lists every topic, message, field, type, default, bound and reason of the code."""
 
 import re
 import types

@@ -1,4 +1,4 @@
-"""A device's folder, as the aggregator has made it, is read whole or refused with a line."""
+"""A device's enrollment folder is read completely or refused in one line."""
 
 import base64
 import re

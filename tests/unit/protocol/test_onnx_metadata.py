@@ -1,4 +1,4 @@
-"""What an ONNX file says of itself survives the file and is refused where it does not fit."""
+"""Metadata in ONNX files is read back, and refused if it is invalid."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Images to features: once each, whatever their number, whatever is wrong with some."""
+"""Images to features: each computed once, unusable images refused."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Graphs from the network: which are opened, which are refused, and what is bound to them."""
+"""Graphs from the network: opened, refused, and bound to tensors."""
 
 import contextlib
 import tracemalloc

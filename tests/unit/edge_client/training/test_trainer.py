@@ -1,4 +1,4 @@
-"""Training by a step graph: the right steps, and the same bits after any interruption."""
+"""Training by a step graph: correct steps, and the same bits after any interruption."""
 
 from collections.abc import Sequence
 from typing import Any

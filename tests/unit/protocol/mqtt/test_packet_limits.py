@@ -1,4 +1,4 @@
-"""How large a packet is, and what is made of a broker that hangs up over one."""
+"""The size of a packet, and the packet limit inferred from disconnects."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""The MQTT session against real brokers: it connects, comes back, keeps order and never runs hot."""
+"""The MQTT session with real brokers: connects, reconnects, keeps order, and retries with a delay."""
 
 import gc
 import os

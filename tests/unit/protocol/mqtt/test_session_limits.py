@@ -1,4 +1,4 @@
-"""What a broker speaks, takes, denies and holds back, and what a session makes of it."""
+"""MQTT versions, packet limits, denied publications and acknowledgements of a session."""
 
 import contextlib
 import getpass

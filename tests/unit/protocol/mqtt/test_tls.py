@@ -1,4 +1,4 @@
-"""How a session is let in by a broker, and what it says when it is not: over real TLS, with a real mosquitto."""
+"""Certificates, passwords and addresses of a broker, with a real mosquitto."""
 
 import getpass
 import re

@@ -1,4 +1,4 @@
-"""The options with which both programs are let in by a broker."""
+"""The TLS and password options of both programs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Blobs on disk: whole or not there, resumed, checked, and clear about a disk that fails."""
+"""Blobs on disk: atomic, resumed, verified, and disk errors named."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The SQLite helper: what is committed stays, what fails leaves nothing, and files of other versions are kept."""
+"""SQLite files: committed changes stay, failed ones leave nothing, other versions are kept."""
 
 import signal
 import sqlite3

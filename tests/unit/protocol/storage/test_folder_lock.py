@@ -1,4 +1,4 @@
-"""A folder belongs to one program, for as long as that lives and no longer."""
+"""A folder is locked by one program until that ends."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Private keys on the disk: made once, read again, nobody else's to read."""
+"""Private key files: generated once, and readable by their owner only."""
 
 import stat
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Canaries are the same devices on both sides, others for every head, and about as many as asked for."""
+"""Canary ranks are stable, uniform, and different for every head."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Messages and tensors as bytes: what comes back, what is refused, and how little is added."""
+"""Messages and tensors as bytes: round trips, refusals and overhead."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Which of two programs of one name gives way."""
+"""The newer one of two programs with the same name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Ed25519 over what manifests and transfers are: whose, for whom, and exactly which bytes."""
+"""Ed25519 signatures of manifests and transfers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The topic tree: what is built is parsed, nothing else is, and the load spreads."""
+"""The topic tree: built topics are parsed, other topics refused, and devices spread over shards."""
 
 from collections import Counter
 from typing import get_args

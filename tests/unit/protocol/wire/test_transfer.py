@@ -1,4 +1,4 @@
-"""Payloads cut into frames and put together again, whatever the network does in between."""
+"""Payloads split into frames and reassembled, in any order, with repetitions and losses."""
 
 import contextlib
 from collections.abc import Iterable
