@@ -182,4 +182,4 @@ class Exit(Action, frozen=True):
 
 
 Step = tuple[State, tuple[Action, ...]]
-"""What an event leads to: the next state, and the actions."""
+"""The next state and the actions that an event leads to."""
