@@ -288,6 +288,15 @@ def test_a_canary_goes_back_to_the_current_head() -> None:
         assert state.installed == head_key(install.head)
 
 
+def test_a_dry_run_builds_and_exits() -> None:
+    """It uploads nothing, and installs no head."""
+    stored = frozenset({digest_of(BACKBONE), digest_of(HEAD)})
+    state = State(mode=Mode.DRY_RUN, stored=stored, connected=True)
+    built = events.SubmissionBuilt(TASK, ITEM)
+    _, actions = _play(state, events.TaskSeen(TASK, MANIFEST), HEAD_MANIFEST, built)
+    assert actions == [events.BuildSubmission(TASK, MANIFEST), events.Exit(0)]
+
+
 def test_the_retry_delay_grows_until_the_aggregator_restarts() -> None:
     """The next query is sent at once then."""
     state = _uploading()
