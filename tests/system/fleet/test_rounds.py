@@ -118,7 +118,7 @@ def test_failures_of_one_device_do_not_harm_the_fleet(tmp_path: Path, address: B
 def _diverge(fleet: Fleet) -> None:
     """Let a device with many images take so many steps that its weights exceed float16; then delete images."""
     settings: dict[str, Any] = {"learning_rate": 3.5, "weight_decay": 1.0, "momentum": 0.0}
-    fleet.start_aggregator(write_task(fleet.root, "fpl", deadline_s=8, epochs=1, batch_size=32, **settings))
+    fleet.start_aggregator(write_task(fleet.root, "fpl", deadline_s=30, epochs=1, batch_size=32, **settings))
     for number, each in enumerate((10, 10, 200)):
         data = write_digits(
             fleet.root / f"data-{number}", classes=SHARES[number], start=20 * number, each=each
