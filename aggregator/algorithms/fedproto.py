@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from aggregator.algorithms import adapter_model
+from aggregator.algorithms import local_model
 from aggregator.algorithms.algorithm import (
     ABSENT_LOGIT,
     Algorithm,
@@ -39,7 +39,7 @@ class FedProto(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """`[fedproto]`: how each device's own model is trained."""
 
     name: ClassVar[str] = "fedproto"
-    persistent: ClassVar[tuple[str, ...]] = adapter_model.MODEL
+    persistent: ClassVar[tuple[str, ...]] = local_model.MODEL
 
     epochs: SmallCount = 5
     batch_size: SmallCount = 64
@@ -81,12 +81,12 @@ class FedProto(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
         """Return what devices run; imports torch. All devices start from the same model, which `init` holds."""
         sizes = {"feature_size": feature_size, "num_classes": num_classes}
-        return adapter_model.functions(
+        return local_model.functions(
             self,
             loss=lambda tensors, features, logits: loss(self, tensors, features, logits),
-            head=Function(inputs=("feature", *adapter_model.MODEL[:2], "mean", "std", *_ROUND), apply=_head),
+            head=Function(inputs=("feature", *local_model.MODEL[:2], "mean", "std", *_ROUND), apply=_head),
             round_tensors=dict.fromkeys(_ROUND, ()),
-            initial=adapter_model.initial_parameters(self, **sizes, seed=seed),
+            initial=local_model.initial_parameters(self, **sizes, seed=seed),
             **sizes,
         )
 
@@ -110,7 +110,7 @@ def _head(tensors: "Tensors") -> "dict[str, Tensor]":
 
     They are f(x).C^j - |C^j|^2 / 2, which is -|f(x) - C^j|^2 / 2 but for what is the same for all classes.
     """
-    features, prototypes = adapter_model.features_of(tensors), tensors["prototypes"]
+    features, prototypes = local_model.features_of(tensors), tensors["prototypes"]
     logits = ((prototypes * prototypes).sum(dim=1) / -2).addmm(features, prototypes.T)
     logits = logits.where(tensors["present"] > 0, ABSENT_LOGIT)
     return {"logits": logits, "probabilities": logits.softmax(dim=1)}

@@ -11,8 +11,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from aggregator.algorithms import adapter_model
-from aggregator.algorithms.adapter_model import PARAMETERS
+from aggregator.algorithms import local_model
 from aggregator.algorithms.algorithm import (
     Algorithm,
     Contribution,
@@ -25,6 +24,7 @@ from aggregator.algorithms.algorithm import (
     by_device,
 )
 from aggregator.algorithms.finch import coarsest
+from aggregator.algorithms.local_model import PARAMETERS
 from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def first_tensors(self, *, feature_size: int, num_classes: int, seed: int) -> dict[str, NDArray[Any]]:
         """Return the tensors of round 0: a random model, and no prototypes."""
         sizes = {"feature_size": feature_size, "num_classes": num_classes}
-        model = adapter_model.initial_parameters(self, **sizes, seed=seed)
+        model = local_model.initial_parameters(self, **sizes, seed=seed)
         return {**model, **_pooled_prototypes([], num_classes, self.projection_size)}
 
     def aggregate(
@@ -97,10 +97,10 @@ class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
         """Return what devices run; imports torch."""
         del seed  # round 0 ships the first model
-        return adapter_model.functions(
+        return local_model.functions(
             self,
             loss=lambda tensors, features, logits: loss(self, tensors, features, logits),
-            head=Function(inputs=("feature", *adapter_model.MODEL), apply=_head),
+            head=Function(inputs=("feature", *local_model.MODEL), apply=_head),
             round_tensors={
                 "clusters": ("clusters", None),
                 "cluster_labels": ("clusters",),
@@ -132,7 +132,7 @@ def loss(settings: FPL, tensors: "Tensors", features: "Tensor", logits: "Tensor"
 
 
 def _head(tensors: "Tensors") -> "dict[str, Tensor]":
-    logits = adapter_model.logits_of(tensors, adapter_model.features_of(tensors))
+    logits = local_model.logits_of(tensors, local_model.features_of(tensors))
     return {"logits": logits, "probabilities": logits.softmax(dim=1)}
 
 

@@ -66,7 +66,7 @@ def run_command(
     from aggregator.security.identity import aggregator_access, restore_closed
     from aggregator.service.aggregator import Aggregator
     from aggregator.storage.store import Store
-    from aggregator.tasks.task import prepare_task
+    from aggregator.tasks.task_preparation import prepare_task
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_broker, warnings
 
     access = read_access(**access_given)

@@ -15,7 +15,7 @@ from aggregator.storage.stored_values import PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.retention import delete_lost_submissions, needed_blobs
-from aggregator.tasks.task import Task
+from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CompileJob, HeadJob, RoundJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError

@@ -13,7 +13,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
 from aggregator.tasks.retention import needed_blobs, served_blobs
-from aggregator.tasks.task import Task
+from aggregator.tasks.task_preparation import Task
 from protocol.errors import BackboneMismatch, StateError
 from protocol.log import event
 from protocol.storage.blobstore import file_digest, state_errors, write_atomically

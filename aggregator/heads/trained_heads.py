@@ -9,7 +9,7 @@ from aggregator.coordination import rounds
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.tasks.task import Task
+from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result, RoundJob
 from protocol.log import event
 

@@ -15,7 +15,7 @@ from aggregator.service.announcements import Announcements
 from aggregator.service.device_messages import DeviceMessages
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
-from aggregator.tasks.task import Task
+from aggregator.tasks.task_preparation import Task
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError
 from protocol.log import event as log_event

@@ -12,7 +12,7 @@ from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
 from aggregator.messaging.publisher import Publisher
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
-from aggregator.tasks.task import Task
+from aggregator.tasks.task_preparation import Task
 from protocol.errors import ConfigError, MalformedMessage
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import HeadManifest, Message, Presence, Reason

@@ -22,7 +22,7 @@ from aggregator.service.announcements import Announcements
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.task import Task
+from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.log import event
 from protocol.wire.codec import FrameView, decode

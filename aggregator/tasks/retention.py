@@ -9,7 +9,7 @@ from aggregator.coordination.rounds import still_counts
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import known_graphs
-from aggregator.tasks.task import Task
+from aggregator.tasks.task_preparation import Task
 from protocol.log import event
 
 log = logging.getLogger(__name__)

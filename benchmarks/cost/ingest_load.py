@@ -8,7 +8,7 @@ import numpy as np
 
 from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
-from aggregator.tasks.task import Task, prepare_task
+from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import Submission
 from protocol.wire.signing import sign_frame

@@ -15,12 +15,6 @@ from protocol.wire.messages import (
 )
 from protocol.wire.transfer import Ranges
 
-FIRST_DELAY_S = 10.0
-MAX_DELAY_S = 300.0
-
-MAX_DAMAGED = 3
-"""Transfers with a wrong digest after which the device stops trying."""
-
 Kind = Literal["submission", "evaluation"]
 
 
@@ -216,8 +210,3 @@ class State:
 def head_key(head: HeadRef) -> bytes:
     """Return what distinguishes a head from the previous one: its file, or in rounds the tensors bound to it."""
     return (head.tensors or head.head).digest
-
-
-def retry_delay_s(attempts: int) -> float:
-    """Return the seconds to wait for an answer, doubled with each attempt up to `MAX_DELAY_S`."""
-    return float(min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(attempts, 10)))

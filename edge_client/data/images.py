@@ -2,7 +2,6 @@
 
 import csv
 import difflib
-import hashlib
 import os
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -77,15 +76,6 @@ def find_images(
 def unlabeled(path: Path) -> LabeledImage:
     """Return a single file as an image of unknown class."""
     return _image(Path(), str(path), UNLABELED)
-
-
-def held_out(image: LabeledImage, fraction: float) -> bool:
-    """Return whether an image is held out of the prototypes, to evaluate heads on.
-
-    This depends only on its relative path, so that neither other images nor a restart change it.
-    """
-    drawn = hashlib.sha256(os.fsencode(image.relative)).digest()[:8]
-    return int.from_bytes(drawn, "big") < fraction * 2**64
 
 
 def decode(path: Path) -> Image.Image:

@@ -1,21 +1,12 @@
 """Prototypes of features: FedTC's batch averages without outliers, and class means."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from fractions import Fraction
-
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import ConfigError, ProtofleetError
-
-Chunks = Callable[[], Iterable[NDArray[np.float32]]]
+from edge_client.data.outlier_filter import Chunks, blocks, closest_features
+from protocol.errors import ConfigError
 
 OMITTED = -1
-
-# Rows are summed in blocks of this size, so that not even the last bit of a score, which may decide between two
-# images, depends on how the caller cuts its features into chunks.
-BLOCK_ROWS = 256
 
 
 def batch_prototypes(
@@ -49,9 +40,7 @@ def batch_prototypes(
             f"min_images must lie between 1 and the batch size {batch_size}, not at {min_images}: "
             "no prototype averages fewer images than that"
         )
-    total, features = _sum_features(chunks)
-    scores = _score(chunks, total / max(features, 1))
-    kept = _closest(scores, math.ceil(Fraction(str(alpha)) * features))
+    kept = closest_features(chunks, alpha=alpha)
     return _average(chunks, _deal(kept, batch_size=batch_size, min_images=min_images, rng=rng))
 
 
@@ -69,48 +58,6 @@ def class_means(
     for row, label in enumerate(classes):
         means[row] = projection[labels == label].mean(axis=0, dtype=np.float64)
     return means, classes.astype(np.uint32), counts[classes].astype(np.uint32)
-
-
-def _blocks(chunks: Chunks) -> Iterator[NDArray[np.float64]]:
-    """Cut chunks of any size into blocks of BLOCK_ROWS features and a last one with the remainder."""
-    rest: NDArray[np.float32] | None = None
-    for chunk in chunks():
-        rows = chunk if rest is None else np.concatenate([rest, chunk])
-        full = len(rows) - len(rows) % BLOCK_ROWS
-        for start in range(0, full, BLOCK_ROWS):
-            yield rows[start : start + BLOCK_ROWS].astype(np.float64)
-        rest = rows[full:]
-    if rest is not None:
-        yield rest.astype(np.float64)
-
-
-def _sum_features(chunks: Chunks) -> tuple[NDArray[np.float64], int]:
-    """Return the sum of the features, (L,), and how many there are: together the class mean (eq. 1)."""
-    total: NDArray[np.float64] = np.zeros(0)
-    features = 0
-    for block in _blocks(chunks):
-        total = block.sum(axis=0) + (total if features else 0.0)
-        features += len(block)
-    if not np.isfinite(total).all():
-        raise ProtofleetError("features must be finite; omit the images whose features are not")
-    return total, features
-
-
-def _score(chunks: Chunks, mean: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the cosine of every feature to the class mean (eq. 2), (n,); 0 where either has no direction."""
-    scores = [np.zeros(0)]
-    for block in _blocks(chunks):
-        lengths = np.linalg.norm(block, axis=1) * np.linalg.norm(mean)
-        along = (block * mean).sum(axis=1)
-        scores.append(np.divide(along, lengths, out=np.zeros(len(block)), where=lengths > 0))
-    return np.concatenate(scores)
-
-
-def _closest(scores: NDArray[np.float64], keep: int) -> NDArray[np.bool_]:
-    """Mark the `keep` highest scores (eq. 3), the earlier first among equals."""
-    kept = np.zeros(len(scores), dtype=np.bool_)
-    kept[np.argsort(-scores, kind="stable")[:keep]] = True
-    return kept
 
 
 def _deal(
@@ -131,7 +78,7 @@ def _average(chunks: Chunks, dealt: NDArray[np.intp]) -> tuple[NDArray[np.float3
     counts = np.bincount(dealt[dealt != OMITTED])
     sums = np.zeros((len(counts), 0))
     start = 0
-    for block in _blocks(chunks):
+    for block in blocks(chunks):
         if not start:
             sums = np.zeros((len(counts), block.shape[1]))
         into = dealt[start : start + len(block)]

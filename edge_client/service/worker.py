@@ -12,8 +12,8 @@ from edge_client.data.images import find_images
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
-from edge_client.submission.features import Workspace
 from edge_client.submission.head_installer import HeadInstaller
+from edge_client.submission.image_features import Workspace
 from edge_client.submission.round_submission import RoundTraining
 from protocol.errors import ProtofleetError, StateError
 from protocol.log import event

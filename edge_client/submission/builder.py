@@ -11,7 +11,7 @@ from edge_client.privacy.differencing_guard import last_submission
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
 from edge_client.storage.stored_values import SubmissionSequence, UploadedImages
-from edge_client.submission.features import Workspace
+from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     encode_submission,

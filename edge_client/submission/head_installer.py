@@ -8,12 +8,13 @@ import msgspec
 
 from edge_client.agent.events import HeadInstalled, InstallHead
 from edge_client.agent.state import UploadItem, head_key
-from edge_client.data.images import find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import find_images
 from edge_client.inference import Head, evaluate, open_installed
 from edge_client.privacy.policy import HEAD_REFUSED, is_private
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead
-from edge_client.submission.features import FoundImages, Workspace, backbone_digests
+from edge_client.submission.image_features import FoundImages, Workspace, backbone_digests
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
 from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError

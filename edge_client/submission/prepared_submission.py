@@ -16,7 +16,7 @@ from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionReport
-from edge_client.submission.features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.training.local_round import LocalModel
 from protocol.errors import PrivacyRefused, ProtofleetError
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned

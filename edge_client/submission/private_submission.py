@@ -15,7 +15,7 @@ from edge_client.privacy.perturbation import to_half
 from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
 from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import ClassReport, PrivacySpent
-from edge_client.submission.features import FoundImages, Workspace, backbone_digests
+from edge_client.submission.image_features import FoundImages, Workspace, backbone_digests
 from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import PrivacyRefused
 from protocol.log import event

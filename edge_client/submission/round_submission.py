@@ -14,7 +14,7 @@ from edge_client.storage.stored_values import (
     StoredLocalModel,
     SubmissionSequence,
 )
-from edge_client.submission.features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     outgoing_prototypes,

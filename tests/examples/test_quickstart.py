@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from aggregator.config.task_file import load_task
-from aggregator.tasks.task import read_backbone
+from aggregator.tasks.task_preparation import read_backbone
 from edge_client.data.images import decode, find_images
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart import digits as data

@@ -15,7 +15,7 @@ from aggregator.service.aggregator import Aggregator
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_status
 from aggregator.storage.store import Store
-from aggregator.tasks.task import Task, prepare_task
+from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError, MalformedMessage
 from protocol.mqtt.events import Outgoing, Received
 from protocol.mqtt.tls import BrokerAddress

@@ -7,7 +7,7 @@ import pytest
 
 from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
-from aggregator.tasks.task import prepare_task
+from aggregator.tasks.task_preparation import prepare_task
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.aggregator_process import IN_ROUNDS, write_task
 from tests.support.brokers import amqtt

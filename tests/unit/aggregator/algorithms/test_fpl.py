@@ -8,9 +8,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from aggregator.algorithms.adapter_model import PARAMETERS
 from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fpl import FPL, cluster_means, loss
+from aggregator.algorithms.local_model import PARAMETERS
 from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
 

@@ -17,7 +17,7 @@ from aggregator.heads.head_training import HeadTraining
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.task import Task, prepare_task
+from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import RoundJob
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError

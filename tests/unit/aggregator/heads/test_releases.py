@@ -12,7 +12,7 @@ from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.releases import Releases
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.tasks.task import Task, prepare_task
+from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank

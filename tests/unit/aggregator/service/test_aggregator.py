@@ -12,7 +12,7 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination.rounds import Entry, State
 from aggregator.service.aggregator import Aggregator
 from aggregator.storage.store import Store
-from aggregator.tasks.task import prepare_task
+from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.mqtt.reconnecting_session import BrokerAddress

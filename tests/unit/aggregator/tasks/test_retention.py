@@ -12,7 +12,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, PendingHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import delete_lost_submissions, needed_blobs, served_blobs
-from aggregator.tasks.task import Task
+from aggregator.tasks.task_preparation import Task
 from protocol.wire.messages import BlobRef
 from tests.support.submissions import EXPECTATION, MANIFEST, ROUNDS_EXPECTATION, ROUNDS_TASK, TASK
 

@@ -16,7 +16,7 @@ from aggregator.algorithms.tensors import unpack_tensors
 from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
-from aggregator.tasks.task import Task, prepare_task
+from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.aggregate_round import run
 from aggregator.training.jobs import Result, RoundJob
 from protocol.errors import ProtofleetError

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from edge_client.data.images import LabeledImage, decode, find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import LabeledImage, decode, find_images
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.preprocessing import Preprocessing, preprocess
 from tests.support.device_factory import image_file, noise

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from edge_client.data.images import find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import find_images
 from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
 from edge_client.storage.stored_values import Secret
-from edge_client.submission.features import Workspace, backbone_digests, training_feature_keys
+from edge_client.submission.image_features import Workspace, backbone_digests, training_feature_keys
 from edge_client.submission.prepared_submission import PreparedSubmission, prepare_prototypes
 from protocol.errors import PrivacyRefused
 from protocol.preprocessing import Preprocessing

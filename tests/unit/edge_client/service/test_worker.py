@@ -16,7 +16,7 @@ from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead, StoredLocalModel
 from edge_client.submission import head_installer
-from edge_client.submission.features import FoundImages
+from edge_client.submission.image_features import FoundImages
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import GraphRefused, StateError
 from protocol.wire.codec import decode, encode

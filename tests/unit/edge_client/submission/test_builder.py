@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
-from edge_client.data.images import find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import find_images
 from edge_client.inference import open_head
 from edge_client.storage.stored_values import Secret
 from edge_client.submission.head_installer import evaluate_head

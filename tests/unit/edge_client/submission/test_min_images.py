@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import read_message
-from edge_client.data.images import LabeledImage, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import LabeledImage
 from edge_client.data.prototype_averaging import class_means
 from edge_client.submission import round_submission
-from edge_client.submission.features import FoundImages, training_feature_keys
+from edge_client.submission.image_features import FoundImages, training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission, prepare_prototypes
 from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel, RoundResult

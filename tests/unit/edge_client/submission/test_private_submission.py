@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.agent import events
 from edge_client.agent.state import UploadItem
-from edge_client.data.images import find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import find_images
 from edge_client.privacy import policy
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.policy import BUDGET, FAILED, HEAD_REFUSED, NO_PROTOTYPE

@@ -16,7 +16,7 @@ from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import StoredLocalModel, SubmissionReport, SubmissionSequence
-from edge_client.submission.features import FoundImages, Workspace
+from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack

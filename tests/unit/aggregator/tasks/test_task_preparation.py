@@ -6,7 +6,7 @@ import pytest
 
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, TaskFile
 from aggregator.tasks.manifests import task_manifest
-from aggregator.tasks.task import read_backbone
+from aggregator.tasks.task_preparation import read_backbone
 from protocol.errors import BackboneMismatch, ConfigError
 from protocol.wire.messages import BlobRef, DifferentialPrivacy
 from tests.support.graphs import tiny_backbone

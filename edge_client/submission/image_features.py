@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from edge_client.config import Settings
 from edge_client.data.extraction import Alter, extract
-from edge_client.data.images import LabeledImage, find_images, held_out
+from edge_client.data.holdout import held_out
+from edge_client.data.images import LabeledImage, find_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.progress_bar import Progress
