@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from aggregator.security import mosquitto_config
-from aggregator.security.certificates import issue_client, issue_server, utc_now
+from aggregator.security.certificate_authority import issue_client, issue_server, utc_now
 from aggregator.security.identity import (
     ca_fleet,
     has_ca,

@@ -10,7 +10,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from aggregator.security.certificates import (
+from aggregator.security.certificate_authority import (
     CA_DAYS,
     MAX_COMMON_NAME,
     Issued,

@@ -6,8 +6,8 @@ import queue
 import time
 from itertools import groupby
 
-from aggregator.heads.head_training import HeadTraining
-from aggregator.heads.releases import Releases
+from aggregator.heads.published_head import Releases
+from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher

@@ -3,8 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
-from aggregator.heads.head_training import HeadTraining
-from aggregator.heads.releases import Releases
+from aggregator.heads.published_head import Releases
+from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import Refused
 from aggregator.messaging.blob_sender import reading

@@ -11,8 +11,8 @@ from typing import get_args
 import msgspec
 
 from aggregator.coordination import rounds
-from aggregator.heads.head_training import HeadTraining
-from aggregator.heads.releases import Releases
+from aggregator.heads.published_head import Releases
+from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.frame_authentication import FrameAuthenticator
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 
 PROGRAMS: dict[type[Job], str] = {
-    HeadJob: "aggregator.training.train_head",
-    RoundJob: "aggregator.training.aggregate_round",
+    HeadJob: "aggregator.training.head_job",
+    RoundJob: "aggregator.training.round_job",
     CompileJob: "aggregator.tasks.graph_cache",
 }
 """The module that runs each kind of job."""

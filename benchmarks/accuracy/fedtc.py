@@ -7,7 +7,7 @@ from typing import Literal
 import click
 
 from aggregator.config.schema import Training
-from aggregator.training.train_head import recipe_of, torch_device
+from aggregator.training.head_job import recipe_of, torch_device
 from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import NAMES

@@ -10,9 +10,9 @@ import numpy as np
 
 from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
+from aggregator.training.head_job import recipe_of, torch_device
 from aggregator.training.outlier_detection import judge
 from aggregator.training.robust_training_set import combine
-from aggregator.training.train_head import recipe_of, torch_device
 from benchmarks.accuracy.fedtc import partitions_of
 from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, fleet_prototypes, train_on
 from benchmarks.data.features import BACKBONES, Features, load_features

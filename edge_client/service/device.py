@@ -8,7 +8,7 @@ from dataclasses import replace
 from edge_client.agent import events, state_machine
 from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
-from edge_client.service.downloads import BlobDownloads
+from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Received, Receiver
 from edge_client.service.worker import Worker

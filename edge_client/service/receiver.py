@@ -8,7 +8,7 @@ from edge_client.agent import events, manifest_trust
 from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest
 from edge_client.agent.state import Mode
 from edge_client.config import Settings
-from edge_client.service.downloads import import_backbones
+from edge_client.service.blob_downloads import import_backbones
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentRound, CurrentTask
 from protocol.errors import BadSignature, MalformedMessage

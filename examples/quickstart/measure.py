@@ -11,7 +11,7 @@ from aggregator.algorithms.fedtc import train_head
 from aggregator.config.task_file import load_task
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import Store
-from aggregator.training.train_head import recipe_of
+from aggregator.training.head_job import recipe_of
 from edge_client.data.images import decode as decode_image
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart.digits import CLASSES

@@ -3,7 +3,7 @@
 from datetime import timedelta
 from pathlib import Path
 
-from aggregator.security.certificates import (
+from aggregator.security.certificate_authority import (
     Issued,
     create_ca,
     issue_client,

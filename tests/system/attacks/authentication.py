@@ -7,7 +7,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from aggregator.cli import cli as aggregator
-from aggregator.security.certificates import Issued, create_ca, issue_client, issue_server, utc_now
+from aggregator.security.certificate_authority import Issued, create_ca, issue_client, issue_server, utc_now
 from aggregator.security.identity import open_ca
 from edge_client.cli import cli as edge_client
 from protocol.errors import ConfigError, StateError

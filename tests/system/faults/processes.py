@@ -54,7 +54,7 @@ def aggregator_killed_during_uploads(fleet: FaultyFleet) -> int:
 def _is_training(fleet: FaultyFleet) -> bool:
     try:
         children = psutil.Process(fleet.processes["aggregator"].pid).children()
-        return any("aggregator.training.train_head" in child.cmdline() for child in children)
+        return any("aggregator.training.head_job" in child.cmdline() for child in children)
     except psutil.Error:
         return False  # a child that ends this very moment
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.security.certificates import utc_now
+from aggregator.security.certificate_authority import utc_now
 from protocol.errors import ConfigError
 from protocol.mqtt import reconnecting_session
 from protocol.mqtt.client import Version

@@ -17,8 +17,8 @@ from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.aggregate_round import run
 from aggregator.training.jobs import Result, RoundJob
+from aggregator.training.round_job import run
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import encode, to_array, to_tensor
 from protocol.wire.messages import Submission, Tensors
@@ -29,7 +29,7 @@ import sys
 sys.modules["torch"] = None
 sys.argv = ["pooling", sys.argv[1]]
 import runpy
-runpy.run_module("aggregator.training.aggregate_round", run_name="__main__")
+runpy.run_module("aggregator.training.round_job", run_name="__main__")
 """
 """The program, on a machine that has no torch."""
 

@@ -8,7 +8,7 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
-from aggregator.security.certificates import (
+from aggregator.security.certificate_authority import (
     CA_DAYS,
     Issued,
     create_ca,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
 from aggregator.heads.operator_commands import submit_command
-from aggregator.heads.releases import Releases
+from aggregator.heads.published_head import Releases
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task

@@ -12,8 +12,8 @@ import pytest
 
 from aggregator.config.task_file import load_task
 from aggregator.coordination import rounds
-from aggregator.heads import head_training
-from aggregator.heads.head_training import HeadTraining
+from aggregator.heads import training_schedule
+from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
@@ -179,7 +179,7 @@ def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch:
     training = HeadTraining(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, shapes=task.expectation.tensors)
-    monkeypatch.setattr(head_training, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
+    monkeypatch.setattr(training_schedule, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
     for number in range(1, 30):
         verdict = _submit(training, task, "a", sequence=number)
         training.flush()

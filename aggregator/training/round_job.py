@@ -1,4 +1,4 @@
-"""The job that closes a round: `python -m aggregator.training.aggregate_round JOB.json`.
+"""The job that closes a round: `python -m aggregator.training.round_job JOB.json`.
 
 It runs in every round, without torch, and writes `tensors.bin`, which the next round starts from, and a head for
 devices that do not train.

@@ -1,4 +1,4 @@
-"""The job that trains a head: `python -m aggregator.training.train_head JOB.json`.
+"""The job that trains a head: `python -m aggregator.training.head_job JOB.json`.
 
 It runs as a process of its own: the aggregator meanwhile accepts submissions, never imports torch, and gets the memory
 back.

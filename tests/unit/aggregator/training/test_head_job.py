@@ -4,7 +4,7 @@ import pytest
 
 from aggregator.algorithms.fedtc import RECIPES
 from aggregator.config.schema import Training
-from aggregator.training.train_head import recipe_of
+from aggregator.training.head_job import recipe_of
 
 
 @pytest.mark.parametrize(
