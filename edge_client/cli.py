@@ -345,12 +345,13 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
 
 
 def _open_state(state: Path | None, fleet: str, **options: Any) -> "DeviceState":
-    from edge_client.storage.device_state import DeviceState, default_folder
+    from edge_client.storage.device_state import DeviceState
+    from protocol.storage.state_folder import default_state_folder
 
     if not is_name(fleet):
         expected = "1 to 64 letters, digits, '-' or '_'"
         raise click.BadParameter(f"{fleet!r}: expected {expected}", param_hint="--fleet")
-    return DeviceState(state or default_folder(fleet), **options)
+    return DeviceState(state or default_state_folder(f"protofleet/{fleet}"), **options)
 
 
 def main() -> None:

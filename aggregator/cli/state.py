@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from protocol.errors import ConfigError, RuntimeMissing
+from protocol.storage.state_folder import default_state_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 state_option = click.option(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path("state"),
-    show_default=True,
+    default=lambda: default_state_folder("protofleet-aggregator"),
+    show_default="~/.local/state/protofleet-aggregator",
     envvar="PROTOFLEET_STATE",
     show_envvar=True,
     help="State directory of the aggregator.",

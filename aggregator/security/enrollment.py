@@ -29,6 +29,7 @@ from protocol.enrollment import FORMAT, EnrollmentCard, card_text
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import state_errors, sync, write_atomically
 from protocol.storage.keyfile import read_or_make_key
+from protocol.storage.state_folder import IGNORE_ALL, IGNORE_FILE, refuse_source_folder
 from protocol.wire.signing import public_key
 from protocol.wire.topics import is_name
 
@@ -158,6 +159,7 @@ def revoke(store: Store, device: str) -> bool:
 @contextlib.contextmanager
 def _new_folder(out: Path, files: Mapping[str, bytes]) -> Iterator[Callable[[], None]]:
     """Write files into a temporary folder, deleted if the body fails; calling what is yielded renames it to `out`."""
+    refuse_source_folder(out, option="--out")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists: give --out a new folder, or an empty one")
     with state_errors(out):
@@ -171,7 +173,7 @@ def _new_folder(out: Path, files: Mapping[str, bytes]) -> Iterator[Callable[[], 
             sync(out.parent)
 
     try:
-        for name, data in files.items():
+        for name, data in {IGNORE_FILE: IGNORE_ALL.encode(), **files}.items():
             write_atomically(folder / name, data, mode=0o600 if name in _PRIVATE else 0o644)
         yield publish
     except BaseException:

@@ -14,6 +14,7 @@ from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore, state_errors
 from protocol.storage.database import Database
 from protocol.storage.folder_lock import FolderLock
+from protocol.storage.state_folder import make_state_folder
 from protocol.wire.messages import BlobRef
 
 MIGRATIONS = (
@@ -70,8 +71,7 @@ class Store:
         if read_only and not file.is_file():
             raise StateError(f"no aggregator state in {folder}: give the --state of `aggregator run`")
         if not read_only:
-            with state_errors(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            make_state_folder(folder)
             self.blobs = BlobStore(folder / "blobs")
         self.database = Database(file, program="aggregator run", migrations=MIGRATIONS, read_only=read_only)
         self.facts = Facts(self.database)

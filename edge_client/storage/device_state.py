@@ -22,9 +22,10 @@ from edge_client.storage.stored_values import (
     write_facts,
 )
 from protocol.errors import StateError
-from protocol.storage.blobstore import BlobStore, state_errors
+from protocol.storage.blobstore import BlobStore
 from protocol.storage.database import Database
 from protocol.storage.folder_lock import FolderLock
+from protocol.storage.state_folder import make_state_folder
 from protocol.wire.codec import digest_of
 from protocol.wire.topics import is_name
 
@@ -58,14 +59,6 @@ def default_device_id(folder: Path) -> str:
     return f"{host}-{digest_of(key.encode()).hex()[:8]}"
 
 
-def default_folder(fleet: str) -> Path:
-    """Return the default state directory: systemd's, or one in the user's state directory."""
-    if service := os.environ.get("STATE_DIRECTORY"):
-        return Path(service)
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "protofleet" / fleet
-
-
 class DeviceState:
     """A device's state directory, created if it does not exist.
 
@@ -73,6 +66,7 @@ class DeviceState:
     this process lives. `outbox_bytes` is the limit for the submissions in the outbox.
 
     Raises:
+        ConfigError: it is among Python source files.
         StateError: it cannot be used, holds no state to read, another version wrote it, or another device
             program holds the lock.
     """
@@ -88,9 +82,8 @@ class DeviceState:
         self.folder = folder
         file = folder / "device.sqlite"
         if not read_only:
-            with state_errors(folder):
-                # Not readable by other users: it holds private keys and the secret that noise is derived from.
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # Not readable by other users: it holds private keys and the secret that noise is derived from.
+            make_state_folder(folder, mode=0o700)
         elif not file.is_file():
             raise StateError(f"no device state in {folder}: run edge-client first, or give its --state")
         self.blobs = BlobStore(folder / "blobs")

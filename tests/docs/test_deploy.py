@@ -237,7 +237,10 @@ def test_container_images_get_every_package() -> None:
         "pyproject.toml",
         project["project"]["readme"],
         *project["project"]["license-files"],
-        *project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"],
+        *(
+            pattern.split("/")[1]
+            for pattern in project["tool"]["hatch"]["build"]["targets"]["wheel"]["include"]
+        ),
     }
     assert needed == set(" ".join(copied).split())
     allowed = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,58 @@
+"""State folders: the platform's default, and created where they are neither packaged nor committed."""
+
+import os
+from pathlib import Path
+
+from protocol.errors import ConfigError
+from protocol.storage.blobstore import state_errors
+
+IGNORE_FILE = ".gitignore"
+"""In every folder with private keys, so that `git add .` does not add them."""
+
+IGNORE_ALL = "*\n"
+
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+
+
+def default_state_folder(name: str) -> Path:
+    """Return the default state folder: systemd's, or `name` in the user's state directory."""
+    if service := os.environ.get("STATE_DIRECTORY"):
+        return Path(service)
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / name
+
+
+def make_state_folder(folder: Path, *, mode: int = 0o777) -> None:
+    """Create a state folder, which git ignores, unless it exists.
+
+    Raises:
+        ConfigError: it is among Python source files.
+        StateError: it cannot be written.
+    """
+    refuse_source_folder(folder, option="--state")
+    with state_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        ignore = folder / IGNORE_FILE
+        if not ignore.exists():
+            ignore.write_text(IGNORE_ALL, encoding="ascii")
+
+
+def refuse_source_folder(folder: Path, *, option: str) -> None:
+    """Raise ConfigError for a folder for private files in a Python package or among source files.
+
+    A wheel that is built there could contain the files, private keys included.
+    """
+    with state_errors(folder):
+        place = folder.resolve()
+        within = next((each for each in (place, *place.parents) if _is_package(each)), None)
+        if within is None and any(place.glob("*.py")):
+            within = place
+    if within is not None:
+        raise ConfigError(
+            f"expected a folder outside of Python packages for private keys, got {folder}, in the source files of "
+            f"{within}: give another {option}, and move files that are there already"
+        )
+
+
+def _is_package(folder: Path) -> bool:
+    return folder.name in _INSTALLED or (folder / "__init__.py").is_file()

@@ -1,0 +1,62 @@
+"""The wheel and the source distribution, built from a tree in which somebody has left a state folder."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("aggregator", "edge_client", "export", "protocol")
+SECRETS = ("aggregator.sqlite", "identity/signing.key", "identity/ca.key", "state/identity/ca.crt")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed: pip install hatchling"
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the files that are built from, with secrets in every package and in deploy/."""
+    root = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, root)
+    for name in (*PACKAGES, "deploy"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for secret in SECRETS:
+            (root / name / secret).parent.mkdir(parents=True, exist_ok=True)
+            (root / name / secret).write_text("secret", encoding="ascii")
+    return root
+
+
+def build(source: Path, target: str, out: Path) -> Path:
+    """Build with hatchling, as `pip wheel` does, and return the file; this needs no network."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (built,) = out.iterdir()
+    return built
+
+
+def test_wheel_holds_code_only(source: Path, tmp_path: Path) -> None:
+    """Every Python file of the four packages, their py.typed, and the wheel's own metadata."""
+    with zipfile.ZipFile(build(source, "wheel", tmp_path)) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    code = {
+        str(file.relative_to(ROOT))
+        for package in PACKAGES
+        for pattern in ("*.py", "py.typed")
+        for file in (ROOT / package).rglob(pattern)
+    }
+    assert names == code
+
+
+def test_source_distribution_holds_no_state(source: Path, tmp_path: Path) -> None:
+    """Keys, certificates and databases are left out."""
+    with tarfile.open(build(source, "sdist", tmp_path)) as archive:
+        names = archive.getnames()
+    assert any(name.endswith("aggregator/py.typed") for name in names)
+    assert not [name for name in names if name.endswith((".key", ".crt", ".sqlite"))]

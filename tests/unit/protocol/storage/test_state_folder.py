@@ -1,0 +1,74 @@
+"""Tests for state folders: the default, and where none is created."""
+
+from pathlib import Path
+
+import pytest
+
+from aggregator.security.enrollment import enroll
+from aggregator.storage.store import Store
+from edge_client.storage.device_state import DeviceState
+from protocol.errors import ConfigError
+from protocol.storage.state_folder import default_state_folder, make_state_folder
+from tests.support.aggregator_process import run_aggregator
+
+
+def test_default_is_systemds_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never in the working directory, which may be a clone."""
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    assert default_state_folder("name") == Path.home() / ".local" / "state" / "name"
+    monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
+    assert default_state_folder("name") == Path("/xdg/name")
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/service")
+    assert default_state_folder("name") == Path("/var/lib/service")
+
+
+def test_aggregator_has_a_default_outside_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
+    monkeypatch.delenv("PROTOFLEET_STATE", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    done = run_aggregator("status")
+    assert f"no aggregator state in {tmp_path}/protofleet-aggregator" in done.stderr
+
+
+@pytest.mark.parametrize("make", [make_state_folder, Store, DeviceState])
+@pytest.mark.parametrize("place", ["package", "package/state/deep", "site-packages/state", "scripts", "link"])
+def test_folder_among_source_files_is_refused(tmp_path: Path, make: type[Store], place: str) -> None:
+    """A package and everything in it, installed packages, and a folder with Python files; nothing is written."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "package")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="outside of Python packages for private keys") as raised:
+        make(tmp_path / place)
+    assert "give another --state" in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_enrollment_is_not_written_among_source_files(tmp_path: Path) -> None:
+    """Its folder contains the device's private keys."""
+    store = Store(tmp_path / "state")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    with pytest.raises(ConfigError, match="give another --out"):
+        enroll(store, "shed-1", fleet="barn", out=tmp_path / "package" / "shed-1")
+    assert store.keys.get("shed-1") is None
+    store.close()
+
+
+def test_git_ignores_folders_with_private_keys(tmp_path: Path) -> None:
+    """The folder's .gitignore is written once, and an operator may change it."""
+    store = Store(tmp_path / "state")
+    enroll(store, "shed-1", fleet="barn", out=tmp_path / "shed-1")
+    store.close()
+    DeviceState(tmp_path / "device")
+    for name in ("state", "shed-1", "device"):
+        assert (tmp_path / name / ".gitignore").read_text(encoding="ascii") == "*\n"
+    (tmp_path / "state" / ".gitignore").write_text("blobs\n", encoding="ascii")
+    Store(tmp_path / "state").close()
+    assert (tmp_path / "state" / ".gitignore").read_text(encoding="ascii") == "blobs\n"
