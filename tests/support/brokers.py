@@ -2,6 +2,7 @@
 
 import contextlib
 import getpass
+import secrets
 import shutil
 import signal
 import socket
@@ -20,10 +21,16 @@ START_TIMEOUT_S = 90.0
 
 
 def free_address() -> BrokerAddress:
-    """Return an unused address on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return BrokerAddress("127.0.0.1", probe.getsockname()[1])
+    """Return an unused address on this machine.
+
+    Its port is below those of outgoing connections: one of these could take it before the broker starts, or while it
+    is down, and a client that reconnects could even connect to itself.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return BrokerAddress("127.0.0.1", port)
 
 
 def mosquitto_program() -> str | None:

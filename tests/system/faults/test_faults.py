@@ -73,8 +73,8 @@ def rows(
             return row
 
     with ThreadPoolExecutor(PARALLEL_FLEETS) as pool:
-        selected = [item for item in request.session.items if isinstance(item, pytest.Function)]
-        names = [item.callspec.params["fault"] for item in selected if "rows" in item.fixturenames]
+        here = [item for item in request.session.items if item.parent is request.node]
+        names = [item.callspec.params["fault"] for item in here if isinstance(item, pytest.Function)]
         yield {str(name): pool.submit(provoke, FAULTS[str(name)]) for name in names}
         abandoned.set()
         pool.shutdown(cancel_futures=True)
