@@ -122,6 +122,11 @@ threads_option = _setting(
     "--rescan-s", type=click.FloatRange(min=0.1), default=30.0, help="Seconds between scans for new images."
 )
 @_setting(
+    "--strict",
+    is_flag=True,
+    help="Stop if a folder or label is no class of the task, instead of leaving its images out.",
+)
+@_setting(
     "--outbox-mb",
     type=click.IntRange(1, LARGEST_MB),
     default=DEFAULT_MB,
@@ -158,7 +163,7 @@ def cli(context: click.Context, /, **options: Any) -> None:
 def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
     state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
-    batch_size: int, workers: int | None, rescan_s: float, outbox_mb: int, aggregator_key: bytes | None,
+    batch_size: int, workers: int | None, rescan_s: float, strict: bool, outbox_mb: int, aggregator_key: bytes | None,
     enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.agent.state import Mode
@@ -185,7 +190,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     if not data.exists():
         raise ConfigError(
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
-            "columns path,label; pass it with --data"
+            "columns path,label; pass it with --data, or an empty directory to receive heads only"
         )
     store = _open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
     device_id = store.device_id(device_id)
@@ -212,6 +217,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         max_epsilon=max_epsilon,
         backbones=backbone,
         rescan_s=rescan_s,
+        strict=strict,
         aggregator_key=aggregator_key,
         signing_key=signing_key,
     )
@@ -284,6 +290,10 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
             f"class      {entry['name']}: {entry['images']} images, {entry['held_out']} held out, "
             f"{len(entry['counts'])} prototypes{pending}"
         )
+    for name in summary["unknown_classes"]:
+        say(f"left out   {name}: no class of the task")
+    for reason, files in summary["skipped_files"].items():
+        say(f"skipped    {files} {'file' if files == 1 else 'files'}: {reason}")
     if spent is not None:
         say(
             f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
@@ -307,12 +317,15 @@ def _status(store: "DeviceState") -> dict[str, Any]:
 
     submission = store.outbox.newest_submission()
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
+    left_out = store.get(stored.LeftOut)
     return {
         "device_id": store.get(stored.DeviceName).value or None,
         "running": store.is_locked(),
         "task": store.get(stored.CurrentTask).digest.hex() or None,
         "runtime": store.get(stored.BackboneProvider).name or None,
         "report": msgspec.to_builtins(report) if report.size_bytes else None,
+        "unknown_classes": list(left_out.unknown),
+        "skipped_files": dict(left_out.skipped),
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
         "problem": store.get(stored.BuildProblem).text or store.get(stored.UploadProblem).text,
         "submission": submission.digest.hex() if submission else None,

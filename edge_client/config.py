@@ -26,6 +26,7 @@ class Settings:
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
         backbones: local copies of the task's backbones.
         rescan_s: seconds between scans of the data folder.
+        strict: refuse folders and labels that are no class of the task, instead of leaving their images out.
         aggregator_key: the aggregator's public key, 32 bytes; None trusts the first key received.
         signing_key: the device's private key, 32 bytes; None uses the one in the state directory.
     """
@@ -44,6 +45,7 @@ class Settings:
     max_epsilon: float | None = None
     backbones: tuple[Path, ...]
     rescan_s: float
+    strict: bool = False
     aggregator_key: bytes | None = None
     signing_key: bytes | None = field(default=None, repr=False)
 

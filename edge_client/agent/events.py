@@ -72,13 +72,17 @@ class DownloadFinished(Occurrence, frozen=True):
 
 
 class SubmissionBuilt(Occurrence, frozen=True):
-    """A submission, or why there is none; `may_pass` if the next round or task may succeed."""
+    """A submission, or why there is none.
+
+    `may_pass` if the next round, the next task or more images may succeed; `no_images` if the device has none.
+    """
 
     task: bytes
     item: UploadItem | None
     round: int | None = None
     reason: str = ""
     may_pass: bool = False
+    no_images: bool = False
 
 
 class HeadInstalled(Occurrence, frozen=True):

@@ -105,6 +105,7 @@ class State:
         task: digest of the current task; None before the first one.
         task_confirmed: the broker has delivered a task, so it is not only the stored one.
         images_changed: images changed since the last build began.
+        no_images: the device had no images at the last build: it uploads nothing, and receives heads.
         received_submission: the task's submission that the aggregator has received.
         round: the newest round of any task.
         joined_round: number of the round of the last build.
@@ -127,6 +128,7 @@ class State:
     task_confirmed: bool = False
     building: bool = False
     images_changed: bool = True
+    no_images: bool = False
     received_submission: UploadItem | None = None
     round: RoundManifest | None = None
     joined_round: int | None = None

@@ -114,7 +114,8 @@ def _exit_if_done(state: State, _now_s: float) -> events.Step:
 def _has_contributed(state: State, head: HeadRef) -> bool:
     """Return whether nothing is left to upload: neither the current images nor anything in later rounds."""
     if state.manifest is None or state.manifest.program is None:
-        return state.received_submission is not None and not state.images_changed
+        is_received = state.received_submission is not None or state.no_images
+        return is_received and not state.images_changed
     return state.are_rounds_over and state.round is not None and head.round == state.round.rounds - 1
 
 
@@ -133,6 +134,7 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
         manifest=seen.manifest,
         images_changed=True,
         building=False,
+        no_images=False,
         received_submission=None,
         joined_round=None,
         installing=None,
@@ -143,7 +145,10 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
 def _built(state: State, built: events.SubmissionBuilt) -> events.Step:
     if built.task != state.task or built.round != state.joined_round:
         return state, ()
-    state = replace(state, building=False)
+    had_images = not state.no_images
+    state = replace(state, building=False, no_images=built.no_images)
+    if built.no_images and state.mode is not Mode.DRY_RUN:
+        return state, (events.Log(built.reason),) if had_images else ()
     if built.item is None:
         # Without any submission the operator has to act, unless the task is only the stored one.
         has_submission = state.received_submission is not None or any(

@@ -4,13 +4,15 @@ import csv
 import difflib
 import os
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from protocol.cli import plain
 from protocol.errors import ConfigError, UnreadableImage
 
 IMAGE_SUFFIXES = (
@@ -22,6 +24,13 @@ IMAGE_SUFFIXES = (
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
 UNLABELED = -1
+
+MOST_NAMED = 20
+"""Names, or kinds of skipped files, that a message lists."""
+
+
+class NoImages(ConfigError):
+    """A device without images of the task's classes: it uploads nothing and still receives heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +56,52 @@ class LabeledImage:
         return f"{self.size_bytes}-{self.mtime_ns}-{self.relative}"
 
 
-def find_images(
-    source: Path, classes: Sequence[str], *, may_be_none: bool = False
-) -> tuple[LabeledImage, ...]:
-    """Return the labeled images of a device, in order of their relative paths.
+@dataclass(frozen=True)
+class ImageScan:
+    """The labeled images of a device, and what was left out."""
+
+    images: tuple[LabeledImage, ...]
+    """In order of their relative paths."""
+    unknown: tuple[str, ...] = ()
+    """Folders or labels that are no class of the task, printable, each with the class that may be meant."""
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Number of files that are no images in a class's folder, by reason; hidden files are not counted."""
+
+
+def scan_images(source: Path, classes: Sequence[str], *, strict: bool = False) -> ImageScan:
+    """Return the labeled images of a device, and what was left out.
 
     `source` is a folder with one sub-folder per class, searched recursively and ignoring hidden files and files
     without one of IMAGE_SUFFIXES, or a CSV file with the columns `path` (relative to the file) and `label`.
 
     Raises:
-        ConfigError: there are classes that are not the task's, or no images unless there may be none.
+        ConfigError: the source cannot be read, or with `strict` it has folders or labels that are no class.
     """
     labels = {_normal(name): label for label, name in enumerate(classes)}
+    unknown: dict[str, str] = {}
+    skipped: Counter[str] = Counter()
     try:
-        found = list(_listed(source, labels) if source.is_file() else _in_folders(source, labels))
+        found = list(
+            _listed(source, labels, unknown)
+            if source.is_file()
+            else _in_folders(source, labels, unknown, skipped)
+        )
     except FileNotFoundError as error:
         raise ConfigError(f"there is no {error.filename}; say in which folder the images are") from error
     except OSError as error:
         raise ConfigError(f"{error.filename or source} cannot be read: {error.strerror}") from error
-    if not found and not may_be_none:
+    if unknown and strict:
         raise ConfigError(
-            f"{source} holds no images; expected one folder of images per class ({_name_some(classes)}), "
-            "or a CSV file of path,label"
+            f"{source}: {name_some(unknown.values())}: no class of the task; its classes are "
+            f"{name_some(classes)}: rename them, or omit --strict to leave their images out"
         )
-    return tuple(sorted(found, key=lambda image: image.relative))
+    images = tuple(sorted(found, key=lambda image: image.relative))
+    return ImageScan(images, tuple(unknown.values()), dict(skipped.most_common(MOST_NAMED)))
+
+
+def find_images(source: Path, classes: Sequence[str]) -> tuple[LabeledImage, ...]:
+    """Return the labeled images that `scan_images` finds."""
+    return scan_images(source, classes).images
 
 
 def unlabeled(path: Path) -> LabeledImage:
@@ -118,18 +149,27 @@ def _image(folder: Path, relative: str, label: int) -> LabeledImage:
     return LabeledImage(folder, relative, label, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
 
 
-def _in_folders(source: Path, labels: Mapping[str, int]) -> Iterator[LabeledImage]:
+def _in_folders(
+    source: Path, labels: Mapping[str, int], unknown: dict[str, str], skipped: Counter[str]
+) -> Iterator[LabeledImage]:
+    """Yield the images in the classes' folders, and add what is left out to `unknown` and `skipped`."""
     with os.scandir(source) as entries:
-        folders = sorted(Path(entry.path) for entry in entries if _is_shown(entry) and entry.is_dir())
+        shown = [(Path(entry.path), entry.is_dir()) for entry in entries if _is_shown(entry)]
+    folders = sorted(path for path, is_folder in shown if is_folder)
+    if loose := len(shown) - len(folders):
+        skipped["in no class's folder"] += loose
     seen = {_place(source.stat()), *(_place(folder.stat()) for folder in folders)}
     for folder in folders:
-        label = _label_of(folder.name, labels, where=folder)
-        for path in _walk(folder, seen):
+        label = labels.get(_normal(folder.name))
+        if label is None:
+            unknown[folder.name] = f"{folder.name!r}{_hint(folder.name, labels)}"
+            continue
+        for path in _walk(folder, seen, skipped):
             yield _image(source, os.path.relpath(path, source), label)
 
 
-def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[str]:
-    """Yield the images in a folder and below; folders already seen, through links, are skipped."""
+def _walk(folder: Path, seen: set[tuple[int, int]], skipped: Counter[str]) -> Iterator[str]:
+    """Yield the images in a folder and below; folders already seen, through links, are not searched again."""
     folders = [str(folder)]
     while folders:
         deeper = []
@@ -137,13 +177,23 @@ def _walk(folder: Path, seen: set[tuple[int, int]]) -> Iterator[str]:
             for entry in filter(_is_shown, entries):
                 if entry.is_dir():
                     deeper.append(entry.path)
-                elif entry.name.lower().endswith(IMAGE_SUFFIXES) and _may_be_read(entry):
+                elif reason := _reason_to_skip(entry):
+                    skipped[reason] += 1
+                else:
                     yield entry.path
         for path in sorted(deeper):
             place = _place(Path(path).stat())
             if place not in seen:
                 seen.add(place)
                 folders.append(path)
+
+
+def _reason_to_skip(entry: os.DirEntry[str]) -> str:
+    """Return why a file is not used as an image; empty if it is used."""
+    suffix = Path(entry.name).suffix.lower()
+    if suffix not in IMAGE_SUFFIXES:
+        return plain(f"suffix {suffix}") if suffix else "no suffix"
+    return "" if _may_be_read(entry) else "not a regular file"
 
 
 def _is_shown(entry: os.DirEntry[str]) -> bool:
@@ -162,7 +212,8 @@ def _place(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _listed(source: Path, labels: Mapping[str, int]) -> Iterator[LabeledImage]:
+def _listed(source: Path, labels: Mapping[str, int], unknown: dict[str, str]) -> Iterator[LabeledImage]:
+    """Yield the images in a list, and add labels that are no class, with their first line, to `unknown`."""
     lines: dict[str, int] = {}
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
@@ -172,8 +223,11 @@ def _listed(source: Path, labels: Mapping[str, int]) -> Iterator[LabeledImage]:
                 raise ConfigError(f"{source} must start with the header path,label, not '{header}'")
             for row in rows:
                 where = f"{source} line {rows.line_num}"
-                relative = (row["path"] or "").strip()
-                label = _label_of((row["label"] or "").strip(), labels, where=where)
+                relative, name = ((row[column] or "").strip() for column in ("path", "label"))
+                label = labels.get(_normal(name))
+                if label is None:
+                    unknown.setdefault(name, f"{name!r} in line {rows.line_num}{_hint(name, labels)}")
+                    continue
                 if not relative or not (source.parent / relative).is_file():
                     raise ConfigError(f"{where}: there is no file {source.parent / relative}")
                 if relative in lines:
@@ -184,16 +238,11 @@ def _listed(source: Path, labels: Mapping[str, int]) -> Iterator[LabeledImage]:
         raise ConfigError(f"{source} cannot be read as a CSV file in UTF-8: {error}") from error
 
 
-def _label_of(name: str, labels: Mapping[str, int], *, where: str | Path) -> int:
-    label = labels.get(_normal(name))
-    if label is not None:
-        return label
+def _hint(name: str, labels: Mapping[str, int]) -> str:
+    """Return the class that may be meant by a name that is no class; empty if none is similar."""
     by_lower_case = {known.lower(): known for known in labels}
     close = difflib.get_close_matches(name.lower(), by_lower_case, n=1)
-    hint = f" (did you mean {by_lower_case[close[0]]!r}?)" if close else ""
-    raise ConfigError(
-        f"{where}: {name!r} is no class of the task{hint}; its classes are {_name_some(labels)}"
-    )
+    return f" (did you mean {by_lower_case[close[0]]!r}?)" if close else ""
 
 
 def _normal(name: str) -> str:
@@ -201,7 +250,8 @@ def _normal(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _name_some(names: Iterable[str], most: int = 20) -> str:
+def name_some(names: Iterable[str]) -> str:
+    """Return names as one text, at most MOST_NAMED of them and the number of the rest."""
     names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

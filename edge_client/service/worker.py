@@ -8,7 +8,6 @@ from collections.abc import Callable
 from edge_client.agent import events
 from edge_client.agent.state import head_key
 from edge_client.config import Settings
-from edge_client.data.images import find_images
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
@@ -40,13 +39,12 @@ class Worker:
         """The current task; jobs for another one are dropped."""
         self.round: int | None = None
         """The current round, likewise."""
-        self._data = settings.data
         self._emit = emit
         cache = FeatureCache(state.folder / "features.sqlite")
-        workspace = Workspace(settings, state, cache, dry_run=show is not None)
-        rounds = RoundTraining(workspace)
-        self._builder = SubmissionBuilder(workspace, rounds, show)
-        self._installer = HeadInstaller(workspace, rounds)
+        self._workspace = Workspace(settings, state, cache, dry_run=show is not None)
+        rounds = RoundTraining(self._workspace)
+        self._builder = SubmissionBuilder(self._workspace, rounds, show)
+        self._installer = HeadInstaller(self._workspace, rounds)
         self._newest_head: bytes | None = None
         self._manifest: TaskManifest | None = None
         self._images: tuple[str, ...] | None = None
@@ -112,11 +110,11 @@ class Worker:
         images = self._find_images(self._manifest)
         if images != self._images:
             self._images = images
-            event(log, logging.INFO, "images changed", folder=self._data)
+            event(log, logging.INFO, "images changed", folder=self._workspace.settings.data)
             self._emit(events.ImagesChanged())
 
     def _find_images(self, manifest: TaskManifest) -> tuple[str, ...]:
         try:
-            return tuple(image.identity for image in find_images(self._data, manifest.classes))
+            return tuple(image.identity for image in self._workspace.find_images(manifest))
         except ProtofleetError as error:
             return (str(error),)  # reported by the next build

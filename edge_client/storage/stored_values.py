@@ -87,6 +87,13 @@ class ClassReport(msgspec.Struct, frozen=True):
         return self.images > self.held_out and not self.counts
 
 
+class LeftOut(msgspec.Struct, frozen=True):
+    """Unknown folders or labels, and skipped files by reason, that the newest scan of the data folder left out."""
+
+    unknown: tuple[str, ...] = ()
+    skipped: Mapping[str, int] = {}
+
+
 class SubmissionReport(msgspec.Struct, frozen=True):
     """Contents of the newest submission: its classes, unusable images with reasons, and size."""
 

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.state import UploadItem
+from edge_client.data.images import NoImages
 from edge_client.privacy.differencing_guard import last_submission
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
 from edge_client.storage.stored_values import SubmissionSequence, UploadedImages
 from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import (
+    NoPrototype,
     PreparedSubmission,
     encode_submission,
     prepare_prototypes,
@@ -20,6 +22,7 @@ from edge_client.submission.prepared_submission import (
 from edge_client.submission.private_submission import prepare_private
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.trainer import Diverged
+from protocol.cli import plain
 from protocol.errors import BackboneMismatch, GraphRefused, PrivacyRefused, ProtofleetError, StateError
 from protocol.log import event
 from protocol.wire.codec import digest_of
@@ -30,8 +33,8 @@ log = logging.getLogger(__name__)
 ShowDryRun = Callable[[PreparedSubmission, int], None]
 """Takes a prepared submission and its size in bytes."""
 
-_MAY_PASS = (BackboneMismatch, Diverged, GraphRefused, PrivacyRefused)
-"""Errors that the aggregator can correct with the next round or task."""
+_MAY_PASS = (BackboneMismatch, Diverged, GraphRefused, NoImages, NoPrototype, PrivacyRefused)
+"""Errors that the next round or task, or more images, can correct."""
 
 
 class SubmissionBuilder:
@@ -63,8 +66,14 @@ class SubmissionBuilder:
         except StateError:
             raise
         except ProtofleetError as error:
-            may_pass = isinstance(error, _MAY_PASS)
-            return SubmissionBuilt(build.task, None, number, str(error), may_pass=may_pass)
+            return SubmissionBuilt(
+                build.task,
+                None,
+                number,
+                plain(str(error)),
+                may_pass=isinstance(error, _MAY_PASS),
+                no_images=isinstance(error, NoImages),
+            )
         return SubmissionBuilt(build.task, item, number)
 
     def _prepare(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> PreparedSubmission:

@@ -17,6 +17,7 @@ from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead
 from edge_client.submission.image_features import FoundImages, Workspace, backbone_digests
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
+from protocol.cli import plain
 from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
 from protocol.log import event
 from protocol.wire.codec import encode
@@ -50,7 +51,7 @@ class HeadInstaller:
         except StateError:
             raise
         except ProtofleetError as error:
-            problem = str(error)
+            problem = plain(str(error))
         zeros = (0,) * len(install.manifest.classes)
         evaluation = Evaluation(
             task=install.task,

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from edge_client.config import Settings
 from edge_client.data.extraction import Alter, extract
 from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage, find_images
+from edge_client.data.images import LabeledImage, NoImages, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.progress_bar import Progress
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.stored_values import BackboneProvider
+from edge_client.storage.stored_values import BackboneProvider, LeftOut
 from protocol.errors import PrivacyRefused
 from protocol.log import event
 from protocol.preprocessing import Preprocessing
@@ -57,6 +57,7 @@ class Workspace:
     store: DeviceState
     cache: FeatureCache
     dry_run: bool = False
+    _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[str, Backbone] = field(default_factory=dict, init=False)
 
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
@@ -67,6 +68,26 @@ class Workspace:
             self._backbones = {digest: self._open(blob) for digest, blob in wanted.items()}
         return [self._backbones[digest] for digest in backbone_digests(manifest)]
 
+    def find_images(self, manifest: TaskManifest) -> tuple[LabeledImage, ...]:
+        """Find the images; what is left out is logged whenever it changes, and stored for `edge-client status`.
+
+        Raises:
+            ConfigError: the data folder cannot be read, or has unknown folders although the device is strict.
+        """
+        data = self.settings.data
+        scan = scan_images(data, manifest.classes, strict=self.settings.strict)
+        before, now = self._left_out, LeftOut(scan.unknown, scan.skipped)
+        self._left_out = now
+        if now.unknown and now.unknown != before.unknown:
+            text = "no class of the task, images left out: rename the folders, or add the classes to the task file"
+            event(log, logging.WARNING, text, unknown=name_some(now.unknown), data=data)
+        for reason, files in now.skipped.items():
+            if before.skipped.get(reason) != files:
+                event(log, logging.WARNING, "files skipped", files=files, reason=reason, data=data)
+        if not self.dry_run and now != self.store.get(LeftOut):
+            self.store.set(now)
+        return scan.images
+
     def extract(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> FoundImages:
         """Find the images and put the features of all of them into the cache.
 
@@ -74,7 +95,8 @@ class Workspace:
         closes its backbones afterwards.
 
         Raises:
-            ConfigError: there are no images, or folders that are not classes of the task.
+            NoImages: there are none, and the task is not private.
+            ConfigError: as in `find_images`.
             Interrupted: `should_stop` returned True.
             PrivacyRefused: the task perturbs images, and there is no secret.
         """
@@ -82,7 +104,12 @@ class Workspace:
         if manifest.program is None:
             self.backbones(manifest)
         alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
-        images = find_images(settings.data, manifest.classes, may_be_none=is_private(manifest))
+        images = self.find_images(manifest)
+        if not images and not is_private(manifest):
+            raise NoImages(
+                f"no image of the task's classes ({name_some(manifest.classes)}) in {settings.data}: this device "
+                "uploads nothing, and receives heads"
+            )
         keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
         self.cache.prune((image.identity for image in images), *keys)
         parts: dict[bool, list[LabeledImage]] = {False: [], True: []}

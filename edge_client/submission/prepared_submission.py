@@ -18,9 +18,14 @@ from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionReport
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.training.local_round import LocalModel
+from protocol.cli import plain
 from protocol.errors import PrivacyRefused, ProtofleetError
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import Privacy, Submission, TaskManifest, Tensor
+
+
+class NoPrototype(ProtofleetError):
+    """No class has enough usable images for a prototype."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class PreparedSubmission:
 
     def report(self, size_bytes: int) -> SubmissionReport:
         """Return the report that `edge-client status` shows."""
-        unusable = tuple((str(path), reason) for path, reason in self.unusable)
+        unusable = tuple((plain(str(path)), plain(reason)) for path, reason in self.unusable)
         return SubmissionReport(self.classes, unusable, size_bytes)
 
 
@@ -63,7 +68,8 @@ def prepare_prototypes(
     A class of which fewer than `batch_size` images were added or removed stays as it was uploaded.
 
     Raises:
-        ProtofleetError: no class has enough images, or the features exceed float16.
+        NoPrototype: no class has enough images.
+        ProtofleetError: the features exceed float16.
         PrivacyRefused: the task perturbs prototypes, and there is no secret.
     """
     prototypes, labels, counts, reports, image_keys = [], [], [], [], {}
@@ -113,20 +119,18 @@ def require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found:
     """Check that at least one class has a prototype.
 
     Raises:
-        ProtofleetError: none has; the message says how many images are needed.
+        NoPrototype: none has; the message says how many images are needed.
     """
     if any(report.counts for report in reports):
         return
     if not reports:
         path, reason = found.unusable[0]
-        raise ProtofleetError(
-            f"none of the {len(found.unusable)} images can be used; first: {path}: {reason}"
-        )
+        raise NoPrototype(f"none of the {len(found.unusable)} images can be used; first: {path}: {reason}")
     most = max(reports, key=lambda report: report.images)
     # The smallest number of images of which the fraction `alpha`, rounded up, is `min_images`.
     alpha = Fraction(1) if task.program else Fraction(str(task.alpha))
     needed = math.floor((task.min_images - 1) / alpha) + 1
-    raise ProtofleetError(
+    raise NoPrototype(
         f"no class has enough images for a prototype: {most.name!r} has {most.images}, of which "
         f"{most.held_out} are held out, and {needed} training images are needed: add images"
         + (" or lower --holdout" if most.held_out else "")

@@ -69,7 +69,7 @@ class RoundTraining:
             GraphRefused: a graph or the round's tensors cannot be used.
             Diverged: the training reached NaN or infinity; the local model is unchanged.
             Interrupted: `should_stop` returned True.
-            ProtofleetError: no class has enough images.
+            NoPrototype: no class has enough images.
         """
         images = found.for_training(self._workspace.settings.holdout)
         reports = _class_reports(manifest, found, images)

@@ -12,6 +12,7 @@ from edge_client.storage.stored_values import (
     DeviceName,
     Heads,
     InstalledHead,
+    LeftOut,
     SubmissionReport,
     UploadProblem,
 )
@@ -67,6 +68,18 @@ def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
     state.set(UploadProblem())
     output = json.loads(CliRunner().invoke(cli, [*status, "--json"]).output)
     assert (output["submission"], output["received"], output["problem"]) == (item.digest.hex(), True, "")
+
+
+def test_status_shows_what_was_left_out(here: Path) -> None:
+    left_out = LeftOut(("'wasps' (did you mean 'wasp'?)",), {"suffix .heic": 12, "no suffix": 1})
+    DeviceState(here / "one").set(left_out)
+    status = ["status", "--state", "one"]
+    output = CliRunner().invoke(cli, status).output
+    assert "left out   'wasps' (did you mean 'wasp'?): no class of the task\n" in output
+    assert "skipped    12 files: suffix .heic\nskipped    1 file: no suffix\n" in output
+    shown = json.loads(CliRunner().invoke(cli, [*status, "--json"]).output)
+    assert shown["unknown_classes"] == list(left_out.unknown)
+    assert shown["skipped_files"] == left_out.skipped
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -347,6 +347,25 @@ def test_a_failing_stored_task_does_not_end_a_service() -> None:
     assert actions == [events.BuildSubmission(OTHER_TASK, newer), events.Exit(1, "no")]
 
 
+@pytest.mark.parametrize(("mode", "end"), [(Mode.SERVICE, []), (Mode.ONCE, [events.Exit(0)])])
+def test_a_device_without_images_receives_heads(mode: Mode, end: list[events.Action]) -> None:
+    """It says so once, evaluates the head, and uploads nothing else; a dry run ends in an error."""
+    none = events.SubmissionBuilt(TASK, None, reason="no image", may_pass=True, no_images=True)
+    report = item_of(EVALUATION, kind="evaluation", about=head_key(HEAD_MANIFEST.current).hex())
+    happened = (
+        events.TaskSeen(TASK, MANIFEST), none, events.ImagesChanged(), none, HEAD_MANIFEST,
+        events.HeadInstalled(head_key(HEAD_MANIFEST.current), report),
+        Receipt(digest=report.digest, status="received"),
+    )  # fmt: skip
+    stored = frozenset({digest_of(BACKBONE), digest_of(HEAD)})
+    state, actions = _play(State(mode=mode, stored=stored), *happened)
+    build = events.BuildSubmission(TASK, MANIFEST)
+    assert actions == [build, events.Log("no image"), build, INSTALL, events.StoreReceipt(report), *end]
+    assert state.evaluated == head_key(HEAD_MANIFEST.current)
+    _, actions = _play(State(mode=Mode.DRY_RUN, stored=stored), *happened[:2])
+    assert actions == [build, events.Exit(1, "no image")]
+
+
 def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
     """A single run exits only after the broker has sent the same task."""
     done = head_key(HEAD_MANIFEST.current)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage, decode, find_images
+from edge_client.data.images import LabeledImage, decode, find_images, scan_images
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.preprocessing import Preprocessing, preprocess
 from tests.support.device_factory import image_file, noise
@@ -94,24 +94,39 @@ def test_file_names_outside_utf8_are_found_and_read(tmp_path: Path) -> None:
     assert held_out(found, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("folder", "says"),
-    [
-        ("nowhere", "there is no .*nowhere; say in which folder"),
-        ("empty", "empty holds no images; expected one folder of images per class .*cat, dog"),
-        ("unsorted", "unsorted holds no images"),
-        ("typo", r"'cats' is no class of the task \(did you mean 'cat'\?\); its classes are cat, dog"),
-        ("stranger", "'zzz' is no class of the task; its classes are"),
-    ],
-)
-def test_unsuitable_folder_is_refused_in_one_line(tmp_path: Path, folder: str, says: str) -> None:
-    (tmp_path / "empty/cat").mkdir(parents=True)
-    image_file(tmp_path / "unsorted/1.png")
-    image_file(tmp_path / "typo/cats/1.png")
-    image_file(tmp_path / "stranger/zzz/1.png")
-    with pytest.raises(ConfigError, match=says) as refusal:
-        find_images(tmp_path / folder, CLASSES)
-    assert "\n" not in str(refusal.value)
+def test_unknown_folders_are_named_and_left_out(tmp_path: Path) -> None:
+    """All at once, an empty one and one whose name is not UTF-8 as well; the other images are found."""
+    image_file(tmp_path / "cat/1.png")
+    for name in ("cats", "@eaDir"):
+        image_file(tmp_path / name / "2.png")
+    (tmp_path / "zzz").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/do\xe9")).mkdir()
+    scan = scan_images(tmp_path, CLASSES)
+    assert [image.relative for image in scan.images] == ["cat/1.png"]
+    expected = ("'@eaDir'", "'cats' (did you mean 'cat'?)", r"'do\udce9' (did you mean 'dog'?)", "'zzz'")
+    assert scan.unknown == expected
+    with pytest.raises(
+        ConfigError, match=r"no class of the task; its classes are cat, dog, .*omit --strict"
+    ) as refusal:
+        scan_images(tmp_path, CLASSES, strict=True)
+    assert all(name in str(refusal.value) for name in expected)
+
+
+def test_skipped_files_are_counted_by_reason(tmp_path: Path) -> None:
+    """Hidden files do not count."""
+    for name in ("1.png", "cat/2.png", "cat/old/3.HEIC", "dog/4.heic", "dog/5.mp4", "dog/6", "dog/.7"):
+        image_file(tmp_path / name, format="PNG")
+    os.mkfifo(tmp_path / "cat/pipe.png")
+    assert scan_images(tmp_path, CLASSES).skipped == {
+        "in no class's folder": 1, "suffix .heic": 2, "suffix .mp4": 1, "no suffix": 1, "not a regular file": 1,
+    }  # fmt: skip
+
+
+def test_missing_folder_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*nowhere; say in which folder"):
+        find_images(tmp_path / "nowhere", CLASSES)
+    (tmp_path / "cat").mkdir()
+    assert find_images(tmp_path, CLASSES) == ()
 
 
 def test_unreadable_folder_is_an_error() -> None:
@@ -131,14 +146,22 @@ def test_list_names_images_and_classes(tmp_path: Path) -> None:
     assert [(p.relative, p.label) for p in found] == [("2.dat", 0), ("a/1.png", 1)]
 
 
+def test_unknown_labels_of_a_list_are_named_with_their_first_line(tmp_path: Path) -> None:
+    for name in ("1.png", "2.png"):
+        image_file(tmp_path / name)
+    (tmp_path / "list.csv").write_text("path,label\n1.png,cat\n2.png,dgo\nx.png,dgo\n2.png\n")
+    scan = scan_images(tmp_path / "list.csv", CLASSES)
+    assert [image.relative for image in scan.images] == ["1.png"]
+    assert scan.unknown == ("'dgo' in line 3 (did you mean 'dog'?)", "'' in line 5")
+    with pytest.raises(ConfigError, match=r"'dgo' in line 3 .*'' in line 5: no class"):
+        scan_images(tmp_path / "list.csv", CLASSES, strict=True)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("", "must start with the header path,label, not ''"),
         ("1.png,cat\n", "must start with the header path,label, not '1.png,cat'"),
-        ("path,label\n", "holds no images"),
-        ("path,label\n1.png,cat\n1.png,dgo\n", r"line 3: 'dgo' is no class .*did you mean 'dog'"),
-        ("path,label\n1.png\n", "line 2: '' is no class"),
         ("path,label\n\n2.png,cat\n", "line 3: there is no file .*2.png"),
         ("path,label\n,cat\n", "line 2: there is no file"),
         ("path,label\n1.png,cat\n1.png,dog\n", "line 3: 1.png is already in line 2"),

@@ -1,7 +1,9 @@
 """Worker: which jobs are dropped, and how heads are installed, compared, refused and kept."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,14 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.service.device import Device
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead, StoredLocalModel
+from edge_client.storage.stored_values import (
+    Heads,
+    HeadTrial,
+    InstalledHead,
+    LeftOut,
+    StoredLocalModel,
+    SubmissionReport,
+)
 from edge_client.submission import head_installer
 from edge_client.submission.image_features import FoundImages
 from edge_client.training.local_round import initial_model, pack
@@ -24,6 +33,7 @@ from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
 from tests.support.device_factory import (
     CLASSES,
     TINY,
+    image_file,
     linear_head,
     make_manifest,
     make_settings,
@@ -45,7 +55,7 @@ CONSTANT = {
 class Bench:
     """A worker of a device with images, whose jobs run on the caller's thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.store = DeviceState(folder / "state")
         self.store.blobs.put(tiny_backbone())
         self.backbone = tiny(folder)
@@ -54,7 +64,7 @@ class Bench:
         self.task = self.store.blobs.put(encode(self.manifest))
         self.emitted: list[events.Event | BaseException] = []
         self.worker = Worker(
-            make_settings(folder, holdout=0.5), self.store, emit=self.emitted.append, show=None
+            make_settings(folder, holdout=0.5, **settings), self.store, emit=self.emitted.append, show=None
         )
         self.worker.task = self.task
         self.worker._build(events.BuildSubmission(self.task, self.manifest))
@@ -121,6 +131,52 @@ def rounds(tmp_path: Path) -> RoundsBench:
 
 def _totals(evaluation: Evaluation) -> list[int]:
     return [r + w for r, w in zip(evaluation.correct, evaluation.incorrect, strict=True)]
+
+
+def test_unknown_folders_do_not_stop_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are logged once, stored for `status`, and noticed while the device runs; `strict` refuses them."""
+    bench = Bench(tmp_path)
+    image_file(tmp_path / "data" / os.fsdecode(b"w\xe4sps") / "1.png")
+    (tmp_path / "data/@eaDir").mkdir()
+    (tmp_path / "data/cat/holiday.mp4").touch()
+    for _ in range(2):
+        bench.worker.check_images()
+        run_jobs(bench.worker)
+    assert bench.emitted == []
+    assert caplog.text.count("no class of the task, images left out") == 1
+    assert bench.store.get(LeftOut) == LeftOut(("'@eaDir'", r"'w\udce4sps'"), {"suffix .mp4": 1})
+    restarted = Bench(tmp_path)
+    assert restarted.store.outbox.newest_submission() is not None
+    strict = Bench(tmp_path, strict=True)
+    strict.worker._build(events.BuildSubmission(strict.task, strict.manifest))
+    (built,) = strict.emitted
+    assert isinstance(built, events.SubmissionBuilt)
+    assert (built.item, built.may_pass) == (None, False)
+    assert built.reason.endswith("omit --strict to leave their images out")
+
+
+@pytest.mark.parametrize("classes", [("cat",), ("cat", "cow"), ("cow", "cat", "dog"), ("cow",)])
+def test_a_change_of_the_tasks_classes_ends_no_device(tmp_path: Path, classes: tuple[str, ...]) -> None:
+    """A device uploads the classes that are left; without any it receives heads."""
+    bench = Bench(tmp_path)
+    manifest = make_manifest(classes=classes)
+    bench.worker.task = bench.store.blobs.put(encode(manifest))
+    bench.worker._build(events.BuildSubmission(bench.worker.task, manifest))
+    (built,) = bench.emitted
+    assert isinstance(built, events.SubmissionBuilt)
+    left = len({"cat", "dog"} & set(classes))
+    assert (built.no_images, built.may_pass) == (left == 0, left == 0)
+    names = [entry.name for entry in bench.store.get(SubmissionReport).classes]
+    assert names == (["cat", "dog"][:left] if left else ["cat", "dog"])
+
+
+def test_an_unusable_image_outside_utf8_is_reported(tmp_path: Path) -> None:
+    """The name of a folder or file may be any bytes; in reports they are escaped."""
+    folder = tmp_path / "data/cat" / os.fsdecode(b"\xff")
+    folder.mkdir(parents=True)
+    (folder / "broken.png").write_text("broken")
+    ((path, _),) = Bench(tmp_path).store.get(SubmissionReport).unusable
+    assert path.endswith(r"data/cat/\udcff/broken.png")
 
 
 def test_an_outdated_build_may_miss_its_blobs(rounds: RoundsBench) -> None:

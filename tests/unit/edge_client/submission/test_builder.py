@@ -8,7 +8,7 @@ import pytest
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
 from edge_client.data.holdout import held_out
-from edge_client.data.images import find_images
+from edge_client.data.images import NoImages, find_images
 from edge_client.inference import open_head
 from edge_client.storage.stored_values import Secret
 from edge_client.submission.head_installer import evaluate_head
@@ -84,12 +84,15 @@ def test_the_aggregator_accepts_a_submission(tmp_path: Path) -> None:
 
 
 def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
-    """Only broken images, or no data at all."""
+    """Only broken images, no image, or no data at all."""
     data = write_images(tmp_path / "data", count=2)
     for image in data.rglob("*.png"):
         image.write_text("broken")
     with pytest.raises(ProtofleetError, match="none of the 4 images can be used"):
         _prepare(tmp_path)
+    (tmp_path / "empty/cat").mkdir(parents=True)
+    with pytest.raises(NoImages, match=r"no image of the task's classes .*receives heads"):
+        _prepare(tmp_path, data=tmp_path / "empty")
     with pytest.raises(ConfigError):
         _prepare(tmp_path, data=tmp_path / "nowhere")
 
