@@ -76,9 +76,8 @@ def run_command(
     for warning in warnings(access, address):
         log.warning("%s", warning)
     task_file, backbones = load_task(task)
-    with contextlib.closing(Store(state)) as store, contextlib.ExitStack() as cleanup:
+    with contextlib.closing(Store(state, lock=True)) as store, contextlib.ExitStack() as cleanup:
         access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
-        store.lock()
         if restore_closed(store):
             log.warning(
                 "closed the fleet again, because the database is older than the identity folder: "

@@ -61,10 +61,13 @@ MIGRATIONS = (
 class Store:
     """The aggregator's state directory, created if missing; `read_only` reads the state of a running aggregator.
 
-    Raises StateError if it cannot be used, or a newer protofleet wrote it.
+    `lock` keeps other aggregators out of it until `close`; without it, the state of a running aggregator can be
+    changed, but not migrated.
+
+    Raises StateError if it cannot be used, another protofleet wrote it, or another aggregator has locked it.
     """
 
-    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+    def __init__(self, folder: Path, *, read_only: bool = False, lock: bool = False) -> None:
         self.folder = folder
         self._lock = FolderLock(folder)
         file = folder / "aggregator.sqlite"
@@ -73,7 +76,14 @@ class Store:
         if not read_only:
             make_state_folder(folder)
             self.blobs = BlobStore(folder / "blobs")
-        self.database = Database(file, program="aggregator run", migrations=MIGRATIONS, read_only=read_only)
+        self.database = Database(
+            file,
+            program="aggregator run",
+            migrations=MIGRATIONS,
+            read_only=read_only,
+            lock=self._lock,
+            exclusive=lock,
+        )
         self.facts = Facts(self.database)
         self.keys = DeviceKeys(self.database, self.facts)
         self.devices = Devices(self.database, self.keys)
@@ -84,13 +94,6 @@ class Store:
         self.quarantine = Quarantine(self.database)
         self.commands = OperatorCommands(self.database)
 
-    def lock(self) -> None:
-        """Lock the directory for this process; raises StateError if another aggregator has locked it."""
-        if not self._lock.take():
-            raise StateError(
-                f"another aggregator is running in {self.folder}: stop it, or give this one its own --state"
-            )
-
     def is_locked(self) -> bool:
         """Return True if an aggregator is running in this directory."""
         return self._lock.is_taken()
@@ -98,7 +101,6 @@ class Store:
     def close(self) -> None:
         """Close the database and release the lock."""
         self.database.close()
-        self._lock.release()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:

@@ -90,9 +90,13 @@ class DeviceState:
         self.keeping = threading.Lock()
         """Held from storing a blob until a fact names it, and while unnamed blobs are deleted."""
         self._lock = FolderLock(folder)
-        held = self._lock if lock else None
         self._database = Database(
-            file, program="edge-client", migrations=(_SCHEMA,), read_only=read_only, lock=held
+            file,
+            program="edge-client",
+            migrations=(_SCHEMA,),
+            read_only=read_only,
+            lock=self._lock,
+            exclusive=lock,
         )
         self.ledger = Ledger(self._database, folder / "releases")
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)

@@ -30,7 +30,9 @@ class Database:
         migrations: SQL scripts that each bring the schema from one version to the next, beginning with an empty
             file; every statement ends its line. `PRAGMA user_version` holds how many of them have run.
         read_only: open an existing file without changing it, even while another process writes it.
-        lock: the folder's lock, taken before the file is opened and held until `close`.
+        lock: the folder's lock. With `exclusive` it is taken before the file is opened and held until `close`; else it
+            is taken while the file is migrated, which another program that holds the lock prevents. None for a file
+            that no running program of another version can have open.
         is_cache: the contents can be computed again. A damaged file is renamed to `.damaged` and created anew; a
             file of another schema version is deleted and created anew.
         pragmas: set before or in place of WAL, synchronous FULL, and 1 MiB for the log between transactions.
@@ -47,6 +49,7 @@ class Database:
         migrations: Sequence[str],
         read_only: bool = False,
         lock: FolderLock | None = None,
+        exclusive: bool = False,
         is_cache: bool = False,
         pragmas: Mapping[str, str | int] | None = None,
     ) -> None:
@@ -58,9 +61,10 @@ class Database:
         # Those of the caller first: auto_vacuum has no effect once the file has pages.
         self._pragmas = {} if read_only else {**(pragmas or {}), **_PRAGMAS, **(pragmas or {})}
         self._thread_lock = threading.RLock()
-        if lock is not None and not lock.take():
-            raise StateError(f"`{program}` already runs on {file.parent}: stop it, or use another --state")
         self._lock = lock
+        self._exclusive = exclusive and lock is not None
+        if exclusive and lock is not None and not lock.take():
+            raise StateError(f"`{program}` already runs on {file.parent}: stop it, or use another --state")
         try:
             with self._errors():
                 self._db = self._open()
@@ -84,18 +88,39 @@ class Database:
         try:
             for name, value in self._pragmas.items():
                 database.execute(f"PRAGMA {name} = {value}")
-            if not self._read_only:
-                self._migrate(database)
+            if not self._read_only and self._is_outdated(database):
+                with self._migration_lock(database):
+                    self._migrate(database)
             self._check_version(database)
         except BaseException:
             database.close()
             raise
         return database
 
+    def _is_outdated(self, database: sqlite3.Connection) -> bool:
+        version, expected = _version(database), len(self._migrations)
+        return version < expected or (self._is_cache and version != expected)
+
+    @contextlib.contextmanager
+    def _migration_lock(self, database: sqlite3.Connection) -> Iterator[None]:
+        """Hold the folder's lock, so that the schema does not change under a running program of another version."""
+        if self._lock is None or self._exclusive:
+            yield
+        elif self._lock.take():
+            try:
+                yield
+            finally:
+                self._lock.release()
+        elif self._is_outdated(database):
+            raise StateError(
+                f"{self._found(database)}, and `{self._program}` of an older protofleet runs on it: stop it, and start "
+                "it with this version"
+            )
+        else:
+            yield  # the running program has migrated it meanwhile
+
     def _migrate(self, database: sqlite3.Connection) -> None:
         expected = len(self._migrations)
-        if _version(database) == expected:
-            return
         with _transaction(database):
             version = _version(database)  # again: another process may have migrated the file meanwhile
             if self._is_cache and version != expected:
@@ -108,11 +133,13 @@ class Database:
 
     def _check_version(self, database: sqlite3.Connection) -> None:
         version, expected = _version(database), len(self._migrations)
-        found = f"{self.file} has schema version {version}, expected {expected}"
         if version > expected:
-            raise StateError(f"{found}: upgrade protofleet here, or use another --state")
+            raise StateError(f"{self._found(database)}: upgrade protofleet here, or use another --state")
         if version < expected:
-            raise StateError(f"{found}: start `{self._program}` on it once")
+            raise StateError(f"{self._found(database)}: start `{self._program}` on it once")
+
+    def _found(self, database: sqlite3.Connection) -> str:
+        return f"{self.file} has schema version {_version(database)}, expected {len(self._migrations)}"
 
     def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return all rows of a query."""
@@ -150,7 +177,7 @@ class Database:
         self._release()
 
     def _release(self) -> None:
-        if self._lock is not None:
+        if self._lock is not None and self._exclusive:
             self._lock.release()
 
     @contextlib.contextmanager

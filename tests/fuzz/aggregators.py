@@ -42,8 +42,7 @@ STATUS = 32
 def _aggregator() -> tuple[Task, Store, Aggregator]:
     folder = Path(state_folder().name) / "aggregator"
     folder.mkdir()
-    store = Store(folder / "state")
-    store.lock()
+    store = Store(folder / "state", lock=True)
     file, backbones = load_task(write_task(folder, PATIENT + "\nmax_submission_mb = 0.1"))
     task = prepare_task(file, backbones, store=store)
     return task, store, Aggregator(task, store, broker=BrokerAddress("localhost", 1))

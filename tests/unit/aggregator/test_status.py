@@ -45,10 +45,9 @@ def _add_head(store: Store, version: int, *, tensors: BlobRef | None = None, **m
 
 
 def _started(folder: Path, task: TaskFile = TASK_FILE) -> Store:
-    store = Store(folder)
+    store = Store(folder, lock=True)
     served = (TASK, 1, task.fleet, task.algorithm, task.classes)
     store.facts.put(ServedTask(*served, settings=task.settings))
-    store.lock()
     return store
 
 
@@ -191,11 +190,11 @@ def test_running_training(tmp_path: Path, progress: TrainingProgress, text: str)
 def test_locked_state_is_running(tmp_path: Path) -> None:
     store = _started(tmp_path)
     assert "not running" not in _text(_collect(Store(tmp_path, read_only=True)))
-    with pytest.raises(StateError, match="another aggregator is running in"):
-        Store(tmp_path).lock()
+    with pytest.raises(StateError, match=f"`aggregator run` already runs on {tmp_path}: stop it"):
+        Store(tmp_path, lock=True)
     store.close()
     assert "not running" in _text(_collect(Store(tmp_path, read_only=True)))
-    Store(tmp_path).lock()
+    Store(tmp_path, lock=True).close()
 
 
 def test_state_without_task_is_an_error(tmp_path: Path) -> None:

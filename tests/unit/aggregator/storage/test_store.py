@@ -158,6 +158,25 @@ def test_migration_of_older_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert Store(tmp_path, read_only=True).submissions.all(TASK) == {"a": _row("a")}
 
 
+def test_state_of_a_running_aggregator_is_not_migrated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer `aggregator enroll` would break the older aggregator; it and a newer `run` change nothing."""
+    running = Store(tmp_path, lock=True)
+    with monkeypatch.context() as newer:
+        newer.setattr(store_module, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN note TEXT;"))
+        with pytest.raises(StateError, match="`aggregator run` of an older protofleet runs on it: stop it"):
+            Store(tmp_path)
+        with pytest.raises(StateError, match="already runs on"):
+            Store(tmp_path, lock=True)
+    Store(tmp_path).close()
+    running.heads.add(_head(1))
+    running.close()
+    monkeypatch.setattr(store_module, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN note TEXT;"))
+    Store(tmp_path).close()
+    assert Store(tmp_path, lock=True).database.read("SELECT version, note FROM heads") == [(1, None)]
+
+
 def test_reader_sees_committed_writes(tmp_path: Path) -> None:
     """`aggregator status` reads while the daemon writes: neither waits, and the reader cannot write."""
     writer = Store(tmp_path)

@@ -120,14 +120,35 @@ def test_concurrent_starts_migrate_once(tmp_path: Path) -> None:
 
 
 def test_lock_is_taken_before_the_file_and_released_on_close(tmp_path: Path) -> None:
-    first = open_database(tmp_path, lock=FolderLock(tmp_path))
+    first = open_database(tmp_path, lock=FolderLock(tmp_path), exclusive=True)
     with pytest.raises(StateError, match=f"`fleet run` already runs on {tmp_path}: stop it"):
-        open_database(tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], lock=FolderLock(tmp_path))
+        open_database(
+            tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], lock=FolderLock(tmp_path), exclusive=True
+        )
     first.close()
     with pytest.raises(StateError, match="syntax"):
-        open_database(tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], lock=FolderLock(tmp_path))
-    open_database(tmp_path, lock=FolderLock(tmp_path)).close()
+        open_database(
+            tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], lock=FolderLock(tmp_path), exclusive=True
+        )
+    open_database(tmp_path, lock=FolderLock(tmp_path), exclusive=True).close()
     assert not FolderLock(tmp_path).is_taken()
+
+
+def test_file_is_not_migrated_while_another_program_holds_the_lock(tmp_path: Path) -> None:
+    """Not by a program that needs no lock of its own either; an up-to-date file can be written."""
+    running = open_database(tmp_path, migrations=[FIRST], lock=FolderLock(tmp_path), exclusive=True)
+    other = open_database(tmp_path, migrations=[FIRST], lock=FolderLock(tmp_path))
+    put(other, "a")
+    with pytest.raises(
+        StateError, match="version 1, expected 2, and `fleet run` of an older protofleet runs on it: stop it"
+    ):
+        open_database(tmp_path, lock=FolderLock(tmp_path))
+    other.close()
+    put(running, "b")
+    running.close()
+    migrated = open_database(tmp_path, lock=FolderLock(tmp_path))
+    assert not FolderLock(tmp_path).is_taken()
+    assert keys(migrated) == ["a", "b"]
 
 
 def test_any_folder_name_can_be_opened(tmp_path: Path) -> None:
