@@ -19,15 +19,18 @@ from edge_client.data.images import LabeledImage, decode
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import PrivacyRefused, ProtofleetError, UnreadableImage
+from protocol.errors import PrivacyRefused, UnreadableImage
 from protocol.log import event
 from protocol.preprocessing import Preprocessing, preprocess
 
 log = logging.getLogger(__name__)
 
 
-class Interrupted(ProtofleetError):
-    """`should_stop` returned true; what was computed is stored."""
+class Interrupted(Exception):
+    """`should_stop` returned true; what was computed is stored.
+
+    It is no ProtofleetError: an interruption is no result, and must not be stored or uploaded as a failure.
+    """
 
 
 @dataclass(frozen=True)

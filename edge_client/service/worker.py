@@ -1,5 +1,6 @@
 """The worker thread: builds submissions and installs heads, one job after the other."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from edge_client.agent import events
 from edge_client.agent.state import head_key
 from edge_client.config import Settings
+from edge_client.data.extraction import Interrupted
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
@@ -64,16 +66,25 @@ class Worker:
 
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission; emits SubmissionBuilt, unless another task or round becomes current."""
-        self._jobs.put(lambda: self._build(build))
+        self._put(lambda: self._build(build))
 
     def install(self, install: events.InstallHead) -> None:
         """Install or refuse a head; emits HeadInstalled, unless another task or head becomes current."""
         self._newest_head = head_key(install.head)
-        self._jobs.put(lambda: self._install(install))
+        self._put(lambda: self._install(install))
 
     def check_images(self) -> None:
         """Emit ImagesChanged if the images differ from those of the last submission."""
-        self._jobs.put(self._check_images)
+        self._put(self._check_images)
+
+    def _put(self, job: Callable[[], None]) -> None:
+        """Queue a job; one that is interrupted has no result."""
+
+        def run() -> None:
+            with contextlib.suppress(Interrupted):
+                job()
+
+        self._jobs.put(run)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

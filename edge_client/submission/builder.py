@@ -51,6 +51,7 @@ class SubmissionBuilder:
         """Build a submission; the result has the item in the outbox, or the reason why there is none.
 
         Raises:
+            Interrupted: `should_stop` returned True.
             StateError: the disk fails.
         """
         number = None if build.round is None else build.round.number

@@ -41,13 +41,16 @@ class HeadInstaller:
         """Install and evaluate a head; a head that cannot be used is refused with a report.
 
         Raises:
+            Interrupted: `should_stop` returned True.
             StateError: the disk fails.
         """
         key, problem = head_key(install.head), install.problem
         try:
             if not problem:
+                # Not a part of the trial: a device that is stopped meanwhile has not tried the head.
+                found = self._find_images(install, should_stop)
                 with self._counting_crashes(key):
-                    return HeadInstalled(key, self._install(install, should_stop))
+                    return HeadInstalled(key, self._install(install, found))
         except StateError:
             raise
         except ProtofleetError as error:
@@ -77,9 +80,9 @@ class HeadInstaller:
         finally:
             self._store.set(HeadTrial())
 
-    def _install(self, install: InstallHead, should_stop: Callable[[], bool]) -> UploadItem:
+    def _install(self, install: InstallHead, found: FoundImages) -> UploadItem:
         reference, heads = install.head, self._store.get(Heads)
-        installed = self._describe(install, should_stop)
+        installed = self._describe(install, found)
         # The task's head in use before this one; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
         previous = next(
@@ -121,15 +124,14 @@ class HeadInstaller:
             event(log, logging.WARNING, "no comparison with the previous head", error=error)
             return None
 
-    def _describe(self, install: InstallHead, should_stop: Callable[[], bool]) -> InstalledHead:
+    def _describe(self, install: InstallHead, found: FoundImages) -> InstalledHead:
         """Return the stored description of a head, with the local model to which it is bound."""
         manifest, reference = install.manifest, install.head
         local_model, size = b"", 0
         if reference.tensors is not None:
             size = feature_size(manifest, self._store.blobs)
-            local_model = self._previous_local_model(install) or self._rounds.local_model_digest(install.task)
+            local_model = self._local_model(install)
             if not local_model:
-                found = self._find_images(manifest, should_stop)
                 local_model = self._rounds.store_initial_model(manifest, reference.tensors, found)
         return InstalledHead(
             head=reference.head.digest,
@@ -143,6 +145,10 @@ class HeadInstaller:
             feature_size=size,
         )
 
+    def _local_model(self, install: InstallHead) -> bytes:
+        """Return the digest of the local model to bind a round's head to; empty if the device trained in no round."""
+        return self._previous_local_model(install) or self._rounds.local_model_digest(install.task)
+
     def _previous_local_model(self, install: InstallHead) -> bytes:
         """Return the local model of the previous head if the device goes back to it; empty if it is gone."""
         previous = self._store.get(Heads).previous
@@ -150,13 +156,14 @@ class HeadInstaller:
             return b""
         return previous.local_model if previous.local_model in self._store.blobs else b""
 
-    def _find_images(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> FoundImages:
-        """Return the images of a device that trained in no round; it may have none."""
-        try:
-            return self._workspace.extract(manifest, should_stop)
-        except ConfigError as error:
-            event(log, logging.WARNING, "no image to fit the head to", error=error)
-            return FoundImages((), ())
+    def _find_images(self, install: InstallHead, should_stop: Callable[[], bool]) -> FoundImages:
+        """Return the images that a round's head is fitted to on a device that trained in no round, or none."""
+        if install.head.tensors is not None and not self._local_model(install):
+            try:
+                return self._workspace.extract(install.manifest, should_stop)
+            except ConfigError as error:
+                event(log, logging.WARNING, "no image to fit the head to", error=error)
+        return FoundImages((), ())
 
 
 def evaluate_head(

@@ -213,6 +213,24 @@ def test_only_the_newest_pending_head_is_installed(rounds: RoundsBench) -> None:
     assert installed.report in rounds.store.outbox.items()
 
 
+def test_an_interrupted_installation_has_no_result(rounds: RoundsBench, tmp_path: Path) -> None:
+    """A device that trained in no round computes features first: stopped there, it has not tried the head."""
+    write_images(tmp_path / "data", count=9, classes=("cat",))
+    worker, trials = rounds.worker, []
+
+    def stop_and_load(_: object) -> Backbone:
+        trials.append(rounds.store.get(HeadTrial))
+        worker.task = None
+        return tiny(tmp_path)
+
+    worker._workspace._open = stop_and_load  # type: ignore[method-assign, assignment]
+    rounds.install(1, rounds.tensors(0.1))
+    run_jobs(worker)
+    assert rounds.store.outbox.items() == ()
+    assert rounds.emitted == []
+    assert trials == [HeadTrial()]
+
+
 def test_a_head_is_compared_with_the_previous_one(bench: Bench) -> None:
     """On the same images, per class, also when it is installed again or the device goes back."""
     first, second = bench.head(1, CONSTANT["cat"]), bench.head(2, -CONSTANT["cat"])
