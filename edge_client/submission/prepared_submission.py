@@ -150,7 +150,8 @@ def encode_submission(
         private and (prepared.changes or prepared.loss is not None)
     ):
         raise PrivacyRefused(FAILED)
-    images = sum(report.images for report in prepared.classes)
+    # A class that stays as it was uploaded includes images that were deleted since.
+    images = sum(max(each.images, each.held_out + sum(each.counts)) for each in prepared.classes)
     omitted = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
     return encode(
         Submission(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from aggregator.ingest.validation import Expectation, check_submission
 from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, last_submission
 from edge_client.storage.stored_values import UploadedImages
 from edge_client.submission.prepared_submission import (
@@ -81,6 +82,21 @@ def test_few_removed_images_change_nothing(tmp_path: Path, come: int, go: int) -
     assert waiting.classes[0].waiting == come + go
     life.go(B)
     assert life.upload().fingerprint != first.fingerprint
+
+
+def test_the_aggregator_accepts_prototypes_of_deleted_images(tmp_path: Path) -> None:
+    """A class stays although its images are gone, while another one grows: the images read include the deleted ones."""
+    life = Life(tmp_path)
+    life.upload()
+    life.go(B - 1)
+    life.first = CLASSES[1]
+    life.come(B)
+    prepared = life.upload()
+    assert [entry.images for entry in prepared.classes] == [12 - B + 1, 12 + B]
+    submission = life.standing.submission
+    assert submission is not None
+    assert submission.images == prepared.counts.sum() == 24 + B
+    check_submission(submission, Expectation(TASK, MANIFEST, prepared.prototypes.shape[1]))
 
 
 def test_changed_image_counts_as_removed_and_added(tmp_path: Path) -> None:
