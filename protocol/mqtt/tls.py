@@ -1,6 +1,7 @@
 """A broker's address, and how to connect: trusted authorities, client certificate, password."""
 
 import ipaddress
+import re
 import ssl
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -11,6 +12,8 @@ from protocol.errors import ConfigError
 PORT = 1883
 TLS_PORT = 8883
 
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[^]/:[]+))(?::(?P<port>[0-9]{1,5}))?")
+
 
 @dataclass(frozen=True)
 class BrokerAddress:
@@ -20,7 +23,7 @@ class BrokerAddress:
     port: int = PORT
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def is_local(self) -> bool:
@@ -55,19 +58,18 @@ NO_AUTHENTICATION = BrokerAccess()
 
 
 def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
-    """Parse `HOST`, `HOST:PORT` or `[IPv6]:PORT`; the default port is MQTT's, with or without TLS.
+    """Parse `HOST`, `HOST:PORT`, `[IPv6]` or `[IPv6]:PORT`; the default port is MQTT's, with or without TLS.
 
     Raises:
         ConfigError: the text is none of these.
     """
-    host, colon, port = text.strip().rpartition(":")
-    if not colon or (text.count(":") > 1 and not text.startswith("[")):
-        host, port = text.strip(), str(TLS_PORT if tls else PORT)
-    host = host.removeprefix("[").removesuffix("]")
-    is_host = _is_ipv6(host) if ":" in host else bool(host) and "/" not in host
-    if not is_host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"expected the broker as HOST or HOST:PORT, got {text!r}")
-    return BrokerAddress(host, int(port))
+    address = text.strip()
+    found = _ADDRESS.fullmatch(f"[{address}]" if _is_ipv6(address) else address)
+    if found is not None and (found["ipv6"] is None or _is_ipv6(found["ipv6"])):
+        port = int(found["port"] or (TLS_PORT if tls else PORT))
+        if 0 < port < 65536:
+            return BrokerAddress(found["host"] or found["ipv6"], port)
+    raise ConfigError(f"expected the broker as HOST or HOST:PORT, or [IPV6]:PORT, got {text!r}")
 
 
 def _is_ipv6(text: str) -> bool:

@@ -251,12 +251,16 @@ def test_unusable_tls_files_are_named(made: Certificates) -> None:
         ("broker.local:1884", True, BrokerAddress("broker.local", 1884)),
         (" 10.0.0.1:1 ", False, BrokerAddress("10.0.0.1", 1)),
         ("[::1]:1884", False, BrokerAddress("::1", 1884)),
+        ("[::1]", False, BrokerAddress("::1", 1883)),
+        ("[fe80::1%eth0]", True, BrokerAddress("fe80::1%eth0", 8883)),
         ("::1", False, BrokerAddress("::1", 1883)),
         ("::1", True, BrokerAddress("::1", 8883)),
     ],
 )
 def test_broker_address_is_parsed(*, text: str, tls: bool, expected: BrokerAddress) -> None:
+    """An address as text is parsed to the same address."""
     assert parse_broker(text, tls=tls) == expected
+    assert parse_broker(str(expected)) == expected
 
 
 @pytest.mark.parametrize(
@@ -274,6 +278,10 @@ def test_broker_address_is_parsed(*, text: str, tls: bool, expected: BrokerAddre
         "a:1:1",
         "[a]:1:2",
         "a:b",
+        "[::1",
+        "[::1]1883",
+        "[]",
+        "[a]",
     ],
 )
 def test_invalid_broker_address_is_refused(text: str) -> None:
