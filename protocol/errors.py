@@ -45,5 +45,9 @@ class RuntimeMissing(ProtofleetError):
     """A required package is not installed."""
 
 
+class ThreadFailed(ProtofleetError):
+    """A thread that the program depends on could not be started, or has ended: the program ends."""
+
+
 class StateError(ProtofleetError):
     """The state directory cannot be read or written."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def run_command(
     from aggregator.config.task_file import load_task
     from aggregator.messaging.embedded_broker import EmbeddedBroker
     from aggregator.security.identity import aggregator_access, restore_closed
-    from aggregator.service.aggregator import Aggregator
+    from aggregator.service.aggregator import Aggregator, Event
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_broker, warnings
@@ -85,8 +86,9 @@ def run_command(
             )
         stop_on_terminate()
         prepared = prepare_task(task_file, backbones, store=store)
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         if embedded_broker:
-            embedded = EmbeddedBroker(address)
+            embedded = EmbeddedBroker(address, on_failure=events.put)
             embedded.start()
             cleanup.callback(embedded.stop)
-        Aggregator(prepared, store, broker=address, access=access).run()
+        Aggregator(prepared, store, broker=address, access=access, events=events).run()

@@ -4,10 +4,12 @@ import asyncio
 import importlib.util
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from protocol.errors import ConfigError, RuntimeMissing
+from protocol.errors import ConfigError, RuntimeMissing, ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +29,33 @@ class _Subscriptions(dict[str, list[Any]]):
 
 
 class EmbeddedBroker:
-    """amqtt in its own thread: MQTT 3.1.1, with retained messages in memory."""
+    """amqtt in its own thread: MQTT 3.1.1, with retained messages in memory.
 
-    def __init__(self, address: BrokerAddress) -> None:
+    `on_failure` is called from the thread if it ends unexpectedly.
+    """
+
+    def __init__(self, address: BrokerAddress, *, on_failure: Callable[[ThreadFailed], None]) -> None:
         self._address = address
+        self._on_failure = on_failure
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._started = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="embedded-broker", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Listen; raises RuntimeMissing without amqtt, ConfigError if the address is in use or not local."""
+        """Listen.
+
+        Raises:
+            RuntimeMissing: amqtt is not installed.
+            ConfigError: the address is in use or not local.
+            ThreadFailed: the thread cannot be started.
+        """
         if importlib.util.find_spec("amqtt") is None:
             raise RuntimeMissing(
                 "the embedded broker is not installed: pip install 'protofleet[aggregator,cpu]'"
             )
-        self._thread.start()
+        self._thread = start_thread(self._run, name="embedded-broker", on_failure=self._on_failure)
         if not self._started.wait(START_TIMEOUT_S):
             raise ConfigError(f"the embedded broker did not start within {START_TIMEOUT_S:.0f} s")
         if self._failure is not None:
@@ -54,7 +66,7 @@ class EmbeddedBroker:
 
     def stop(self) -> None:
         """Close every connection and end the thread."""
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout=5)
 
@@ -65,6 +77,8 @@ class EmbeddedBroker:
         try:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
+            if self._started.is_set() and not self._stopping.is_set():
+                raise
             self._failure = error.__cause__ or error
         finally:
             self._started.set()

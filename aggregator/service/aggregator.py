@@ -17,7 +17,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.runner import Finished, Progress
-from protocol.errors import StateError
+from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
@@ -36,7 +36,10 @@ Event = mqtt.Event | Progress | Finished
 
 
 class Aggregator:
-    """A fleet's aggregator; raises StateError or ConfigError if the state directory or a key cannot be used."""
+    """A fleet's aggregator; `events` may have events of other threads.
+
+    Raises StateError or ConfigError if the state directory or a key cannot be used.
+    """
 
     def __init__(
         self,
@@ -45,10 +48,11 @@ class Aggregator:
         *,
         broker: mqtt.BrokerAddress,
         access: BrokerAccess = NO_AUTHENTICATION,
+        events: queue.SimpleQueue[Event] | None = None,
     ) -> None:
         self._task = task
         self._store = store
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = events or queue.SimpleQueue()
         epoch = _next_epoch(task, store)
         self._receiver = Receiver(
             store,
@@ -81,7 +85,7 @@ class Aggregator:
         )
 
     def run(self) -> None:
-        """Serve the fleet until interrupted."""
+        """Serve the fleet until interrupted; raises ThreadFailed if a thread that it depends on has ended."""
         self._publisher.start()
         try:
             while True:
@@ -168,6 +172,8 @@ class Aggregator:
                 log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
             case mqtt.Drained():
                 self._blob_sender.drained()
+            case ThreadFailed():
+                raise event
             case Progress(figures=figures):
                 self._training.store_progress(figures)
             case Finished() as finished:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 import msgspec
 
 from aggregator.training.jobs import CompileJob, HeadJob, Job, Result, RoundJob
+from protocol.errors import ThreadFailed
 from protocol.storage.blobstore import state_errors, write_atomically
+from protocol.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Finished:
 class Trainer:
     """Runs at most one job at a time, each in a folder inside `folder`.
 
-    `on_event` is called from a thread with Progress and Finished; it must only enqueue them.
+    `on_event` is called from a thread with Progress and, whatever happens, one Finished; it must only enqueue them.
     """
 
     def __init__(self, folder: Path, *, on_event: Callable[[Progress | Finished], None]) -> None:
@@ -60,6 +61,7 @@ class Trainer:
 
         Raises:
             StateError: its folder cannot be written, or the process cannot be started.
+            ThreadFailed: the process cannot be watched.
         """
         folder = Path(job.folder)
         with state_errors(folder):
@@ -68,17 +70,28 @@ class Trainer:
         write_atomically(folder / "job.json", msgspec.json.encode(job))
         with state_errors(folder), (folder / "training.log").open("wb") as errors:
             # A new session, so that Ctrl-C reaches only the aggregator, which then stops the job.
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAMS[type(job)], str(folder / "job.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                encoding="utf-8",
+                errors="replace",  # a library may print anything
                 start_new_session=True,
                 # Spinning threads made training 11 times slower beside other programs.
                 env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
             )
-        threading.Thread(target=self._watch, args=(job, self._process), daemon=True).start()
+
+        def fail(failure: ThreadFailed) -> None:
+            process.kill()
+            self._on_event(Finished(job, None, str(failure)))
+
+        try:
+            start_thread(lambda: self._watch(job, process), name="job", on_failure=fail)
+        except ThreadFailed:
+            process.kill()
+            raise
 
     def stop(self) -> None:
         """Stop a running job; the aggregator's next start runs it again."""

@@ -3,8 +3,8 @@
 import contextlib
 import logging
 import queue
-import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from edge_client.agent import events
 from edge_client.agent.state import head_key
@@ -18,7 +18,11 @@ from edge_client.submission.image_features import Workspace
 from edge_client.submission.round_submission import RoundTraining
 from protocol.errors import ProtofleetError, StateError
 from protocol.log import event
+from protocol.threads import start_thread
 from protocol.wire.messages import TaskManifest
+
+if TYPE_CHECKING:
+    import threading
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +55,17 @@ class Worker:
         self._manifest: TaskManifest | None = None
         self._images: tuple[str, ...] | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the thread; raises ThreadFailed if it cannot be started."""
+        self._thread = start_thread(self._run, name="worker", on_failure=self._emit)
 
     def stop(self) -> None:
         """Drop all jobs and wait up to 5 s for the running one."""
         self.task = None
         self._jobs.put(None)
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(timeout=5)
 
     def build(self, build: events.BuildSubmission) -> None:

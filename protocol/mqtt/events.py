@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from protocol.errors import ThreadFailed
+
 
 @dataclass(frozen=True)
 class Outgoing:
@@ -60,4 +62,5 @@ class Drained:
     """Every publication so far was acknowledged by the broker or reported as `Unsendable`."""
 
 
-Event = Connected | Disconnected | Received | Unsendable | Drained
+Event = Connected | Disconnected | Received | Unsendable | Drained | ThreadFailed
+"""With ThreadFailed the session has ended."""

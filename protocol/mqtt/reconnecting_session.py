@@ -9,10 +9,10 @@ It speaks MQTT 5 if the broker does, which announces packet limits and denials, 
 
 import queue
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from protocol.mqtt.client import VERSIONS, Acknowledged, Closed, Connection, ConnectionOptions, Ready, Version
 from protocol.mqtt.events import (
@@ -27,6 +27,10 @@ from protocol.mqtt.events import (
 from protocol.mqtt.publisher import Publisher
 from protocol.mqtt.reconnect_delay import failures_after, retry_delay_s
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, BrokerAddress, open_tls
+from protocol.threads import start_thread
+
+if TYPE_CHECKING:
+    import threading
 
 __all__ = [
     "BrokerAddress",
@@ -98,11 +102,11 @@ class Session:
         self._connection: Connection | None = None
         self._final: set[tuple[str, bytes]] = set()
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="mqtt-session", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Connect in the background, and retry until it succeeds."""
-        self._thread.start()
+        """Connect in the background, and retry until it succeeds; raises ThreadFailed if no thread can be started."""
+        self._thread = start_thread(self._run, name="mqtt-session", on_failure=self._on_event)
 
     def send(self, outgoing: Outgoing) -> None:
         """Publish at QoS 1, in order; dropped if there is no connection or it ends first.
@@ -124,7 +128,7 @@ class Session:
     def stop(self, final: Sequence[Outgoing] = (), *, timeout_s: float = 5.0) -> None:
         """Send the final publications, disconnect and end the thread."""
         self._inbox.put(_Stop(tuple(final)))
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:

@@ -1,20 +1,23 @@
 """From submissions to a head, over restarts, failures, and a full disk."""
 
+import queue
 import resource
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import pytest
 from msgspec.structs import replace
 
 from aggregator.config.schema import Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rounds import Entry, State
-from aggregator.service.aggregator import Aggregator
+from aggregator.service.aggregator import Aggregator, Event
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
+from protocol.errors import ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
@@ -192,3 +195,15 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
     daemon._handle_event(Finished(job, Result(prototypes=1, metrics=metrics)))
     assert daemon._training.state == State(submissions=entries, failed=entries)
     assert store.heads.all(task.digest) == []
+
+
+def test_end_of_a_thread_ends_the_program(tmp_path: Path) -> None:
+    """With a message, also if another thread reported it before the aggregator was made."""
+    store = Store(tmp_path / "state")
+    task = prepare_task(*load_task(write_task(tmp_path)), store=store)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    events.put(ThreadFailed("the thread embedded-broker has ended"))
+    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1), events=events)
+    with pytest.raises(ThreadFailed, match="embedded-broker"):
+        daemon.run()
+    store.close()

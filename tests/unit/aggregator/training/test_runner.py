@@ -2,6 +2,7 @@
 
 import queue
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from msgspec import structs
 from aggregator.config.schema import Training
 from aggregator.training.jobs import HeadJob
 from aggregator.training.runner import Finished, Progress, Trainer
-from protocol.errors import StateError
+from protocol.errors import StateError, ThreadFailed
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from tests.support.submissions import FEATURE_SIZE, MANIFEST, submission
@@ -113,3 +114,49 @@ def test_process_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch:
     _replace_python(tmp_path, monkeypatch, "no program", mode=0o644)
     with pytest.raises(StateError, match="Permission denied"):
         Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
+
+
+def test_output_that_is_not_utf8_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library prints it; the figures that follow still arrive."""
+    script = "printf '\\377\\n'; echo '{\"epoch\": 2}'; exit 4"
+    _replace_python(tmp_path, monkeypatch, f"#!/bin/sh\n{script}\n")
+    finished, said = _end(_job(tmp_path), tmp_path)
+    assert said == [Progress({"epoch": 2})]
+    assert finished.reason == "exit status 4: no error message"
+
+
+def test_job_that_cannot_be_watched_is_killed_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends the watching thread."""
+    _replace_python(tmp_path, monkeypatch, "#!/bin/sh\necho '{\"epoch\": 1}'; exec sleep 1000\n")
+    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+
+    def take(event: Progress | Finished) -> None:
+        if isinstance(event, Progress):
+            raise MemoryError  # noqa: TRY004
+        events.put(event)
+
+    trainer = Trainer(tmp_path / "training", on_event=take)
+    trainer.start(_job(tmp_path))
+    finished = events.get(timeout=TIMEOUT_S)
+    assert isinstance(finished, Finished)
+    assert finished.result is None
+    assert finished.reason.startswith("the thread job has ended unexpectedly: MemoryError")
+    assert trainer._process is not None
+    assert trainer._process.wait(TIMEOUT_S) == -9
+
+
+def test_job_without_a_thread_to_watch_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program ends, and its next start runs the job again."""
+    _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 1000\n")
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    trainer = Trainer(tmp_path / "training", on_event=lambda _: None)
+    with pytest.raises(ThreadFailed):
+        trainer.start(_job(tmp_path))
+    assert trainer._process is not None
+    assert trainer._process.wait(TIMEOUT_S) == -9

@@ -15,7 +15,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentTask, Heads, InstalledHead, StoredLocalModel
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.training.local_round import initial_model, pack
-from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
+from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, ThreadFailed
 from protocol.mqtt.reconnecting_session import Connected, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import DeviceInfo, Presence, PresenceState
@@ -205,3 +205,10 @@ def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
         return
     device._handle(received)
     assert [decode(each.payload, Presence, max_bytes=1024).epoch for each in sent] == [own]
+
+
+def test_end_of_a_thread_ends_the_program(tmp_path: Path, store: DeviceState) -> None:
+    """With a message; the service manager starts the program again."""
+    device = Device(make_settings(tmp_path), store)
+    with pytest.raises(ThreadFailed, match="mqtt-session"):
+        device._handle(ThreadFailed("the thread mqtt-session has ended"))

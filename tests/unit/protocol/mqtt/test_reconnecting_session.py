@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.errors import ThreadFailed
 from protocol.mqtt import reconnect_delay, reconnecting_session
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
@@ -150,6 +151,7 @@ def test_stop_without_broker_ends_the_thread(address: BrokerAddress) -> None:
     with running(address, "a") as (made, ear):
         ear.wait(Disconnected)
         made.stop([Outgoing("t", b"bye")])
+        assert made._thread is not None
         assert not made._thread.is_alive()
 
 
@@ -222,3 +224,21 @@ def test_denied_subscription_is_a_failed_connection() -> None:
         assert "denies subscribing to secret" in ear.wait(Disconnected).reason
         ear.wait(Disconnected)
         assert Connected not in map(type, ear.rest())
+
+
+def test_end_of_the_sessions_thread_is_reported(
+    broker: BrokerAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that got no event would live on without a session."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.startswith("paho"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with running(broker, "a") as (_, ear):
+        assert "mqtt-session has ended unexpectedly: RuntimeError: can't start new" in str(
+            ear.wait(ThreadFailed)
+        )

@@ -1,0 +1,39 @@
+"""Threads that a program depends on: the end of one by an error is reported, so that the program can end too."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from protocol.errors import ThreadFailed
+
+log = logging.getLogger(__name__)
+
+
+def start_thread(
+    run: Callable[[], None], *, name: str, on_failure: Callable[[ThreadFailed], None]
+) -> threading.Thread:
+    """Run a function on a daemon thread; an error that ends it is logged and passed to `on_failure`, on that thread.
+
+    Raises:
+        ThreadFailed: the thread cannot be started.
+    """
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            log.critical("thread ended unexpectedly: %s", name, exc_info=error)
+            failure = ThreadFailed(
+                f"the thread {name} has ended unexpectedly: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            on_failure(failure)
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ThreadFailed(
+            f"cannot start the thread {name}: {error}: raise the number of threads that the system allows"
+        ) from error
+    return thread

@@ -1,0 +1,40 @@
+"""Threads: an error that ends one is reported, and so is one that cannot be started."""
+
+import queue
+import threading
+
+import pytest
+
+from protocol.errors import ThreadFailed
+from protocol.threads import start_thread
+
+
+def test_error_is_reported_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the stack trace; SystemExit ends a thread no less than an error."""
+    failures: queue.SimpleQueue[ThreadFailed] = queue.SimpleQueue()
+    for cause in (ValueError("oops"), SystemExit(3)):
+
+        def run(error: BaseException = cause) -> None:
+            raise error
+
+        start_thread(run, name="worker", on_failure=failures.put).join()
+        failure = failures.get_nowait()
+        assert failure.__cause__ is cause
+        assert str(failure) == f"the thread worker has ended unexpectedly: {type(cause).__name__}: {cause}"
+    assert "thread ended unexpectedly: worker" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_thread_that_returns_is_not_reported() -> None:
+    failures: list[ThreadFailed] = []
+    start_thread(lambda: None, name="worker", on_failure=failures.append).join()
+    assert failures == []
+
+
+def test_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(ThreadFailed, match="cannot start the thread worker: can't start new thread: raise"):
+        start_thread(lambda: None, name="worker", on_failure=lambda _: None)
