@@ -318,6 +318,11 @@ def _status(store: "DeviceState") -> dict[str, Any]:
     submission = store.outbox.newest_submission()
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out = store.get(stored.LeftOut)
+    problems = (
+        store.get(stored.TaskProblem).text,
+        store.get(stored.BuildProblem).text,
+        store.get(stored.UploadProblem).text,
+    )
     return {
         "device_id": store.get(stored.DeviceName).value or None,
         "running": store.is_locked(),
@@ -327,7 +332,7 @@ def _status(store: "DeviceState") -> dict[str, Any]:
         "unknown_classes": list(left_out.unknown),
         "skipped_files": dict(left_out.skipped),
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
-        "problem": store.get(stored.BuildProblem).text or store.get(stored.UploadProblem).text,
+        "problem": next(filter(None, problems), ""),
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
         "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),

@@ -13,9 +13,10 @@ from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Received, Receiver
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import BuildProblem, EvaluatedHead, Heads, UploadProblem
+from edge_client.storage.stored_values import BuildProblem, EvaluatedHead, Heads, TaskProblem, UploadProblem
 from edge_client.submission.builder import ShowDryRun
-from protocol.errors import ConfigError, ProtofleetError
+from protocol.cli import plain
+from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.wire.messages import DeviceInfo, Presence, RoundManifest
@@ -43,6 +44,7 @@ class Device:
         self._exit: events.Exit | None = None
         self._next_scan_s = 0.0
         self._problem = ""
+        self._task_problem = ""
         self._state = _stored_state(settings, store)
 
     def run(self) -> int:
@@ -79,8 +81,11 @@ class Device:
                 raise event
             case mqtt.Received(topic=topic, payload=payload, retained=retained):
                 log_event(log, logging.DEBUG, "message received", topic=topic, bytes=len(payload))
-                for received in self._receiver.receive(topic, payload, retained=retained):
-                    self._take(received)
+                try:
+                    for received in self._receiver.receive(topic, payload, retained=retained):
+                        self._take(received)
+                except BackboneMismatch as error:
+                    self._wait_for_another_task(error)
             case mqtt.Connected(max_packet_bytes=limit):
                 broker, device = self._settings.broker, self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
@@ -112,11 +117,28 @@ class Device:
             case _:
                 self._step(event)
 
+    def _wait_for_another_task(self, error: BackboneMismatch) -> None:
+        """Keep the current task; a program that ends here would be restarted, and end again, for ever."""
+        if self._settings.mode is not Mode.SERVICE:
+            raise error
+        self._set_task_problem(plain(f"{error}; waiting for another task"))
+
+    def _set_task_problem(self, problem: str) -> None:
+        if problem == self._task_problem:
+            return
+        if problem:
+            log.error("%s", problem)
+        self._task_problem = problem
+        self._store.set(TaskProblem(problem))
+        self._send_info()
+
     def _take(self, received: Received) -> None:
         """Handle what was received or recalled; the worker first, which drops jobs that are out of date."""
         if isinstance(received, Presence):
             self._check_own_presence(received)
             return
+        if isinstance(received, events.TaskSeen):
+            self._set_task_problem("")
         if isinstance(received, events.TaskSeen) and received.digest != self._state.task:
             self._worker.task = received.digest
             self._state = replace(self._state, stored=frozenset(self._store.blobs.digests()))
@@ -186,7 +208,8 @@ class Device:
 
     def _info(self) -> DeviceInfo:
         refused = self._receiver.refused
-        return self._publisher.info(self._state, problem=self._problem, refused_messages=refused)
+        problem = self._task_problem or self._problem
+        return self._publisher.info(self._state, problem=problem, refused_messages=refused)
 
     def _store_receipt(self, item: UploadItem) -> None:
         head = self._store.get(Heads).installed
@@ -198,7 +221,7 @@ class Device:
 def _stored_state(settings: Settings, store: DeviceState) -> State:
     """Return the state at the start; a head without an evaluation is installed again."""
     if settings.mode is not Mode.DRY_RUN:
-        store.set(UploadProblem())
+        store.set(UploadProblem(), TaskProblem())
         if damaged := store.outbox.drop_damaged():
             log_event(log, logging.WARNING, "deleted damaged items from the outbox", items=damaged)
     head, evaluated = store.get(Heads).installed, store.get(EvaluatedHead).key

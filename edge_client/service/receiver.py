@@ -61,7 +61,11 @@ class Receiver:
         }
 
     def receive(self, topic: str, payload: bytes, *, retained: bool) -> Sequence[Received]:
-        """Return the events of a message, or the presence on the device's own topic; nothing if it is refused."""
+        """Return the events of a message, or the presence on the device's own topic; nothing if it is refused.
+
+        Raises:
+            BackboneMismatch: the device was started with a file that is not one of a new task's backbones.
+        """
         try:
             return self._translate(topic, payload, retained=retained) if payload else ()
         except (UntrustedManifest, BadSignature, MalformedMessage) as error:
@@ -124,6 +128,8 @@ class Receiver:
         seen = events.TaskSeen(digest, manifest, recalled=recalled)
         if digest == self._task:
             return (seen,)
+        if not recalled:
+            import_backbones(self._store.blobs, self._settings.backbones, manifest.backbones)
         self._task = digest
         event(
             log,
@@ -134,10 +140,8 @@ class Receiver:
             classes=len(manifest.classes),
             backbones=",".join(blob.name for blob in manifest.backbones),
         )
-        if not recalled:
-            import_backbones(self._store.blobs, self._settings.backbones, manifest.backbones)
-            if self._writes:
-                self._store.set(CurrentTask(self._store.blobs.put(payload)))
+        if self._writes and not recalled:
+            self._store.set(CurrentTask(self._store.blobs.put(payload)))
         return (seen, events.OutboxSeen(self._store.outbox.items()))
 
     def _round_manifest(self, payload: bytes) -> RoundManifest:

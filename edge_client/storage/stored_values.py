@@ -56,6 +56,12 @@ class BackboneProvider(msgspec.Struct, frozen=True):
     name: str = ""
 
 
+class TaskProblem(msgspec.Struct, frozen=True):
+    """Why the device keeps its previous task; empty if it follows the fleet's."""
+
+    text: str = ""
+
+
 class BuildProblem(msgspec.Struct, frozen=True):
     """Why no submission could be built; empty if one was."""
 

@@ -12,16 +12,16 @@ from edge_client.agent import events
 from edge_client.agent.state import Mode
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import CurrentTask, Heads, InstalledHead, StoredLocalModel
+from edge_client.storage.stored_values import CurrentTask, Heads, InstalledHead, StoredLocalModel, TaskProblem
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, ThreadFailed
 from protocol.mqtt.reconnecting_session import Connected, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
-from protocol.wire.messages import DeviceInfo, Presence, PresenceState
+from protocol.wire.messages import BlobRef, DeviceInfo, Presence, PresenceState
 from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
-from tests.support.device_factory import make_settings
+from tests.support.device_factory import make_manifest, make_settings
 from tests.support.round_factory import TASK, make_task, open_round
 from tests.support.step_graphs import file
 
@@ -160,10 +160,10 @@ def test_refused_messages_are_logged_once_and_published_ever_more_rarely(
     assert caplog.text.count("is signed by another aggregator") == 1
 
 
-def test_a_wrong_backbone_file_ends_the_program_at_every_start(tmp_path: Path, store: DeviceState) -> None:
+def test_a_wrong_backbone_file_ends_a_single_run_at_every_start(tmp_path: Path, store: DeviceState) -> None:
     """The task is not stored before the file was checked, so that a corrected option is used."""
     (tmp_path / "wrong.onnx").write_bytes(b"wrong")
-    settings = replace(make_settings(tmp_path), backbones=(tmp_path / "wrong.onnx",))
+    settings = make_settings(tmp_path, mode=Mode.ONCE, backbones=(tmp_path / "wrong.onnx",))
     body = encode(make_task(store.blobs))
     payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=1)
     for _ in range(2):
@@ -172,6 +172,32 @@ def test_a_wrong_backbone_file_ends_the_program_at_every_start(tmp_path: Path, s
         with pytest.raises(BackboneMismatch, match="not the task's backbone"):
             device._handle(Received(fleet_topic("f", "task"), payload))
         assert store.get(CurrentTask) == CurrentTask()
+
+
+def test_a_service_with_another_tasks_backbone_file_waits(
+    tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps its task, reports the problem, logs it once, and follows the task once the file is replaced."""
+    file = tmp_path / "backbone.onnx"
+    file.write_bytes(b"old")
+    device = Device(make_settings(tmp_path, backbones=(file,)), store)
+    digests = []
+    for data in (b"old", b"new"):
+        reference = BlobRef(digest=digest_of(data), size_bytes=3, name="tiny")
+        body = encode(make_manifest(backbones=(reference,)))
+        digests.append(digest_of(body))
+        payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=1 + len(digests))
+        for _ in range(2):
+            device._handle(Received(fleet_topic("f", "task"), payload))
+        assert device._state.task == store.get(CurrentTask).digest == digests[0]
+    problem = store.get(TaskProblem).text
+    assert problem.endswith("omit --backbone to download it; waiting for another task")
+    assert device._info().problem == problem[:256]
+    assert caplog.text.count("waiting for another task") == 1
+    file.write_bytes(b"new")
+    device._handle(Received(fleet_topic("f", "task"), payload))
+    assert device._state.task == digests[1]
+    assert store.get(TaskProblem).text == device._info().problem == ""
 
 
 def test_a_dry_run_without_a_broker_needs_every_blob(tmp_path: Path, store: DeviceState) -> None:
