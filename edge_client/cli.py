@@ -276,6 +276,8 @@ def predict_command(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     """Show the device's images, submission, head and problems."""
+    from edge_client.progress_bar import describe_speed
+
     summary = _status(_open_state(state, fleet, read_only=True))
     if as_json:
         click.echo(json.dumps(summary, indent=2, default=bytes.hex))
@@ -290,6 +292,9 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
             f"class      {entry['name']}: {entry['images']} images, {entry['held_out']} held out, "
             f"{len(entry['counts'])} prototypes{pending}"
         )
+    if (extraction := summary["extraction"]) is not None:
+        speed = describe_speed(extraction["images_per_s"], extraction["left_s"]) if summary["running"] else ""
+        say(f"features   {extraction['done']} of {extraction['total']} images{speed and f', {speed}'}")
     for name in summary["unknown_classes"]:
         say(f"left out   {name}: no class of the task")
     for reason, files in summary["skipped_files"].items():
@@ -317,7 +322,7 @@ def _status(store: "DeviceState") -> dict[str, Any]:
 
     submission = store.outbox.newest_submission()
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
-    left_out = store.get(stored.LeftOut)
+    left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
     problems = (
         store.get(stored.TaskProblem).text,
         store.get(stored.BuildProblem).text,
@@ -329,6 +334,9 @@ def _status(store: "DeviceState") -> dict[str, Any]:
         "task": store.get(stored.CurrentTask).digest.hex() or None,
         "runtime": store.get(stored.BackboneProvider).name or None,
         "report": msgspec.to_builtins(report) if report.size_bytes else None,
+        "extraction": {**msgspec.to_builtins(extraction), "left_s": extraction.left_s}
+        if extraction.total
+        else None,
         "unknown_classes": list(left_out.unknown),
         "skipped_files": dict(left_out.skipped),
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,

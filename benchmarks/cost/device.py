@@ -135,7 +135,7 @@ def extract_once(*, data: str, backbone: str, batch_size: int, workers: int) -> 
                 open_backbone=lambda _: opened,
                 batch_size=batch_size,
                 workers=workers,
-                on_progress=lambda _done, _total: None,
+                on_progress=lambda _cached, _computed: None,
                 should_stop=lambda: False,
             )
             cache.close()

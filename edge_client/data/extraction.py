@@ -80,9 +80,10 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     An unusable image is not tried again until its file changes, unless the cause can pass by itself. An image that is
     unusable for one backbone is skipped for those after it.
 
-    `open_backbone` is called with a backbone's digest only if there is something to compute, `should_stop` before every
-    run, and `on_progress` with the number of images done and in total, each counted once per backbone. `alter` is a
-    change to the images, and the tag of the changed images' features in the cache.
+    `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
+    every run. `on_progress` is called for each backbone with the number of images for which there is nothing to compute
+    and 0, then after every batch with 0 and the images in it. `alter` is a change to the images, and the tag of the
+    changed images' features in the cache.
 
     Raises:
         Interrupted: `should_stop` returned true.
@@ -92,14 +93,12 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     tag, change = alter or ("", None)
     refused: dict[Path, str] = {}
     computed = cached = 0
-    total = len(backbones) * len(images)
-    for number, sha256 in enumerate(backbones):
+    for sha256 in backbones:
         rest = [image for image in images if image.path not in refused]
         todo, useless = _missing(rest, sha256 + tag, cache)
         refused |= useless
         cached += len(rest) - len(todo) - len(useless)
-        done = (number + 1) * len(images) - len(todo)
-        on_progress(done, total)
+        on_progress(len(images) - len(todo), 0)
         if not todo:
             continue
         event(log, logging.INFO, "computing features", images=len(todo), cached=len(rest) - len(todo))
@@ -115,8 +114,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
             useless = _store(batch, sha256 + tag, cache)
             refused |= useless
             computed += len(batch) - len(useless)
-            done += len(batch)
-            on_progress(done, total)
+            on_progress(0, len(batch))
         release_memory()
     return Extraction(computed=computed, cached=cached, refused=tuple(sorted(refused.items())))
 

@@ -93,6 +93,20 @@ class ClassReport(msgspec.Struct, frozen=True):
         return self.images > self.held_out and not self.counts
 
 
+class ExtractionProgress(msgspec.Struct, frozen=True):
+    """Images whose features are in the cache, of all images; 0 of 0 once all are."""
+
+    done: int = 0
+    total: int = 0
+    images_per_s: float = 0.0
+    """Speed of the computation, without the images that were in the cache before; 0 if it is unknown."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Return the estimated time until all are done; None if it is unknown."""
+        return (self.total - self.done) / self.images_per_s if self.images_per_s else None
+
+
 class LeftOut(msgspec.Struct, frozen=True):
     """Unknown folders or labels, and skipped files by reason, that the newest scan of the data folder left out."""
 

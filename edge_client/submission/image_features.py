@@ -1,7 +1,6 @@
 """The device's images and their features for a task."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +15,11 @@ from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage, NoImages, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_private
-from edge_client.progress_bar import Progress
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
+from edge_client.submission.extraction_progress import ProgressReporter
 from protocol.errors import PrivacyRefused
 from protocol.log import event
 from protocol.preprocessing import Preprocessing
@@ -116,12 +115,10 @@ class Workspace:
         for image in images:
             parts[alter is not None and not held_out(image, settings.holdout)].append(image)
         unusable: list[tuple[Path, str]] = []
-        done, total = 0, len(images) * len(manifest.backbones)
-        with contextlib.closing(Progress("extracting features")) as progress:
-
-            def show(before: int, now: int, _: int) -> None:
-                progress.update(before + now, total)
-
+        reporter = ProgressReporter(
+            None if self.dry_run else self.store, images=len(images), backbones=len(manifest.backbones)
+        )
+        with contextlib.closing(reporter):
             for is_altered, part in parts.items():
                 extraction = extract(
                     part,
@@ -132,12 +129,11 @@ class Workspace:
                     ),
                     batch_size=settings.batch_size,
                     workers=settings.workers,
-                    on_progress=functools.partial(show, done),
+                    on_progress=reporter.advance,
                     should_stop=should_stop,
                     alter=alter if is_altered else None,
                 )
                 unusable += extraction.refused
-                done += len(part) * len(manifest.backbones)
         useless = {path for path, _ in unusable}
         usable = tuple(image for image in images if image.path not in useless)
         return FoundImages(usable, tuple(sorted(unusable)))

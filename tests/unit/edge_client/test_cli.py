@@ -10,6 +10,7 @@ from edge_client.cli import cli
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     DeviceName,
+    ExtractionProgress,
     Heads,
     InstalledHead,
     LeftOut,
@@ -68,6 +69,26 @@ def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
     state.set(UploadProblem())
     output = json.loads(CliRunner().invoke(cli, [*status, "--json"]).output)
     assert (output["submission"], output["received"], output["problem"]) == (item.digest.hex(), True, "")
+
+
+@pytest.mark.parametrize(
+    ("progress", "running", "shown"),
+    [
+        (ExtractionProgress(120, 300, 41.25), True, "120 of 300 images, 41.2 images/s, 0:00:05 left\n"),
+        (ExtractionProgress(120, 300, 41.25), False, "120 of 300 images\n"),
+        (ExtractionProgress(0, 300), True, "0 of 300 images\n"),
+    ],
+)
+def test_status_shows_the_progress_of_features(
+    here: Path, progress: ExtractionProgress, shown: str, *, running: bool
+) -> None:
+    state = DeviceState(here / "one", lock=running)
+    state.set(progress)
+    assert f"features   {shown}" in CliRunner().invoke(cli, ["status", "--state", "one"]).output
+    output = json.loads(CliRunner().invoke(cli, ["status", "--state", "one", "--json"]).output)
+    assert output["extraction"]["done"] == progress.done
+    state.set(ExtractionProgress())
+    assert "features" not in CliRunner().invoke(cli, ["status", "--state", "one"]).output
 
 
 def test_status_shows_what_was_left_out(here: Path) -> None:

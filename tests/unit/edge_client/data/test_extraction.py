@@ -30,7 +30,7 @@ class Extractor:
         self.cache = FeatureCache(self.file)
         self.backbones = {backbone.sha256: backbone for backbone in backbones or (tiny(folder),)}
         self.opened: list[str] = []
-        self.progress: list[tuple[int, int]] = []
+        self.progress: list[int] = []
 
     def __call__(self, images: Sequence[LabeledImage], *, stop_after: float = math.inf) -> Extraction:
         """Extract with all backbones; `opened` and `progress` hold what was called."""
@@ -42,8 +42,8 @@ class Extractor:
             open_backbone=self._open,
             batch_size=4,
             workers=2,
-            on_progress=lambda done, total: self.progress.append((done, total)),
-            should_stop=lambda: self.progress[-1][0] >= stop_after,
+            on_progress=lambda cached, computed: self.progress.append(cached + computed),
+            should_stop=lambda: sum(self.progress) >= stop_after,
         )
 
     def _open(self, sha256: str) -> Backbone:
@@ -56,7 +56,7 @@ def test_features_are_the_backbones(tmp_path: Path) -> None:
     images = find_images(write_images(tmp_path / "data", count=9), CLASSES)
     extractor, backbone = Extractor(tmp_path), tiny(tmp_path)
     assert extractor(images) == Extraction(computed=18, cached=0, refused=())
-    assert (extractor.progress[0], extractor.progress[-1]) == ((0, 18), (18, 18))
+    assert extractor.progress == [0, 4, 4, 4, 4, 2]
     order = [images[number] for number in (17, 0, 5)]
     features = np.concatenate(list(extractor.cache.chunks([p.identity for p in order], backbone.sha256)))
     pixels = np.stack([preprocess(decode(p.path), backbone.metadata.preprocessing) for p in order])
@@ -86,7 +86,7 @@ def test_several_backbones_are_run_one_after_the_other(tmp_path: Path) -> None:
     extractor = Extractor(tmp_path, one, two)
     assert extractor(find_images(data, CLASSES)) == Extraction(computed=6, cached=6, refused=())
     assert extractor.opened == [two.sha256]
-    assert extractor.progress == [(6, 12), (6, 12), (10, 12), (12, 12)]
+    assert extractor.progress == [6, 0, 4, 2]
     assert extractor(find_images(data, CLASSES)) == Extraction(computed=0, cached=12, refused=())
     assert extractor.opened == []
     write_images(data, count=4)
@@ -105,7 +105,7 @@ def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> N
     assert extraction.computed == 5 + 4 + 4
     assert [path.name for path, _ in extraction.refused] == ["white.png", "junk.png"]
     assert "NaN" in extraction.refused[0][1]
-    assert extractor.progress[-1] == (18, 18)
+    assert sum(extractor.progress) == 18
     known = extractor.cache.known(*extractor.backbones)
     assert known == {image.identity for image in images if image.path.stem.isdigit()}
     assert extractor(images) == Extraction(computed=0, cached=13, refused=extraction.refused)
@@ -243,7 +243,7 @@ data, backbone, state = map(Path, sys.argv[1:])
 opened = open_backbone(backbone, provider="cpu", threads=1)
 extraction = extract(
     find_images(data, ["cat"]), [opened.sha256], FeatureCache(state), open_backbone=lambda _: opened,
-    batch_size=32, workers=2, on_progress=lambda done, total: None, should_stop=lambda: False,
+    batch_size=32, workers=2, on_progress=lambda *_: None, should_stop=lambda: False,
 )
 print(extraction.computed, Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
