@@ -5,9 +5,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from edge_client.agent.events import HeadInstalled, InstallHead
 from edge_client.agent.state import UploadItem, head_key
+from edge_client.data.extraction import Interrupted
 from edge_client.data.holdout import held_out
 from edge_client.data.images import find_images
 from edge_client.inference import Head, evaluate, open_installed
@@ -50,7 +53,7 @@ class HeadInstaller:
                 # Not a part of the trial: a device that is stopped meanwhile has not tried the head.
                 found = self._find_images(install, should_stop)
                 with self._counting_crashes(key):
-                    return HeadInstalled(key, self._install(install, found))
+                    return HeadInstalled(key, self._install(install, found, should_stop))
         except StateError:
             raise
         except ProtofleetError as error:
@@ -80,7 +83,9 @@ class HeadInstaller:
         finally:
             self._store.set(HeadTrial())
 
-    def _install(self, install: InstallHead, found: FoundImages) -> UploadItem:
+    def _install(
+        self, install: InstallHead, found: FoundImages, should_stop: Callable[[], bool]
+    ) -> UploadItem:
         reference, heads = install.head, self._store.get(Heads)
         installed = self._describe(install, found)
         # The task's head in use before this one; this one may be in use already.
@@ -96,6 +101,7 @@ class HeadInstaller:
             manifest=install.manifest,
             version=reference.version,
             previous=self._open_previous(previous, backbones),
+            should_stop=should_stop,
         )
         correct, total = sum(evaluation.correct), sum(evaluation.correct) + sum(evaluation.incorrect)
         installed = msgspec.structs.replace(installed, correct=correct, total=total)
@@ -174,6 +180,7 @@ def evaluate_head(
     manifest: TaskManifest,
     version: int,
     previous: Head | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
     """Count correct and incorrect predictions per class on the held-out images, also of the previous head.
 
@@ -182,12 +189,20 @@ def evaluate_head(
 
     Raises:
         GraphRefused: the head fails on these images.
+        Interrupted: `should_stop`, called before every run, returned True.
     """
     members = _held_out_images(workspace, manifest)
 
+    def features(of_class: Sequence[str]) -> Iterator[NDArray[np.float32]]:
+        for chunk in workspace.cache.chunks(of_class, *backbone_digests(manifest)):
+            if should_stop():
+                raise Interrupted("the evaluation was interrupted")
+            yield chunk
+
     def count_correct(head: Head) -> tuple[int, ...]:
-        chunks = [workspace.cache.chunks(of_class, *backbone_digests(manifest)) for of_class in members]
-        return tuple(evaluate(head, of_class, label=label) for label, of_class in enumerate(chunks))
+        return tuple(
+            evaluate(head, features(of_class), label=label) for label, of_class in enumerate(members)
+        )
 
     correct = count_correct(head)
     previous_correct: tuple[int, ...] = ()

@@ -1,6 +1,7 @@
 """Worker: which jobs are dropped, and how heads are installed, compared, refused and kept."""
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,24 @@ def test_an_interrupted_installation_has_no_result(rounds: RoundsBench, tmp_path
     assert rounds.store.outbox.items() == ()
     assert rounds.emitted == []
     assert trials == [HeadTrial()]
+
+
+def test_an_interrupted_evaluation_has_no_result(bench: Bench) -> None:
+    """The device stops in the evaluation: the trial does not count, and the next start installs the head."""
+    head, cache, task = bench.head(1, CONSTANT["cat"]), bench.worker._workspace.cache, bench.task
+    chunks = cache.chunks
+
+    def stop_and_read(identities: Sequence[str], *backbones: str) -> Iterator[NDArray[np.float32]]:
+        bench.worker.task = None
+        return chunks(identities, *backbones)
+
+    cache.chunks = stop_and_read  # type: ignore[method-assign]
+    bench.worker.install(events.InstallHead(task, bench.manifest, head))
+    run_jobs(bench.worker)
+    assert (bench.emitted, bench.store.get(Heads), bench.store.get(HeadTrial)) == ([], Heads(), HeadTrial())
+    assert all(item.kind == "submission" for item in bench.store.outbox.items())
+    cache.chunks, bench.worker.task = chunks, task  # type: ignore[method-assign]
+    assert bench.install(head)[0].reason == ""
 
 
 def test_a_head_is_compared_with_the_previous_one(bench: Bench) -> None:
