@@ -139,7 +139,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         status="refused",
         missing=((0, 61_440),),
         reason="superseded",
-        detail="a submission with sequence 4 is stored",
+        detail="a submission with sequence 4 stands",
         sequence=4,
     ),
     BlobRequest(digest=_DIGEST, offset=61_440, length=983_040),
