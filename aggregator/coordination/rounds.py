@@ -10,13 +10,17 @@ makes head r + 1. A collection closes when
   they have.
 
 Later submissions belong to the next collection. The newest submission of a device counts, in whatever order they
-arrive, so the same submissions give the same training set.
+arrive, so the same submissions give the same training set. A submission takes constant time, whatever the number of
+devices; a training, and a decision about devices, take time for each.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
+
+from aggregator.coordination.persistent_map import PersistentMap
 
 Verdict = Literal["new", "duplicate", "superseded", "late", "unknown_round"]
 
@@ -90,6 +94,26 @@ class State:
     excluded: frozenset[str] = frozenset()
     """Devices in `covered` whose submissions the newest head was made without."""
     decisions: DeviceDecisions = DeviceDecisions()
+    collection: "_Collection | None" = field(default=None, compare=False, repr=False)
+    """Derived from the others."""
+
+
+@dataclass(frozen=True)
+class _Collection:
+    """The open collection in figures, which a submission updates without looking at the other ones."""
+
+    of: tuple[object, ...]
+    """The fields of the state that they were derived from."""
+    expected: frozenset[str] | None
+    """Devices without which a round is not complete; None if it cannot be complete."""
+    missing: int
+    """Expected devices that have not submitted."""
+    count: int
+    """Devices that have submitted."""
+    closes_s: float
+    """It closes no earlier than that by the time (unix seconds); exactly then if `is_exact`."""
+    is_exact: bool = True
+    must_retrain: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +173,9 @@ def step(state: State, event: Event, *, settings: Settings) -> tuple[State, tupl
     match event:
         case SubmissionReceived(device=device, entry=entry):
             state, verdict = _submitted(state, device, entry, settings=settings)
-            state, actions = _close(state, entry.received_s, settings)
+            actions: tuple[Action, ...] = ()
+            if verdict.verdict == "new":
+                state, actions = _close(state, entry.received_s, settings)
             return state, (verdict, *actions)
         case Ticked(now_s=now_s):
             return _close(state, now_s, settings)
@@ -160,7 +186,7 @@ def step(state: State, event: Event, *, settings: Settings) -> tuple[State, tupl
         case TrainingFailed(now_s=now_s) if state.training is not None:
             retry_s = 0.0 if settings.rounds is None else now_s + settings.deadline_s
             return replace(state, failed=state.training, training=None, retry_s=retry_s), ()
-        case DeviceDecisions():
+        case DeviceDecisions() if event != state.decisions:
             return replace(state, decisions=event), ()
     return state, ()
 
@@ -177,16 +203,10 @@ def is_over(state: State, settings: Settings) -> bool:
 
 def waiting(state: State, settings: Settings) -> dict[str, Entry]:
     """Return the submissions that no head was made of; with rounds, those to the open round."""
-    counted = counting(state, settings)
-    if settings.rounds is not None:
-        return {device: entry for device, entry in counted.items() if entry.round == state.head_version}
-    released = state.excluded & state.decisions.released
     return {
         device: entry
-        for device, entry in counted.items()
-        if (covered := state.covered.get(device)) is None
-        or covered.digest != entry.digest
-        or device in released
+        for device, entry in state.submissions.items()
+        if _is_waiting(device, entry, state, settings)
     }
 
 
@@ -214,8 +234,22 @@ def counting(state: State, settings: Settings) -> dict[str, Entry]:
     return {
         device: entry
         for device, entry in state.submissions.items()
-        if still_counts(entry, state, settings) and state.decisions.counts(device)
+        if _counts(device, entry, state, settings)
     }
+
+
+def _counts(device: str, entry: Entry, state: State, settings: Settings) -> bool:
+    return still_counts(entry, state, settings) and state.decisions.counts(device)
+
+
+def _is_waiting(device: str, entry: Entry, state: State, settings: Settings) -> bool:
+    if not _counts(device, entry, state, settings):
+        return False
+    if settings.rounds is not None:
+        return entry.round == state.head_version
+    covered = state.covered.get(device)
+    is_released = device in state.excluded and device in state.decisions.released
+    return covered is None or covered.digest != entry.digest or is_released
 
 
 def _wanted(state: State, settings: Settings) -> int:
@@ -241,12 +275,26 @@ def _submitted(
     if settings.rounds is not None and counted is not None and counted.round == entry.round:
         # A device that submits again does not postpone the grace period or the deadline of its round.
         entry = replace(entry, received_s=counted.received_s)
-    submissions = MappingProxyType({**state.submissions, device: entry})
-    return replace(state, submissions=submissions), SubmissionVerdict("new", entry)
+    submissions = state.submissions
+    if not isinstance(submissions, PersistentMap):
+        submissions = PersistentMap(submissions)
+    changed = replace(state, submissions=submissions.with_item(device, entry))
+    collection = state.collection
+    if collection is not None and _is_of(collection, state, settings):
+        was_waiting = counted is not None and _is_waiting(device, counted, state, settings)
+        collection = _updated(collection, changed, device, was_waiting=was_waiting, settings=settings)
+    return replace(changed, collection=collection), SubmissionVerdict("new", entry)
 
 
 def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple[Action, ...]]:
-    if state.training is not None or not _is_due(state, now_s, settings):
+    if state.training is not None:
+        return state, ()
+    collection = state.collection
+    is_known = collection is not None and _is_of(collection, state, settings)
+    if collection is None or not is_known or (now_s >= collection.closes_s and not collection.is_exact):
+        collection = _collection(state, settings)
+    state = replace(state, collection=collection)
+    if not _is_due(collection, now_s, state, settings):
         return state, ()
     members = counting(state, settings)
     has_failed = state.failed == members and (settings.rounds is None or now_s < state.retry_s)
@@ -260,27 +308,81 @@ def _train(version: int, members: Mapping[str, Entry]) -> Train:
     return Train(version, tuple(sorted(members.items())))
 
 
-def _is_due(state: State, now_s: float, settings: Settings) -> bool:
-    submitted = waiting(state, settings)
-    if _is_complete(submitted, state, settings) or _must_retrain(state, settings):
+def _is_due(collection: _Collection, now_s: float, state: State, settings: Settings) -> bool:
+    if collection.must_retrain or now_s >= collection.closes_s:
         return True
-    if len(submitted) >= _wanted(state, settings) and not settings.grace_s:
-        return True  # also if the clock was set back
+    # Whatever the time, also if the clock was set back.
+    has_quorum = collection.count >= _wanted(state, settings) and not settings.grace_s
+    return has_quorum or _is_complete(collection, settings)
+
+
+def _is_complete(collection: _Collection, settings: Settings) -> bool:
+    """Return True if no further device can be expected."""
+    needed = settings.quorum if settings.devices is None else 0
+    return collection.expected is not None and not collection.missing and collection.count >= needed
+
+
+def _collection(state: State, settings: Settings) -> _Collection:
+    """Return the figures of the open collection."""
+    submitted, expected = waiting(state, settings), _expected(state, settings)
     closes_s = closes_at_s(state, settings)
-    return closes_s is not None and now_s >= closes_s
-
-
-def _must_retrain(state: State, settings: Settings) -> bool:
-    """Return True if the newest head was made of submissions that no longer count; a round is followed by another."""
     quarantined = state.decisions.quarantined - state.excluded
-    return settings.rounds is None and not quarantined.isdisjoint(state.covered)
+    return _Collection(
+        of=_sources(state, settings),
+        expected=expected,
+        missing=0 if expected is None else len(expected - submitted.keys()),
+        count=len(submitted),
+        closes_s=math.inf if closes_s is None else closes_s,
+        # The newest head was made of submissions that no longer count; a round is followed by another one anyway.
+        must_retrain=settings.rounds is None and not quarantined.isdisjoint(state.covered),
+    )
 
 
-def _is_complete(submitted: Mapping[str, Entry], state: State, settings: Settings) -> bool:
-    """Return True if no further device can be expected: none of those listed, else of those in the previous round."""
+def _updated(
+    collection: _Collection, state: State, device: str, *, was_waiting: bool, settings: Settings
+) -> _Collection:
+    """Return the figures after a device's submission, which the state has already, from those before it."""
+    entry = state.submissions[device]
+    is_waiting = _is_waiting(device, entry, state, settings)
+    added = is_waiting - was_waiting
+    count, least, wanted = collection.count + added, max(settings.min_devices, 1), _wanted(state, settings)
+    closes_s = collection.closes_s
+    if any(collection.count < threshold <= count for threshold in (least, wanted)):
+        closes_s = -math.inf
+    elif is_waiting and count >= least:
+        # Earlier only if the clock was set back; other submissions may make the exact time later.
+        delay_s = min(settings.deadline_s, settings.grace_s or math.inf if count >= wanted else math.inf)
+        closes_s = min(closes_s, entry.received_s + delay_s)
+    is_expected = device in (collection.expected or ())
+    return replace(
+        collection,
+        of=_sources(state, settings),
+        count=count,
+        missing=collection.missing - (added if is_expected else 0),
+        closes_s=closes_s,
+        is_exact=False,
+    )
+
+
+def _sources(state: State, settings: Settings) -> tuple[object, ...]:
+    return (
+        state.submissions,
+        state.covered,
+        state.decisions,
+        state.excluded,
+        state.head_version,
+        settings,
+    )
+
+
+def _is_of(collection: _Collection, state: State, settings: Settings) -> bool:
+    return all(one is other for one, other in zip(collection.of, _sources(state, settings), strict=True))
+
+
+def _expected(state: State, settings: Settings) -> frozenset[str] | None:
+    """Return the devices that a round waits for: those listed, else those in the previous round."""
     if settings.rounds is None:
-        return False
+        return None
     if settings.devices is not None:
-        return settings.devices - state.decisions.quarantined <= submitted.keys()
-    expected = {device for device in state.covered if state.decisions.counts(device)}
-    return len(submitted) >= settings.quorum and len(state.covered) > 0 and expected <= submitted.keys()
+        return settings.devices - state.decisions.quarantined
+    return frozenset(filter(state.decisions.counts, state.covered)) if state.covered else None

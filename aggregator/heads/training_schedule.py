@@ -155,7 +155,9 @@ class HeadTraining:
 
     def _store_submission(self, record: SubmissionRecord, payload: bytes) -> None:
         self._store.blobs.put_in_batch(payload, digest=record.entry.digest, batch=self._writing)
-        if record.device in self.state.submissions:
+        submissions = self.state.submissions
+        is_known = record.device in submissions
+        if is_known:
             self._replaced_bytes += record.size_bytes
         self._store.submissions.put(self._task.digest, record)
         in_rounds = self._settings.rounds is not None
@@ -166,7 +168,7 @@ class HeadTraining:
             prototypes=record.prototypes,
             images=record.images,
             bytes=record.size_bytes,
-            devices=len(self.state.submissions.keys() | {record.device}),
+            devices=len(submissions) + (not is_known),
             quorum=self._settings.quorum,
         )
 
