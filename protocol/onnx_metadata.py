@@ -79,8 +79,6 @@ class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_
     """ONNX operator set."""
     runtime_min: _Version
     """Oldest ONNX Runtime with this operator set."""
-    runtime_max: _Version
-    """Newest ONNX Runtime that the graph was tested with; newer ones are expected to run it."""
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_field="kind"):

@@ -57,7 +57,6 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
             projection_size=algorithm.projection_size,
             opset=OPSET,
             runtime_min=RUNTIME_MIN,
-            runtime_max=onnxruntime.__version__,
         )
         files[role] = to_onnx(getattr(functions, role), tensors, functions.dimensions, metadata=metadata)
     check(files, algorithm, functions, feature_size=feature_size, num_classes=num_classes)

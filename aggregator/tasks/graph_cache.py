@@ -3,6 +3,7 @@
 The aggregator stores them as blobs under a digest of everything that they depend on.
 """
 
+import ast
 import hashlib
 import logging
 import queue
@@ -26,7 +27,10 @@ log = logging.getLogger(__name__)
 
 ROLES = ("init", "step", "project", "head")
 
+PACKAGE = Path(__file__).parents[1]
+
 _NOT_IN_GRAPHS = {"rounds", "epochs", "max_sets", "sets"}
+_EXPORTING = ("optimizer_tiling", "program_export", "tracing")
 
 
 def run(job: CompileJob) -> Result:
@@ -96,10 +100,9 @@ def _run_job(job: CompileJob, folder: Path) -> Result:
 def _key(task: TaskFile, feature_size: int) -> str:
     """Return a digest of settings, sizes and code.
 
-    Settings that no graph contains are left out, so that changing them does not start the rounds again.
+    What no graph contains is left out, so that changing it does not start the rounds again: settings of the rounds,
+    comments and docstrings, other algorithms, and the versions of libraries, with which the stored graphs stay valid.
     """
-    here = Path(__file__).parents[1]
-    code = sorted(file for room in ("graphs", "algorithms") for file in (here / room).glob("*.py"))
     settings: dict[str, str | float | None] = msgspec.to_builtins(task.learning)
     entering = (
         task.algorithm,
@@ -107,9 +110,48 @@ def _key(task: TaskFile, feature_size: int) -> str:
         feature_size,
         len(task.classes),
         task.client.seed,
-        *(hashlib.sha256(file.read_bytes()).digest() for file in code),
+        *(_code(file) for file in _sources(type(task.learning).__module__)),
     )
     return hashlib.sha256(msgspec.msgpack.encode(entering)).hexdigest()
+
+
+def _sources(algorithm: str) -> list[Path]:
+    """Return the files that an algorithm's graphs depend on: those that export them, and the algorithm's imports."""
+    found, pending = set(), {algorithm.rpartition(".")[2]}
+    while pending:
+        name = pending.pop()
+        found.add(name)
+        pending |= _imports(PACKAGE / "algorithms" / f"{name}.py") - found
+    algorithms = [PACKAGE / "algorithms" / f"{name}.py" for name in sorted(found)]
+    return [*algorithms, *(PACKAGE / "graphs" / f"{name}.py" for name in _EXPORTING)]
+
+
+def _imports(file: Path) -> set[str]:
+    """Return the other files of `algorithms` that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            imported = [f"{node.module}.{each.name}" for each in node.names]
+            names |= {name.split(".")[2] for name in imported if name.startswith("aggregator.algorithms.")}
+    return names
+
+
+def _code(file: Path) -> str:
+    """Return a file's code without comments, docstrings and formatting."""
+    tree = ast.parse(file.read_bytes())
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
+    return ast.unparse(tree)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 if __name__ == "__main__":

@@ -95,7 +95,6 @@ def model(role: Role, *, body: str = "", **facts: Any) -> onnx.ModelProto:
             "projection_size": PROJECTION,
             "opset": 17,
             "runtime_min": "1.14",
-            "runtime_max": "1.99",
             **facts,
         }
     )

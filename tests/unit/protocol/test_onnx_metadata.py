@@ -46,7 +46,6 @@ GRAPH = GraphMetadata(
     projection_size=256,
     opset=18,
     runtime_min="1.14",
-    runtime_max="1.31.0",
 )
 MODEL = ModelMetadata(backbone=BACKBONE, head=HEAD)
 KINDS = [BackboneMetadata, HeadMetadata, GraphMetadata, ModelMetadata]

@@ -1,0 +1,78 @@
+"""The key of a task's graphs changes with what changes the graphs."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.config.schema import Client, TaskFile
+from aggregator.tasks import graph_cache
+
+FILE = TaskFile(classes=("a", "b"), backbones=("b",), algorithm="fedpcl")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the aggregator's code, which the key is derived from."""
+    for room in ("algorithms", "graphs"):
+        shutil.copytree(graph_cache.PACKAGE / room, tmp_path / room)
+    monkeypatch.setattr(graph_cache, "PACKAGE", tmp_path)
+    return tmp_path
+
+
+def key(task: TaskFile = FILE) -> str:
+    return graph_cache._key(task, 16)
+
+
+def edit(file: Path, change: Callable[[str], str]) -> None:
+    before = file.read_text(encoding="utf-8")
+    assert change(before) != before
+    file.write_text(change(before), encoding="utf-8")
+
+
+def test_comments_docstrings_and_formatting_are_left_out(package: Path) -> None:
+    """An edit of them would restart the rounds of a fleet."""
+    before = key()
+    edit(package / "algorithms" / "fedpcl_step.py", lambda text: f"# A comment.\n{text}\n\n# Another one.\n")
+    edit(
+        package / "graphs" / "tracing.py", lambda text: text.replace('"""Suppress the', '"""Do not show the')
+    )
+    edit(package / "algorithms" / "layers.py", lambda text: text.replace("(", "(  ").replace("(  )", "()"))
+    assert key() == before
+
+
+@pytest.mark.parametrize(
+    "file", ["algorithms/fedtc.py", "algorithms/fpl.py", "graphs/head_export.py", "graphs/parity.py"]
+)
+def test_code_that_makes_no_graph_of_the_task_is_left_out(package: Path, file: str) -> None:
+    before = key()
+    edit(package / file, lambda text: f"{text}\nUNUSED = 1\n")
+    assert key() == before
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["algorithms/fedpcl.py", "algorithms/fedpcl_step.py", "algorithms/layers.py", "graphs/tracing.py",
+     "graphs/program_export.py", "graphs/optimizer_tiling.py"],
+)  # fmt: skip
+def test_code_of_the_graphs_enters(package: Path, file: str) -> None:
+    """Also code that is imported within a function."""
+    before = key()
+    edit(package / file, lambda text: f"{text}\nENTERS = 1\n")
+    assert key() != before
+
+
+def test_settings_and_sizes_enter() -> None:
+    """Except for those that no graph contains."""
+    others = [
+        FILE,
+        replace(FILE, classes=("a", "b", "c")),
+        replace(FILE, client=Client(seed=1)),
+        replace(FILE, fedpcl=FedPCL(projection_size=8)),
+        replace(FILE, algorithm="fpl"),
+    ]
+    assert len({key(task) for task in others}) == len(others)
+    assert key(replace(FILE, fedpcl=FedPCL(rounds=7, epochs=3))) == key()
