@@ -1,21 +1,29 @@
-"""FedTC on the aggregator: trains a head on the prototypes of all devices."""
+"""FedTC on the aggregator: a head from the prototypes of all devices."""
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn import functional
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.discriminant import discriminant
+from aggregator.algorithms.head_layers import Dense, logits_of
 from protocol.errors import ProtofleetError
+
+FOLDS = 5
+"""Parts of the prototypes in cross-validation; fewer than LEAVE_ONE_OUT prototypes are left out one by one."""
+
+LEAVE_ONE_OUT = 100
+
+MIN_HELD_OUT = 30
+"""Held-out prototypes from which a difference of one standard error says something."""
+
+TEMPERATURES = np.geomspace(0.1, 100, 200)
 
 WARM_UP = 0.3
 """Fraction of a one-cycle training in which the rate rises."""
@@ -36,6 +44,7 @@ class Recipe:
         mix: train each step on random mixtures of two restored deviations of a class.
         standardize: train on features of mean 0 and deviation 1, folded into the first layer afterwards, so that
             one rate suits the feature scales of all backbones.
+        closed_form: use the linear discriminant, unless cross-validation says that the adapter is better.
     """
 
     epochs: int
@@ -47,6 +56,7 @@ class Recipe:
     restore: bool
     mix: bool
     standardize: bool
+    closed_form: bool
 
     def rate_at(self, progress: float) -> float:
         """Return the fraction of the learning rate at a point of the training between 0 and 1."""
@@ -69,6 +79,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             restore=False,
             mix=False,
             standardize=False,
+            closed_form=False,
         ),
         "default": Recipe(
             epochs=8,
@@ -80,27 +91,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             restore=True,
             mix=True,
             standardize=True,
+            closed_form=True,
         ),
     }
 )
-
-
-class Head(nn.Module):
-    """The paper's adapter and head (Table 5): features (n, L) to logits (n, C)."""
-
-    def __init__(self, *, feature_size: int, num_classes: int, hidden: Sequence[int] = (1024, 512)) -> None:
-        super().__init__()
-        sizes = (feature_size, *hidden, num_classes)
-        self.layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
-        self.registered = nn.ModuleList(self.layers)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return the logits; rows of zeros stay zero instead of NaN."""
-        *adapter, classifier = self.layers
-        for layer in adapter:
-            features = functional.normalize(functional.relu(layer(features)))
-        logits: Tensor = classifier(features)
-        return logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,37 +102,190 @@ class TrainedHead:
     """A head and its training's figures.
 
     Attributes:
-        module: the head, on the CPU, in evaluation mode.
-        loss: mean cross-entropy over the last epoch.
-        accuracy: of the head on the prototypes as trained on.
-        epochs: passes over the prototypes.
+        layers: the head.
+        loss: mean cross-entropy on held-out prototypes; NaN if no prototype could be held out.
+        accuracy: of the head on the prototypes that it was made from.
+        epochs: passes over the prototypes; 0 for the linear discriminant.
+        temperature: divisor of the logits that makes the probabilities of held-out prototypes most likely.
         seconds: wall time of the training.
     """
 
-    module: Head
+    layers: tuple[Dense, ...]
     loss: float
     accuracy: float
     epochs: int
+    temperature: float
     seconds: float
 
 
 @dataclass(frozen=True)
-class _TrainingSet:
-    """Prototypes ordered by class: a class center plus a deviation is a feature to train on.
+class _Prototypes:
+    """Prototypes (m, L) with their labels (m,), image counts (m,), and the number of classes, C."""
 
-    Attributes:
-        centers: (C, L), one per class; zeros for a class without prototypes.
-        deviations: (m, L).
-        labels: (m,), ascending.
-        first: (C,), where a class begins among the prototypes.
-        sizes: (C,), prototypes per class.
+    values: NDArray[np.float32]
+    labels: NDArray[np.integer]
+    counts: NDArray[np.integer]
+    num_classes: int
+    restore: bool
+    """Restore the variance that averaging removed (`restore_variance`)."""
+
+    def part(self, rows: NDArray[np.bool_]) -> "_Prototypes":
+        return replace(self, values=self.values[rows], labels=self.labels[rows], counts=self.counts[rows])
+
+    def centers(self) -> NDArray[np.float32]:
+        return _class_means(self.values, self.labels, self.counts, self.num_classes)
+
+    def deviations(self, centers: NDArray[np.float32]) -> NDArray[np.float32]:
+        spread = np.sqrt(self.counts).astype(np.float32)[:, None] if self.restore else np.float32(1)
+        deviations: NDArray[np.float32] = spread * (self.values - centers[self.labels])
+        return deviations
+
+    def features(self, centers: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the features that the prototypes stand for, around centers (C, L)."""
+        features: NDArray[np.float32] = centers[self.labels] + self.deviations(centers)
+        return features
+
+    def discriminant(self) -> tuple[Dense, ...]:
+        centers, weights = self.centers(), self.counts if self.restore else None
+        samples = np.bincount(self.labels, weights, minlength=self.num_classes)
+        return (discriminant(centers, self.deviations(centers), samples),)
+
+
+def train_head(
+    prototypes: NDArray[np.float32],
+    labels: NDArray[np.integer],
+    counts: NDArray[np.integer],
+    *,
+    num_classes: int,
+    recipe: Recipe,
+    seed: int,
+    device: str,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> TrainedHead:
+    """Make a head from the pooled prototypes (FedTC eq. 5).
+
+    By the default recipe it is a linear discriminant, or the paper's adapter and head where cross-validation over
+    prototypes finds their loss lower by more than its standard error. Logits are divided by the temperature that makes
+    held-out prototypes most likely (Guo et al., "On Calibration of Modern Neural Networks", ICML 2017).
+
+    The same input in the same order and the same seed give the same head on the CPU. A class without
+    prototypes is never predicted.
+
+    Args:
+        prototypes: (m, L) float32, of all devices.
+        labels: (m,), in 0 to num_classes - 1.
+        counts: (m,), the images in each prototype.
+        num_classes: C, the classes of the task.
+        recipe: how to train.
+        seed: of the folds, the first weights, the shuffling and the mixing.
+        device: where the adapter is trained: a torch device, or "auto" for CUDA if available.
+        report: called after each epoch of the adapter with `device`, `epoch` from 1, `epochs` and its mean `loss`.
+
+    Raises:
+        ProtofleetError: there are no prototypes, invalid ones, or no CUDA device where one is configured.
     """
+    _check_prototypes(prototypes, labels, counts, num_classes)
+    started = time.perf_counter()
+    data = _Prototypes(prototypes, labels, counts, num_classes, recipe.restore)
+    epochs, temperature, loss = 0, 1.0, math.nan
 
-    centers: Tensor
-    deviations: Tensor
-    labels: Tensor
-    first: Tensor
-    sizes: Tensor
+    def adapter(part: _Prototypes) -> tuple[tuple[Dense, ...], int]:
+        from aggregator.algorithms.fedtc_adapter import train_adapter
+
+        centers = part.centers()
+        return train_adapter(
+            centers,
+            part.deviations(centers),
+            part.labels,
+            recipe=recipe,
+            seed=seed,
+            device=device,
+            report=report,
+        )
+
+    if recipe.closed_form:
+        layers, folds = data.discriminant(), _folds(labels, seed)
+        tested = np.flatnonzero(folds >= 0)
+        if len(tested):
+            logits = _cross_validated(data, folds)
+            temperature, losses = _calibrated(logits[tested], labels[tested])
+            loss = float(losses.mean())
+        first = folds == 0
+        if first.sum() >= MIN_HELD_OUT:
+            trial, _ = adapter(data.part(~first))
+            features = data.part(first).features(data.part(~first).centers())
+            scale, trial_losses = _calibrated(logits_of(trial, features), labels[first])
+            gain = _calibrated(logits[first], labels[first])[1] - trial_losses
+            if gain.mean() > gain.std(ddof=1) / math.sqrt(len(gain)):
+                layers, epochs = adapter(data)
+                temperature, loss = scale, float(trial_losses.mean())
+    else:
+        layers, epochs = adapter(data)
+    layers = (*layers[:-1], _cooled(layers[-1], temperature, data))
+    logits = logits_of(layers, data.features(data.centers()))
+    return TrainedHead(
+        layers=layers,
+        loss=float(_losses(logits, labels).mean()) if math.isnan(loss) else loss,
+        accuracy=float((logits.argmax(axis=1) == labels).mean()),
+        epochs=epochs,
+        temperature=temperature,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _folds(labels: NDArray[np.integer], seed: int) -> NDArray[np.int64]:
+    """Divide each class's prototypes over the folds at random; -1 for the only prototype of a class."""
+    folds = np.full(len(labels), -1)
+    random = np.random.default_rng(seed)
+    number = FOLDS if len(labels) >= LEAVE_ONE_OUT else len(labels)
+    for label in np.unique(labels):
+        members = random.permutation(np.flatnonzero(labels == label))
+        if len(members) > 1:
+            start = folds.max() + 1 if number > FOLDS else 0
+            folds[members] = (start + np.arange(len(members))) % number
+    return folds
+
+
+def _cross_validated(data: _Prototypes, folds: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the logits (m, C) of the discriminant of the other folds; zeros for prototypes without a fold."""
+    logits = np.zeros((len(folds), data.num_classes), dtype=np.float32)
+    for fold in range(folds.max() + 1):
+        held_out, training = data.part(folds == fold), data.part(folds != fold)
+        logits[folds == fold] = logits_of(training.discriminant(), held_out.features(training.centers()))
+    return logits
+
+
+def _calibrated(
+    logits: NDArray[np.float32], labels: NDArray[np.integer]
+) -> tuple[float, NDArray[np.float32]]:
+    """Return the temperature of least mean cross-entropy, and the cross-entropy of each row (n, C) at it.
+
+    As if one more row were incorrect (Platt, "Probabilistic outputs for support vector machines", 1999), so that few
+    rows that are all correct do not make every answer certain.
+    """
+    random = logits.mean(axis=1, where=logits > ABSENT_LOGIT)
+    costs = []
+    for temperature in TEMPERATURES:
+        losses = _losses(logits / temperature, labels)
+        incorrect = losses + (logits[np.arange(len(labels)), labels] - random) / temperature
+        costs.append(float(losses.sum() + incorrect.mean()))
+    best = TEMPERATURES[int(np.argmin(costs))]
+    return float(best), _losses(logits / best, labels)
+
+
+def _losses(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> NDArray[np.float32]:
+    """Return the cross-entropy of each row."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    of_label = shifted[np.arange(len(labels)), labels]
+    losses: NDArray[np.float32] = (np.log(np.exp(shifted).sum(axis=1)) - of_label).astype(np.float32)
+    return losses
+
+
+def _cooled(layer: Dense, temperature: float, data: _Prototypes) -> Dense:
+    """Divide the logits of a last layer by the temperature; a class without prototypes keeps its logit."""
+    present = np.bincount(data.labels, minlength=data.num_classes) > 0
+    bias = np.where(present, layer.bias / temperature, ABSENT_LOGIT)
+    return Dense((layer.weight / temperature).astype(np.float32), bias.astype(np.float32))
 
 
 def restore_variance(
@@ -164,56 +311,6 @@ def restore_variance(
     spread = np.sqrt(counts).astype(np.float32)[:, None]
     restored: NDArray[np.float32] = centers + spread * (prototypes - centers)
     return restored
-
-
-def train_head(
-    prototypes: NDArray[np.float32],
-    labels: NDArray[np.integer],
-    counts: NDArray[np.integer],
-    *,
-    num_classes: int,
-    recipe: Recipe,
-    seed: int,
-    device: str,
-    on_epoch: Callable[[int, int, float], None] | None = None,
-) -> TrainedHead:
-    """Train adapter and head on the pooled prototypes with cross-entropy (FedTC eq. 5).
-
-    The same input in the same order and the same seed give the same head on the CPU. A class without
-    prototypes is never predicted.
-
-    Args:
-        prototypes: (m, L) float32, of all devices.
-        labels: (m,), in 0 to num_classes - 1.
-        counts: (m,), the images in each prototype.
-        num_classes: C, the classes of the task.
-        recipe: how to train.
-        seed: of the first weights, the shuffling and the mixing.
-        device: a torch device, such as "cpu" or "cuda".
-        on_epoch: called after each epoch with its number from 1, the number of epochs and its mean loss.
-
-    Raises:
-        ProtofleetError: there are no prototypes, or invalid ones.
-    """
-    _check_prototypes(prototypes, labels, counts, num_classes)
-    started = time.perf_counter()
-    generator = torch.Generator().manual_seed(seed)
-    data = _training_set(
-        prototypes, labels, counts, num_classes=num_classes, restore=recipe.restore, device=device
-    )
-    head = _first_head(data, seed).to(device)
-    mean, scale = _mean_and_scale(data) if recipe.standardize else (0.0, 1.0)
-    data = replace(data, centers=(data.centers - mean) / scale, deviations=data.deviations / scale)
-    epochs, loss = _fit(head, data, recipe=recipe, generator=generator, on_epoch=on_epoch)
-    accuracy = _accuracy(head, data)
-    _fold(head, mean, scale)
-    return TrainedHead(
-        module=head.cpu().eval(),
-        loss=loss,
-        accuracy=accuracy,
-        epochs=epochs,
-        seconds=time.perf_counter() - started,
-    )
 
 
 def _check_prototypes(
@@ -249,118 +346,3 @@ def _class_means(
         members = labels == label
         means[label] = np.average(prototypes[members], axis=0, weights=counts[members])
     return means
-
-
-def _training_set(
-    prototypes: NDArray[np.float32],
-    labels: NDArray[np.integer],
-    counts: NDArray[np.integer],
-    *,
-    num_classes: int,
-    restore: bool,
-    device: str,
-) -> _TrainingSet:
-    order = np.argsort(labels, kind="stable")
-    labels, prototypes = labels[order], prototypes[order]
-    features = restore_variance(prototypes, labels, counts[order]) if restore else prototypes
-    centers = _class_means(prototypes, labels, counts[order], num_classes)
-    sizes = np.bincount(labels, minlength=num_classes)
-    return _TrainingSet(
-        centers=torch.as_tensor(centers, device=device),
-        deviations=torch.as_tensor(features - centers[labels], device=device),
-        labels=torch.as_tensor(labels.astype(np.int64), device=device),
-        first=torch.as_tensor(np.cumsum(sizes) - sizes, device=device),
-        sizes=torch.as_tensor(sizes, device=device),
-    )
-
-
-def _first_head(data: _TrainingSet, seed: int) -> Head:
-    """Initialize a head on the CPU, so that every device starts from the same one."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        head = Head(feature_size=data.centers.shape[1], num_classes=len(data.sizes))
-    absent = (data.sizes == 0).cpu()
-    with torch.no_grad():
-        head.layers[-1].weight[absent] = 0.0
-        head.layers[-1].bias[absent] = ABSENT_LOGIT
-    return head
-
-
-def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
-    """Return each feature's mean and standard deviation, (L,), over the features to train on.
-
-    No scale is less than a hundredth of the mean scale, so that a feature that hardly varies among the prototypes is
-    not amplified on devices.
-    """
-    features = data.centers[data.labels] + data.deviations
-    scale = features.std(dim=0, correction=0)
-    floor = scale.mean() / 100
-    return features.mean(dim=0), scale.clamp_min(floor if floor > 0 else 1.0)
-
-
-def _fold(head: Head, mean: Tensor | float, scale: Tensor | float) -> None:
-    """Fold standardization into the first layer: a head trained on (x - mean) / scale then takes x."""
-    first = head.layers[0]
-    with torch.no_grad():
-        first.weight /= scale
-        first.bias.sub_((first.weight * mean).sum(dim=1))
-
-
-def _fit(
-    head: Head,
-    data: _TrainingSet,
-    *,
-    recipe: Recipe,
-    generator: torch.Generator,
-    on_epoch: Callable[[int, int, float], None] | None,
-) -> tuple[int, float]:
-    """Run the recipe; return the number of epochs and the mean loss of the last one."""
-    batches = math.ceil(len(data.labels) / recipe.batch_size)
-    epochs = max(recipe.epochs, math.ceil(recipe.min_steps / batches))
-    optimizer = _optimizer(head, recipe)
-    loss = math.nan
-    for epoch in range(epochs):
-        total = torch.zeros((), device=data.labels.device)
-        order = torch.randperm(len(data.labels), generator=generator)
-        for step, members in enumerate(torch.split(order, recipe.batch_size)):
-            progress = (epoch + step / batches) / epochs
-            optimizer.param_groups[0]["lr"] = recipe.learning_rate * recipe.rate_at(progress)
-            logits = head(_features(data, members, generator=generator, mix=recipe.mix))
-            batch_loss = functional.cross_entropy(logits, data.labels[members])
-            optimizer.zero_grad()
-            torch.autograd.backward(batch_loss)
-            optimizer.step()
-            total += batch_loss.detach() * len(members)
-        loss = total.item() / len(order)
-        if on_epoch:
-            on_epoch(epoch + 1, epochs, loss)
-    return epochs, loss
-
-
-def _optimizer(head: Head, recipe: Recipe) -> torch.optim.Optimizer:
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(head.parameters(), lr=recipe.learning_rate)
-    return torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate, fused=True)
-
-
-def _features(data: _TrainingSet, members: Tensor, *, generator: torch.Generator, mix: bool) -> Tensor:
-    """Return a step's features, (b, L).
-
-    Mixed, each deviation d becomes cos(t) d + sin(t) d', with d' that of a random prototype of the same class and t
-    random: another point of the class, with the class's variance.
-    """
-    labels = data.labels[members]
-    deviations = data.deviations[members]
-    if mix:
-        angle = torch.rand(len(members), 1, generator=generator).to(labels.device) * (math.pi / 2)
-        draw = torch.randint(2**62, (len(members),), generator=generator).to(labels.device)
-        partners = data.first[labels] + draw % data.sizes[labels]
-        deviations = torch.cos(angle) * deviations + torch.sin(angle) * data.deviations[partners]
-    return data.centers[labels] + deviations
-
-
-def _accuracy(head: Head, data: _TrainingSet) -> float:
-    """Return the head's accuracy on the prototypes."""
-    with torch.inference_mode():
-        predicted = head(data.centers[data.labels] + data.deviations).argmax(dim=1)
-    return float((predicted == data.labels).float().mean())

@@ -6,8 +6,9 @@ from typing import Literal
 
 import click
 
+from aggregator.algorithms.fedtc_adapter import torch_device
 from aggregator.config.schema import Training
-from aggregator.training.head_job import recipe_of, torch_device
+from aggregator.training.head_job import recipe_of
 from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import NAMES

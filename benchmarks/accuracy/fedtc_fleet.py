@@ -6,14 +6,15 @@ the accuracy of the same head trained on all the features themselves: the ceilin
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc import Head, Recipe, TrainedHead, train_head
+from aggregator.algorithms.fedtc import Recipe, TrainedHead, train_head
+from aggregator.algorithms.head_layers import Dense, logits_of
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust_training_set import pool
 from benchmarks.data.features import Features, averaged
@@ -73,7 +74,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     return Result(
         partition=str(partition),
         seed=seed,
-        accuracy=accuracy_of(trained.module, features),
+        accuracy=accuracy_of(trained.layers, features),
         devices=len(payloads),
         images=int(taken.counts.sum()),
         prototypes=len(taken.labels),
@@ -99,7 +100,7 @@ def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling
     recipe = dataclasses.replace(settings.recipe, restore=False, mix=False)
     trained = train_on(everything, features, recipe=recipe, device=settings.device, seed=seed)
     return Ceiling(
-        accuracy=accuracy_of(trained.module, features), epochs=trained.epochs, train_seconds=trained.seconds
+        accuracy=accuracy_of(trained.layers, features), epochs=trained.epochs, train_seconds=trained.seconds
     )
 
 
@@ -180,9 +181,9 @@ def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: st
     """Train a head as the aggregator would."""
     with click.progressbar(length=1, label="training", file=sys.stderr) as bar:
 
-        def on_epoch(epoch: int, epochs: int, _loss: float) -> None:
-            bar.length = epochs
-            bar.update(epoch - bar.pos)
+        def report(progress: dict[str, Any]) -> None:
+            bar.length = progress["epochs"]
+            bar.update(progress["epoch"] - bar.pos)
 
         return train_head(
             data.values,
@@ -192,12 +193,10 @@ def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: st
             recipe=recipe,
             seed=seed,
             device=device,
-            on_epoch=on_epoch,
+            report=report,
         )
 
 
-def accuracy_of(head: Head, features: Features) -> float:
+def accuracy_of(layers: Sequence[Dense], features: Features) -> float:
     """Return the head's accuracy on the test images."""
-    with torch.inference_mode():
-        predicted = head(torch.from_numpy(features.test)).argmax(dim=1).numpy()
-    return float((predicted == features.test_labels).mean())
+    return float((logits_of(layers, features.test).argmax(axis=1) == features.test_labels).mean())

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import click
 import numpy as np
 
+from aggregator.algorithms.fedtc_adapter import torch_device
 from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.head_job import recipe_of, torch_device
+from aggregator.training.head_job import recipe_of
 from aggregator.training.outlier_detection import judge
 from aggregator.training.robust_training_set import combine
 from benchmarks.accuracy.fedtc import partitions_of
@@ -158,7 +159,7 @@ def run(
         by = "none" if method == "check" else method
         data = combine(included if method == "check" else list(uploaded.values()), by=by)
         trained = train_on(data, features, recipe=settings.recipe, device=settings.device, seed=seed)
-        accuracies[method] = accuracy_of(trained.module, features)
+        accuracies[method] = accuracy_of(trained.layers, features)
     return Result(
         partition=str(partition),
         attack=attack,

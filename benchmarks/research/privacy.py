@@ -8,7 +8,7 @@ import click
 import numpy as np
 
 from aggregator.algorithms.fedtc import RECIPES
-from aggregator.training.head_job import torch_device
+from aggregator.algorithms.fedtc_adapter import torch_device
 from benchmarks.accuracy.comparison import repeated
 from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES, load_data

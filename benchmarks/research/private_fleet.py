@@ -82,7 +82,7 @@ def run_private(
     if not len(data.labels):
         return 0.0
     trained = train_on(data, features, recipe=recipe, device=device, seed=seed)
-    return accuracy_of(trained.module, features)
+    return accuracy_of(trained.layers, features)
 
 
 def _release(

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc import train_head
+from aggregator.algorithms.head_layers import logits_of
 from aggregator.config.task_file import load_task
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import Store
@@ -27,7 +27,6 @@ def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str
 
     The folder is that of a fleet that has its head; `on_device` is called with each device before its training.
     """
-    torch.set_num_threads(1)  # these heads are too small for more
     task, (backbone,) = load_task(folder.task)
     features, labels = held_out_features(folder, backbone)
     scores = {}
@@ -42,8 +41,7 @@ def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str
             seed=task.training.seed,
             device="cpu",
         )
-        with torch.inference_mode():
-            predicted = trained.module(torch.from_numpy(features)).argmax(dim=1).numpy()
+        predicted = logits_of(trained.layers, features).argmax(axis=1)
         scores[device] = float((predicted == labels).mean())
     return scores
 

@@ -1,0 +1,209 @@
+"""FedTC's adapter and head (Table 5), trained with PyTorch on prototypes."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.head_layers import Dense
+from protocol.errors import ProtofleetError
+
+if TYPE_CHECKING:
+    from aggregator.algorithms.fedtc import Recipe
+
+
+def torch_device(configured: str) -> str:
+    """Return the device to train on; `auto` is CUDA if available.
+
+    Raises:
+        ProtofleetError: a CUDA device is configured and there is none.
+    """
+    if configured == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if configured.startswith("cuda") and not torch.cuda.is_available():
+        raise ProtofleetError(
+            f'training.device is "{configured}", but PyTorch finds no CUDA device: use "auto"'
+        )
+    return configured
+
+
+class Head(nn.Module):
+    """The paper's adapter and head (Table 5): features (n, L) to logits (n, C)."""
+
+    def __init__(self, *, feature_size: int, num_classes: int, hidden: Sequence[int] = (1024, 512)) -> None:
+        super().__init__()
+        sizes = (feature_size, *hidden, num_classes)
+        self.layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+        self.registered = nn.ModuleList(self.layers)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the logits; rows of zeros stay zero instead of NaN."""
+        *adapter, classifier = self.layers
+        for layer in adapter:
+            features = functional.normalize(functional.relu(layer(features)))
+        logits: Tensor = classifier(features)
+        return logits
+
+
+@dataclass(frozen=True)
+class _TrainingSet:
+    """Prototypes ordered by class: a class center plus a deviation is a feature to train on.
+
+    Attributes:
+        centers: (C, L), one per class; zeros for a class without prototypes.
+        deviations: (m, L).
+        labels: (m,), ascending.
+        first: (C,), where a class begins among the prototypes.
+        sizes: (C,), prototypes per class.
+    """
+
+    centers: Tensor
+    deviations: Tensor
+    labels: Tensor
+    first: Tensor
+    sizes: Tensor
+
+
+def train_adapter(
+    centers: NDArray[np.float32],
+    deviations: NDArray[np.float32],
+    labels: NDArray[np.integer],
+    *,
+    recipe: "Recipe",
+    seed: int,
+    device: str,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> tuple[tuple[Dense, ...], int]:
+    """Train adapter and head with cross-entropy (FedTC eq. 5); returns their layers and the number of epochs.
+
+    The same input in the same order and the same seed give the same layers on the CPU.
+
+    Args:
+        centers: (C, L), the mean of each class; zeros for a class without prototypes, which is never predicted.
+        deviations: (m, L), of the features to train on from their class's center.
+        labels: (m,), the class of each.
+        recipe: how to train.
+        seed: of the first weights, the shuffling and the mixing.
+        device: a torch device, or "auto" for CUDA if available.
+        report: called after each epoch with `device`, `epoch` from 1, `epochs` and its mean `loss`.
+
+    Raises:
+        ProtofleetError: a CUDA device is configured and there is none.
+    """
+    device = torch_device(device)
+    generator = torch.Generator().manual_seed(seed)
+    data = _training_set(centers, deviations, labels, device=device)
+    head = _first_head(data, seed).to(device)
+    mean, scale = _mean_and_scale(data) if recipe.standardize else (0.0, 1.0)
+    data = replace(data, centers=(data.centers - mean) / scale, deviations=data.deviations / scale)
+    epochs = _fit(head, data, recipe=recipe, generator=generator, report=report)
+    _fold(head, mean, scale)
+    layers = head.cpu().layers
+    return tuple(
+        Dense(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in layers
+    ), epochs
+
+
+def _training_set(
+    centers: NDArray[np.float32], deviations: NDArray[np.float32], labels: NDArray[np.integer], *, device: str
+) -> _TrainingSet:
+    order = np.argsort(labels, kind="stable")
+    sizes = np.bincount(labels, minlength=len(centers))
+    return _TrainingSet(
+        centers=torch.as_tensor(centers, device=device),
+        deviations=torch.as_tensor(deviations[order], device=device),
+        labels=torch.as_tensor(labels[order].astype(np.int64), device=device),
+        first=torch.as_tensor(np.cumsum(sizes) - sizes, device=device),
+        sizes=torch.as_tensor(sizes, device=device),
+    )
+
+
+def _first_head(data: _TrainingSet, seed: int) -> Head:
+    """Initialize a head on the CPU, so that every device starts from the same one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = Head(feature_size=data.centers.shape[1], num_classes=len(data.sizes))
+    absent = (data.sizes == 0).cpu()
+    with torch.no_grad():
+        head.layers[-1].weight[absent] = 0.0
+        head.layers[-1].bias[absent] = ABSENT_LOGIT
+    return head
+
+
+def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
+    """Return each feature's mean and standard deviation, (L,), over the features to train on.
+
+    No scale is less than a hundredth of the mean scale, so that a feature that hardly varies among the prototypes is
+    not amplified on devices.
+    """
+    features = data.centers[data.labels] + data.deviations
+    scale = features.std(dim=0, correction=0)
+    floor = scale.mean() / 100
+    return features.mean(dim=0), scale.clamp_min(floor if floor > 0 else 1.0)
+
+
+def _fold(head: Head, mean: Tensor | float, scale: Tensor | float) -> None:
+    """Fold standardization into the first layer: a head trained on (x - mean) / scale then takes x."""
+    first = head.layers[0]
+    with torch.no_grad():
+        first.weight /= scale
+        first.bias.sub_((first.weight * mean).sum(dim=1))
+
+
+def _fit(
+    head: Head,
+    data: _TrainingSet,
+    *,
+    recipe: "Recipe",
+    generator: torch.Generator,
+    report: Callable[[dict[str, Any]], None],
+) -> int:
+    """Run the recipe; return the number of epochs."""
+    batches = math.ceil(len(data.labels) / recipe.batch_size)
+    epochs = max(recipe.epochs, math.ceil(recipe.min_steps / batches))
+    optimizer = _optimizer(head, recipe)
+    for epoch in range(epochs):
+        total = torch.zeros((), device=data.labels.device)
+        order = torch.randperm(len(data.labels), generator=generator)
+        for step, members in enumerate(torch.split(order, recipe.batch_size)):
+            progress = (epoch + step / batches) / epochs
+            optimizer.param_groups[0]["lr"] = recipe.learning_rate * recipe.rate_at(progress)
+            logits = head(_features(data, members, generator=generator, mix=recipe.mix))
+            batch_loss = functional.cross_entropy(logits, data.labels[members])
+            optimizer.zero_grad()
+            torch.autograd.backward(batch_loss)
+            optimizer.step()
+            total += batch_loss.detach() * len(members)
+        loss = total.item() / len(order)
+        report({"device": total.device.type, "epoch": epoch + 1, "epochs": epochs, "loss": loss})
+    return epochs
+
+
+def _optimizer(head: Head, recipe: "Recipe") -> torch.optim.Optimizer:
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(head.parameters(), lr=recipe.learning_rate)
+    return torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate, fused=True)
+
+
+def _features(data: _TrainingSet, members: Tensor, *, generator: torch.Generator, mix: bool) -> Tensor:
+    """Return a step's features, (b, L).
+
+    Mixed, each deviation d becomes cos(t) d + sin(t) d', with d' that of a random prototype of the same class and t
+    random: another point of the class, with the class's variance.
+    """
+    labels = data.labels[members]
+    deviations = data.deviations[members]
+    if mix:
+        angle = torch.rand(len(members), 1, generator=generator).to(labels.device) * (math.pi / 2)
+        draw = torch.randint(2**62, (len(members),), generator=generator).to(labels.device)
+        partners = data.first[labels] + draw % data.sizes[labels]
+        deviations = torch.cos(angle) * deviations + torch.sin(angle) * data.deviations[partners]
+    return data.centers[labels] + deviations
