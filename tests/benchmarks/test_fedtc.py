@@ -38,7 +38,7 @@ def test_fedtc_benchmark_writes_its_report(filled: Path) -> None:
     """One command exports the backbone, extracts, runs every partition and seed, and writes what it printed."""
     report = filled / "report.json"
     runs = ("--partition", "sharding:2", "--partition", "dirichlet:0.5", "--seed", "0", "--seed", "1")
-    result = _fedtc(*runs, "--epochs", "2", "--json", str(report))
+    result = _fedtc(*runs, "--recipe", "paper", "--epochs", "2", "--json", str(report))
     assert result.exit_code == 0, result.output
     figures: dict[str, Any] = json.loads(report.read_text())
     assert [(run["partition"], run["seed"]) for run in figures["runs"]] == [
