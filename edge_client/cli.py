@@ -16,6 +16,7 @@ from edge_client.storage.outbox import DEFAULT_MB, LARGEST_MB, MIB
 from protocol.cli import (
     access_options,
     config_option,
+    counted,
     read_access,
     run,
     say,
@@ -289,8 +290,8 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     for entry in report["classes"]:
         pending = f"; {entry['waiting']} added or removed, pending" if entry["waiting"] else ""
         say(
-            f"class      {entry['name']}: {entry['images']} images, {entry['held_out']} held out, "
-            f"{len(entry['counts'])} prototypes{pending}"
+            f"class      {entry['name']}: {counted(entry['images'], 'image')}, {entry['held_out']} held out, "
+            f"{counted(len(entry['counts']), 'prototype')}{pending}"
         )
     if (extraction := summary["extraction"]) is not None:
         speed = describe_speed(extraction["images_per_s"], extraction["left_s"]) if summary["running"] else ""
@@ -298,11 +299,11 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     for name in summary["unknown_classes"]:
         say(f"left out   {name}: no class of the task")
     for reason, files in summary["skipped_files"].items():
-        say(f"skipped    {files} {'file' if files == 1 else 'files'}: {reason}")
+        say(f"skipped    {counted(files, 'file')}: {reason}")
     if spent is not None:
         say(
             f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
-            f"{spent['releases']} submissions, at delta {spent['delta']:g}"
+            f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
         )
     if summary["problem"]:
         say(f"problem    {summary['problem']}")
@@ -351,8 +352,9 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
     for entry in prepared.classes:
         spans = " to ".join(map(str, sorted({min(entry.counts), max(entry.counts)}))) if entry.counts else ""
         say(
-            f"{entry.name}: {entry.images} images, {entry.held_out} held out; {len(entry.counts)} prototypes"
-            + (f" of {spans} images" if spans else ", too few images")
+            f"{entry.name}: {counted(entry.images, 'image')}, {entry.held_out} held out; "
+            f"{counted(len(entry.counts), 'prototype')}"
+            + (f" of {spans} {'image' if spans == '1' else 'images'}" if spans else ", too few images")
         )
     rows, size = prepared.prototypes.shape
     for name, change in prepared.changes.items():
@@ -366,7 +368,8 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
             f"together, at delta {spent.delta:g}; an upload will have other noise"
         )
     say(
-        f"{rows} prototypes of {size} float16 values each: {size_bytes} bytes would be uploaded; nothing was uploaded"
+        f"{counted(rows, 'prototype')} of {size} float16 values each: {size_bytes} bytes would be uploaded; "
+        "nothing was uploaded"
     )
 
 
@@ -382,7 +385,7 @@ def _open_state(state: Path | None, fleet: str, **options: Any) -> "DeviceState"
 
 def main() -> None:
     """Run the console script."""
-    run(cli, program="edge-client")
+    run(cli, program="edge-client", extras="cpu")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The command `export-backbone`."""
 
 import ast
-import importlib.util
 import json
 import logging
 import time
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from protocol.cli import config_option, run, start_logging, verbose_option
-from protocol.errors import RuntimeMissing
+from protocol.cli import config_option, require_packages, run, start_logging, verbose_option
 from protocol.onnx_metadata import BackboneMetadata
 from protocol.storage.blobstore import state_errors
 
@@ -20,7 +18,9 @@ if TYPE_CHECKING:
     from export.to_onnx import Exported
 
 NEEDED = ("torch", "timm", "onnx", "onnxscript", "safetensors", "sklearn", "onnxruntime")
-"""Packages of the extras `export` and `cpu` (or `gpu`)."""
+"""Packages of the extras."""
+
+EXTRAS = "export,cpu"
 
 
 def _three(
@@ -32,8 +32,14 @@ def _three(
         numbers = tuple(float(part) for part in value.split(","))
     except ValueError:
         numbers = ()
-    if len(numbers) != 3 or (parameter.name == "std" and min(numbers) <= 0):
-        raise click.BadParameter(f"expected three numbers such as 0.5,0.5,0.5, got {value!r}")
+    if (
+        len(numbers) != 3
+        or not all(0 <= number <= 1 for number in numbers)
+        or (parameter.name == "std" and min(numbers) == 0)
+    ):
+        raise click.BadParameter(
+            f"expected three numbers for pixels scaled to 0..1, such as 0.5,0.5,0.5, got {value!r}"
+        )
     return numbers
 
 
@@ -104,30 +110,25 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option(
     "--opset", type=click.IntRange(min=18), default=18, show_default=True, help="ONNX operator set."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary, or the list, as JSON.")
 @verbose_option
 @click.version_option(package_name="protofleet")
 def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
     """Export a pretrained backbone of timm to an ONNX file for devices."""
     if model is None and pattern is None:
         raise click.UsageError("give a MODEL, or search for one with --list PATTERN")
-    _check_packages()
+    require_packages(*NEEDED, extras=EXTRAS)
     start_logging(verbose=verbose)
     for name in ("timm", "huggingface_hub", "httpx", "httpx2"):  # their retries; the final error is logged
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
     if model is None:
         from export.backbones import list_models
 
-        click.echo("\n".join(list_models(str(pattern))))
+        names = list_models(str(pattern))
+        click.echo(json.dumps(names, indent=2) if as_json else "\n".join(names))
         return
     summary = _export(model, **options)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
-
-
-def _check_packages() -> None:
-    for name in NEEDED:
-        if importlib.util.find_spec(name) is None:
-            raise RuntimeMissing(f"{name} is not installed: pip install 'protofleet[export,cpu]'")
 
 
 def _export(
@@ -199,7 +200,7 @@ def _describe(summary: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the console script."""
-    run(cli, program="export-backbone")
+    run(cli, program="export-backbone", extras=EXTRAS)
 
 
 if __name__ == "__main__":

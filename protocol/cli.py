@@ -1,5 +1,6 @@
 """The command line of all three programs: settings, errors, exit codes and logging."""
 
+import importlib.util
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from protocol.errors import ConfigError, ProtofleetError
+from protocol.errors import ConfigError, ProtofleetError, RuntimeMissing
 
 if TYPE_CHECKING:
     from protocol.mqtt.tls import BrokerAccess
@@ -131,6 +132,11 @@ def plain(text: str) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words: `1 prototype`, `2 prototypes`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def say(text: str, *, err: bool = False) -> None:
     """Print one line to stdout or stderr."""
     click.echo(plain(text), err=err)
@@ -156,6 +162,15 @@ def start_logging(*, verbose: bool) -> None:
         logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.NOTSET)
 
 
+def _is_logging() -> bool:
+    return any(
+        isinstance(handler, logging.StreamHandler)
+        and isinstance(handler.formatter, _OneLine)
+        and handler.stream is sys.stderr
+        for handler in logging.getLogger().handlers
+    )
+
+
 def stop_on_terminate() -> None:
     """Exit with status 0 on SIGTERM, which service managers send to stop a program."""
 
@@ -165,16 +180,43 @@ def stop_on_terminate() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def run(command: click.Command, *, program: str) -> NoReturn:
-    """Run a command: exit status 0 done, 1 expected failure as one line, 2 usage error, 130 interrupted."""
+def require_packages(*modules: str, extras: str) -> None:
+    """Check that packages are installed, without importing them.
+
+    Raises:
+        RuntimeMissing: a package is not installed.
+    """
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise RuntimeMissing(_not_installed(name, extras))
+
+
+def _not_installed(name: str, extras: str) -> str:
+    return f"{name} is not installed: pip install 'protofleet[{extras}]'"
+
+
+def run(command: click.Command, *, program: str, extras: str | None = None) -> NoReturn:
+    """Run a command: exit status 0 done, 1 expected failure as one line, 2 usage error, 130 interrupted.
+
+    `extras` are those of the package that the program needs, for the error if a package is missing.
+    """
     try:
         code = command.main(prog_name=program, standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        if _is_logging():
+            log.info("interrupted")
+        else:
+            click.echo("interrupted", err=True)
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if extras is None or not name or name in _PACKAGES:
+            raise
+        say(f"error: {_not_installed(name, extras)}", err=True)
+        sys.exit(1)
     except ProtofleetError as error:
         say(f"error: {error}", err=True)
         sys.exit(1)

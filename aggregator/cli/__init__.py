@@ -4,6 +4,7 @@ import click
 
 from aggregator.cli import enrollment, operator_commands
 from aggregator.cli.run import run_command
+from aggregator.cli.state import EXTRAS
 from protocol.cli import run
 
 
@@ -19,4 +20,4 @@ for _command in (run_command, *operator_commands.COMMANDS, *enrollment.COMMANDS)
 
 def main() -> None:
     """Run the console script."""
-    run(cli, program="aggregator")
+    run(cli, program="aggregator", extras=EXTRAS)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from aggregator.cli.state import existing_state, require_packages, state_option
+from aggregator.cli.state import EXTRAS, existing_state, state_option
+from protocol.cli import require_packages
 
 if TYPE_CHECKING:
     from aggregator.coordination.canary_rollout import CommandKind
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def status_command(*, state: Path, as_json: bool) -> None:
     """Show devices, submissions, covered classes and heads."""
     if not as_json:
-        require_packages("rich")
+        require_packages("rich", extras=EXTRAS)
     from aggregator.status.collect import collect_status
     from aggregator.storage.store import Store
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from aggregator.cli.state import require_packages, state_option
+from aggregator.cli.state import EXTRAS, state_option
 from protocol.cli import (
     access_options,
     config_option,
     read_access,
+    require_packages,
     start_logging,
     stop_on_terminate,
     verbose_option,
@@ -61,7 +62,7 @@ def run_command(
 ) -> None:
     """Run the aggregator until interrupted."""
     start_logging(verbose=verbose)
-    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch")
+    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
     from aggregator.messaging.embedded_broker import EmbeddedBroker
     from aggregator.security.identity import aggregator_access, restore_closed

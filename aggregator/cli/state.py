@@ -1,7 +1,6 @@
 """The `--state` option, and opening the state directory to change it."""
 
 import contextlib
-import importlib.util
 import os
 import pwd
 from pathlib import Path
@@ -9,13 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from protocol.errors import ConfigError, RuntimeMissing
+from protocol.errors import ConfigError
 from protocol.storage.state_folder import default_state_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from aggregator.storage.store import Store
+
+EXTRAS = "aggregator,cpu"
+"""Extras of the package that the program needs."""
 
 state_option = click.option(
     "--state",
@@ -53,14 +55,3 @@ def require_owner(folder: Path) -> None:
         raise ConfigError(
             f"{folder} belongs to {name}, who could not read files written by root: run it with sudo -u {name}"
         )
-
-
-def require_packages(*modules: str) -> None:
-    """Check that packages are installed, without importing them.
-
-    Raises:
-        RuntimeMissing: a package is not installed.
-    """
-    for name in modules:
-        if importlib.util.find_spec(name) is None:
-            raise RuntimeMissing(f"{name} is not installed: pip install 'protofleet[aggregator,cpu]'")

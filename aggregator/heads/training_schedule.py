@@ -210,7 +210,7 @@ class HeadTraining:
             retry = "when a submission changes or at the next start"
             event(log, logging.ERROR, "head training failed", version=version, reason=reason, retry=retry)
         else:
-            retry = f"in {settings.deadline_s:.0f} s, at the next submission or at the next start"
+            retry = f"in {settings.deadline_s:g} s, at the next submission or at the next start"
             event(log, logging.ERROR, "closing a round failed", round=version - 1, reason=reason, retry=retry)
         with contextlib.suppress(StateError):  # the next start would resume it
             self._store.facts.delete(PendingHead)

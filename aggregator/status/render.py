@@ -10,7 +10,7 @@ from rich.table import Table
 
 from aggregator.coordination.canary_rollout import canaries
 from aggregator.status.model import Candidate, Device, Enrollment, Head, Round, Status
-from protocol.cli import plain
+from protocol.cli import counted, plain
 
 SHOWN_HEADS = 5
 SHOWN_NAMES = 10
@@ -120,7 +120,9 @@ def _coverage(status: Status) -> str:
     missing = [name for name, coverage in status.coverage.items() if not coverage.prototypes]
     covered = f"{len(status.classes) - len(missing)} of {len(status.classes)} classes covered"
     without = f", without prototypes: {_names(missing)}" if missing else ""
-    return f"{status.submissions} submissions, {status.waiting} not in a head yet; {covered}{without}"
+    return (
+        f"{counted(status.submissions, 'submission')}, {status.waiting} not in a head yet; {covered}{without}"
+    )
 
 
 def _progress(status: Status) -> str:
@@ -133,7 +135,7 @@ def _progress(status: Status) -> str:
         return f"training head {training.version}: epoch {training.epoch} of {training.epochs or '?'}"
     if closes:
         wanted = status.retrain_after if status.heads else status.quorum
-        return f"next head: with {wanted} submissions, or at {closes}"
+        return f"next head: with {counted(wanted, 'submission')}, or at {closes}"
     return ""
 
 
@@ -141,7 +143,7 @@ def _round(current: Round, closes: str) -> str:
     if current.over:
         return f"all {current.rounds} rounds are over"
     carried = f"; from earlier rounds: {_names(current.carried)}" if current.carried else ""
-    waits = f"; it needs {current.min_devices} devices" if current.devices else ""
+    waits = f"; it needs {counted(current.min_devices, 'device')}" if current.devices else ""
     until = f"; it closes at {closes} at the latest" if closes else waits
     devices = _names(current.devices) or "none"
     return f"round {current.number} of {current.rounds} is open, submitted: {devices}{carried}{until}"
@@ -155,7 +157,8 @@ def _head(head: Head) -> str:
         accuracy = f", accuracy {held_out.accuracy:.1%} ({held_out.correct}/{count}) on held-out images"
     state = f" ({head.state})" if head.state else ""
     reason = f"\n  {head.reason}" if head.reason else ""
-    return f"head {head.version}{state}: {head.prototypes} prototypes of {head.devices} devices{accuracy}{reason}"
+    made_of = f"{counted(head.prototypes, 'prototype')} of {counted(head.devices, 'device')}"
+    return f"head {head.version}{state}: {made_of}{accuracy}{reason}"
 
 
 def _candidate(candidate: Candidate) -> str:

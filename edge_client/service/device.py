@@ -92,7 +92,7 @@ class Device:
                 self._announce()
                 self._step(events.Connected(limit))
                 if self._state.task is None:
-                    log_event(log, logging.INFO, "waiting for the fleet's task")
+                    log_event(log, logging.INFO, "waiting for the fleet's task", fleet=self._settings.fleet)
             case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated):
                 level = logging.DEBUG if repeated else logging.WARNING
                 log_event(log, level, reason, retry_s=retry_s)

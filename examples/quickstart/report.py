@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from examples.quickstart.folder import Folder
+from protocol.cli import counted
 
 STEPS = 4
 """Steps of a device: connected, uploaded, head received, head evaluated."""
@@ -74,7 +75,7 @@ def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
     if not row["prototypes"]:
         return 1, "fetching the backbone, extracting features"
     if row["accuracy"] is None:
-        sent = f"uploaded {row['prototypes']} prototypes, {_kilobytes(row['bytes'])}"
+        sent = f"uploaded {counted(row['prototypes'], 'prototype')}, {_kilobytes(row['bytes'])}"
         return (3, f"{sent}; evaluating the head") if has_head else (2, sent)
     return (
         STEPS,

@@ -213,7 +213,7 @@ class Connection:
 
     def _on_disconnect(self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
         if self.is_answered:
-            self._signal(Closed(self, f"connection lost: {code}"))
+            self._signal(Closed(self, diagnostics.lost(str(code))))
         else:
             reason = diagnostics.closed_before_answer(self._tls_error, self._options.access)
             self._signal(Closed(self, reason, unanswered=True))
@@ -224,7 +224,7 @@ class Connection:
 
     def _on_publish(self, _c: mqtt.Client, _d: Any, mid: int, code: ReasonCode, _p: Any) -> None:
         self.messages += not code.is_failure
-        self._signal(Acknowledged(self, mid, str(code) if code.is_failure else ""))
+        self._signal(Acknowledged(self, mid, diagnostics.denied(str(code)) if code.is_failure else ""))
 
     def _on_message(self, client: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
         if not any(mqtt.topic_matches_sub(topic, message.topic) for topic in self._options.subscriptions):

@@ -20,6 +20,9 @@ ALERTS = {
 
 WANTED = "CERTIFICATE_REQUIRED"
 
+UNSPECIFIED = "Unspecified error"
+"""MQTT's name of the reason code of any other error; paho's also for a connection that ends without a reason."""
+
 NO_TLS = "give the broker's TLS port, or omit --tls, --ca and --cert"
 GIVE_CERTIFICATE = "give --cert and --key, or --enrollment"
 
@@ -98,6 +101,18 @@ def _likely_cause(access: BrokerAccess) -> str:
     )
 
 
+def lost(code: str) -> str:
+    """Return why an open connection ended, from its reason code by its MQTT name."""
+    if code == UNSPECIFIED:
+        return "connection lost: the broker or the network closed it"
+    return f"connection lost: {code}"
+
+
+def denied(code: str) -> str:
+    """Return why the broker denies a publication, from its reason code by its MQTT name."""
+    return "the broker gives no reason: see its log" if code == UNSPECIFIED else code
+
+
 def refused(code: str, access: BrokerAccess) -> str:
     """Return why the broker refused the connection.
 
@@ -105,6 +120,8 @@ def refused(code: str, access: BrokerAccess) -> str:
         code: the broker's reason code, by its MQTT name.
         access: TLS settings and credentials of the connection.
     """
+    if code == UNSPECIFIED:
+        return "refused by the broker without a reason: see its log"
     if code in {"Not authorized", "Bad user name or password"}:
         if access.username is not None:
             return f"refused by the broker: {code}: check --username and the password"

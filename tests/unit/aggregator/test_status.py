@@ -115,8 +115,8 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
         "running",
         "90.0% (9/10)",
         "2 submissions, 1 not in a head yet; 2 of 3 classes covered, without prototypes: dog [/bold]",
-        "next head: with 1 submissions, or at ",
-        "head 1 (current): 10 prototypes of 1 devices, accuracy 90.0% (9/10) on held-out images",
+        "next head: with 1 submission, or at ",
+        "head 1 (current): 10 prototypes of 1 device, accuracy 90.0% (9/10) on held-out images",
         "refused 1 x shape from c: expected [16], got [17]",
         f"current: {folder}/head.onnx",
     ):
@@ -169,7 +169,7 @@ def test_nothing_is_truncated_on_a_narrow_terminal(tmp_path: Path) -> None:
     store = _busy(tmp_path)
     store.submissions.put(TASK, _row("the-device-in-the-barn-7f3a", {0: 3000}, received_s=300.0))
     text = _text(_collect(store), width=80)
-    for piece in ("the-device", "7f3a", "3000", "90.0% (9/10)", "with 1 submissions"):
+    for piece in ("the-device", "7f3a", "3000", "90.0% (9/10)", "with 1 submission"):
         assert piece in text
     assert "\u2026" not in text
 

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from export import cli
 from protocol.cli import run
-from protocol.errors import RuntimeMissing
 from protocol.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
 
@@ -27,7 +26,7 @@ def export_backbone(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Run the command here, where torch is loaded already; its exit code."""
     monkeypatch.setattr(sys, "argv", ["export-backbone", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        run(cli.cli, program="export-backbone")
+        run(cli.cli, program="export-backbone", extras="export,cpu")
     code = ended.value.code
     assert isinstance(code, int)
     return code
@@ -135,12 +134,21 @@ def test_models_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert {"test_vit", "test_vit2"} <= set(capsys.readouterr().out.split())
 
 
-def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "NEEDED", ("click", "no_such_package_here"))
-    with pytest.raises(
-        RuntimeMissing, match=r"no_such_package_here is not installed: pip install .*\[export,cpu\]"
-    ):
-        cli._check_packages()
+def test_models_are_listed_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export_backbone("--list", "test_v*", "--json", monkeypatch=monkeypatch) == 0
+    assert {"test_vit", "test_vit2"} <= set(json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("option", ["--mean", "--std"])
+@pytest.mark.parametrize("value", ["127,127,127", "0.5,0.5,1.5", "-0.1,0.5,0.5", "nan,0.5,0.5", "0.5,0.5"])
+def test_normalization_outside_of_scaled_pixels_is_refused(
+    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values of pixels in 0..255 would make features that no error reveals."""
+    assert export_backbone(MODEL, "--random", f"{option}={value}", monkeypatch=monkeypatch) == 2
+    assert "expected three numbers for pixels scaled to 0..1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from protocol.cli import config_option, run, start_logging, stop_on_terminate, verbose_option
+from protocol.cli import config_option, counted, run, start_logging, stop_on_terminate, verbose_option
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,10 @@ if __name__ == "__main__":
 @config_option
 @click.option("--broker", default="localhost", envvar="PROTOFLEET_BROKER")
 @click.option("--batch-size", type=int, default=5)
-@click.option("--fail", type=click.Choice(["expected", "hostile", "usage", "exit", "interrupt", "bug"]))
+@click.option(
+    "--fail",
+    type=click.Choice(["expected", "hostile", "usage", "exit", "interrupt", "bug", "missing", "own"]),
+)
 @click.option("--wait", is_flag=True)
 @verbose_option
 def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verbose: bool) -> int | None:
@@ -43,6 +46,10 @@ def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verb
             raise KeyboardInterrupt
         case "exit":
             return 3
+        case "missing":
+            raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+        case "own":
+            raise ModuleNotFoundError("No module named 'protocol.gone'", name="protocol.gone")
         case "bug":
             raise ZeroDivisionError("a bug")
     click.echo(f"{broker} {batch_size}")
@@ -58,7 +65,7 @@ def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verb
 
 def main() -> None:
     """Run the command as a program does."""
-    run(_command, program="example")
+    run(_command, program="example", extras="example,cpu")
 
 
 def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -76,6 +83,7 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--help"], 0, ""),
         (["--fail", "expected"], 1, "error: the folder is empty: put images in it\n"),
         (["--fail", "hostile"], 1, "error: \\x1b[31mred\\nand more\n"),
+        (["--fail", "missing"], 1, "error: torch is not installed: pip install 'protofleet[example,cpu]'\n"),
         (["--fail", "usage"], 2, "Error: one of the two, please\n"),
         (["--batch-size", "many"], 2, "'--batch-size': 'many' is not a valid integer.\n"),
         (["--unknown"], 2, "Error: No such option '--unknown'.\n"),
@@ -102,6 +110,9 @@ def test_exit_codes(
 def test_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["example", "--fail", "bug"])
     with pytest.raises(ZeroDivisionError):
+        main()
+    monkeypatch.setattr(sys, "argv", ["example", "--fail", "own"])
+    with pytest.raises(ModuleNotFoundError, match="gone"):
         main()
 
 
@@ -163,8 +174,13 @@ def test_signal_sets_exit_code_and_log_goes_to_stderr(number: signal.Signals, co
         program.send_signal(number)
         _, errors = program.communicate(timeout=120)
     assert program.returncode == code
-    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO [\w.]+ ready\n"
-    assert re.fullmatch(line + ("\n?interrupted\n" if code else ""), errors)
+    start = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO [\w.]+ "
+    assert re.fullmatch(f"{start}ready\n" + (f"\n?{start}interrupted\n" if code else ""), errors)
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 prototypes"), (1, "1 prototype"), (2, "2 prototypes")])
+def test_numbers_of_things(number: int, text: str) -> None:
+    assert counted(number, "prototype") == text
 
 
 def test_log_lines_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,3 +238,14 @@ def test_end_of_a_thread_ends_the_program(tmp_path: Path, store: DeviceState) ->
     device = Device(make_settings(tmp_path), store)
     with pytest.raises(ThreadFailed, match="mqtt-session"):
         device._handle(ThreadFailed("the thread mqtt-session has ended"))
+
+
+def test_device_that_waits_names_its_fleet(
+    tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong --fleet would otherwise not be noticed."""
+    caplog.set_level("INFO")
+    device = Device(make_settings(tmp_path, fleet="orchrad"), store)
+    capture(device)
+    device._handle(Connected(None))
+    assert "waiting for the fleet's task fleet=orchrad" in caplog.text

@@ -77,6 +77,7 @@ def test_session_reconnects_and_resubscribes(serve: Serve, address: BrokerAddres
                 assert ear.wait(Received).payload == b"to myself"
             lost = ear.wait(Disconnected)
             assert 0 < lost.retry_s <= reconnect_delay.MAX_RETRY_DELAY_S
+            assert "Unspecified error" not in lost.reason
 
 
 def test_message_without_connection_is_dropped(serve: Serve, address: BrokerAddress) -> None:

@@ -1,0 +1,86 @@
+"""A wheel installs all programs: without the packages of its extra, a command ends in one line with what to install."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aggregator.cli import cli as aggregator
+from aggregator.storage.store import Store
+from edge_client.cli import cli as edge_client
+from tests.support.aggregator_process import write_task
+from tests.support.submissions import SERVED
+
+EXTRAS = (
+    "amqtt", "dp_accounting", "onnx", "onnxruntime", "onnxscript", "rich", "safetensors", "scipy", "sklearn", "timm",
+    "torch",
+)  # fmt: skip
+"""Packages that only extras bring."""
+
+PROGRAM = f"""\
+import sys
+for name in {EXTRAS}:
+    sys.modules[name] = None
+from {{module}} import main
+main()
+"""
+
+EDGE_CLIENT = {
+    "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
+    "predict": ["predict", "photo.jpg", "--state", "{folder}/device"],
+    "status": ["status", "--state", "{folder}/device"],
+}
+AGGREGATOR = {
+    "run": ["--task", "{folder}/task.toml"],
+    "status": [],
+    "rollback": [],
+    "promote": [],
+    "release": ["shed-1"],
+    "enroll": ["shed-1", "--out", "{folder}/shed-1"],
+    "enroll-broker": ["broker.example", "--out", "{folder}/broker"],
+    "revoke": ["shed-1"],
+    "reset-key": ["shed-1"],
+}
+EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
+
+COMMANDS = [
+    *(("edge_client.cli", "cpu", arguments) for arguments in EDGE_CLIENT.values()),
+    *(
+        ("aggregator.cli", "aggregator,cpu", [name, *arguments, "--state", "{folder}/aggregator"])
+        for name, arguments in AGGREGATOR.items()
+    ),
+    *(("export.cli", "export,cpu", arguments) for arguments in EXPORT.values()),
+]
+WITHOUT_EXTRAS = ("enroll", "enroll-broker", "revoke", "reset-key", "rollback", "promote", "release")
+"""Commands of the aggregator that need none."""
+
+
+def test_every_command_is_tried() -> None:
+    assert EDGE_CLIENT.keys() == {"", *edge_client.commands}
+    assert AGGREGATOR.keys() == set(aggregator.commands)
+
+
+@pytest.mark.parametrize(("module", "extra", "arguments"), COMMANDS)
+def test_missing_extra_is_one_line(tmp_path: Path, module: str, extra: str, arguments: list[str]) -> None:
+    """Each command names the extra, or needs none."""
+    write_task(tmp_path)
+    store = Store(tmp_path / "aggregator")
+    store.facts.put(SERVED)
+    store.close()
+    given = [each.format(folder=tmp_path) for each in arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(module=module), *given],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert "Traceback" not in done.stderr
+    if arguments[0] in WITHOUT_EXTRAS or ("status" in arguments and module == "edge_client.cli"):
+        assert "pip install" not in done.stderr
+        return
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert f"pip install 'protofleet[{extra}]'" in line

@@ -1,0 +1,14 @@
+"""Reasons of the broker in words."""
+
+from protocol.mqtt import diagnostics
+from protocol.mqtt.tls import NO_AUTHENTICATION
+
+
+def test_unspecified_error_is_put_into_words() -> None:
+    """MQTT's name of it says nothing; other reasons stay as they are."""
+    code = "Unspecified error"
+    assert diagnostics.lost(code) == "connection lost: the broker or the network closed it"
+    assert diagnostics.lost("Keep alive timeout") == "connection lost: Keep alive timeout"
+    assert diagnostics.refused(code, NO_AUTHENTICATION).endswith("without a reason: see its log")
+    assert diagnostics.denied(code) == "the broker gives no reason: see its log"
+    assert diagnostics.denied("Quota exceeded") == "Quota exceeded"
