@@ -24,7 +24,7 @@ from edge_client.cli import cli as edge_client
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Perturbation
 from tests.docs.command_lines import DEPLOY, parse
-from tests.support.brokers import mosquitto, mosquitto_program
+from tests.support.brokers import Mosquitto, mosquitto, mosquitto_program
 
 ROOT = DEPLOY.parent
 TIMEOUT_S = 120.0
@@ -245,3 +245,16 @@ def test_container_images_get_every_package() -> None:
     assert needed == set(" ".join(copied).split())
     allowed = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     assert needed == {line[1:] for line in allowed if line.startswith("!")}
+
+
+@needs_mosquitto
+def test_access_list_draws_only_the_documented_warning(tmp_path: Path, address: BrokerAddress) -> None:
+    """Mosquitto has no rule for every authenticated client but a pattern, and warns of one without a name."""
+    options = "allow_anonymous true\nacl_file {folder}/acl\nlog_dest stderr\nlog_type all"
+    with Mosquitto(address, tmp_path, options=options, access_list=access_list("orchard")) as broker:
+        log = broker.log()
+    problems = [line for line in log.splitlines() if "warning" in line.lower() or "error" in line.lower()]
+    (warning,) = [line for line in problems if "run as root" not in line]
+    said = "ACL pattern '{}' does not contain '%c' or '%u'"
+    assert said.format("pf/1/orchard/+") in warning
+    assert said.format("pf/1/FLEET/+") in (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
