@@ -7,14 +7,17 @@ import click
 # Read by OpenMP when torch is first imported: spinning idle threads slow other processes down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks.accuracy import fedpcl, fedtc, fpl
+from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl
 from benchmarks.cost import device, ingest, memory, step
 from benchmarks.research import poisoning, privacy
 from protocol.cli import run
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
-USER = (device.device, fedpcl.command, fedtc.command, fpl.command, ingest.ingest, memory.memory, step.step)
+USER = (
+    *(fedpcl.command, fedtc.command, few_images.command, fpl.command),
+    *(device.device, ingest.ingest, memory.memory, step.step),
+)
 RESEARCH = (poisoning.command, privacy.command)
 
 

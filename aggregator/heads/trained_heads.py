@@ -16,6 +16,10 @@ from protocol.log import event
 log = logging.getLogger(__name__)
 
 
+ADD_IMAGES = "add images or devices, or lower batch_size"
+"""How a class gets more prototypes."""
+
+
 def store_head(
     task: Task, store: Store, job: HeadJob | RoundJob, result: Result, members: Mapping[str, rounds.Entry]
 ) -> HeadRecord:
@@ -42,6 +46,9 @@ def store_head(
     with store.transaction():
         store.heads.add(record)
         update_quarantine(store, record, result)
+    if result.few_prototypes:
+        few = ", ".join(f"{name} {number}" for name, number in result.few_prototypes.items())
+        event(log, logging.WARNING, f"few prototypes: {ADD_IMAGES}", head=job.version, classes=few)
     return record
 
 

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from aggregator.coordination.canary_rollout import canaries
+from aggregator.heads.trained_heads import ADD_IMAGES
 from aggregator.status.model import Candidate, Device, Enrollment, Head, Round, Status
+from aggregator.training.jobs import FEW_PROTOTYPES
 from protocol.cli import counted, plain
 
 SHOWN_HEADS = 5
@@ -57,6 +59,7 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
     for device in status.devices:
         yield from _problems(device)
     yield "", _coverage(status)
+    yield from _few_prototypes(status)
     if progress := _progress(status):
         yield "", progress
     for head in status.heads[-SHOWN_HEADS:]:
@@ -123,6 +126,16 @@ def _coverage(status: Status) -> str:
     return (
         f"{counted(status.submissions, 'submission')}, {status.waiting} not in a head yet; {covered}{without}"
     )
+
+
+def _few_prototypes(status: Status) -> Iterator[tuple[str, ...]]:
+    few = [
+        f"{name} {coverage.prototypes}"
+        for name, coverage in status.coverage.items()
+        if 0 < coverage.prototypes < FEW_PROTOTYPES
+    ]
+    if few and status.round is None:
+        yield "few prototypes", f"of {_names(few)}: {ADD_IMAGES}", "yellow"
 
 
 def _progress(status: Status) -> str:

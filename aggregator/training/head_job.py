@@ -6,11 +6,13 @@ back. The job imports torch only to train an adapter.
 
 import dataclasses
 
+import numpy as np
+
 from aggregator.algorithms.fedtc import RECIPES, Recipe, train_head
 from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, check_submission
-from aggregator.training.jobs import HeadJob, Result, report_progress, run_as_program
+from aggregator.training.jobs import FEW_PROTOTYPES, HeadJob, Result, report_progress, run_as_program
 from aggregator.training.outlier_detection import Judgment, judge
 from aggregator.training.robust_training_set import combine
 from protocol.errors import ProtofleetError
@@ -67,11 +69,14 @@ def run(job: HeadJob) -> Result:
             f"the head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}: not published"
         )
     job.write_head(head, manifest)
+    numbers = np.bincount(data.labels, minlength=len(manifest.classes)).tolist()
+    prototypes = dict(zip(manifest.classes, numbers, strict=True))
     return Result(
         prototypes=len(data.labels),
         metrics={**figures, "seconds": trained.seconds, "onnx_max_difference": difference},
         quarantined=dict(judgment.quarantined),
         warning=judgment.warning,
+        few_prototypes={name: number for name, number in prototypes.items() if 0 < number < FEW_PROTOTYPES},
     )
 
 

@@ -94,6 +94,9 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
 
 
+FEW_PROTOTYPES = 5
+"""A class with fewer rests on too few images for a reliable head."""
+
 Job = HeadJob | RoundJob | CompileJob
 J = TypeVar("J", HeadJob, RoundJob, CompileJob)
 
@@ -107,6 +110,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Devices that the head was made without, with reasons."""
     warning: str = ""
     """Why no device was quarantined although some are outliers; empty if none is."""
+    few_prototypes: dict[str, int] = {}
+    """Classes with fewer than FEW_PROTOTYPES prototypes, and how many they have."""
 
 
 def report_progress(figures: dict[str, float | str]) -> None:

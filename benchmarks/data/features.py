@@ -138,11 +138,16 @@ def _extract(data: str, backbone: Backbone, file: Path, *, at_most: int | None) 
 
 
 def averaged(
-    features: NDArray[np.float32], *, batch: int, rng: np.random.Generator, alpha: float = 1.0
+    features: NDArray[np.float32],
+    *,
+    batch: int,
+    rng: np.random.Generator,
+    alpha: float = 1.0,
+    min_images: int = 2,
 ) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
     """Return the prototypes and counts of one class's features on a device, by the device's own function."""
     return batch_prototypes(
-        lambda: [features], alpha=alpha, batch_size=batch, min_images=min(2, batch), rng=rng
+        lambda: [features], alpha=alpha, batch_size=batch, min_images=min(min_images, batch), rng=rng
     )
 
 

@@ -53,7 +53,7 @@ def test_fedtc_benchmark_writes_its_report(filled: Path) -> None:
         assert f"{run['accuracy']:.2%}" in result.stdout
         assert run["epochs"] == 2
     assert figures["ceiling"]["epochs"] == 2
-    assert figures["recipe"]["restore"]
+    assert not figures["recipe"]["restore"]
 
 
 def test_features_are_extracted_once(filled: Path) -> None:

@@ -13,7 +13,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Secret
 from protocol.wire.codec import digest_of
 from tests.support.brokers import Mosquitto, free_address
-from tests.support.fleet import QUICK, Fleet, accepted_submissions, write_digits, write_task
+from tests.support.fleet import Fleet, accepted_submissions, write_digits, write_task
 from tests.support.network_proxy import Proxy
 from tests.system.faults.transfers import Transfer, TransferLog
 from tests.system.tables import FaultRow, Reference
@@ -31,7 +31,9 @@ CONNECTED = "connected to the broker"
 
 def write_inputs(folder: Path) -> Path:
     """Write the task with its backbone, and each device's images: a third of the handwritten digits, or a tenth."""
-    tables = "[client]\nbatch_size = 1\nmin_images = 1\n" + QUICK
+    # The paper's recipe makes a head of 5 MB, so that a fault can meet its training and its download.
+    training = '[training]\nrecipe = "paper"\nepochs = 2\ndevice = "cpu"\n'
+    tables = f"[client]\nbatch_size = 1\nmin_images = 1\n{training}"
     write_task(folder, feature_sizes=(768,), tables=tables, deadline_s=100_000, retrain_after=1)
     for number, name in enumerate(DEVICES):
         write_digits(folder / name, classes=list(range(10)), start=58 * number, each=58)

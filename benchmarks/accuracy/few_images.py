@@ -1,0 +1,181 @@
+"""`python -m benchmarks few`: heads of fleets with few images, beside simpler classifiers of the same prototypes."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import NearestCentroid
+
+from aggregator.algorithms.fedtc import RECIPES, train_head
+from aggregator.algorithms.head_layers import logits_of
+from aggregator.ingest.validation import Prototypes
+from aggregator.training.robust_training_set import pool
+from benchmarks.data.features import BACKBONES, Features, averaged, load_features
+from benchmarks.data.images import NAMES, PACS
+from benchmarks.report import Table, json_option, write_json
+
+DEVICES = 4
+BATCH_SIZE = 5
+RATIO = 4
+"""Images of every second class for one of the others, where classes are not balanced."""
+
+COLUMNS = {
+    "data": "<16", "classes": ">8", "images": ">8", "rare": ">6", "prototypes": ">12", "head": ">8.1%", "ECE": ">7.1%",
+    "nearest mean": ">14.1%", "LDA": ">8.1%", "logistic, all features": ">24.1%",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Accuracies on the test images, and the head's expected calibration error in 15 bins."""
+
+    data: str
+    classes: int
+    images: int
+    """Of each class; of every second one if the others are `rare`."""
+    rare: int
+    seed: int
+    prototypes: int
+    head: float
+    calibration_error: float
+    nearest_mean: float
+    lda: float
+    logistic: float
+    seconds: float
+    epochs: int
+
+
+@click.command("few")
+@click.option(
+    "--data", "names", type=click.Choice([*NAMES, *PACS]), multiple=True,
+    default=("fashion_mnist", "cifar10", "pacs_photo"), show_default=True, help="May be repeated.",
+)  # fmt: skip
+@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
+@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
+@click.option(
+    "--images", "sizes", type=click.IntRange(min=1), multiple=True, default=(2, 5, 10, 20, 50, 100, 500),
+    show_default=True, help="Images of a class; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--seed", "seeds", type=int, multiple=True, default=(0, 1, 2), show_default=True, help="May be repeated."
+)
+@json_option
+def command(
+    *,
+    names: tuple[str, ...],
+    backbone: str,
+    image_size: int,
+    sizes: tuple[int, ...],
+    seeds: tuple[int, ...],
+    json_file: Path | None,
+) -> None:
+    """Compare heads of fleets that have few images with simpler classifiers."""
+    table = Table(
+        COLUMNS, title=f"{backbone} at {image_size}x{image_size}, {DEVICES} devices, B {BATCH_SIZE}"
+    )
+    runs = []
+    for name in names:
+        features = load_features(name, backbone=backbone, image_size=image_size)
+        for classes in (2, features.classes):
+            part = _first(features, classes)
+            available = int(np.bincount(part.train_labels).min())
+            for size in (size for size in sizes if size <= available):
+                for rare in (size, max(size // RATIO, 1)):
+                    made = [_run(part, name, size, rare, seed) for seed in seeds]
+                    runs += made
+                    table.row(name, classes, size, rare, *_means(made))
+    write_json(json_file, "few", backbone=backbone, image_size=image_size, runs=[asdict(run) for run in runs])
+
+
+def _first(features: Features, classes: int) -> Features:
+    """Return the images of the first classes."""
+    train, test = features.train_labels < classes, features.test_labels < classes
+    return Features(
+        train=features.train[train],
+        train_labels=features.train_labels[train],
+        test=features.test[test],
+        test_labels=features.test_labels[test],
+    )
+
+
+def _run(features: Features, name: str, size: int, rare: int, seed: int) -> Run:
+    rng = np.random.default_rng(seed)
+    wanted = [rare if label % 2 else size for label in range(features.classes)]
+    drawn = [
+        rng.permutation(np.flatnonzero(features.train_labels == label))[:count]
+        for label, count in enumerate(wanted)
+    ]
+    parts = pool(list(_prototypes(features.train, drawn, rng)))
+    trained = train_head(
+        parts.values,
+        parts.labels,
+        parts.counts,
+        num_classes=features.classes,
+        recipe=RECIPES["default"],
+        seed=seed,
+        device="cpu",
+    )
+    chosen = np.concatenate(drawn)
+    logits, truth = logits_of(trained.layers, features.test), features.test_labels
+    rivals = {
+        "nearest_mean": NearestCentroid().fit(parts.values, parts.labels),
+        "logistic": LogisticRegression(max_iter=1000).fit(
+            features.train[chosen], features.train_labels[chosen]
+        ),
+    }
+    if len(parts.labels) > features.classes:
+        lda = LinearDiscriminantAnalysis(
+            solver="lsqr", shrinkage="auto", priors=np.full(features.classes, 1 / features.classes)
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of classes with a single prototype
+            rivals["lda"] = lda.fit(parts.values, parts.labels)
+    scores: Mapping[str, float] = {
+        rival: float((model.predict(features.test) == truth).mean()) for rival, model in rivals.items()
+    }
+    return Run(
+        data=name,
+        classes=features.classes,
+        images=size,
+        rare=rare,
+        seed=seed,
+        prototypes=len(parts.labels),
+        head=float((logits.argmax(axis=1) == truth).mean()),
+        calibration_error=calibration_error(logits, truth),
+        seconds=trained.seconds,
+        epochs=trained.epochs,
+        **{"lda": float("nan"), **scores},
+    )
+
+
+def _prototypes(
+    train: NDArray[np.float32], drawn: list[NDArray[np.int64]], rng: np.random.Generator
+) -> Iterator[Prototypes]:
+    """Yield each device's prototypes of each class."""
+    for label, images in enumerate(drawn):
+        for share in np.array_split(images, DEVICES):
+            if len(share):
+                values, counts = averaged(train[share], batch=BATCH_SIZE, rng=rng, min_images=1)
+                yield Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
+
+
+def calibration_error(logits: NDArray[np.float32], truth: NDArray[np.int64], *, bins: int = 15) -> float:
+    """Return the expected calibration error (Guo et al., ICML 2017, eq. 3) of logits (n, C)."""
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    confidence, correct = odds.max(axis=1) / odds.sum(axis=1), logits.argmax(axis=1) == truth
+    place = np.minimum((confidence * bins).astype(int), bins - 1)
+    gaps = [correct[place == each].sum() - confidence[place == each].sum() for each in range(bins)]
+    return float(np.abs(gaps).sum() / len(truth))
+
+
+def _means(runs: list[Run]) -> tuple[float, ...]:
+    """Return the means over the seeds of the table's last columns."""
+    names = ("prototypes", "head", "calibration_error", "nearest_mean", "lda", "logistic")
+    prototypes, *rest = (float(np.mean([getattr(run, name) for run in runs])) for name in names)
+    return round(prototypes), *rest
