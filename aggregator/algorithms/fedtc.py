@@ -145,10 +145,24 @@ class _Prototypes:
         features: NDArray[np.float32] = centers[self.labels] + self.deviations(centers)
         return features
 
+    def unseen_by(self, training: "_Prototypes") -> NDArray[np.float32]:
+        """Return the features that held-out prototypes stand for, around the centers of others.
+
+        Their deviations contain the error of these centers, and are shrunk to the spread of features.
+        """
+        centers = training.centers()
+        others = np.maximum(training.samples(), 1)[self.labels]
+        error = 1 + (self.counts if self.restore else 1) / others
+        return centers[self.labels] + self.deviations(centers) / np.sqrt(error).astype(np.float32)[:, None]
+
+    def samples(self) -> NDArray[np.float64]:
+        """Return the number of images, or of prototypes that are not restored, of each class (C,)."""
+        weights = self.counts if self.restore else None
+        return np.bincount(self.labels, weights, minlength=self.num_classes).astype(np.float64)
+
     def discriminant(self) -> tuple[Dense, ...]:
-        centers, weights = self.centers(), self.counts if self.restore else None
-        samples = np.bincount(self.labels, weights, minlength=self.num_classes)
-        return (discriminant(centers, self.deviations(centers), samples),)
+        centers = self.centers()
+        return (discriminant(centers, self.deviations(centers), self.samples()),)
 
 
 def train_head(
@@ -213,7 +227,7 @@ def train_head(
         first = folds == 0
         if first.sum() >= MIN_HELD_OUT:
             trial, _ = adapter(data.part(~first))
-            features = data.part(first).features(data.part(~first).centers())
+            features = data.part(first).unseen_by(data.part(~first))
             scale, trial_losses = _calibrated(logits_of(trial, features), labels[first])
             gain = _calibrated(logits[first], labels[first])[1] - trial_losses
             if gain.mean() > gain.std(ddof=1) / math.sqrt(len(gain)):
@@ -251,7 +265,7 @@ def _cross_validated(data: _Prototypes, folds: NDArray[np.int64]) -> NDArray[np.
     logits = np.zeros((len(folds), data.num_classes), dtype=np.float32)
     for fold in range(folds.max() + 1):
         held_out, training = data.part(folds == fold), data.part(folds != fold)
-        logits[folds == fold] = logits_of(training.discriminant(), held_out.features(training.centers()))
+        logits[folds == fold] = logits_of(training.discriminant(), held_out.unseen_by(training))
     return logits
 
 
