@@ -108,7 +108,7 @@ def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddr
 
 
 def test_failed_training_is_logged_and_not_repeated(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cuda:99"')
+    task_file = write_task(tmp_path, 'quorum = 1\n[training]\nrecipe = "paper"\ndevice = "cuda:99"')
     with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "a") as device:
         device.aggregator_is("online")
         task = digest_of(device.task())
