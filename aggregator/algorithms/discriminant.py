@@ -8,7 +8,7 @@ from aggregator.algorithms.head_layers import Dense
 
 
 def discriminant(
-    centers: NDArray[np.float32], deviations: NDArray[np.float32], images: NDArray[np.integer]
+    centers: NDArray[np.float32], deviations: NDArray[np.float32], images: NDArray[np.number]
 ) -> Dense:
     """Return the linear discriminant of classes that share a covariance and are equally likely.
 

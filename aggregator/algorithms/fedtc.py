@@ -153,7 +153,9 @@ class _Prototypes:
         centers = training.centers()
         others = np.maximum(training.samples(), 1)[self.labels]
         error = 1 + (self.counts if self.restore else 1) / others
-        return centers[self.labels] + self.deviations(centers) / np.sqrt(error).astype(np.float32)[:, None]
+        return np.asarray(
+            centers[self.labels] + self.deviations(centers) / np.sqrt(error)[:, None], dtype=np.float32
+        )
 
     def samples(self) -> NDArray[np.float64]:
         """Return the number of images, or of prototypes that are not restored, of each class (C,)."""
