@@ -15,11 +15,14 @@ def event(logger: logging.Logger, level: int, message: str, **fields: object) ->
 
 
 def _text(value: object) -> str:
-    """Return floats with four significant digits, bytes in hex, and texts in quotes where they would be ambiguous."""
+    """Return floats with four significant digits, bytes in hex, and texts in quotes where they would be ambiguous.
+
+    Names of files outside UTF-8 are escaped: not every log can take them.
+    """
     if isinstance(value, float):
         text = f"{value:.4g}"
         return f"{value:.0f}" if "e+" in text else text
-    text = value.hex() if isinstance(value, bytes) else str(value)
+    text = value.hex() if isinstance(value, bytes) else str(value).encode(errors="backslashreplace").decode()
     if text and not any(character.isspace() or character in "\"'=" for character in text):
         return text
     return json.dumps(text, ensure_ascii=False)

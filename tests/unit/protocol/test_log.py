@@ -30,6 +30,7 @@ class Unprintable:
         ("a=b", '"a=b"'),
         ("line\nbreak", '"line\\nbreak"'),
         (b"\x01\xff", "01ff"),
+        ("a\udcff.png", r"a\udcff.png"),
         (("a", "b"), "\"('a', 'b')\""),
     ],
 )
