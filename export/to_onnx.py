@@ -1,10 +1,7 @@
 """Export a PyTorch image network to an ONNX file, after comparing the two."""
 
-import contextlib
 import hashlib
-import logging
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 
 from export.parity import Reference, compare, sample_photos
 from protocol.errors import ProtofleetError
+from protocol.log import warnings_suppressed
 from protocol.onnx_metadata import BackboneMetadata, to_properties
 from protocol.preprocessing import preprocess
 from protocol.storage.blobstore import write_atomically
@@ -71,7 +69,7 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
     spec = metadata.preprocessing
     example = torch.zeros(2, spec.height, spec.width, 3, dtype=torch.uint8)
     try:
-        with _quiet(), torch.inference_mode():
+        with warnings_suppressed(), torch.inference_mode():
             program = torch.onnx.export(
                 _Normalized(module, metadata).eval(),
                 (example,),
@@ -166,14 +164,3 @@ def _own_reference(module: nn.Module, metadata: BackboneMetadata) -> Reference:
 def _with_metadata(model: onnx.ModelProto, metadata: BackboneMetadata) -> bytes:
     onnx.helper.set_model_props(model, to_properties(metadata))
     return bytes(model.SerializeToString(deterministic=True))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)

@@ -1,7 +1,10 @@
 """Log events as one line each: a message, then key=value pairs."""
 
+import contextlib
 import json
 import logging
+import warnings
+from collections.abc import Iterator
 
 
 def event(logger: logging.Logger, level: int, message: str, **fields: object) -> None:
@@ -12,6 +15,18 @@ def event(logger: logging.Logger, level: int, message: str, **fields: object) ->
     if logger.isEnabledFor(level):
         pairs = [f"{name}={_text(value)}" for name, value in fields.items() if value is not None]
         logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=2)
+
+
+@contextlib.contextmanager
+def warnings_suppressed() -> Iterator[None]:
+    """Suppress Python's warnings, and log messages up to level WARNING, of a library in this process."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _text(value: object) -> str:

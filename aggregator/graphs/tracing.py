@@ -1,10 +1,7 @@
 """Traces an algorithm's torch functions into ONNX files, whose inputs and outputs are named as its tensors."""
 
-import contextlib
 import itertools
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +16,7 @@ from aggregator.algorithms.algorithm import Algorithm, Function, Functions
 from aggregator.graphs.head_export import OPSET
 from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError
+from protocol.log import warnings_suppressed
 from protocol.onnx_metadata import GraphMetadata, to_properties
 
 Examples = Mapping[str, Tensor]
@@ -86,7 +84,7 @@ def to_onnx(
         return tuple(outputs.values())
 
     inputs = tuple(tensors[name] for name in function.inputs)
-    with _quiet():
+    with warnings_suppressed():
         traced = make_fx(positional, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
         program = torch.onnx.export(
             traced,
@@ -157,15 +155,3 @@ def _without_notes(program: Any) -> onnx.ModelProto:
         part.ClearField("metadata_props")
         part.ClearField("doc_string")
     return model
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the exporter's warnings."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)

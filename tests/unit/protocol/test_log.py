@@ -1,10 +1,11 @@
 """Log events: one line of a message and key=value pairs."""
 
 import logging
+import warnings
 
 import pytest
 
-from protocol.log import event
+from protocol.log import event, warnings_suppressed
 
 log = logging.getLogger("protocol.test_log")
 
@@ -53,3 +54,23 @@ def test_event_formats_nothing_below_level(caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.INFO, logger=log.name):
         event(log, logging.DEBUG, "frame received", frame=Unprintable())
     assert caplog.messages == []
+
+
+def test_warnings_are_suppressed_until_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """Errors are logged; after the block, also one that raises, warnings are reported again."""
+
+    def fail() -> None:
+        with warnings_suppressed():
+            log.warning("suppressed")
+            log.error("logged")
+            warnings.warn("suppressed", stacklevel=1)
+            raise ValueError("export failed")
+
+    with caplog.at_level(logging.INFO, logger=log.name), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ValueError, match="export failed"):
+            fail()
+        log.warning("logged after the block")
+        warnings.warn("reported after the block", stacklevel=1)
+    assert caplog.messages == ["logged", "logged after the block"]
+    assert [str(warning.message) for warning in caught] == ["reported after the block"]
