@@ -62,7 +62,7 @@ def run_command(
 ) -> None:
     """Run the aggregator until interrupted."""
     start_logging(verbose=verbose)
-    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
+    require_packages("onnx", "onnxscript", "onnxruntime", "rpds", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
     from aggregator.messaging.embedded_broker import EmbeddedBroker
     from aggregator.security.identity import aggregator_access, restore_closed

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from aggregator.coordination.persistent_map import PersistentMap
-
 Verdict = Literal["new", "duplicate", "superseded", "late", "unknown_round"]
 
 _NOTHING: Mapping[str, "Entry"] = MappingProxyType({})
@@ -275,15 +273,19 @@ def _submitted(
     if settings.rounds is not None and counted is not None and counted.round == entry.round:
         # A device that submits again does not postpone the grace period or the deadline of its round.
         entry = replace(entry, received_s=counted.received_s)
-    submissions = state.submissions
-    if not isinstance(submissions, PersistentMap):
-        submissions = PersistentMap(submissions)
-    changed = replace(state, submissions=submissions.with_item(device, entry))
+    changed = replace(state, submissions=_with_item(state.submissions, device, entry))
     collection = state.collection
     if collection is not None and _is_of(collection, state, settings):
         was_waiting = counted is not None and _is_waiting(device, counted, state, settings)
         collection = _updated(collection, changed, device, was_waiting=was_waiting, settings=settings)
     return replace(changed, collection=collection), SubmissionVerdict("new", entry)
+
+
+def _with_item(submissions: Mapping[str, Entry], device: str, entry: Entry) -> Mapping[str, Entry]:
+    """Return a copy with one entry changed, which shares the other entries with the original."""
+    from rpds import HashTrieMap  # commands that only read the state need no package of the extra
+
+    return HashTrieMap.convert(submissions).insert(device, entry)
 
 
 def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple[Action, ...]]:
@@ -296,7 +298,7 @@ def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple
     state = replace(state, collection=collection)
     if not _is_due(collection, now_s, state, settings):
         return state, ()
-    members = counting(state, settings)
+    members = dict(sorted(counting(state, settings).items()))
     has_failed = state.failed == members and (settings.rounds is None or now_s < state.retry_s)
     if not members or has_failed:
         return state, ()

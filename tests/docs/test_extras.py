@@ -13,8 +13,8 @@ from tests.support.aggregator_process import write_task
 from tests.support.submissions import SERVED
 
 EXTRAS = (
-    "amqtt", "dp_accounting", "onnx", "onnxruntime", "onnxscript", "rich", "safetensors", "scipy", "sklearn", "timm",
-    "torch",
+    "amqtt", "dp_accounting", "onnx", "onnxruntime", "onnxscript", "rich", "rpds", "safetensors", "scipy", "sklearn",
+    "timm", "torch",
 )  # fmt: skip
 """Packages that only extras bring."""
 

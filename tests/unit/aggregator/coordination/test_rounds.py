@@ -30,6 +30,14 @@ def test_quorum_closes_the_first_collection() -> None:
     assert run(submitted("b"), state=state)[1] == [(1, ["a0.1", "b0.1", "c0.1"])]
 
 
+def test_members_are_stored_in_order_of_their_names() -> None:
+    """Heads of the same submissions have the same record, whatever the order of arrival."""
+    devices = [f"device-{number}" for number in range(40)]
+    state, _, _ = run(*map(submitted, reversed(devices)), Ticked(10**6), Trained(1), Ticked(10**6))
+    assert state.training is not None
+    assert list(state.training) == sorted(devices)
+
+
 def test_device_counts_once_for_the_quorum() -> None:
     """However many duplicates and newer submissions it sends."""
     events = [submitted("a", sequence=sequence) for sequence in (1, 1, 2, 3, 3, 2)]
