@@ -228,8 +228,11 @@ def _held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[
     except ConfigError as error:
         event(log, logging.WARNING, "no image to evaluate the head on", error=error)
         return members
-    known = workspace.cache.known(*backbone_digests(manifest))
+    known, kept = (
+        workspace.cache.known(*backbone_digests(manifest)),
+        held_out(images, workspace.settings.holdout),
+    )
     for image in images:
-        if image.identity in known and held_out(image, workspace.settings.holdout):
+        if image.identity in known and image.relative in kept:
             members[image.label].append(image.identity)
     return members

@@ -34,15 +34,17 @@ class FoundImages:
 
     usable: tuple[LabeledImage, ...]
     unusable: tuple[tuple[Path, str], ...]
+    held_out: frozenset[str] = frozenset()
+    """Relative paths of the images that are held out."""
 
     def of_class(self, label: int) -> list[LabeledImage]:
         """Return the usable images of a class."""
         return [image for image in self.usable if image.label == label]
 
-    def for_training(self, holdout: float, label: int | None = None) -> list[LabeledImage]:
+    def for_training(self, label: int | None = None) -> list[LabeledImage]:
         """Return the usable images that are not held out, of one class or of all."""
         images = self.usable if label is None else self.of_class(label)
-        return [image for image in images if not held_out(image, holdout)]
+        return [image for image in images if image.relative not in self.held_out]
 
 
 @dataclass
@@ -90,8 +92,9 @@ class Workspace:
     def extract(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> FoundImages:
         """Find the images and put the features of all of them into the cache.
 
-        If the task perturbs images, training images are perturbed and held-out images are not. A task with rounds
-        closes its backbones afterwards.
+        If the task perturbs images, training images are perturbed and held-out images are not. Under differential
+        privacy no image is held out: which ones are depends on the class's other images. A task with rounds closes its
+        backbones afterwards.
 
         Raises:
             NoImages: there are none, and the task is not private.
@@ -111,9 +114,10 @@ class Workspace:
             )
         keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
         self.cache.prune((image.identity for image in images), *keys)
+        kept = held_out(images, 0.0 if is_private(manifest) else settings.holdout)
         parts: dict[bool, list[LabeledImage]] = {False: [], True: []}
         for image in images:
-            parts[alter is not None and not held_out(image, settings.holdout)].append(image)
+            parts[alter is not None and image.relative not in kept].append(image)
         unusable: list[tuple[Path, str]] = []
         reporter = ProgressReporter(
             None if self.dry_run else self.store, images=len(images), backbones=len(manifest.backbones)
@@ -136,7 +140,7 @@ class Workspace:
                 unusable += extraction.refused
         useless = {path for path, _ in unusable}
         usable = tuple(image for image in images if image.path not in useless)
-        return FoundImages(usable, tuple(sorted(unusable)))
+        return FoundImages(usable, tuple(sorted(unusable)), kept)
 
     def secret(self, manifest: TaskManifest) -> bytes:
         """Return the device's secret, from which shuffles and noise are derived.

@@ -78,7 +78,7 @@ def prepare_prototypes(
         members = found.of_class(label)
         if not members:
             continue
-        training = found.for_training(workspace.settings.holdout, label)
+        training = found.for_training(label)
         pending = last.waiting(name, training, least=task.batch_size)
         used = last.stays(name, training) if pending else training
         rows = last.rows(label) if used is None else None

@@ -54,8 +54,8 @@ def _prepare(
     feature_size = sum(each.metadata.feature_size for each in workspace.backbones(manifest))
     if wanted is None or len(secret) != KEY_BYTES:
         raise PrivacyRefused(FAILED)
-    holdout, digests = workspace.settings.holdout, backbone_digests(manifest)
-    members = [found.for_training(holdout, label) for label in range(len(manifest.classes))]
+    digests = backbone_digests(manifest)
+    members = [found.for_training(label) for label in range(len(manifest.classes))]
     fingerprint = hashlib.sha256(_VERSION + task + hashlib.sha256(secret).digest())
     # The features of one class are in memory at a time.
     for images in members:

@@ -71,7 +71,7 @@ class RoundTraining:
             Interrupted: `should_stop` returned True.
             NoPrototype: no class has enough images.
         """
-        images = found.for_training(self._workspace.settings.holdout)
+        images = found.for_training()
         reports = _class_reports(manifest, found, images)
         require_prototype(manifest, reports, found)
         names = "\0".join(f"{image.label} {image.identity}" for image in images)
@@ -132,7 +132,7 @@ class RoundTraining:
 
     def store_initial_model(self, manifest: TaskManifest, tensors: BlobRef, found: FoundImages) -> bytes:
         """Store the model to which a device that trained in no round binds a head; returns its digest."""
-        images = found.for_training(self._workspace.settings.holdout)
+        images = found.for_training()
         data = self._training_set(manifest, images) if images else None
         packed = local_round.pack(
             local_round.initial_model(manifest, tensors, data=data, blobs=self._store.blobs)

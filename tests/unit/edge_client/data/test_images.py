@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
-from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage, decode, find_images, scan_images
+from edge_client.data.images import decode, find_images, scan_images
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.preprocessing import Preprocessing, preprocess
 from tests.support.device_factory import image_file, noise
@@ -91,7 +88,6 @@ def test_file_names_outside_utf8_are_found_and_read(tmp_path: Path) -> None:
     image_file(tmp_path / "cat/1.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/cat/\xff.png"))
     (found,) = find_images(tmp_path, CLASSES)
     assert decode(found.path).size == (40, 30)
-    assert held_out(found, 1.0)
 
 
 def test_unknown_folders_are_named_and_left_out(tmp_path: Path) -> None:
@@ -174,24 +170,6 @@ def test_invalid_list_is_refused_with_the_line(tmp_path: Path, text: str, says: 
     with pytest.raises(ConfigError, match=says) as refusal:
         find_images(tmp_path / "list.csv", CLASSES)
     assert "\n" not in str(refusal.value)
-
-
-@given(st.lists(st.text(min_size=1), unique=True, min_size=1), st.floats(0, 1))
-def test_holding_out_depends_on_the_path_alone(names: list[str], fraction: float) -> None:
-    """A larger fraction only adds images."""
-    for name in names:
-        image = LabeledImage(Path(), name, 0, size_bytes=1, mtime_ns=2)
-        later = LabeledImage(Path("/moved"), name, 1, size_bytes=3, mtime_ns=4)
-        assert held_out(image, fraction) == held_out(later, fraction)
-        assert held_out(image, fraction) <= held_out(image, min(1.0, fraction + 0.1))
-        assert not held_out(image, 0.0)
-        assert held_out(image, 1.0)
-
-
-def test_about_the_fraction_is_held_out() -> None:
-    images = [LabeledImage(Path(), f"cat/{i:05}.png", 0, size_bytes=0, mtime_ns=0) for i in range(5000)]
-    held = sum(held_out(image, 0.2) for image in images)
-    assert 900 < held < 1100
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from edge_client.data.holdout import held_out
 from edge_client.data.images import find_images
 from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
@@ -155,8 +154,8 @@ def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Work
     """The cache separates both, a second extraction computes nothing, and without noise features are clean."""
     noisy, clean = manifest(on_images()), manifest(None)
     found = workspace.extract(noisy, _never)
-    kept_out = {image.identity for image in found.usable if held_out(image, 0.3)}
-    assert 0 < len(kept_out) < 24
+    kept_out = {image.identity for image in found.usable if image.relative in found.held_out}
+    assert len(kept_out) == 6
     assert workspace.cache.known(*backbone_digests(noisy)) == kept_out
     assert (
         workspace.cache.known(*training_feature_keys(noisy)) == {p.identity for p in found.usable} - kept_out

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import read_message
-from edge_client.data.holdout import held_out
+from edge_client.data.holdout import held_out, held_out_count
 from edge_client.data.images import LabeledImage
 from edge_client.data.prototype_averaging import class_means
 from edge_client.submission import round_submission
@@ -72,10 +72,10 @@ def _sent(
 ) -> list[tuple[int, int, int]]:
     """Return what leaves a device with so many images per class; nothing if it has too few."""
     images = _images(counts)
-    workspace = make_workspace(folder, holdout=holdout)
+    workspace = make_workspace(folder)
     (key,) = training_feature_keys(manifest)
     workspace.cache.put(key, [(image.identity, _feature(image)) for image in images], [])
-    found = FoundImages(tuple(images), ())
+    found = FoundImages(tuple(images), (), held_out(images, holdout))
     try:
         if manifest.program is None:
             prepared = prepare_prototypes(workspace, manifest, found)
@@ -119,8 +119,8 @@ def test_every_prototype_averages_at_least_min_images(
     sent = _sent(counts, manifest, holdout, tmp_path_factory.mktemp("device"))
     for label, said, images in sent:
         assert said == images >= min_images, CLASSES[label]
-    kept = [image for image in _images(counts) if not held_out(image, holdout)]
-    enough = {label for label in range(4) if sum(p.label == label for p in kept) >= min_images}
+    training = [count - held_out_count(count, holdout) for count in counts]
+    enough = {label for label in range(4) if training[label] >= min_images}
     assert {label for label, _, _ in sent} <= enough, "a class with fewer gives none"
     if program is not None or alpha == 1.0:
         assert {label for label, _, _ in sent} == enough

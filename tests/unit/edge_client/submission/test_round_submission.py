@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from edge_client.agent.state import UploadItem
 from edge_client.data.extraction import Interrupted
+from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
@@ -48,7 +49,8 @@ class Device:
         self.folder = folder
         self.store = DeviceState(folder)
         self.cache = FeatureCache(folder / "features.sqlite")
-        settings = make_settings(folder, holdout=holdout)
+        self.holdout = holdout
+        settings = make_settings(folder)
         self.rounds = RoundTraining(Workspace(settings, self.store, self.cache, dry_run))
         self.steps: list[int] = []
 
@@ -69,7 +71,7 @@ class Device:
             task,
             manifest,
             opened,
-            found=FoundImages(tuple(found), ()),
+            found=FoundImages(tuple(found), (), held_out(found, self.holdout)),
             on_progress=lambda done, _total: self.steps.append(done),
             should_stop=lambda: stop_before is not None and len(self.steps) >= stop_before,
         )
@@ -237,7 +239,7 @@ def test_held_out_images_are_not_trained_on(tmp_path: Path) -> None:
     device = Device(tmp_path, holdout=0.5)
     prepared = device.train(make_task(device.store.blobs), open_round(device.store.blobs))
     training = [entry.images - entry.held_out for entry in prepared.classes]
-    assert 0 < sum(training) < sum(COUNTS)
+    assert training == [4, 3, 3]
     assert model_of(prepared).counts.tolist() == training
 
 
