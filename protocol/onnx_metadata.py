@@ -82,9 +82,10 @@ class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_field="kind"):
-    """A graph of backbone and head, from ``image`` to ``logits`` and ``probabilities``."""
+    """A graph of backbones and head, from images to ``probabilities`` and ``logits`` float32 (n, C)."""
 
-    backbone: BackboneMetadata
+    backbones: Annotated[dict[str, BackboneMetadata], Meta(min_length=1)]
+    """By input of the graph: the backbone that takes it, with the preprocessing of its images."""
     head: HeadMetadata
 
 

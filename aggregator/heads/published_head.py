@@ -4,8 +4,6 @@ import logging
 import time
 from pathlib import Path
 
-import onnx
-
 from aggregator.coordination import canary_rollout
 from aggregator.graphs.fused_model import fuse
 from aggregator.heads.operator_commands import usable_heads
@@ -151,7 +149,7 @@ class Releases:
 
 
 def write_current_files(task: Task, store: Store, head: HeadRecord) -> None:
-    """Write `head.onnx`, and with one backbone `model.onnx`, into the state directory; raises StateError.
+    """Write `head.onnx` and `model.onnx` into the state directory; raises StateError.
 
     The model is written first, so that the digest of `head.onnx` shows that both are written.
     """
@@ -163,18 +161,19 @@ def write_current_files(task: Task, store: Store, head: HeadRecord) -> None:
 
 
 def _model(task: Task, store: Store, head: HeadRecord, data: bytes | None) -> bytes | None:
-    """Return backbone and head as one file: the training's if it is still there, otherwise fused again."""
-    if data is None or len(task.manifest.backbones) != 1:
+    """Return backbones and head as one file: the training's if it is still there, otherwise fused again."""
+    if data is None:
         return None
     name = f"head-{head.version}" if head.tensors is None else f"round-{head.version - 1}"
     made = store.folder / "training" / name
     if (made / "model.onnx").is_file() and file_digest(made / "head.onnx") == head.file:
         with state_errors(made):
             return (made / "model.onnx").read_bytes()
-    backbone = _read(store, task.manifest.backbones[0].digest, head)
+    files = [_read(store, backbone.digest, head) for backbone in task.manifest.backbones]
+    backbones = [file for file in files if file is not None]
     try:
-        return None if backbone is None else fuse(backbone, data)
-    except (BackboneMismatch, onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        return fuse(backbones, data) if len(backbones) == len(files) else None
+    except BackboneMismatch as error:
         event(log, logging.WARNING, "cannot write model.onnx", head=head.version, reason=error)
         return None
 

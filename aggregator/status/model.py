@@ -137,4 +137,4 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
     refusals: tuple[Refusal, ...]
     head_path: str | None
-    model_path: Annotated[str | None, Meta(description="Head and backbone in one ONNX file.")]
+    model_path: Annotated[str | None, Meta(description="Head and backbones in one ONNX file.")]

@@ -1,5 +1,6 @@
 """Jobs that the aggregator runs as processes: inputs and outputs are files in a folder, progress goes to stdout."""
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import msgspec
 
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import read_message
-from protocol.errors import ProtofleetError
+from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import BlobStore, write_atomically
 from protocol.wire.codec import decode
@@ -18,7 +19,7 @@ from protocol.wire.messages import MAX_MANIFEST_BYTES, Submission, TaskManifest
 
 
 class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Make head `version` of submissions: `head.onnx`, and with one backbone `model.onnx`."""
+    """Make head `version` of submissions: `head.onnx` and `model.onnx`."""
 
     version: int
     task: str
@@ -60,13 +61,14 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def write_head(self, head: bytes, manifest: TaskManifest) -> None:
-        """Write `head.onnx`, and with one backbone `model.onnx`."""
-        write_atomically(Path(self.folder) / "head.onnx", head)
-        if len(manifest.backbones) == 1:
-            from aggregator.graphs.fused_model import fuse  # onnx, which `aggregator release` does not need
+        """Write `head.onnx`, and `model.onnx` if the backbones and the head can be fused."""
+        from aggregator.graphs.fused_model import fuse  # onnx, which `aggregator release` does not need
 
-            backbone = BlobStore(Path(self.blobs)).read(manifest.backbones[0].digest)
-            write_atomically(Path(self.folder) / "model.onnx", fuse(backbone, head))
+        write_atomically(Path(self.folder) / "head.onnx", head)
+        blobs = BlobStore(Path(self.blobs))
+        backbones = [blobs.read(backbone.digest) for backbone in manifest.backbones]
+        with contextlib.suppress(BackboneMismatch):  # the aggregator tries it again, and logs the reason
+            write_atomically(Path(self.folder) / "model.onnx", fuse(backbones, head))
 
 
 class HeadJob(SubmissionsJob, frozen=True, kw_only=True):

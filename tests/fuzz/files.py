@@ -83,7 +83,7 @@ def _metadata() -> Iterable[bytes]:
     )
     yield backbone.encode()
     yield head.encode()
-    yield f'{{"kind":"model","backbone":{backbone},"head":{head}}}'.encode()
+    yield f'{{"kind":"model","backbones":{{"image":{backbone}}},"head":{head}}}'.encode()
     yield (
         b'{"kind":"graph","role":"step","algorithm":"fpl","classes":3,"feature_size":4,"projection_size":2,'
         b'"opset":17,"runtime_min":"1.14","runtime_max":"1.31"}'

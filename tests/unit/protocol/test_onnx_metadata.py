@@ -47,7 +47,7 @@ GRAPH = GraphMetadata(
     opset=18,
     runtime_min="1.14",
 )
-MODEL = ModelMetadata(backbone=BACKBONE, head=HEAD)
+MODEL = ModelMetadata(backbones={"image": BACKBONE}, head=HEAD)
 KINDS = [BackboneMetadata, HeadMetadata, GraphMetadata, ModelMetadata]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -16,6 +16,7 @@ from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import OPSET, head_to_onnx, max_difference
 from protocol.errors import BackboneMismatch
 from protocol.onnx_metadata import HeadMetadata, ModelMetadata, read_metadata
+from protocol.preprocessing import Preprocessing
 from tests.support.graphs import EDGE, tiny_backbone
 
 FEATURE_SIZE = 16
@@ -35,13 +36,13 @@ def network(*, seed: int = 0) -> list[Dense]:
     ]
 
 
-def described(backbone: bytes) -> HeadMetadata:
+def described(*backbones: bytes) -> HeadMetadata:
     """What the head of such a network says."""
     return HeadMetadata(
         classes=CLASSES,
         version=4,
         task="a" * 64,
-        backbones=(hashlib.sha256(backbone).hexdigest(),),
+        backbones=tuple(hashlib.sha256(backbone).hexdigest() for backbone in backbones),
         feature_size=FEATURE_SIZE,
         training={"loss": 0.25},
     )
@@ -127,10 +128,12 @@ def test_fused_file_equals_backbone_and_head(head: bytes, backbone: bytes, opset
     other = version_converter.convert_version(onnx.load_model_from_string(backbone), opset)
     file = bytes(other.SerializeToString())
     head_of_it = head_to_onnx(network(), metadata=described(file))
-    fused = onnxruntime.InferenceSession(fuse(file, head_of_it))
+    fused = onnxruntime.InferenceSession(fuse([file], head_of_it))
 
     assert [entry.name for entry in fused.get_inputs()] == ["image"]
-    assert [entry.name for entry in fused.get_outputs()] == ["logits", "probabilities"]
+    rows = ("tensor(float)", ["n", len(CLASSES)])
+    outputs = [(entry.name, entry.type, entry.shape) for entry in fused.get_outputs()]
+    assert outputs == [("probabilities", *rows), ("logits", *rows)]
     for count in (1, 4):
         (features,) = onnxruntime.InferenceSession(file).run(["feature"], {"image": random_images(count)})
         expected = onnxruntime.InferenceSession(head).run(["logits", "probabilities"], {"feature": features})
@@ -139,13 +142,62 @@ def test_fused_file_equals_backbone_and_head(head: bytes, backbone: bytes, opset
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+def test_fused_file_equals_several_backbones_and_head() -> None:
+    """Of other image sizes, operator sets and numbers of features; the metadata describes each input."""
+    preprocessing = [Preprocessing(height=8, width=8), Preprocessing(height=4, width=12, crop_pct=0.9)]
+    first, second = (
+        tiny_backbone(feature_size=size, preprocessing=each)
+        for size, each in zip((6, FEATURE_SIZE - 6), preprocessing, strict=True)
+    )
+    second = bytes(
+        version_converter.convert_version(onnx.load_model_from_string(second), 20).SerializeToString()
+    )
+    head = head_to_onnx(network(), metadata=described(first, second))
+    fused = onnxruntime.InferenceSession(fuse([first, second], head))
+
+    random = np.random.default_rng(0)
+    images = {
+        f"backbone_{number}/image": random.integers(0, 256, (3, spec.height, spec.width, 3), dtype=np.uint8)
+        for number, spec in enumerate(preprocessing, start=1)
+    }
+    assert [entry.name for entry in fused.get_inputs()] == list(images)
+    metadata = read_metadata(fused.get_modelmeta().custom_metadata_map, ModelMetadata)
+    assert {name: each.preprocessing for name, each in metadata.backbones.items()} == dict(
+        zip(images, preprocessing, strict=True)
+    )
+    features = [
+        onnxruntime.InferenceSession(file).run(None, {"image": batch})[0]
+        for file, batch in zip((first, second), images.values(), strict=True)
+    ]
+    logits, probabilities = onnxruntime.InferenceSession(head).run(
+        ["logits", "probabilities"], {"feature": np.concatenate(features, axis=1)}
+    )
+    given = fused.run(None, images)
+    for ours, theirs in zip(given, (probabilities, logits), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_backbones_that_cannot_be_merged_are_an_error() -> None:
+    """Of other operators than ONNX's own, in two versions."""
+    files = []
+    for version in (1, 2):
+        model = onnx.load_model_from_string(tiny_backbone(feature_size=FEATURE_SIZE // 2))
+        model.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", version))
+        files.append(bytes(model.SerializeToString()))
+    head = head_to_onnx(network(), metadata=described(*files))
+    with pytest.raises(
+        BackboneMismatch, match=r"onnx cannot merge the backbones and the head: .*different operator set"
+    ):
+        fuse(files, head)
+
+
 def test_fused_file_has_the_metadata_of_both(backbone: bytes, head: bytes) -> None:
     """And no other metadata."""
-    session = onnxruntime.InferenceSession(fuse(backbone, head))
+    session = onnxruntime.InferenceSession(fuse([backbone], head))
     properties = session.get_modelmeta().custom_metadata_map
     facts = read_metadata(properties, ModelMetadata)
     assert facts.head == described(backbone)
-    assert facts.backbone.preprocessing.height == EDGE
+    assert {name: each.preprocessing.height for name, each in facts.backbones.items()} == {"image": EDGE}
     assert list(properties) == ["protofleet"]
 
 
@@ -153,7 +205,7 @@ def test_head_of_another_backbone_is_not_fused(head: bytes, backbone: bytes) -> 
     """The error has both digests."""
     other = tiny_backbone(feature_size=FEATURE_SIZE, seed=1)
     with pytest.raises(BackboneMismatch) as caught:
-        fuse(other, head)
+        fuse([other], head)
     for file in (backbone, other):
         assert hashlib.sha256(file).hexdigest() in str(caught.value)
 
@@ -161,4 +213,4 @@ def test_head_of_another_backbone_is_not_fused(head: bytes, backbone: bytes) -> 
 def test_two_heads_are_not_fused(head: bytes) -> None:
     """The error says that a backbone was expected."""
     with pytest.raises(BackboneMismatch, match="expected a protofleet backbone"):
-        fuse(head, head)
+        fuse([head], head)

@@ -215,6 +215,22 @@ def test_head_is_served_although_its_file_could_not_be_written(store: Store, tas
     assert row.digest in releases.served
 
 
+def test_head_that_cannot_be_fused_is_published(
+    store: Store, task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a model.onnx, which would otherwise be an earlier head's; the log has the reason."""
+    (store.folder / "model.onnx").write_bytes(b"of an earlier head")
+    digest = store.blobs.put(b"broken")
+    store.heads.add(HeadRecord(1, task.digest, digest, 6, 0.0, 1, {"a": "00" * 32}, {}, file=digest))
+    releases = Releases(task, store)
+    releases.tick(1)
+    assert releases.manifest is not None
+    assert releases.manifest.current.head.digest == digest
+    assert (store.folder / "head.onnx").read_bytes() == b"broken"
+    assert not (store.folder / "model.onnx").exists()
+    assert 'cannot write model.onnx head=1 reason="onnx cannot merge' in caplog.text
+
+
 def test_command_is_carried_out_once(store: Store, task: Task) -> None:
     """If its outcome cannot be stored, it is undone; otherwise a rollback would happen twice."""
     releases = Releases(task, store)

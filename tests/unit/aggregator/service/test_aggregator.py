@@ -85,9 +85,7 @@ def test_head_is_trained_and_survives_a_restart(amqtt_broker: BrokerAddress, tmp
 
 
 def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """The head takes all of them; no single graph holds several backbones, so no model.onnx is written."""
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "model.onnx").write_bytes(b"of an earlier task")
+    """The head takes all of them, and model.onnx contains all of them."""
     task_file = write_task(tmp_path, "[training]\nepochs = 1")
     (tmp_path / "eight.onnx").write_bytes(tiny_backbone(feature_size=8))
     text = task_file.read_text().replace('["tiny.onnx"]', '["tiny.onnx", "eight.onnx"]')
@@ -103,8 +101,9 @@ def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddr
         metadata = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)
         assert metadata.feature_size == 24
         assert metadata.backbones == tuple(backbone.digest.hex() for backbone in backbones)
-        assert not (daemon.state / "model.onnx").exists()
-        assert daemon.status()["model_path"] is None
+        model = onnxruntime.InferenceSession(daemon.state / "model.onnx")
+        assert [entry.name for entry in model.get_inputs()] == ["backbone_1/image", "backbone_2/image"]
+        assert daemon.status()["model_path"] == str(daemon.state / "model.onnx")
 
 
 def test_failed_training_is_logged_and_not_repeated(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:

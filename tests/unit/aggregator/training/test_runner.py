@@ -14,6 +14,8 @@ from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError, ThreadFailed
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
+from protocol.wire.messages import BlobRef
+from tests.support.graphs import tiny_backbone
 from tests.support.submissions import FEATURE_SIZE, MANIFEST, submission
 
 TIMEOUT_S = 300.0
@@ -53,8 +55,10 @@ def test_missing_submission_fails_the_job(tmp_path: Path) -> None:
 
 def test_same_submissions_make_the_same_head(tmp_path: Path) -> None:
     """Byte for byte, so that an interrupted training can be repeated."""
-    manifest = structs.replace(MANIFEST, backbones=MANIFEST.backbones * 2)  # of which no model.onnx is made
-    task = BlobStore(tmp_path / "blobs").put(encode(manifest))
+    blobs = BlobStore(tmp_path / "blobs")
+    backbone = tiny_backbone(feature_size=FEATURE_SIZE)
+    reference = BlobRef(digest=blobs.put(backbone), size_bytes=len(backbone), name="tiny.onnx")
+    task = blobs.put(encode(structs.replace(MANIFEST, backbones=(reference,))))
     job = _job(tmp_path, encode(submission(task=task)))
     job = structs.replace(job, task=task.hex(), training=Training(device="cpu", epochs=2))
     heads = []
@@ -62,8 +66,19 @@ def test_same_submissions_make_the_same_head(tmp_path: Path) -> None:
         finished, _ = _end(job, tmp_path)
         assert finished.result is not None
         assert finished.result.metrics["seconds"] > 0
-        heads.append((Path(job.folder) / "head.onnx").read_bytes())
+        heads.append([(Path(job.folder) / name).read_bytes() for name in ("head.onnx", "model.onnx")])
     assert heads[0] == heads[1]
+
+
+def test_head_that_cannot_be_fused_is_written(tmp_path: Path) -> None:
+    """The training does not fail for lack of a model.onnx."""
+    job, blobs = _job(tmp_path), BlobStore(tmp_path / "blobs")
+    references = tuple(
+        BlobRef(digest=blobs.put(data), size_bytes=len(data), name="broken") for data in (b"one", b"other")
+    )
+    Path(job.folder).mkdir(parents=True)
+    job.write_head(b"head", structs.replace(MANIFEST, backbones=references))
+    assert [path.name for path in Path(job.folder).iterdir()] == ["head.onnx"]
 
 
 def test_stopped_process_is_a_failed_job(tmp_path: Path) -> None:

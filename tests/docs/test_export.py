@@ -1,0 +1,166 @@
+"""The programs in docs/export.md compute from model.onnx alone what `edge-client predict` computes."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from aggregator.algorithms.head_layers import Dense
+from aggregator.graphs.fused_model import fuse
+from aggregator.graphs.head_export import head_to_onnx
+from edge_client.inference import open_head, predict
+from edge_client.runtime.backbone import open_backbone
+from protocol.onnx_metadata import HeadMetadata
+from protocol.preprocessing import Preprocessing
+from tests.support.graphs import tiny_backbone
+
+PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
+SECTION = PAGE.partition("\n## Use model.onnx without protofleet\n")[2].partition("\n## ")[0]
+BLOCKS = dict(re.findall(r"(?ms)^```(\w+)\n(.*?)^```", SECTION))
+WRITE_METADATA, INSTALL, PREDICT = BLOCKS["console"].splitlines()
+
+CLASSES = ("ant", "honey bee", "Käfer", "dog", "elk")
+FEATURE_SIZE = 16
+MODELS = {
+    "one": [Preprocessing(height=8, width=8)],
+    "several": [
+        Preprocessing(height=8, width=8),
+        Preprocessing(height=12, width=12, crop_pct=0.8, interpolation="bilinear"),
+        Preprocessing(height=6, width=10, crop_mode="squash"),
+        Preprocessing(height=8, width=12, crop_mode="border", fill=(9, 99, 200)),
+    ],
+}
+each_model = pytest.mark.parametrize("model", MODELS)
+
+_random = np.random.default_rng(0)
+_y, _x = np.mgrid[0:48, 0:96]
+IMAGES = {
+    "of the input's size": _random.integers(0, 256, (8, 8, 3), dtype=np.uint8),
+    "of one color": np.full((16, 32, 3), (250, 120, 10), np.uint8),
+    "square": _random.integers(0, 256, (50, 50, 3), dtype=np.uint8),
+    "smooth": np.stack([2 * _x, 5 * _y, 255 - _x], axis=2).astype(np.uint8),
+    "gray": _random.integers(0, 256, (8, 8), dtype=np.uint8),
+    "transparent": _random.integers(0, 256, (8, 8, 4), dtype=np.uint8),
+}
+
+NOT_RESAMPLED = {
+    "one": ("of one color", "of the input's size", "gray", "transparent"),
+    "several": ("of one color",),
+}
+"""Images for which the filter makes no difference."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each model, a folder with `model.onnx`, its parts and the images."""
+    return {name: _write(tmp_path_factory.mktemp(name), specs) for name, specs in MODELS.items()}
+
+
+def _write(folder: Path, specs: Sequence[Preprocessing]) -> Path:
+    files = [
+        tiny_backbone(feature_size=FEATURE_SIZE, seed=number, preprocessing=spec)
+        for number, spec in enumerate(specs)
+    ]
+    metadata = HeadMetadata(
+        classes=CLASSES,
+        version=1,
+        task="a" * 64,
+        backbones=tuple(sha256(file).hexdigest() for file in files),
+        feature_size=FEATURE_SIZE * len(files),
+        training={},
+    )
+    weights = np.random.default_rng(1).normal(size=(len(CLASSES), metadata.feature_size)) * 0.05
+    layer = Dense(weights.astype(np.float32), np.zeros(len(CLASSES), np.float32))
+    head = head_to_onnx([layer], metadata=metadata)
+    for name, data in (("head.onnx", head), ("model.onnx", fuse(files, head))):
+        (folder / name).write_bytes(data)
+    for number, file in enumerate(files):
+        (folder / f"{number}.onnx").write_bytes(file)
+    for name, pixels in IMAGES.items():
+        Image.fromarray(pixels).save(folder / f"{name}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a `node_modules` folder with what the JavaScript program needs."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        pytest.skip("node and npm are not installed: apt-get install nodejs npm")
+    folder = tmp_path_factory.mktemp("packages")
+    settings = ("engine_strict", "ignore_scripts")
+    env = os.environ | {f"npm_config_{name}": "true" for name in settings}
+    try:
+        done = subprocess.run(
+            INSTALL.split(), cwd=folder, env=env, timeout=300, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"no answer from the package registry in 300 s: {INSTALL}")
+    if done.returncode != 0:
+        pytest.skip(f"cannot install the packages: {INSTALL}: {done.stderr.strip()}")
+    return folder / "node_modules"
+
+
+def _prediction(folder: Path, image: str) -> tuple[str, float]:
+    """Return the class and its probability as `edge-client predict` finds them."""
+    count = len(list(folder.glob("[0-9].onnx")))
+    backbones = [open_backbone(folder / f"{number}.onnx", provider="cpu") for number in range(count)]
+    head = open_head((folder / "head.onnx").read_bytes(), backbones=backbones)
+    (found,) = predict([folder / f"{image}.png"], backbones, head, top=1)
+    return found.top[0]
+
+
+def _compare(printed: str, expected: tuple[str, float], *, tolerance: float = 1e-4) -> None:
+    label, probability = printed.strip().rsplit(" ", 1)
+    assert label == expected[0]
+    assert float(probability) == pytest.approx(expected[1], abs=tolerance)
+
+
+def _run(arguments: Sequence[str], folder: Path) -> str:
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        arguments, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python_program_imports_nothing_of_protofleet() -> None:
+    """Only what the page says to install."""
+    imported = {
+        alias.name if isinstance(node, ast.Import) else node.module
+        for node in ast.walk(ast.parse(BLOCKS["python"]))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == {"json", "sys", "numpy", "onnxruntime", "PIL"}
+
+
+@each_model
+@pytest.mark.parametrize("image", ["of the input's size", "square", "smooth", "transparent"])
+def test_python_program_predicts_as_a_device(folders: dict[str, Path], model: str, image: str) -> None:
+    folder = folders[model]
+    printed = _run([sys.executable, "-c", BLOCKS["python"], f"{image}.png"], folder)
+    _compare(printed, _prediction(folder, image))
+
+
+@each_model
+def test_javascript_program_predicts_as_a_device(
+    folders: dict[str, Path], packages: Path, model: str
+) -> None:
+    """Exactly, for images that need no resampling; about as exactly as the filters are equal for a photo."""
+    folder = folders[model]
+    (folder / "node_modules").symlink_to(packages)
+    (folder / PREDICT.split()[1]).write_text(BLOCKS["js"], encoding="utf-8")
+    _run(["sh", "-c", WRITE_METADATA], folder)
+    for image, tolerance in {**dict.fromkeys(NOT_RESAMPLED[model], 1e-4), "smooth": 1e-2}.items():
+        printed = _run([*PREDICT.split()[:2], f"{image}.png"], folder)
+        _compare(printed, _prediction(folder, image), tolerance=tolerance)
