@@ -93,6 +93,15 @@ class _Client(mqtt.Client):
             self.on_crash(error)
 
 
+def stop_thread(client: mqtt.Client) -> None:
+    """Stop a client's network thread.
+
+    If the thread ends by itself meanwhile, paho raises AttributeError (eclipse-paho/paho.mqtt.python, issue 872).
+    """
+    with contextlib.suppress(AttributeError):
+        client.loop_stop()
+
+
 class Connection:
     """A connection with its own paho client, from whose thread `signal` and `on_message` are called.
 
@@ -150,7 +159,7 @@ class Connection:
         """Disconnect, and drop the callbacks, whose references would keep the socket open."""
         client = self._client
         client.disconnect()
-        client.loop_stop()
+        stop_thread(client)
         client.on_connect = client.on_disconnect = client.on_message = client.on_publish = None
         client.on_subscribe = client.on_log = None
         client.on_crash = lambda _: None

@@ -21,6 +21,7 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination.canary_rollout import Settings
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list
 from edge_client.cli import cli as edge_client
+from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Perturbation
 from tests.docs.command_lines import DEPLOY, parse
@@ -60,7 +61,7 @@ def publish(
     for message in [sender.publish(topic, payload, qos=1, retain=retain) for _ in range(times)]:
         message.wait_for_publish(TIMEOUT_S)
     sender.disconnect()
-    sender.loop_stop()
+    stop_thread(sender)
 
 
 def receive(subscriber: paho.Client, *, messages: int) -> int:

@@ -14,6 +14,7 @@ import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.reasoncodes import ReasonCode
 
+from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, open_tls
 
@@ -79,7 +80,7 @@ class AttackerClient:
 
     def __exit__(self, *_: object) -> None:
         self._client.disconnect()
-        self._client.loop_stop()
+        stop_thread(self._client)
 
     def vanish(self) -> None:
         """End without DISCONNECT, so that the broker publishes the last will."""
@@ -87,7 +88,7 @@ class AttackerClient:
         if isinstance(sock, socket.socket):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        self._client.loop_stop()
+        stop_thread(self._client)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False) -> bool:
         """Publish; returns whether the broker has accepted."""
