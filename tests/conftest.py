@@ -11,8 +11,8 @@ import pytest
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.brokers import amqtt, free_address, mosquitto, mosquitto_program
 
-# Read by OpenMP when torch is first imported: threads that spin slow everybody else on the machine down.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read by OpenMP when torch is first imported. pytest-xdist uses all cores; more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes depends on the load of the machine.
 hypothesis.settings.register_profile("no deadline", deadline=None)

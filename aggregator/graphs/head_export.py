@@ -8,7 +8,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from aggregator.algorithms.head_layers import MIN_LENGTH, Dense, logits_of
+from aggregator.algorithms.fedtc.head import MIN_LENGTH, Dense, logits_of
 from aggregator.graphs.fused_model import finished
 from protocol.onnx_metadata import HeadMetadata
 

@@ -5,10 +5,12 @@ back. The job imports torch only to train an adapter.
 """
 
 import dataclasses
+import time
 
 import numpy as np
 
-from aggregator.algorithms.fedtc import RECIPES, Recipe, train_head
+from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
+from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, check_submission
@@ -51,6 +53,7 @@ def run(job: HeadJob) -> Result:
     included = [part for device, part in parts.items() if device not in judgment.quarantined]
     data = combine(included, by=job.robust.combine)
     report_progress({"prototypes": len(data.labels)})
+    started_s = time.perf_counter()
     trained = train_head(
         data.values,
         data.labels,
@@ -61,7 +64,13 @@ def run(job: HeadJob) -> Result:
         device=job.training.device,
         report=report_progress,
     )
-    figures = {"loss": trained.loss, "accuracy": trained.accuracy, "epochs": float(trained.epochs)}
+    seconds = time.perf_counter() - started_s
+    figures = {
+        "loss": trained.loss,
+        "accuracy": trained.accuracy,
+        "epochs": float(trained.epochs),
+        "temperature": trained.temperature,
+    }
     head = head_to_onnx(trained.layers, metadata=job.metadata(manifest, figures))
     difference = max_difference(trained.layers, head, data.values[:256])
     if not difference <= MAX_ONNX_DIFFERENCE:
@@ -73,7 +82,7 @@ def run(job: HeadJob) -> Result:
     prototypes = dict(zip(manifest.classes, numbers, strict=True))
     return Result(
         prototypes=len(data.labels),
-        metrics={**figures, "seconds": trained.seconds, "onnx_max_difference": difference},
+        metrics={**figures, "seconds": seconds, "onnx_max_difference": difference},
         quarantined=dict(judgment.quarantined),
         warning=judgment.warning,
         few_prototypes={name: number for name, number in prototypes.items() if 0 < number < FEW_PROTOTYPES},

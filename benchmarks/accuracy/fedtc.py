@@ -6,7 +6,7 @@ from typing import Literal
 
 import click
 
-from aggregator.algorithms.fedtc_adapter import torch_device
+from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.config.schema import Training
 from aggregator.training.head_job import recipe_of
 from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
@@ -20,6 +20,7 @@ COLUMNS = {
     "partition": "<16",
     "seed": ">6",
     "top-1": ">8.2%",
+    "ECE": ">7.1%",
     "devices": ">9",
     "prototypes": ">12,",
     "MB up": ">9.2f",
@@ -112,12 +113,14 @@ def command(
             result = run_fleet(features, partition, settings, seed=seed)
             results.append(result)
             table.row(
-                *(result.partition, result.seed, result.accuracy, result.devices, result.prototypes),
-                *(result.bytes_up / 1e6, result.train_seconds),
+                *(result.partition, result.seed, result.accuracy, result.calibration_error),
+                *(result.devices, result.prototypes, result.bytes_up / 1e6, result.train_seconds),
             )
     top = run_ceiling(features, settings, seed=seeds[0]) if ceiling else None
     if top:
-        table.row("all features", None, top.accuracy, None, None, None, top.train_seconds)
+        table.row(
+            "all features", None, top.accuracy, top.calibration_error, None, None, None, top.train_seconds
+        )
     accuracies = [result.accuracy for result in results]
     write_json(
         json_file,

@@ -6,6 +6,7 @@ the accuracy of the same head trained on all the features themselves: the ceilin
 
 import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc import Recipe, TrainedHead, train_head
-from aggregator.algorithms.head_layers import Dense, logits_of
+from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.recipe import Recipe
+from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust_training_set import pool
 from benchmarks.data.features import Features, averaged
@@ -43,6 +45,7 @@ class Result:
     partition: str
     seed: int
     accuracy: float
+    calibration_error: float
     devices: int
     """Clients that had something to send."""
     images: int
@@ -61,6 +64,7 @@ class Ceiling:
     """The head trained on all features themselves, in one place."""
 
     accuracy: float
+    calibration_error: float
     epochs: int
     train_seconds: float
 
@@ -70,18 +74,22 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed).values()
     taken = pool([decoded(payload, expectation) for payload in payloads])
+    started_s = time.perf_counter()
     trained = train_on(taken, features, recipe=settings.recipe, device=settings.device, seed=seed)
+    seconds = time.perf_counter() - started_s
+    logits = logits_of(trained.layers, features.test)
     return Result(
         partition=str(partition),
         seed=seed,
         accuracy=accuracy_of(trained.layers, features),
+        calibration_error=calibration_error(logits, features.test_labels),
         devices=len(payloads),
         images=int(taken.counts.sum()),
         prototypes=len(taken.labels),
         bytes_up=sum(map(len, payloads)),
         tensor_bytes=taken.values.astype(np.float16).nbytes,
         epochs=trained.epochs,
-        train_seconds=trained.seconds,
+        train_seconds=seconds,
     )
 
 
@@ -98,9 +106,15 @@ def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling
     """Train the same head by the same recipe on every feature itself."""
     everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
     recipe = dataclasses.replace(settings.recipe, restore=False, mix=False)
+    started_s = time.perf_counter()
     trained = train_on(everything, features, recipe=recipe, device=settings.device, seed=seed)
+    seconds = time.perf_counter() - started_s
+    logits = logits_of(trained.layers, features.test)
     return Ceiling(
-        accuracy=accuracy_of(trained.layers, features), epochs=trained.epochs, train_seconds=trained.seconds
+        accuracy=accuracy_of(trained.layers, features),
+        calibration_error=calibration_error(logits, features.test_labels),
+        epochs=trained.epochs,
+        train_seconds=seconds,
     )
 
 
@@ -200,3 +214,12 @@ def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: st
 def accuracy_of(layers: Sequence[Dense], features: Features) -> float:
     """Return the head's accuracy on the test images."""
     return float((logits_of(layers, features.test).argmax(axis=1) == features.test_labels).mean())
+
+
+def calibration_error(logits: NDArray[np.float32], truth: NDArray[np.int64], *, bins: int = 15) -> float:
+    """Return the expected calibration error (Guo et al., ICML 2017, eq. 3) of logits (n, C)."""
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    confidence, correct = odds.max(axis=1) / odds.sum(axis=1), logits.argmax(axis=1) == truth
+    place = np.minimum((confidence * bins).astype(int), bins - 1)
+    gaps = [correct[place == each].sum() - confidence[place == each].sum() for each in range(bins)]
+    return float(np.abs(gaps).sum() / len(truth))

@@ -12,10 +12,13 @@ from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import NearestCentroid
 
-from aggregator.algorithms.fedtc import RECIPES, train_head
-from aggregator.algorithms.head_layers import logits_of
+from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
+from benchmarks.accuracy.fedtc_fleet import calibration_error
 from benchmarks.data.features import BACKBONES, Features, averaged, load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.report import Table, json_option, write_json
@@ -47,7 +50,6 @@ class Run:
     nearest_mean: float
     lda: float
     logistic: float
-    seconds: float
     epochs: int
 
 
@@ -121,10 +123,11 @@ def _run(features: Features, name: str, size: int, rare: int, seed: int) -> Run:
         seed=seed,
         device="cpu",
     )
+    restored = TrainingSet(parts.values, parts.labels, parts.counts, features.classes, restore=True)
     chosen = np.concatenate(drawn)
     logits, truth = logits_of(trained.layers, features.test), features.test_labels
     rivals = {
-        "nearest_mean": NearestCentroid().fit(parts.values, parts.labels),
+        "nearest_mean": NearestCentroid().fit(restored.centers, np.arange(features.classes)),
         "logistic": LogisticRegression(max_iter=1000).fit(
             features.train[chosen], features.train_labels[chosen]
         ),
@@ -135,7 +138,7 @@ def _run(features: Features, name: str, size: int, rare: int, seed: int) -> Run:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of classes with a single prototype
-            rivals["lda"] = lda.fit(parts.values, parts.labels)
+            rivals["lda"] = lda.fit(restored.features, parts.labels)
     scores: Mapping[str, float] = {
         rival: float((model.predict(features.test) == truth).mean()) for rival, model in rivals.items()
     }
@@ -148,7 +151,6 @@ def _run(features: Features, name: str, size: int, rare: int, seed: int) -> Run:
         prototypes=len(parts.labels),
         head=float((logits.argmax(axis=1) == truth).mean()),
         calibration_error=calibration_error(logits, truth),
-        seconds=trained.seconds,
         epochs=trained.epochs,
         **{"lda": float("nan"), **scores},
     )
@@ -163,15 +165,6 @@ def _prototypes(
             if len(share):
                 values, counts = averaged(train[share], batch=BATCH_SIZE, rng=rng, min_images=1)
                 yield Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
-
-
-def calibration_error(logits: NDArray[np.float32], truth: NDArray[np.int64], *, bins: int = 15) -> float:
-    """Return the expected calibration error (Guo et al., ICML 2017, eq. 3) of logits (n, C)."""
-    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-    confidence, correct = odds.max(axis=1) / odds.sum(axis=1), logits.argmax(axis=1) == truth
-    place = np.minimum((confidence * bins).astype(int), bins - 1)
-    gaps = [correct[place == each].sum() - confidence[place == each].sum() for each in range(bins)]
-    return float(np.abs(gaps).sum() / len(truth))
 
 
 def _means(runs: list[Run]) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import click
 import numpy as np
 
-from aggregator.algorithms.fedtc_adapter import torch_device
+from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.head_job import recipe_of

@@ -7,8 +7,8 @@ from typing import Any
 import click
 import numpy as np
 
-from aggregator.algorithms.fedtc import RECIPES
-from aggregator.algorithms.fedtc_adapter import torch_device
+from aggregator.algorithms.fedtc.adapter import torch_device
+from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.accuracy.comparison import repeated
 from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES, load_data

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc import Recipe
+from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
 from benchmarks.accuracy.fedtc_fleet import accuracy_of, train_on

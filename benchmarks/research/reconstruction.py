@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc import restore_variance
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from benchmarks.data.features import Features
 from benchmarks.data.images import DataSet
 from benchmarks.research.decoder import Decoder, as_values, decode, train_decoder
@@ -118,7 +118,9 @@ def forms_of(
         name = f"prototypes, B {batch}" if batch > 1 else "single features"
         forms.append(Form(name, release, release.values, whole, knowledge))
         if batch > 1:
-            restored = restore_variance(release.values, release.labels, release.counts)
+            restored = TrainingSet(
+                release.values, release.labels, release.counts, int(release.labels.max()) + 1, restore=True
+            ).features
             forms.append(Form(f"restored, B {batch}", release, restored, whole, knowledge))
         if batch in (1, 5):
             perturbed = _perturbed(release)

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc import train_head
-from aggregator.algorithms.head_layers import logits_of
+from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.task_file import load_task
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import Store

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import cli
-from benchmarks.accuracy.few_images import calibration_error
+from benchmarks.accuracy.fedtc_fleet import calibration_error
 from tests.benchmarks.feature_factory import fill_data, make_folders
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from aggregator.algorithms.fedtc import RECIPES
+from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
 from benchmarks.data.features import BACKBONES, Features, export_backbone, features_of
 from benchmarks.data.images import data_folder, load_data, weights_folder

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc import RECIPES
+from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.__main__ import cli
 from benchmarks.data.features import Features
 from benchmarks.data.images import DataSet, Labeled

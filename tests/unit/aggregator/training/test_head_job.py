@@ -2,7 +2,7 @@
 
 import pytest
 
-from aggregator.algorithms.fedtc import RECIPES
+from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.config.schema import Training
 from aggregator.training.head_job import recipe_of
 

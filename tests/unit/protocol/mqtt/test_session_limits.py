@@ -370,7 +370,10 @@ CONNACK, SUBACK = b"\x20\x03\x00\x00\x00", b"\x90\x04\x00\x01\x00\x01"
     ],
     ids=["HTTP", "answer", "subscription", "topic", "length", "property"],
 )
-def test_invalid_mqtt_disconnects_and_is_retried(said: bytes) -> None:
+def test_invalid_mqtt_disconnects_and_is_retried(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HTTP reads as the beginning of a longer packet, and ends with the time to connect."""
+    monkeypatch.setattr(reconnecting_session, "CONNECT_TIMEOUT_S", 2.0)
+
     def answer(peer: socket.socket) -> None:
         peer.recv(4096)
         peer.sendall(said)

@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.head_layers import Dense
+from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.fedtc.recipe import Recipe
 from protocol.errors import ProtofleetError
-
-if TYPE_CHECKING:
-    from aggregator.algorithms.fedtc import Recipe
 
 
 def torch_device(configured: str) -> str:
@@ -38,9 +36,9 @@ def torch_device(configured: str) -> str:
 class Head(nn.Module):
     """The paper's adapter and head (Table 5): features (n, L) to logits (n, C)."""
 
-    def __init__(self, *, feature_size: int, num_classes: int, hidden: Sequence[int] = (1024, 512)) -> None:
+    def __init__(self, *, feature_size: int, num_classes: int) -> None:
         super().__init__()
-        sizes = (feature_size, *hidden, num_classes)
+        sizes = (feature_size, 1024, 512, num_classes)
         self.layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
         self.registered = nn.ModuleList(self.layers)
 
@@ -54,7 +52,7 @@ class Head(nn.Module):
 
 
 @dataclass(frozen=True)
-class _TrainingSet:
+class _Tensors:
     """Prototypes ordered by class: a class center plus a deviation is a feature to train on.
 
     Attributes:
@@ -77,7 +75,7 @@ def train_adapter(
     deviations: NDArray[np.float32],
     labels: NDArray[np.integer],
     *,
-    recipe: "Recipe",
+    recipe: Recipe,
     seed: int,
     device: str,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -100,7 +98,7 @@ def train_adapter(
     """
     device = torch_device(device)
     generator = torch.Generator().manual_seed(seed)
-    data = _training_set(centers, deviations, labels, device=device)
+    data = _tensors(centers, deviations, labels, device=device)
     head = _first_head(data, seed).to(device)
     mean, scale = _mean_and_scale(data) if recipe.standardize else (0.0, 1.0)
     data = replace(data, centers=(data.centers - mean) / scale, deviations=data.deviations / scale)
@@ -112,12 +110,12 @@ def train_adapter(
     ), epochs
 
 
-def _training_set(
+def _tensors(
     centers: NDArray[np.float32], deviations: NDArray[np.float32], labels: NDArray[np.integer], *, device: str
-) -> _TrainingSet:
+) -> _Tensors:
     order = np.argsort(labels, kind="stable")
     sizes = np.bincount(labels, minlength=len(centers))
-    return _TrainingSet(
+    return _Tensors(
         centers=torch.as_tensor(centers, device=device),
         deviations=torch.as_tensor(deviations[order], device=device),
         labels=torch.as_tensor(labels[order].astype(np.int64), device=device),
@@ -126,7 +124,7 @@ def _training_set(
     )
 
 
-def _first_head(data: _TrainingSet, seed: int) -> Head:
+def _first_head(data: _Tensors, seed: int) -> Head:
     """Initialize a head on the CPU, so that every device starts from the same one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -138,7 +136,7 @@ def _first_head(data: _TrainingSet, seed: int) -> Head:
     return head
 
 
-def _mean_and_scale(data: _TrainingSet) -> tuple[Tensor, Tensor]:
+def _mean_and_scale(data: _Tensors) -> tuple[Tensor, Tensor]:
     """Return each feature's mean and standard deviation, (L,), over the features to train on.
 
     No scale is less than a hundredth of the mean scale, so that a feature that hardly varies among the prototypes is
@@ -160,9 +158,9 @@ def _fold(head: Head, mean: Tensor | float, scale: Tensor | float) -> None:
 
 def _fit(
     head: Head,
-    data: _TrainingSet,
+    data: _Tensors,
     *,
-    recipe: "Recipe",
+    recipe: Recipe,
     generator: torch.Generator,
     report: Callable[[dict[str, Any]], None],
 ) -> int:
@@ -187,13 +185,13 @@ def _fit(
     return epochs
 
 
-def _optimizer(head: Head, recipe: "Recipe") -> torch.optim.Optimizer:
+def _optimizer(head: Head, recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(head.parameters(), lr=recipe.learning_rate)
     return torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate, fused=True)
 
 
-def _features(data: _TrainingSet, members: Tensor, *, generator: torch.Generator, mix: bool) -> Tensor:
+def _features(data: _Tensors, members: Tensor, *, generator: torch.Generator, mix: bool) -> Tensor:
     """Return a step's features, (b, L).
 
     Mixed, each deviation d becomes cos(t) d + sin(t) d', with d' that of a random prototype of the same class and t

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.head_layers import Dense
+from aggregator.algorithms.fedtc.head import Dense
 
 
 def discriminant(
@@ -13,13 +13,14 @@ def discriminant(
     """Return the linear discriminant of classes that share a covariance and are equally likely.
 
     The covariance S of the features within a class is shrunk to a multiple of the identity by the oracle approximating
-    shrinkage of Chen, Wiesel, Eldar and Hero, "Shrinkage algorithms for MMSE covariance estimation" (2010), eq. 23.
-    The logits are those of Gaussian classes, without what all classes share. Without deviations, this is the nearest
-    class mean.
+    shrinkage of Chen, Wiesel, Eldar and Hero, "Shrinkage algorithms for MMSE covariance estimation" (2010), eq. 23
+    without its terms of 2 / L. The logits are those of Gaussian classes, without what all classes share. Without
+    deviations, this is the nearest class mean.
 
-    A center estimated from few images is farther from the others than the true mean, by tr(S^-1 S) / images on average,
-    which would cost its class images; the bias makes up for it (Moran and Murphy, "A closer look at two alternative
-    methods of statistical discrimination", 1979). The trace is estimated by leaving one deviation out.
+    The mean of few images is farther from all features than the class's true mean, which would cost rare classes
+    images: its squared length, measured with the inverse of the shrunk covariance, is too large by tr(shrunk^-1 S) /
+    images on average. The bias makes up for it (Moran and Murphy, "A closer look at two alternative methods of
+    statistical discrimination", 1979). The trace is estimated by leaving one deviation out at a time.
 
     Args:
         centers: (C, L), the mean of each class.
@@ -37,7 +38,7 @@ def discriminant(
         # The spread within classes is unknown: as large as that between them.
         shared, weight, freedom = float((means**2).sum()) / max(len(means) - 1, 1) or 1.0, 0.0, 1
     else:
-        shrinkage = _shrinkage(rows / np.sqrt(freedom))
+        shrinkage = _shrinkage(rows, freedom)
         shared, weight = shrinkage * squares / freedom / size, (1 - shrinkage) / freedom
     solved = _solve(rows, shared, weight, np.concatenate([means, rows]))
     directions, spread = solved[: len(means)], solved[len(means) :]
@@ -54,13 +55,12 @@ def discriminant(
     return head
 
 
-def _shrinkage(rows: NDArray[np.float64]) -> float:
-    """Return the share of the identity in the covariance S = R^T R of rows R (m, L)."""
-    freedom, size = len(rows), rows.shape[1]
-    gram = rows @ rows.T if freedom < size else rows.T @ rows
-    trace, squares = float(np.trace(gram)), float((gram**2).sum())
-    below = (freedom + 1 - 2 / size) * (squares - trace**2 / size)
-    return min(1.0, ((1 - 2 / size) * squares + trace**2) / below) if below > 0 else 1.0
+def _shrinkage(rows: NDArray[np.float64], freedom: int) -> float:
+    """Return the share of the identity in the covariance R^T R / freedom of deviations R (m, L)."""
+    gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
+    squares, squared_trace = float((gram**2).sum()), float(np.trace(gram)) ** 2
+    below = (freedom + 1) * (squares - squared_trace / rows.shape[1])
+    return min(1.0, (squares + squared_trace) / below) if below > 0 else 1.0
 
 
 def _solve(

@@ -1,0 +1,78 @@
+"""How a head is trained: the paper's recipe, and the default."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+WARM_UP = 0.3
+"""Fraction of a one-cycle training in which the rate rises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a head is trained.
+
+    Attributes:
+        epochs: passes over the prototypes; more if they are fewer than `min_steps` steps.
+        min_steps: least number of optimizer steps.
+        batch_size: prototypes in a step.
+        optimizer: plain SGD, or AdamW.
+        learning_rate: constant, or the peak of the cycle.
+        one_cycle: raise the rate from near nothing and let it fall again, over the whole training.
+        restore: restore the variance that averaging removed (`TrainingSet`).
+        mix: train each step on random mixtures of two restored deviations of a class.
+        standardize: train on features of mean 0 and deviation 1, folded into the first layer afterwards, so that
+            one rate suits the feature scales of all backbones.
+        closed_form: use the linear discriminant, unless cross-validation says that the adapter is better.
+    """
+
+    epochs: int
+    min_steps: int
+    batch_size: int
+    optimizer: Literal["sgd", "adamw"]
+    learning_rate: float
+    one_cycle: bool
+    restore: bool
+    mix: bool
+    standardize: bool
+    closed_form: bool
+
+    def rate_at(self, progress: float) -> float:
+        """Return the fraction of the learning rate at a point of the training between 0 and 1."""
+        if not self.one_cycle:
+            return 1.0
+        if progress < WARM_UP:
+            return progress / WARM_UP
+        return (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP))) / 2
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "paper": Recipe(
+            epochs=200,
+            min_steps=0,
+            batch_size=64,
+            optimizer="sgd",
+            learning_rate=1e-3,
+            one_cycle=False,
+            restore=False,
+            mix=False,
+            standardize=False,
+            closed_form=False,
+        ),
+        "default": Recipe(
+            epochs=8,
+            min_steps=300,
+            batch_size=256,
+            optimizer="adamw",
+            learning_rate=1e-3,
+            one_cycle=True,
+            restore=True,
+            mix=True,
+            standardize=True,
+            closed_form=True,
+        ),
+    }
+)

@@ -1,0 +1,166 @@
+"""FedTC (eq. 5): train a head from the prototypes of all devices."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.fedtc.calibration import calibrate, cross_entropy
+from aggregator.algorithms.fedtc.discriminant import discriminant
+from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.recipe import Recipe
+from aggregator.algorithms.fedtc.training_set import TrainingSet
+
+FOLDS = 5
+"""Parts of the prototypes in cross-validation; fewer than LEAVE_ONE_OUT prototypes are left out one by one."""
+
+LEAVE_ONE_OUT = 100
+
+MIN_HELD_OUT = 30
+"""Held-out prototypes from which a difference of one standard error says something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedHead:
+    """A head and its training's figures.
+
+    Attributes:
+        layers: the head.
+        loss: mean cross-entropy on held-out prototypes; on all if none could be held out.
+        accuracy: of the head on the prototypes that it was made from.
+        epochs: passes over the prototypes; 0 for the linear discriminant.
+        temperature: divisor of the logits that makes the probabilities of held-out prototypes most likely.
+    """
+
+    layers: tuple[Dense, ...]
+    loss: float
+    accuracy: float
+    epochs: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A head before its logits are divided by the temperature."""
+
+    layers: tuple[Dense, ...]
+    epochs: int = 0
+    temperature: float = 1.0
+    loss: float = math.nan
+    """On held-out prototypes; NaN if there are none."""
+
+
+def train_head(
+    prototypes: NDArray[np.float32],
+    labels: NDArray[np.integer],
+    counts: NDArray[np.integer],
+    *,
+    num_classes: int,
+    recipe: Recipe,
+    seed: int,
+    device: str,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> TrainedHead:
+    """Make a head from the pooled prototypes (FedTC eq. 5).
+
+    By the default recipe it is a linear discriminant, or the paper's adapter and head where cross-validation over
+    prototypes finds their loss lower by more than its standard error. Logits are divided by the temperature that makes
+    held-out prototypes most likely.
+
+    The same input in the same order and the same seed give the same head on the CPU. A class without
+    prototypes is never predicted.
+
+    Args:
+        prototypes: (m, L) float32, of all devices.
+        labels: (m,), in 0 to num_classes - 1.
+        counts: (m,), the images in each prototype.
+        num_classes: C, the classes of the task.
+        recipe: how to train.
+        seed: of the folds, the first weights, the shuffling and the mixing.
+        device: where the adapter is trained: a torch device, or "auto" for CUDA if available.
+        report: called after each epoch of the adapter with `device`, `epoch` from 1, `epochs` and its mean `loss`.
+
+    Raises:
+        ProtofleetError: there are no prototypes, invalid ones, or no CUDA device where one is configured.
+    """
+
+    def adapter(part: TrainingSet) -> tuple[tuple[Dense, ...], int]:
+        from aggregator.algorithms.fedtc.adapter import train_adapter
+
+        return train_adapter(
+            part.centers,
+            part.deviations,
+            part.labels,
+            recipe=recipe,
+            seed=seed,
+            device=device,
+            report=report,
+        )
+
+    data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore)
+    chosen = _choose(data, adapter, seed) if recipe.closed_form else _Candidate(*adapter(data))
+    layers = _divided(chosen, data.samples > 0)
+    logits = logits_of(layers, data.features)
+    return TrainedHead(
+        layers=layers,
+        loss=float(cross_entropy(logits, labels).mean()) if math.isnan(chosen.loss) else chosen.loss,
+        accuracy=float((logits.argmax(axis=1) == labels).mean()),
+        epochs=chosen.epochs,
+        temperature=chosen.temperature,
+    )
+
+
+def _choose(
+    data: TrainingSet, adapter: Callable[[TrainingSet], tuple[tuple[Dense, ...], int]], seed: int
+) -> _Candidate:
+    """Return the linear discriminant, or the adapter where its loss on held-out prototypes is lower."""
+    folds = _folds(data.labels, seed)
+    tested, first = folds >= 0, folds == 0
+    if not tested.any():
+        return _Candidate((_discriminant(data),))
+    logits = _cross_validated(data, folds)
+    temperature, losses = calibrate(logits[tested], data.labels[tested])
+    linear = _Candidate((_discriminant(data),), temperature=temperature, loss=float(losses.mean()))
+    if first.sum() < MIN_HELD_OUT:
+        return linear
+    training, held_out = data.part(~first), data.part(first)
+    trial, _ = adapter(training)
+    temperature, losses = calibrate(logits_of(trial, held_out.unseen_by(training)), held_out.labels)
+    gain = calibrate(logits[first], held_out.labels)[1] - losses
+    if gain.mean() <= gain.std(ddof=1) / math.sqrt(len(gain)):
+        return linear
+    return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
+
+
+def _folds(labels: NDArray[np.integer], seed: int) -> NDArray[np.int64]:
+    """Divide each class's prototypes over the folds at random; -1 for the only prototype of a class."""
+    number = FOLDS if len(labels) >= LEAVE_ONE_OUT else len(labels)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    folds = np.empty(len(labels), dtype=np.int64)
+    folds[order[np.argsort(labels[order], kind="stable")]] = np.arange(len(labels)) % number
+    folds[np.bincount(labels)[labels] == 1] = -1
+    return folds
+
+
+def _cross_validated(data: TrainingSet, folds: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the logits (m, C) of the discriminant of the other folds; zeros for prototypes without a fold."""
+    logits = np.zeros((len(folds), data.num_classes), dtype=np.float32)
+    for fold in np.unique(folds[folds >= 0]):
+        held_out, training = data.part(folds == fold), data.part(folds != fold)
+        logits[folds == fold] = logits_of([_discriminant(training)], held_out.unseen_by(training))
+    return logits
+
+
+def _discriminant(data: TrainingSet) -> Dense:
+    return discriminant(data.centers, data.deviations, data.samples)
+
+
+def _divided(head: _Candidate, present: NDArray[np.bool_]) -> tuple[Dense, ...]:
+    """Divide a head's logits by its temperature; a class without prototypes keeps its logit."""
+    *adapter, last = head.layers
+    bias = np.where(present, last.bias / head.temperature, ABSENT_LOGIT).astype(np.float32)
+    return *adapter, Dense((last.weight / head.temperature).astype(np.float32), bias)

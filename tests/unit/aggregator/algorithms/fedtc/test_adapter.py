@@ -1,0 +1,81 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from aggregator.algorithms.fedtc.adapter import Head
+from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
+from aggregator.algorithms.fedtc.train_head import train_head
+from tests.unit.aggregator.algorithms.fedtc.heads import (
+    ADAPTER,
+    FEATURE_SIZE,
+    blobs,
+    train,
+)
+
+
+def test_the_head_is_table_5_of_the_paper() -> None:
+    """FC(L, 1024), ReLU, L2; FC(1024, 512), ReLU, L2; FC(512, C), against plain numpy."""
+    head = Head(feature_size=FEATURE_SIZE, num_classes=3)
+    features = np.random.default_rng(0).normal(size=(4, FEATURE_SIZE)).astype(np.float32)
+    expected = logits_of(
+        [Dense(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in head.layers], features
+    )
+    with torch.inference_mode():
+        np.testing.assert_allclose(head(torch.from_numpy(features)).numpy(), expected, atol=1e-6)
+    assert [layer.out_features for layer in head.layers[:-1]] == [1024, 512]
+
+
+def test_training_leaves_the_global_random_state_alone() -> None:
+    """Randomness is uploaded, never taken from torch's global generator."""
+    before = torch.get_rng_state()
+    train(*blobs(0, 1), recipe=ADAPTER)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_unsorted_prototypes_keep_their_counts() -> None:
+    """The class with larger counts comes second in one order and first in the other."""
+    prototypes, labels, _ = blobs(1, 0, 1, 0, per_class=3)
+    counts = np.where(labels == 1, 1, 9)
+    order = np.argsort(labels, kind="stable")
+    recipe = replace(ADAPTER, epochs=1, min_steps=2)
+    first, second = (
+        train_head(
+            prototypes[rows], labels[rows], counts[rows], num_classes=2, recipe=recipe, seed=0, device="cpu"
+        )
+        for rows in (slice(None), order)
+    )
+    assert np.array_equal(first.layers[0].weight, second.layers[0].weight)
+
+
+def test_same_seed_same_head() -> None:
+    """A head can be made again from the same prototypes; another seed makes another adapter."""
+    first, again, other = (train(*blobs(0, 1, 2), recipe=ADAPTER, seed=seed) for seed in (1, 1, 2))
+    for a, b in zip(first.layers, again.layers, strict=True):
+        assert np.array_equal(a.weight, b.weight)
+        assert np.array_equal(a.bias, b.bias)
+    assert not np.array_equal(first.layers[0].weight, other.layers[0].weight)
+
+
+def test_a_small_fleet_gets_enough_steps() -> None:
+    """Few prototypes are passed over more often, until the recipe's floor of steps is reached."""
+    assert train(*blobs(0, 1), recipe=ADAPTER).epochs >= ADAPTER.min_steps
+    assert ADAPTER.min_steps > ADAPTER.epochs
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["paper"], ADAPTER], ids=["paper", "adapter"])
+def test_training_reports_a_falling_loss(recipe: Recipe) -> None:
+    reports: list[dict[str, float]] = []
+    prototypes, labels, counts = blobs(0, 1, 2, 3)
+    trained = train_head(
+        prototypes, labels, counts, num_classes=4, recipe=recipe, seed=0, device="cpu", report=reports.append
+    )
+    assert [report["epoch"] for report in reports] == list(range(1, trained.epochs + 1))
+    assert reports[-1]["loss"] < reports[0]["loss"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_trains_on_cuda() -> None:
+    assert train(*blobs(0, 1, 2, 3), recipe=ADAPTER, device="cuda").accuracy == 1.0

@@ -1,0 +1,118 @@
+import numpy as np
+import pytest
+import torch
+
+from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
+from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT
+from tests.unit.aggregator.algorithms.fedtc.heads import (
+    ADAPTER,
+    ALL,
+    FEATURE_SIZE,
+    blobs,
+    logits_from,
+    train,
+)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
+def test_separable_classes_are_learned(recipe: Recipe) -> None:
+    fresh, fresh_labels, _ = blobs(0, 1, 2, 3, seed=1)
+    trained = train(*blobs(0, 1, 2, 3), recipe=recipe)
+    assert trained.accuracy == 1.0
+    assert (logits_from(trained, fresh).argmax(axis=1) == fresh_labels).all()
+
+
+@pytest.mark.parametrize(
+    ("per_class", "correct"), [((1, 1), 0.8), ((2, 1), 0.8), ((9, 1), 0.8), ((4, 5), 0.9)]
+)
+def test_few_prototypes_make_a_useful_head(per_class: tuple[int, int], correct: float) -> None:
+    """Also with more features than prototypes, and with one class rarer than the other."""
+    rng = np.random.default_rng(0)
+    centers = rng.normal(size=(2, 200)) * 0.5
+    labels = np.repeat([0, 1], per_class)
+    counts = np.full(len(labels), 5)
+    prototypes = (centers[labels] + rng.normal(size=(len(labels), 200)) / np.sqrt(5)).astype(np.float32)
+    trained = train(prototypes, labels, counts, num_classes=2)
+    asked = np.repeat([0, 1], 200)
+    features = (centers[asked] + rng.normal(size=(400, 200))).astype(np.float32)
+    predicted = logits_from(trained, features).argmax(axis=1)
+    assert min((predicted[asked == label] == label).mean() for label in (0, 1)) > correct
+
+
+def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
+    """Spheres of one center have no linear border; normal classes that share a covariance have the best one."""
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(10 * MIN_HELD_OUT, FEATURE_SIZE))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    labels = np.arange(len(directions)) % 2
+    prototypes = (directions * np.where(labels, 4, 1)[:, None]).astype(np.float32)
+    curved = train(prototypes, labels, np.ones_like(labels), num_classes=2)
+    assert len(curved.layers) == 3
+    assert curved.accuracy > 0.95
+    assert curved.epochs > 0
+    shifted = (0.3 * labels[:, None] + rng.normal(size=(len(labels), 40))).astype(np.float32)
+    linear = train(shifted, labels, np.ones_like(labels), num_classes=2)
+    assert len(linear.layers) == 1
+    assert linear.epochs == 0
+
+
+def test_temperature_makes_probabilities_true() -> None:
+    """Of overlapping classes, the mean confidence is near the accuracy."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(400) % 2
+    features = (labels[:, None] * 0.2 + rng.normal(size=(400, 40))).astype(np.float32)
+    trained = train(features[:100], labels[:100], np.ones(100, dtype=np.int64), num_classes=2)
+    logits = logits_from(trained, features[100:])
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    confidence = (odds.max(axis=1) / odds.sum(axis=1)).mean()
+    assert trained.temperature > 1
+    assert abs(confidence - (logits.argmax(axis=1) == labels[100:]).mean()) < 0.1
+
+
+@ALL
+def test_absent_class_is_never_predicted(recipe: Recipe) -> None:
+    """Its probability is 0, wherever the feature lies."""
+    trained = train(*blobs(0, 2), recipe=recipe)
+    anywhere = np.random.default_rng(0).normal(scale=10, size=(500, FEATURE_SIZE)).astype(np.float32)
+    probabilities = torch.softmax(torch.from_numpy(logits_from(trained, anywhere)), dim=1)
+    assert (probabilities[:, [1, 3]] == 0).all()
+    assert probabilities.isfinite().all()
+
+
+@ALL
+@pytest.mark.parametrize("per_class", [1, 5])
+def test_a_single_class_trains(recipe: Recipe, per_class: int) -> None:
+    """One class, even one prototype, makes a head that predicts it."""
+    trained = train(*blobs(2, per_class=per_class), recipe=recipe)
+    assert (logits_from(trained, blobs(0, 1, 2, 3)[0]).argmax(axis=1) == 2).all()
+
+
+@ALL
+def test_features_of_zero_have_finitelogits(recipe: Recipe) -> None:
+    """Normalizing a zero vector is no division by zero, forwards or backwards."""
+    prototypes, labels, counts = blobs(0, 1)
+    trained = train(np.zeros_like(prototypes), labels, counts, recipe=recipe)
+    assert np.isfinite(logits_from(trained, prototypes)).all()
+    assert np.isfinite(trained.loss)
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
+def test_the_scale_and_origin_of_features_do_not_matter(recipe: Recipe) -> None:
+    """Backbones differ in both by orders of magnitude: the default recipe learns from any."""
+    prototypes, labels, counts = blobs(0, 1, 2, 3)
+    fresh, fresh_labels, _ = blobs(0, 1, 2, 3, seed=1)
+    for scale, origin in ((1e-3, 0.0), (1e3, 0.0), (1.0, 100.0)):
+        trained = train(prototypes * np.float32(scale) + np.float32(origin), labels, counts, recipe=recipe)
+        logits = logits_from(trained, fresh * np.float32(scale) + np.float32(origin))
+        assert (logits.argmax(axis=1) == fresh_labels).all()
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
+def test_constant_feature_is_not_amplified(recipe: Recipe) -> None:
+    """A feature that is constant among the prototypes may differ a little on devices without deciding anything."""
+    prototypes, labels, counts = blobs(0, 1, 2, 3)
+    prototypes[:, -1] = 1.0
+    trained = train(prototypes, labels, counts, recipe=recipe)
+    moved = prototypes.copy()
+    moved[:, -1] += 0.01
+    assert (logits_from(trained, moved).argmax(axis=1) == labels).all()

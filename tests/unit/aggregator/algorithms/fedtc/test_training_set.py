@@ -1,0 +1,67 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aggregator.algorithms.fedtc.training_set import TrainingSet
+from protocol.errors import ProtofleetError
+from tests.unit.aggregator.algorithms.fedtc.heads import (
+    FEATURE_SIZE,
+    Features,
+    Integers,
+    blobs,
+)
+
+
+def _restored(prototypes: Features, labels: Integers, counts: Integers) -> Features:
+    return TrainingSet(prototypes, labels, counts, int(labels.max()) + 1, restore=True).features
+
+
+@given(batch=st.integers(2, 40), seed=st.integers(0, 1000))
+def test_restoring_gives_back_the_variance(batch: int, seed: int) -> None:
+    """Batch means of normal features, restored, spread as those features do, around the same mean."""
+    rng = np.random.default_rng(seed)
+    features = rng.normal(loc=3.0, scale=2.0, size=(200 * batch, FEATURE_SIZE))
+    means = features.reshape(200, batch, FEATURE_SIZE).mean(axis=1).astype(np.float32)
+    labels, counts = np.zeros(200, dtype=np.int64), np.full(200, batch)
+    restored = _restored(means, labels, counts)
+    np.testing.assert_allclose(restored.mean(axis=0), means.mean(axis=0), atol=1e-4)
+    assert 0.85 < restored.std() / features.std() < 1.15
+    assert means.std() < 0.8 * features.std()
+
+
+def test_restoring_works_class_by_class_and_weighs_by_count() -> None:
+    """mu_v + sqrt(n_j) (P_j - mu_v), written out."""
+    prototypes = np.array([[0.0], [3.0], [10.0]], dtype=np.float32)
+    restored = _restored(prototypes, np.array([0, 0, 4]), np.array([4, 8, 9], dtype=np.uint32))
+    np.testing.assert_allclose(restored, [[2 - 2 * 2], [2 + np.sqrt(8)], [10]], rtol=1e-6)
+
+
+def test_single_images_are_restored_to_themselves() -> None:
+    """What was never averaged lost no variance."""
+    prototypes, labels, _ = blobs(0, 1)
+    np.testing.assert_allclose(
+        _restored(prototypes, labels, np.ones(len(labels), dtype=np.int64)), prototypes, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_prototypes_that_are_not_finite_are_refused(value: float) -> None:
+    """They would end in a head of NaN."""
+    prototypes, labels, counts = blobs(0, 1)
+    prototypes[3, 2] = value
+    with pytest.raises(ProtofleetError, match="finite"):
+        TrainingSet(prototypes, labels, counts, 4, restore=True)
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    """No prototypes, labels outside the task, empty prototypes, arrays of different length."""
+    prototypes, labels, counts = blobs(0, 3)
+    with pytest.raises(ProtofleetError, match="at least one prototype"):
+        TrainingSet(prototypes[:0], labels[:0], counts[:0], 4, restore=True)
+    with pytest.raises(ProtofleetError, match="with a label and a count"):
+        TrainingSet(prototypes, labels[1:], counts, 4, restore=True)
+    with pytest.raises(ProtofleetError, match="labels must lie in 0 to 2"):
+        TrainingSet(prototypes, labels, counts, 3, restore=True)
+    with pytest.raises(ProtofleetError, match="at least one image"):
+        TrainingSet(prototypes, labels, np.zeros_like(counts), 4, restore=True)
