@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aggregator.algorithms.head_layers import Dense
+from aggregator.algorithms.fedtc.head import Dense
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx
 from edge_client.inference import open_head, predict
