@@ -69,7 +69,7 @@ class Resubmitted:
     ssim: float
     """Mean SSIM of its reconstruction to the image."""
     top_1: float
-    """How often it is distinguished from 99 non-members of its class."""
+    """Share of the images that are distinguished from 99 non-members of their class."""
     submissions: int
     """Submissions after which an attacker with the shuffle has as many equations as unknowns."""
     all_error: float | None

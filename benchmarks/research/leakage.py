@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from benchmarks.data.features import averaged
 
 CANDIDATES = 100
-"""Images of a class among which the attacker looks for the one in a prototype."""
+"""Images of a class among which the attacker searches the one in a prototype."""
 LUMINANCE = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 LEAST_VARIANCE = 0.01
 """Relative to the mean; a direction in which public features hardly vary would count for too much."""
@@ -119,7 +119,7 @@ def by_likelihood(
     """Score by the log of the ratio of likelihoods, Gaussian, that an image is in a prototype and that it is not.
 
     With n images in it, one of them f, a prototype lies around mu + (f - mu) / n instead of mu, with
-    covariance S / n and noise: a constant aside, (f - mu)' C^-1 (P - mu) / n - (f - mu)' C^-1 (f - mu) / (2 n^2).
+    covariance S / n and noise: up to a constant, (f - mu)' C^-1 (P - mu) / n - (f - mu)' C^-1 (f - mu) / (2 n^2).
     """
     images = knowledge.along(features, labels)
     prototypes = knowledge.along(release.values, release.labels)

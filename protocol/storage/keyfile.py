@@ -42,7 +42,7 @@ def read_or_make_key(path: Path) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file atomically, never readable by anybody but its owner; raises StateError if it cannot be written."""
+    """Write a file atomically, never readable by other users; raises StateError if it cannot be written."""
     with state_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomically(path, data, mode=0o600)

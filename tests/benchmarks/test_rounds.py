@@ -38,7 +38,7 @@ def test_fedpcl_in_process(fleet: list[Client]) -> None:
 
 
 def test_fpl_in_process(fleet: list[Client]) -> None:
-    """Devices end up with one model that suits all of them; they upload its change and the prototypes."""
+    """Devices have one model at the end that suits all of them; they upload its change and the prototypes."""
     outcome = run_rounds(FPL(rounds=4, projection_size=32), fleet, classes=CLASSES, seed=0)
     assert outcome.accuracies.min() > 0.7
     values = 32 * 17 + 10 * 33 + 10 * 32

@@ -1,4 +1,4 @@
-"""The wheel and the source distribution, built from a tree in which somebody has left a state folder."""
+"""The wheel and the source distribution, built from a tree that contains a state folder."""
 
 import importlib.util
 import shutil

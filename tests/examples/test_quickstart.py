@@ -152,7 +152,7 @@ def test_failing_device_ends_the_demo(tmp_path: Path) -> None:
 
 
 def test_timeout_ends_the_demo(tmp_path: Path) -> None:
-    """The message says what was still at work and where the logs are; exit status 1, no stack trace."""
+    """The message names the programs that still ran and the folder of the logs; exit status 1, no stack trace."""
     process = start("--out", tmp_path / "out", "--devices", "5", "--timeout-s", "0.1")
     _, said = process.communicate(timeout=600)
     assert process.returncode == 1
@@ -237,7 +237,7 @@ def test_output_agrees_with_json(demo: tuple[Path, str, dict[str, Any]]) -> None
 
 
 def test_printed_commands_work(demo: tuple[Path, str, dict[str, Any]]) -> None:
-    """What to do next, typed as printed: a device classifies a digit of which it has no image."""
+    """The commands for the next steps, as printed: a device classifies a digit of which it has no image."""
     out, printed, result = demo
     command = next(line.split() for line in printed.splitlines() if "edge-client predict" in line)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -298,7 +298,7 @@ def test_progress_of_each_step(summary: dict[str, Any], expected: list[str]) -> 
 
 
 def test_missing_packages_are_named(tmp_path: Path) -> None:
-    """With only the device's packages, one line says what is missing and how to get it."""
+    """With only the device's packages, one line names the missing packages and the command that installs them."""
     absent = tmp_path / "sitecustomize.py"
     absent.write_text(
         "import importlib.util as u\n"

@@ -16,7 +16,7 @@ class Transfer:
     size_bytes: int
     frames: int = 0
     received: bool = False
-    """Whether a receipt with the status `received` has crossed."""
+    """True once a receipt with the status `received` has crossed."""
 
 
 class TransferLog:

@@ -66,7 +66,7 @@ OUT = ["--out", "{folder}/out"]
 def test_error_is_one_line_and_creates_nothing(
     tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
-    """Exit status 1 for an expected failure, 2 for wrong usage; never a stack trace."""
+    """Exit status 1 for an expected failure, 2 for a usage error; never a stack trace."""
     write_task(tmp_path)
     (tmp_path / "wrong.toml").write_text("x = 1\n")
     done = run_aggregator(*(argument.format(folder=tmp_path) for argument in arguments), program=PROGRAM)

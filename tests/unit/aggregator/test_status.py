@@ -216,7 +216,7 @@ def test_stopped_intake(tmp_path: Path) -> None:
 
 
 def test_heads_and_the_devices_that_use_them(tmp_path: Path) -> None:
-    """The current, the candidate and a rejected head, the head of each device, and who cannot use it."""
+    """The current, the candidate and a rejected head, the head of each device, and the devices that cannot use it."""
     store = _busy(tmp_path)
     for version in (2, 3):
         _add_head(store, version)

@@ -21,7 +21,7 @@ from tests.system.attacks.malicious_graphs import changed, infinite_loop
 
 
 def _weights(backbone: Backbone, images: list[Path]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Weights that tell the first image's class from the last one's."""
+    """Return weights that separate the first image's class from the last one's."""
     spec = backbone.metadata.preprocessing
     features = backbone.features(np.stack([preprocess(decode(p), spec) for p in images]))
     middle = features.mean(axis=0)

@@ -37,7 +37,7 @@ def state_of(module: Any) -> dict[str, Tensor]:
 
 
 def same_features(left: Any, right: Any, *, edge: int = 160) -> bool:
-    """Whether two networks agree on a random image."""
+    """Return True if two networks give the same features of a random image."""
     image = torch.randn(1, 3, edge, edge, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         return torch.equal(left(image), right(image))
@@ -98,7 +98,7 @@ def test_weights_of_another_network_are_summarized(tmp_path: Path) -> None:
 
 
 class Evil:
-    """What a pickle could bring along."""
+    """A class that a pickle could name."""
 
 
 @pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])

@@ -1,4 +1,4 @@
-"""docs/export.md says what the code does."""
+"""docs/export.md agrees with the code."""
 
 import re
 from pathlib import Path

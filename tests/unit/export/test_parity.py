@@ -15,12 +15,12 @@ from tests.support.networks import described, tiny_network
 
 
 def first_value_of(photo: Image.Image) -> int:
-    """What tells the test's images apart."""
+    """Return the value that distinguishes the test's images."""
     return int(np.asarray(photo)[0, 0, 0])
 
 
 def reference_of(file: bytes, *, wrong_at: int, factor: float) -> Reference:
-    """What the file itself computes, but for one photo."""
+    """Return the features that the file itself computes, changed for one photo."""
     import onnxruntime
 
     from protocol.preprocessing import preprocess

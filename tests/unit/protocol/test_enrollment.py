@@ -46,7 +46,7 @@ def test_missing_or_damaged_enrollment_file_is_named(folder: Path, name: str) ->
 
 
 ED25519 = b"\x06\x03\x2b\x65\x70"
-"""How a key says in DER of what kind it is."""
+"""Object identifier of Ed25519 in a key's DER."""
 
 
 def spoil(file: Path, was: bytes, now: bytes) -> None:

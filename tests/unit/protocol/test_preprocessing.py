@@ -21,7 +21,7 @@ def random_image(width: int, height: int, *, mode: str = "RGB", seed: int = 0) -
 
 
 def timm_preprocess(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:
-    """What timm's own evaluation transform makes of the image before it normalizes."""
+    """Return the image after timm's own evaluation transform, before normalization."""
     factory = pytest.importorskip("timm.data.transforms_factory")
     transform = factory.transforms_imagenet_eval(
         (spec.height, spec.width),

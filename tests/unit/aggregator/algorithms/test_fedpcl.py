@@ -19,7 +19,7 @@ from aggregator.graphs.tracing import to_torch
 from tests.support.contributions import uploaded
 
 PAPER: dict[str, object] = {"loss": "contrastive", "relu": True, "prior": False, "tau": 0.3}
-"""What the formulas written out below are for, at a temperature that float64 can take without logsumexp."""
+"""The settings of the formulas written out below, at a temperature that float64 can take without logsumexp."""
 
 
 def paper(**settings: object) -> FedPCL:
@@ -97,8 +97,8 @@ def test_seed_decides_which_sets_are_sampled() -> None:
     settings = paper(max_sets=4)
     drawn = [settings.aggregate(devices, {}, num_classes=3, seed=seed)["prototypes"][3:] for seed in range(5)]
     assert len({rows.tobytes() for rows in drawn}) > 1
-    everybody = SMALL.aggregate(devices, {}, num_classes=3, seed=0)["prototypes"][3:].tolist()
-    assert all(row in everybody for rows in drawn for row in rows.tolist())
+    of_all_devices = SMALL.aggregate(devices, {}, num_classes=3, seed=0)["prototypes"][3:].tolist()
+    assert all(row in of_all_devices for rows in drawn for row in rows.tolist())
 
 
 def test_similar_sets_are_merged_by_their_counts() -> None:

@@ -75,7 +75,7 @@ def test_clusters_are_numbered_as_they_occur() -> None:
     ],
 )
 def test_small_and_degenerate_sets(values: list[list[float]], expected: list[int]) -> None:
-    """What the paper leaves open ends in one partition, and never in an error or NaN."""
+    """Cases that the paper leaves open end in one partition, and never in an error or NaN."""
     found = partitions(np.array(values))
     assert [labels.tolist() for labels in found] == [expected]
     assert coarsest(np.array(values)).tolist() == expected

@@ -26,7 +26,7 @@ Prepare = Callable[[int], tuple[State, Settings, list[SubmissionReceived]]]
 
 
 class Name(str):
-    """A device's name that counts how often it is hashed: every look at a device in a mapping or set does it."""
+    """A device's name that counts how often it is hashed: every lookup of a device in a mapping or set does it."""
 
     __slots__ = ()
     hashed = 0

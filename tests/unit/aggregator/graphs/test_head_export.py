@@ -37,7 +37,7 @@ def network(*, seed: int = 0) -> list[Dense]:
 
 
 def described(*backbones: bytes) -> HeadMetadata:
-    """What the head of such a network says."""
+    """Return the metadata of a head for these backbones."""
     return HeadMetadata(
         classes=CLASSES,
         version=4,
@@ -211,6 +211,6 @@ def test_head_of_another_backbone_is_not_fused(head: bytes, backbone: bytes) -> 
 
 
 def test_two_heads_are_not_fused(head: bytes) -> None:
-    """The error says that a backbone was expected."""
+    """The error names a backbone as expected."""
     with pytest.raises(BackboneMismatch, match="expected a protofleet backbone"):
         fuse([head], head)

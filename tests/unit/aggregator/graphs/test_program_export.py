@@ -1,4 +1,4 @@
-"""Programs as ONNX: what the files promise, that they compute what torch does, and that a wrong one is caught."""
+"""Programs as ONNX: the files' inputs and outputs, equality with torch, and refusal of a graph that differs."""
 
 import functools
 from pathlib import Path
@@ -83,7 +83,7 @@ def run(file: bytes, arrays: Arrays) -> Arrays:
 
 
 def images(count: int, *, classes: int = C) -> Arrays:
-    """Features that tell the classes apart, and labels."""
+    """Return features that separate the classes, and labels."""
     random = np.random.default_rng(count)
     labels = np.arange(count) % classes
     feature = random.normal(size=(count, L)) + 3 * np.eye(L)[labels]

@@ -61,7 +61,7 @@ def test_ended_transfer_is_deleted_and_can_begin_anew_in_the_same_batch(tmp_path
 
 
 def test_full_disk_stores_nothing_of_a_batch(tmp_path: Path) -> None:
-    """What was there before stays, and with room again the same batch is stored."""
+    """Earlier chunks stay, and with space again the same batch is stored."""
     store = ChunkStore(tmp_path)
     store.commit([_arrived(ONE, (0, BLOCK))], [])
     before = _loaded(store)

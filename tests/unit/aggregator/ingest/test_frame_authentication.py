@@ -120,7 +120,7 @@ def test_reset_pinned_key_accepts_the_next_one(store: Store, authenticator: Fram
     authenticator.check("a", signed(key=TWO))
     store.keys.enroll("a", public_key(ONE), now_s=0.0)
     assert not store.keys.reset("a")
-    assert not store.keys.reset("nobody")
+    assert not store.keys.reset("unknown")
 
 
 def test_pinned_devices_are_bounded(

@@ -39,7 +39,7 @@ def _stored(store: Store) -> int:
 
 
 def test_upload_continues_after_a_restart(store: Store) -> None:
-    """What was committed is not requested again, what was not is."""
+    """Committed frames are not requested again, others are."""
     first = _receiver(store)
     first.take("a", FRAMES[0])
     first.commit()
@@ -100,7 +100,7 @@ def test_stopped_intake_answers_the_last_frame_only(store: Store) -> None:
 
 
 def test_deleted_folder_stops_the_intake_until_it_is_created_again(store: Store) -> None:
-    """What was in it is sent again."""
+    """Its chunks are sent again."""
     receiver = _receiver(store)
     receiver.take("a", FRAMES[0])
     receiver.commit()

@@ -125,7 +125,7 @@ def _limit_files(daemon: Daemon, size_bytes: int) -> None:
 
 
 def test_full_disk_stops_only_the_intake(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Devices are told to try again, blobs are sent, `status` shows why; with room again, intake resumes."""
+    """Uploads are refused, blobs are sent, `status` shows the reason; with space again, intake resumes."""
     task_file = write_task(tmp_path, PATIENT)
     with (
         aggregator(task_file, amqtt_broker) as daemon,
@@ -139,8 +139,8 @@ def test_full_disk_stops_only_the_intake(amqtt_broker: BrokerAddress, tmp_path: 
         _limit_files(daemon, len(payload) // 2)
         receipt = device.receipt(device.send_payload(payload))
         assert (receipt.status, receipt.reason) == ("refused", "no_space")
-        told = other.upload(submission(task=task))
-        assert (told.status, told.reason) == ("refused", "no_space")
+        refused = other.upload(submission(task=task))
+        assert (refused.status, refused.reason) == ("refused", "no_space")
         (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         assert device.fetch(backbone) == tiny_backbone()
         shown = run_aggregator("status", "--state", str(daemon.state)).stdout

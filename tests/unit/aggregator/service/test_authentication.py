@@ -106,7 +106,7 @@ def test_overwritten_fleet_topic_is_restored(amqtt_broker: BrokerAddress, tmp_pa
 
 
 def test_enrolled_device_starts_over(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """What was uploaded under its name before is replaced, even with the greatest sequence number."""
+    """An earlier upload under its name is replaced, even with the greatest sequence number."""
     with aggregator(write_task(tmp_path, PATIENT), amqtt_broker) as daemon, Device(amqtt_broker, "a") as a:
         task = digest_of(a.task())
         assert a.upload(submission(task=task, sequence=2**63 - 1)).status == "received"

@@ -1,4 +1,4 @@
-"""What must survive a restart does, also under a full disk, a second reader and a newer program."""
+"""The store keeps its contents over restarts, a full disk, a second reader and a newer program."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_evaluations_are_replaced_and_deleted(store: Store) -> None:
 
 
 def test_collection_survives_a_restart(tmp_path: Path) -> None:
-    """What a head covers, what waits, and the next version."""
+    """The submissions that a head covers, those that wait, and the next version."""
     settings = Settings(quorum=1, deadline_s=10.0, retrain_after=1)
     store = Store(tmp_path)
     assert waiting(store.round_state(TASK), settings) == {}
@@ -146,7 +146,7 @@ def test_deleted_submission_leaves_those_of_other_tasks(store: Store) -> None:
 
 
 def test_migration_of_older_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored stays; a reader reports that the aggregator must be started first."""
+    """The contents stay; a reader reports that the aggregator must be started first."""
     Store(tmp_path).submissions.put(TASK, _row("a"))
     steps = (*MIGRATIONS, "ALTER TABLE submissions ADD COLUMN note TEXT;")
     monkeypatch.setattr(store_module, "MIGRATIONS", steps)

@@ -1,4 +1,4 @@
-"""Which recipe a head is trained by, of what the task file says and whether prototypes bear noise."""
+"""The recipe of a head's training, from the task file and the noise of the prototypes."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from aggregator.training.head_job import recipe_of
 def test_noise_is_not_restored_unless_it_is_asked_for(
     *, written: bool | None, private: bool, restored: bool
 ) -> None:
-    """Under differential privacy the default recipe leaves out what would multiply the noise; the file may say so."""
+    """Under differential privacy the default recipe omits steps that multiply the noise; the file may ask for them."""
     recipe = recipe_of(Training(restore=written), private=private)
     assert (recipe.restore, recipe.mix) == (restored, restored)
     assert recipe.epochs == RECIPES["default"].epochs

@@ -41,10 +41,10 @@ def test_honest_devices_are_no_outliers(shift: int) -> None:
 def test_flipped_labels_are_found() -> None:
     """The reason names a class, the distance and the number of devices."""
     parts = {**fleet(8), "liar": flipped(honest(9))}
-    aside = _judged(parts)
-    assert aside.keys() == {"liar"}
-    assert "robust standard deviations from the median of 9 devices" in aside["liar"]
-    assert aside["liar"].startswith("class '")
+    found = _judged(parts)
+    assert found.keys() == {"liar"}
+    assert "robust standard deviations from the median of 9 devices" in found["liar"]
+    assert found["liar"].startswith("class '")
 
 
 def test_noise_is_found_by_its_scatter() -> None:
@@ -53,9 +53,9 @@ def test_noise_is_found_by_its_scatter() -> None:
     for label in range(len(CLASSES)):
         mine = noisy.labels == label
         noisy.values[mine] += 5 * (noisy.values[mine] - noisy.values[mine].mean(axis=0))
-    aside = _judged({**fleet(8), "noisy": noisy})
-    assert aside.keys() == {"noisy"}
-    assert "more scattered than the median of 9 devices" in aside["noisy"]
+    found = _judged({**fleet(8), "noisy": noisy})
+    assert found.keys() == {"noisy"}
+    assert "more scattered than the median of 9 devices" in found["noisy"]
 
 
 def test_scale_is_found_without_a_class_on_enough_devices() -> None:
@@ -105,7 +105,7 @@ def test_rounding_is_no_outlier_among_equal_devices() -> None:
 
 @st.composite
 def _parts(draw: st.DrawFn) -> dict[str, Prototypes]:
-    """Anything that intake lets in, with few dimensions."""
+    """Draw any prototypes that validation accepts, with few dimensions."""
     parts = {}
     for device in range(draw(st.integers(1, 8))):
         rows = draw(st.integers(1, 4))

@@ -96,9 +96,9 @@ def test_any_order_and_loss_gives_the_blob(
 
 
 def test_a_gap_is_requested_at_once(receiver: Receiver) -> None:
-    """The last frame that was asked for says that what has not come before it will not come.
+    """After the last requested frame, frames that are missing before it will not arrive.
 
-    With the gaps goes the question for what follows, so that there is never more than a window on its way.
+    The request for the gaps includes the next frames, so that never more than a window is in flight.
     """
     (request,) = receiver.ask()
     assert (request.offset, request.length) == (0, WINDOW_BYTES)

@@ -136,7 +136,7 @@ class RoundsWorld(World):
         asked = any(
             isinstance(action, events.RequestBlob) and action.digest == digest for action in self.done
         )
-        # A gap in what was sent before, and has not been looked at yet, is still to be asked for.
+        # A gap in frames sent before, which are not processed yet, is still to be requested.
         if frames[: len(sent)] == sent and not asked and digest not in before:
             self.whole.add(digest)
 
@@ -146,8 +146,8 @@ class RoundsWorld(World):
         if kind == b"submission":
             reason = self.verdict(number, sequence)
             if reason is not None:
-                standing = self.counts.get(number, 0)
-                return Receipt(digest=complete.digest, status="refused", reason=reason, sequence=standing)
+                newest = self.counts.get(number, 0)
+                return Receipt(digest=complete.digest, status="refused", reason=reason, sequence=newest)
             self.counts[number] = sequence
             self.counted.append(number)
         return super().receive(complete)
@@ -197,12 +197,12 @@ class RoundsWorld(World):
             may_pass = self.failing[number]
             self.pending.append(events.SubmissionBuilt(job.task, None, number, "no", may_pass=may_pass))
             return
-        standing = self.newest_submission()
-        if standing is None or standing.about != str(number) or job.above:
+        newest = self.newest_submission()
+        if newest is None or newest.about != str(number) or job.above:
             self.sequence = max(self.sequence, job.above) + 1
             payload = b"submission %d %d".ljust(100_000) % (number, self.sequence)
-            standing = self.keep("submission", payload, task=job.task, about=str(number))
-        self.pending.append(events.SubmissionBuilt(job.task, standing, number))
+            newest = self.keep("submission", payload, task=job.task, about=str(number))
+        self.pending.append(events.SubmissionBuilt(job.task, newest, number))
 
     def cut(self) -> None:
         kept = (

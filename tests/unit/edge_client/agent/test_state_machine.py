@@ -349,7 +349,7 @@ def test_a_failing_stored_task_does_not_end_a_service() -> None:
 
 @pytest.mark.parametrize(("mode", "end"), [(Mode.SERVICE, []), (Mode.ONCE, [events.Exit(0)])])
 def test_a_device_without_images_receives_heads(mode: Mode, end: list[events.Action]) -> None:
-    """It says so once, evaluates the head, and uploads nothing else; a dry run ends in an error."""
+    """It logs this once, evaluates the head, and uploads nothing else; a dry run ends in an error."""
     none = events.SubmissionBuilt(TASK, None, reason="no image", may_pass=True, no_images=True)
     report = item_of(EVALUATION, kind="evaluation", about=head_key(HEAD_MANIFEST.current).hex())
     happened = (

@@ -30,7 +30,7 @@ class Life:
         self.workspace = make_workspace(folder)
         self.data = write_images(folder / "data", count=images)
         self.first = CLASSES[0]
-        self.standing = NO_SUBMISSION
+        self.last = NO_SUBMISSION
 
     def come(self, count: int, start: int = 100) -> None:
         for number in range(start, start + count):
@@ -44,11 +44,11 @@ class Life:
     def upload(self, task: bytes = TASK) -> PreparedSubmission:
         """Make a submission, and remember it as the program does, in JSON and bytes."""
         found = self.workspace.extract(MANIFEST, should_stop=lambda: False)
-        standing = self.standing if task == TASK else LastSubmission(self.standing.images)
-        prepared = prepare_prototypes(self.workspace, MANIFEST, found, standing)
+        last = self.last if task == TASK else LastSubmission(self.last.images)
+        prepared = prepare_prototypes(self.workspace, MANIFEST, found, last)
         payload = encode_submission(prepared, task=TASK, manifest=MANIFEST, sequence=int(time.time()))
         stored = msgspec.json.encode(UploadedImages(prepared.image_keys))
-        self.standing = last_submission(msgspec.json.decode(stored, type=UploadedImages), payload)
+        self.last = last_submission(msgspec.json.decode(stored, type=UploadedImages), payload)
         return prepared
 
 
@@ -93,7 +93,7 @@ def test_the_aggregator_accepts_prototypes_of_deleted_images(tmp_path: Path) -> 
     life.come(B)
     prepared = life.upload()
     assert [entry.images for entry in prepared.classes] == [12 - B + 1, 12 + B]
-    submission = life.standing.submission
+    submission = life.last.submission
     assert submission is not None
     assert submission.images == prepared.counts.sum() == 24 + B
     check_submission(submission, Expectation(TASK, MANIFEST, prepared.prototypes.shape[1]))
@@ -133,5 +133,5 @@ def test_damaged_last_submission_is_prepared_anew(tmp_path: Path) -> None:
     life = Life(tmp_path)
     life.upload()
     life.go(1)
-    life.standing = last_submission(UploadedImages(life.standing.images), b"damaged")
+    life.last = last_submission(UploadedImages(life.last.images), b"damaged")
     assert life.upload().counts.sum() == 12 + 11

@@ -44,7 +44,7 @@ def test_without_noise_prototypes_average_to_the_mean_of_clipped_features() -> N
 
 
 def _released(features: NDArray[np.float32], names: list[str], batches: int) -> NDArray[np.float64]:
-    """What noise is added to in both steps, for M batches: the counts weighted, and the sums in S."""
+    """Return the values that get noise in both steps, for M batches: the weighted counts, and the sums in S."""
     dealt = np.array([gaussian_mechanism._batch_of(name, batches, SECRET) for name in names], np.intp)
     sums = gaussian_mechanism._clipped_sums(features, dealt, batches=batches, clip_norm=2.0)
     counts = COUNT_WEIGHT * np.bincount(dealt, minlength=batches)

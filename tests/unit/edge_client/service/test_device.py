@@ -243,7 +243,7 @@ def test_end_of_a_thread_ends_the_program(tmp_path: Path, store: DeviceState) ->
 def test_device_that_waits_names_its_fleet(
     tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A wrong --fleet would otherwise not be noticed."""
+    """An incorrect --fleet would otherwise not be noticed."""
     caplog.set_level("INFO")
     device = Device(make_settings(tmp_path, fleet="orchrad"), store)
     capture(device)

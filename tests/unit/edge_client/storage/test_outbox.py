@@ -96,7 +96,7 @@ def test_acknowledged_evaluation_is_deleted(state: DeviceState) -> None:
 
 
 def test_submission_above_the_limit_is_refused(tmp_path: Path) -> None:
-    """What was there before stays, with its facts."""
+    """The earlier submission stays, with its facts."""
     state = DeviceState(tmp_path, outbox_bytes=100)
     there = keep(state, b"x" * 100, number=1)
     with pytest.raises(ProtofleetError, match=r"submission has 101 bytes .* holds 100: raise --outbox-mb"):

@@ -127,13 +127,13 @@ def test_an_evaluation_counts_held_out_images_only(tmp_path: Path) -> None:
     (data / "cat" / "broken.png").write_text("broken")
     prepared = _prepare(tmp_path, holdout=0.4)
     evaluation = _evaluate(tmp_path, holdout=0.4)
-    totals = [right + wrong for right, wrong in zip(evaluation.correct, evaluation.incorrect, strict=True)]
+    totals = [correct + incorrect for correct, incorrect in zip(evaluation.correct, evaluation.incorrect, strict=True)]
     assert totals == [report.held_out for report in prepared.classes]
     assert evaluation.correct == (totals[0], 0)
 
 
 def test_a_head_is_evaluated_without_matching_images(tmp_path: Path) -> None:
-    """A wrong folder or a missing disk is no fault of the head."""
+    """An incorrect folder or a missing disk is no fault of the head."""
     for folder in (write_images(tmp_path / "data", count=2, classes=("cat", "zebra")), tmp_path / "away"):
         evaluation = _evaluate(tmp_path, data=folder)
         assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))

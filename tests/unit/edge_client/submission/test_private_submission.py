@@ -314,7 +314,7 @@ FAILURES: dict[str, tuple[str, Break]] = {
         lambda _, patch: patch.setattr(private_submission, "private_prototypes", _fails(MemoryError())),
     ),
 }
-"""What may go wrong on the way to a submission, the reason that is told then, and how it is brought about."""
+"""Failures on the way to a submission: the reported reason, and a function that causes each."""
 
 
 @pytest.mark.parametrize("what", FAILURES)

@@ -244,7 +244,7 @@ def test_held_out_images_are_not_trained_on(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing(device: Device, manifest: TaskManifest, opened: RoundManifest) -> None:
-    """Whether it completes or is interrupted; it also trains a round that was uploaded."""
+    """Complete or interrupted; it also trains a round that was uploaded."""
     device.complete(manifest, opened)
     dry = Device(device.folder, dry_run=True)
     before = dry.on_disk()
@@ -259,10 +259,10 @@ def test_a_failed_round_changes_nothing(device: Device, tensors: dict[str, NDArr
     """After divergence or a refused graph, the local model and the submission are the same, bit for bit."""
     manifest = make_task(device.store.blobs, kept=("weight",))
     device.complete(manifest, open_round(device.store.blobs))
-    wrong = open_round(device.store.blobs, number=1, tensors=tensors, epochs=20)
+    refused = open_round(device.store.blobs, number=1, tensors=tensors, epochs=20)
     before = device.on_disk()
     with pytest.raises((Diverged, GraphRefused)), np.errstate(all="ignore"):
-        device.train(manifest, wrong)
+        device.train(manifest, refused)
     assert device.on_disk() == before
     prepared = device.train(manifest, open_round(device.store.blobs, number=2, epochs=0))
     stored = device.local_model()

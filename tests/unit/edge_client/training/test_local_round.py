@@ -300,7 +300,7 @@ def _npz(note: object) -> bytes:
     ids=["no note", "a number", "steps in words", "steps below zero", "half a character"],
 )
 def test_checkpoint_with_invalid_note_is_refused(data: bytes) -> None:
-    """Although its digest is right."""
+    """Although its digest is correct."""
     with pytest.raises(StateError, match="expected a checkpoint"):
         unpack_checkpoint(digest_of(data) + data, ABOUT)
 

@@ -45,7 +45,7 @@ def copied(checkpoint: Checkpoint) -> Checkpoint:
 
 
 class Recorder:
-    """Keeps what a training tells, and stops it before the step of a number."""
+    """Records a training's checkpoints and progress, and stops it before the step of a number."""
 
     def __init__(self, *, stop_before: int | None = None) -> None:
         self.checkpoints: list[Checkpoint] = []
@@ -54,7 +54,7 @@ class Recorder:
         self._stop_before = stop_before
 
     def hooks(self, *, ticks: Sequence[float] = (), checkpoint_s: float = 1e9) -> TrainingHooks:
-        """What happens beside the training; the clock shows `ticks` one after the other, then stands."""
+        """Return hooks that record; the clock shows `ticks` one after the other, then 0."""
         times = iter(ticks)
         return TrainingHooks(
             on_checkpoint=lambda checkpoint: self.checkpoints.append(copied(checkpoint)),
@@ -226,7 +226,7 @@ TRANSPOSED = """step (float[n, 4] feature, float[4, 2] weight) => (float loss, f
 
 
 def test_unsuitable_tensors_are_refused_by_name() -> None:
-    """Kept tensors of another shape or not finite, round tensors that are missing or wrong."""
+    """Kept tensors of another shape or not finite, round tensors that are missing or unsuitable."""
     schedule = Schedule(epochs=1, batch_size=4, seed=())
     for kept, reason in (
         (np.zeros(5, np.float32), r"'mean' must be float32 \(4\), and is float32 \(5\)"),

@@ -5,7 +5,7 @@ from protocol.mqtt.tls import NO_AUTHENTICATION
 
 
 def test_unspecified_error_is_put_into_words() -> None:
-    """MQTT's name of it says nothing; other reasons stay as they are."""
+    """MQTT's name of it gives no cause; other reasons stay as they are."""
     code = "Unspecified error"
     assert diagnostics.lost(code) == "connection lost: the broker or the network closed it"
     assert diagnostics.lost("Keep alive timeout") == "connection lost: Keep alive timeout"

@@ -53,7 +53,7 @@ def only_311(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _speaking(known: int, heard: list[int], *, refusal: bytes) -> Callable[[socket.socket], None]:
-    """A broker that knows one version of MQTT, and ends each connection once it stands."""
+    """Return a broker that knows one version of MQTT, and closes each connection after its answer."""
 
     def answer(peer: socket.socket) -> None:
         level = peer.recv(1024)[8]
@@ -177,7 +177,7 @@ def test_receive_maximum_bounds_the_window() -> None:
 
 
 def _denying(folder: Path) -> str:
-    """Options of a mosquitto that lets nobody publish but on `ours/...`."""
+    """Return options of a mosquitto on which clients may publish to `ours/...` only."""
     (folder / "acl").write_text("topic read #\ntopic write ours/#\n", encoding="utf-8")
     return f"allow_anonymous true\nuser {getpass.getuser()}\nacl_file {folder / 'acl'}"
 

@@ -86,7 +86,7 @@ def test_threads_take_turns(tmp_path: Path) -> None:
 
 
 def test_older_file_is_migrated(tmp_path: Path) -> None:
-    """Its contents stay; a reader is told which command migrates it."""
+    """Its contents stay; a reader's error names the command that migrates it."""
     old = open_database(tmp_path, migrations=[FIRST])
     put(old, "a", "kept")
     old.close()

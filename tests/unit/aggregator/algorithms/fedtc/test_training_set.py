@@ -38,7 +38,7 @@ def test_restoring_works_class_by_class_and_weighs_by_count() -> None:
 
 
 def test_single_images_are_restored_to_themselves() -> None:
-    """What was never averaged lost no variance."""
+    """Without averaging there is no loss of variance."""
     prototypes, labels, _ = blobs(0, 1)
     np.testing.assert_allclose(
         _restored(prototypes, labels, np.ones(len(labels), dtype=np.int64)), prototypes, atol=1e-6
