@@ -127,7 +127,10 @@ def test_an_evaluation_counts_held_out_images_only(tmp_path: Path) -> None:
     (data / "cat" / "broken.png").write_text("broken")
     prepared = _prepare(tmp_path, holdout=0.4)
     evaluation = _evaluate(tmp_path, holdout=0.4)
-    totals = [correct + incorrect for correct, incorrect in zip(evaluation.correct, evaluation.incorrect, strict=True)]
+    totals = [
+        correct + incorrect
+        for correct, incorrect in zip(evaluation.correct, evaluation.incorrect, strict=True)
+    ]
     assert totals == [report.held_out for report in prepared.classes]
     assert evaluation.correct == (totals[0], 0)
 

@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,142 +11,31 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import Expectation, check_submission, read_message
-from edge_client.agent import events
-from edge_client.agent.state import UploadItem
+from aggregator.ingest.validation import Expectation, check_submission
 from edge_client.privacy import policy
 from edge_client.privacy.accountant import NO_ACCOUNTANT
-from edge_client.privacy.policy import BUDGET, FAILED, HEAD_REFUSED, NO_PROTOTYPE
-from edge_client.service.device import Device
-from edge_client.service.worker import Worker
-from edge_client.storage.device_state import DeviceState
+from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
-from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
+from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
-from protocol.wire import messages
-from protocol.wire.codec import decode, encode
-from protocol.wire.messages import (
-    BlobRef,
-    DeviceInfo,
-    DifferentialPrivacy,
-    Evaluation,
-    HeadRef,
-    Perturbation,
-    Privacy,
-    Program,
-    Submission,
-    TaskManifest,
-)
-from tests.support.device_factory import (
-    CLASSES,
-    TINY,
-    image_file,
-    linear_head,
-    make_manifest,
-    make_settings,
-    noise,
-    payload_of,
-    run_jobs,
-    tiny,
-    write_images,
-)
-from tests.support.graphs import tiny_backbone
-from tests.support.messages import WIRE_TYPES
+from protocol.wire.messages import Perturbation, Program
+from tests.support.device_factory import TINY
+from tests.support.worker_benches import WANTED, PrivateBench
 from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
 
-WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
 ONE = closed_form({2.0: 1}, 1e-5)
 TWO = closed_form({2.0: 2}, 1e-5)
 
 
-class Bench:
-    """A device with images on a task with differential privacy; jobs run on the caller's thread."""
-
-    def __init__(
-        self, folder: Path, *, count: int = 40, max_epsilon: float | None = None, **task: Any
-    ) -> None:
-        self.folder = folder
-        self.data = write_images(folder / "data", count=count)
-        self.settings = make_settings(folder, holdout=0.2, max_epsilon=max_epsilon)
-        values = {"batch_size": 10, "min_images": 3, "differential_privacy": WANTED, **task}
-        self.manifest = make_manifest(**values)
-        self.restart()
-        self.store.blobs.put(tiny_backbone())
-
-    def restart(self) -> None:
-        """Start the program on the state directory."""
-        self.store = DeviceState(self.folder / "state")
-        self.emitted: list[events.Event | BaseException] = []
-        self.worker = Worker(self.settings, self.store, emit=self.emitted.append, show=None)
-
-    @property
-    def task(self) -> bytes:
-        return self.store.blobs.put(encode(self.manifest))
-
-    def build(self) -> events.SubmissionBuilt:
-        self.worker.task = self.task
-        self.worker._build(events.BuildSubmission(self.task, self.manifest))
-        built = self.emitted.pop()
-        assert isinstance(built, events.SubmissionBuilt)
-        return built
-
-    def upload(self) -> Submission:
-        """Build a submission, which must succeed, and return it decoded."""
-        built = self.build()
-        assert built.item is not None, built.reason
-        return self.read(built.item)
-
-    def read(self, item: UploadItem) -> Submission:
-        message = read_message(payload_of(self.store, item))
-        assert isinstance(message, Submission)
-        return message
-
-    def cost(self) -> Privacy:
-        """Return the cost that the next submission states."""
-        privacy = self.upload().privacy
-        assert privacy is not None
-        return privacy
-
-    def refused(self) -> str:
-        """Return why no submission is built; the outbox stays as it is."""
-        before = self.store.outbox.items()
-        built = self.build()
-        assert built.item is None
-        assert built.may_pass, "the program continues, and installs heads"
-        assert self.store.outbox.items() == before
-        return built.reason
-
-    def dry_run(self, manifest: TaskManifest) -> PreparedSubmission:
-        """Return the submission that a dry run shows."""
-        shown: list[PreparedSubmission] = []
-        worker = Worker(
-            self.settings, self.store, emit=self.emitted.append, show=lambda each, _: shown.append(each)
-        )
-        worker.task = self.task
-        worker._build(events.BuildSubmission(self.task, manifest))
-        return shown[0]
-
-    def add_images(self, *, seed: int) -> None:
-        for name in CLASSES:
-            for number in range(3):
-                image_file(self.data / name / f"{seed}-{number}.png", noise(seed=10 * seed + number))
-
-    def info(self) -> DeviceInfo:
-        device = Device(self.settings, self.store)
-        device._state = replace(device._state, task=self.task, manifest=self.manifest)
-        device._problem = self.store.get(BuildProblem).text
-        return device._info()
-
-
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path) -> PrivateBench:
     """Return a bench on an empty directory."""
-    return Bench(tmp_path)
+    return PrivateBench(tmp_path)
 
 
-def test_a_submission_states_its_cost(bench: Bench) -> None:
+def test_a_submission_states_its_cost(bench: PrivateBench) -> None:
     """The accountant agrees with the closed form, and the aggregator accepts it."""
     submission = bench.upload()
     spent = submission.privacy
@@ -161,7 +49,7 @@ def test_a_submission_states_its_cost(bench: Bench) -> None:
     assert submission.tensors == {}
 
 
-def test_no_image_is_held_out(bench: Bench) -> None:
+def test_no_image_is_held_out(bench: PrivateBench) -> None:
     """Otherwise an image more could move another one, and count twice in the mechanism."""
     assert bench.settings.holdout > 0
     bench.upload()
@@ -169,7 +57,7 @@ def test_no_image_is_held_out(bench: Bench) -> None:
     assert [(report.images, report.held_out) for report in reports] == [(40, 0), (40, 0)]
 
 
-def test_the_same_images_are_charged_once(bench: Bench) -> None:
+def test_the_same_images_are_charged_once(bench: PrivateBench) -> None:
     """A rebuild gives the same submission, also after a restart."""
     first = bench.build()
     assert bench.build() == first
@@ -178,7 +66,7 @@ def test_the_same_images_are_charged_once(bench: Bench) -> None:
     assert len(bench.store.ledger.releases()) == 1
 
 
-def test_a_lost_release_is_built_again_with_the_same_noise(bench: Bench) -> None:
+def test_a_lost_release_is_built_again_with_the_same_noise(bench: PrivateBench) -> None:
     """A damaged outbox costs nothing."""
     first = bench.upload()
     with bench.store._database.transaction() as database:
@@ -190,7 +78,7 @@ def test_a_lost_release_is_built_again_with_the_same_noise(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_other_images_are_charged_in_addition(bench: Bench, *, restarts: bool) -> None:
+def test_other_images_are_charged_in_addition(bench: PrivateBench, *, restarts: bool) -> None:
     """They get new noise; earlier releases count across restarts."""
     first = bench.upload()
     bench.add_images(seed=1)
@@ -205,7 +93,7 @@ def test_other_images_are_charged_in_addition(bench: Bench, *, restarts: bool) -
     assert [release.key is None for release in bench.store.ledger.releases()] == [True, False]
 
 
-def test_releases_of_earlier_tasks_count(bench: Bench) -> None:
+def test_releases_of_earlier_tasks_count(bench: PrivateBench) -> None:
     """Also with other noise."""
     bench.upload()
     other = msgspec.structs.replace(WANTED, noise_multiplier=3.0)
@@ -220,7 +108,7 @@ def test_releases_of_earlier_tasks_count(bench: Bench) -> None:
 def test_the_budget_of_task_and_device_is_kept(tmp_path: Path, of_task: float, own: float | None) -> None:
     """A second submission is refused with a constant text, and the first one stays."""
     wanted = msgspec.structs.replace(WANTED, max_epsilon=of_task)
-    bench = Bench(tmp_path, max_epsilon=own, differential_privacy=wanted)
+    bench = PrivateBench(tmp_path, max_epsilon=own, differential_privacy=wanted)
     first = bench.build()
     bench.add_images(seed=1)
     assert bench.refused() == BUDGET
@@ -230,7 +118,9 @@ def test_the_budget_of_task_and_device_is_kept(tmp_path: Path, of_task: float, o
     assert bench.refused() == BUDGET
 
 
-def test_a_charged_release_is_built_after_a_crash(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_charged_release_is_built_after_a_crash(
+    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Power loss between charging and uploading costs nothing more."""
     with monkeypatch.context() as patched:
         patched.setattr(private_submission, "private_prototypes", _fails(KeyboardInterrupt()))
@@ -242,7 +132,7 @@ def test_a_charged_release_is_built_after_a_crash(bench: Bench, monkeypatch: pyt
     assert bench.cost().releases == 1
 
 
-def test_a_dry_run_charges_nothing(bench: Bench) -> None:
+def test_a_dry_run_charges_nothing(bench: PrivateBench) -> None:
     """It shows the cost."""
     privacy = bench.dry_run(bench.manifest).privacy
     assert privacy is not None
@@ -252,14 +142,14 @@ def test_a_dry_run_charges_nothing(bench: Bench) -> None:
     assert bench.store.outbox.items() == ()
 
 
-def _forget(bench: Bench, *statements: str) -> None:
+def _forget(bench: PrivateBench, *statements: str) -> None:
     """Run statements in the device's database."""
     with bench.store._database.transaction() as connection:
         for statement in statements:
             connection.execute(statement)
 
 
-def _lose_database(bench: Bench) -> None:
+def _lose_database(bench: PrivateBench) -> None:
     for file in (bench.folder / "state").glob("device.sqlite*"):
         file.unlink()
 
@@ -279,7 +169,7 @@ def _not_a_number(names: Sequence[str], *_: object, **__: object) -> NDArray[np.
 
 FULL = "CREATE TRIGGER full BEFORE INSERT ON releases BEGIN SELECT RAISE(ABORT, 'disk full'); END"
 
-Break = Callable[[Bench, pytest.MonkeyPatch], object]
+Break = Callable[[PrivateBench, pytest.MonkeyPatch], object]
 FAILURES: dict[str, tuple[str, Break]] = {
     "no accountant": (NO_ACCOUNTANT, lambda _, patch: without_accountant(patch)),
     "the accountant fails": (
@@ -287,6 +177,10 @@ FAILURES: dict[str, tuple[str, Break]] = {
         lambda _, patch: patch.setattr(
             private_submission, "epsilon_of", _fails(ArithmeticError("too small"))
         ),
+    ),
+    "the accountant gives no bound": (
+        BUDGET,
+        lambda _, patch: patch.setattr(private_submission, "epsilon_of", lambda *_, **__: math.inf),
     ),
     "the record cannot be written": (FAILED, lambda bench, _: _forget(bench, FULL)),
     "the marker cannot be written": (FAILED, lambda bench, _: (bench.folder / "state" / "releases").mkdir()),
@@ -318,7 +212,7 @@ FAILURES: dict[str, tuple[str, Break]] = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_any_failure_uploads_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_any_failure_uploads_nothing(bench: PrivateBench, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The problem names no image, and the program continues."""
     reason, bring_about = FAILURES[what]
     with monkeypatch.context() as patched:
@@ -329,13 +223,7 @@ def test_any_failure_uploads_nothing(bench: Bench, monkeypatch: pytest.MonkeyPat
     assert bench.info().problem
 
 
-def test_an_infinite_epsilon_exceeds_the_budget(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accountant may give no bound."""
-    monkeypatch.setattr(private_submission, "epsilon_of", lambda *_, **__: math.inf)
-    assert bench.refused() == BUDGET
-
-
-LOSSES: dict[str, Callable[[Bench], object]] = {
+LOSSES: dict[str, Callable[[PrivateBench], object]] = {
     "all rows": lambda bench: _forget(bench, "DELETE FROM releases"),
     "the last row": lambda bench: _forget(bench, "DELETE FROM releases WHERE number = 2"),
     "a row in between": lambda bench: _forget(bench, "DELETE FROM releases WHERE number = 1"),
@@ -348,7 +236,7 @@ LOSSES: dict[str, Callable[[Bench], object]] = {
 
 
 @pytest.mark.parametrize("lost", LOSSES)
-def test_a_lost_ledger_refuses_every_release(bench: Bench, lost: str) -> None:
+def test_a_lost_ledger_refuses_every_release(bench: PrivateBench, lost: str) -> None:
     """The remaining budget is unknown then."""
     bench.upload()
     bench.add_images(seed=1)
@@ -359,7 +247,7 @@ def test_a_lost_ledger_refuses_every_release(bench: Bench, lost: str) -> None:
     assert bench.refused() == LOST
 
 
-def test_the_marker_may_be_one_behind_the_ledger(bench: Bench) -> None:
+def test_the_marker_may_be_one_behind_the_ledger(bench: PrivateBench) -> None:
     """Power loss between the two writes is no damage."""
     bench.upload()
     bench.add_images(seed=1)
@@ -373,7 +261,7 @@ def test_the_marker_may_be_one_behind_the_ledger(bench: Bench) -> None:
 def test_a_device_without_images_releases_noise(tmp_path: Path) -> None:
     """Having no image is private, too."""
     loud = msgspec.structs.replace(WANTED, noise_multiplier=40.0)
-    bench = Bench(tmp_path, count=0, batch_size=3, differential_privacy=loud)
+    bench = PrivateBench(tmp_path, count=0, batch_size=3, differential_privacy=loud)
     reasons = set()
     for seed in range(12):
         bench.manifest = msgspec.structs.replace(bench.manifest, seed=seed)
@@ -388,7 +276,7 @@ def test_a_device_without_images_releases_noise(tmp_path: Path) -> None:
 
 def test_noise_is_not_redrawn_until_it_leaves_a_prototype(tmp_path: Path) -> None:
     """With too few images, a rebuild is the same release."""
-    bench = Bench(tmp_path, count=3, batch_size=200)
+    bench = PrivateBench(tmp_path, count=3, batch_size=200)
     assert [bench.refused(), bench.refused()] == [NO_PROTOTYPE, NO_PROTOTYPE]
     bench.restart()
     assert bench.refused() == NO_PROTOTYPE
@@ -412,7 +300,7 @@ NOISE = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
     ],
 )
 def test_a_task_without_a_valid_guarantee_is_refused(
-    bench: Bench, changes: dict[str, Any], reason: str
+    bench: PrivateBench, changes: dict[str, Any], reason: str
 ) -> None:
     """The device checks it, whatever the aggregator does."""
     bench.manifest = msgspec.structs.replace(bench.manifest, **changes)
@@ -421,92 +309,13 @@ def test_a_task_without_a_valid_guarantee_is_refused(
 
 def test_max_epsilon_refuses_tasks_without_differential_privacy(tmp_path: Path) -> None:
     """Their epsilon is infinite."""
-    bench = Bench(tmp_path, max_epsilon=5.0, differential_privacy=None)
+    bench = PrivateBench(tmp_path, max_epsilon=5.0, differential_privacy=None)
     assert bench.refused() == policy.NOT_PRIVATE
     policy.check_task(bench.manifest)
 
 
-def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: Bench) -> None:
+def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
     prepared = bench.dry_run(msgspec.structs.replace(bench.manifest, differential_privacy=None))
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)
-
-
-# What leaves under differential privacy, field by field.
-
-DECISIONS: dict[type[Any], dict[str, str]] = {
-    messages.Presence: {"v": "constant", "state": "no image", "epoch": "time of the start"},
-    DeviceInfo: {
-        "v": "constant", "epoch": "time of the start", "software": "no image", "runtime": "no image",
-        "backbones": "no image", "images": "empty", "unusable_images": "zero", "problem": "constant words",
-        "head_version": "no image", "refused_messages": "no image",
-    },
-    Submission: {
-        "v": "constant", "task": "no image", "sequence": "time of the submission", "prototypes": "noisy",
-        "labels": "noisy", "counts": "noisy", "images": "noisy", "omitted_classes": "empty", "round": "zero",
-        "tensors": "empty", "loss": "none", "privacy": "no image",
-    },
-    Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no image"),
-    Evaluation: {
-        "v": "constant", "task": "no image", "head_version": "no image", "correct": "zeros", "incorrect": "zeros",
-        "previous_correct": "zeros", "problem": "constant words",
-    },
-    messages.Frame: {
-        "v": "constant", "key": "no image",
-        **dict.fromkeys(["digest", "size_bytes", "offset", "data", "signature"], "of one of the above"),
-    },
-    messages.BlobRequest: {"v": "constant", **dict.fromkeys(["digest", "offset", "length"], "no image")},
-    messages.Tensor: dict.fromkeys(["dtype", "shape", "data"], "noisy"),
-}  # fmt: skip
-
-
-def test_every_uploaded_field_has_a_decision() -> None:
-    """A new field or message needs a statement of what it reveals about images."""
-    for message, fields in DECISIONS.items():
-        assert fields.keys() == set(message.__struct_fields__), message
-    aggregators = {
-        "Signed", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program", "Perturbation",
-        "DifferentialPrivacy", "HeadRef", "BlobRef",
-    }  # fmt: skip
-    sent = {message.__name__ for message in WIRE_TYPES} - aggregators
-    assert sent == {message.__name__ for message in DECISIONS}
-
-
-def test_info_reveals_nothing_about_images(bench: Bench) -> None:
-    """The operator of the device sees counts and unusable files; the aggregator does not."""
-    (bench.data / "cat" / "broken.png").write_text("broken")
-    bench.upload()
-    report = bench.store.get(SubmissionReport)
-    assert report.classes[0].images == 40
-    assert len(report.unusable) == 1
-    info = bench.info()
-    assert (info.images, info.unusable_images, info.problem) == ({}, 0, "")
-    bench.store.set(BuildProblem("/home/anna/images/secret.png: truncated"))
-    assert bench.info().problem == policy.CANNOT
-    bench.store.set(BuildProblem(BUDGET))
-    assert bench.info().problem == BUDGET
-
-
-def test_info_reveals_nothing_before_there_is_a_task(bench: Bench) -> None:
-    """The task may be private."""
-    bench.upload()
-    info = Device(bench.settings, bench.store)._info()
-    assert (info.images, info.unusable_images) == ({}, 0)
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_a_private_evaluation_counts_no_image(bench: Bench, *, works: bool) -> None:
-    """It states only whether the head runs."""
-    bench.upload()
-    file = linear_head([tiny(bench.folder)], np.ones((16, 2), dtype=np.float32), softmax=works)
-    blob = BlobRef(digest=bench.store.blobs.put(file), size_bytes=len(file), name="h")
-    head = HeadRef(version=1, head=blob, devices=1, prototypes=1)
-    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
-    run_jobs(bench.worker)
-    installed = bench.emitted.pop()
-    assert isinstance(installed, events.HeadInstalled)
-    payload = payload_of(bench.store, installed.report)
-    evaluation = decode(payload, Evaluation, max_bytes=len(payload))
-    assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
-    assert evaluation.problem == ("" if works else HEAD_REFUSED)

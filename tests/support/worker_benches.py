@@ -1,0 +1,196 @@
+"""Workers of devices, whose jobs run on the caller's thread, with the state folder that they work on."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.ingest.validation import read_message
+from edge_client.agent import events
+from edge_client.agent.state import UploadItem
+from edge_client.service.device import Device
+from edge_client.service.worker import Worker
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.stored_values import BuildProblem
+from edge_client.submission.prepared_submission import PreparedSubmission
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import (
+    BlobRef,
+    DeviceInfo,
+    DifferentialPrivacy,
+    Evaluation,
+    HeadRef,
+    Privacy,
+    Submission,
+    TaskManifest,
+)
+from tests.support.device_factory import (
+    CLASSES,
+    image_file,
+    linear_head,
+    make_manifest,
+    make_settings,
+    noise,
+    payload_of,
+    run_jobs,
+    tiny,
+    write_images,
+)
+from tests.support.graphs import tiny_backbone
+from tests.support.round_factory import TASK as ROUNDS_TASK
+from tests.support.round_factory import make_task, open_round, stored
+
+WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
+
+CONSTANT = {
+    name: np.where(np.arange(2) == label, 1.0, 0.0) * np.ones((16, 1)) for label, name in enumerate(CLASSES)
+}
+"""Weights of heads that predict one class for every image whose features have a positive sum."""
+
+
+class HeadBench:
+    """A device with images and a submission, on a task without rounds."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.store = DeviceState(folder / "state")
+        self.store.blobs.put(tiny_backbone())
+        self.backbone = tiny(folder)
+        write_images(folder / "data", count=20)
+        self.manifest = make_manifest()
+        self.task = self.store.blobs.put(encode(self.manifest))
+        self.emitted: list[events.Event | BaseException] = []
+        self.worker = Worker(
+            make_settings(folder, holdout=0.5, **settings), self.store, emit=self.emitted.append, show=None
+        )
+        self.worker.task = self.task
+        self.worker._build(events.BuildSubmission(self.task, self.manifest))
+        self.emitted.clear()
+
+    def head(self, version: int, weights: NDArray[np.float64], file: bytes | None = None) -> HeadRef:
+        """Return a reference to a linear head, or to a file."""
+        data = linear_head([self.backbone], weights.astype(np.float32)) if file is None else file
+        return HeadRef(
+            version=version, head=stored(self.store.blobs, data, "head.onnx"), devices=1, prototypes=1
+        )
+
+    def install(self, head: HeadRef, problem: str = "") -> tuple[events.HeadInstalled, Evaluation]:
+        """Install a head; returns the result and the evaluation in the outbox."""
+        self.worker.install(events.InstallHead(self.task, self.manifest, head, problem=problem))
+        return self.result()
+
+    def result(self) -> tuple[events.HeadInstalled, Evaluation]:
+        """Run the next job; returns its result and the evaluation in the outbox."""
+        run_jobs(self.worker, 1)
+        installed = self.emitted.pop()
+        assert isinstance(installed, events.HeadInstalled)
+        payload = payload_of(self.store, installed.report)
+        return installed, decode(payload, Evaluation, max_bytes=len(payload))
+
+    def device(self, folder: Path) -> Device:
+        """Return a device program on the same state, with the task."""
+        device = Device(make_settings(folder), self.store)
+        device._step(events.TaskSeen(self.task, self.manifest))
+        device._state = replace(device._state, building=True)
+        return device
+
+
+class RoundsBench:
+    """A device on a task with rounds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = DeviceState(folder / "state")
+        self.manifest = make_task(self.store.blobs)
+        self.emitted: list[events.Event | BaseException] = []
+        self.worker = Worker(make_settings(folder), self.store, emit=self.emitted.append, show=None)
+        self.worker.task = ROUNDS_TASK
+
+    def tensors(self, rate: float) -> BlobRef:
+        return open_round(self.store.blobs, tensors={"rate": np.array(rate, np.float32)}).tensors
+
+    def install(self, version: int, tensors: BlobRef) -> None:
+        """Queue the installation of a head that is bound to a round's tensors."""
+        assert self.manifest.program is not None
+        file = self.manifest.program.head
+        head = HeadRef(version=version, head=file, devices=1, prototypes=1, tensors=tensors)
+        self.worker.install(events.InstallHead(ROUNDS_TASK, self.manifest, head))
+
+
+class PrivateBench:
+    """A device with images on a task with differential privacy."""
+
+    def __init__(
+        self, folder: Path, *, count: int = 40, max_epsilon: float | None = None, **task: Any
+    ) -> None:
+        self.folder = folder
+        self.data = write_images(folder / "data", count=count)
+        self.settings = make_settings(folder, holdout=0.2, max_epsilon=max_epsilon)
+        values = {"batch_size": 10, "min_images": 3, "differential_privacy": WANTED, **task}
+        self.manifest = make_manifest(**values)
+        self.restart()
+        self.store.blobs.put(tiny_backbone())
+
+    def restart(self) -> None:
+        """Start the program on the state directory."""
+        self.store = DeviceState(self.folder / "state")
+        self.emitted: list[events.Event | BaseException] = []
+        self.worker = Worker(self.settings, self.store, emit=self.emitted.append, show=None)
+
+    @property
+    def task(self) -> bytes:
+        return self.store.blobs.put(encode(self.manifest))
+
+    def build(self) -> events.SubmissionBuilt:
+        self.worker.task = self.task
+        self.worker._build(events.BuildSubmission(self.task, self.manifest))
+        built = self.emitted.pop()
+        assert isinstance(built, events.SubmissionBuilt)
+        return built
+
+    def upload(self) -> Submission:
+        """Build a submission, which must succeed, and return it decoded."""
+        built = self.build()
+        assert built.item is not None, built.reason
+        return self.read(built.item)
+
+    def read(self, item: UploadItem) -> Submission:
+        message = read_message(payload_of(self.store, item))
+        assert isinstance(message, Submission)
+        return message
+
+    def cost(self) -> Privacy:
+        """Return the cost that the next submission states."""
+        privacy = self.upload().privacy
+        assert privacy is not None
+        return privacy
+
+    def refused(self) -> str:
+        """Return why no submission is built; the outbox stays as it is."""
+        before = self.store.outbox.items()
+        built = self.build()
+        assert built.item is None
+        assert built.may_pass, "the program continues, and installs heads"
+        assert self.store.outbox.items() == before
+        return built.reason
+
+    def dry_run(self, manifest: TaskManifest) -> PreparedSubmission:
+        """Return the submission that a dry run shows."""
+        shown: list[PreparedSubmission] = []
+        worker = Worker(
+            self.settings, self.store, emit=self.emitted.append, show=lambda each, _: shown.append(each)
+        )
+        worker.task = self.task
+        worker._build(events.BuildSubmission(self.task, manifest))
+        return shown[0]
+
+    def add_images(self, *, seed: int) -> None:
+        for name in CLASSES:
+            for number in range(3):
+                image_file(self.data / name / f"{seed}-{number}.png", noise(seed=10 * seed + number))
+
+    def info(self) -> DeviceInfo:
+        device = Device(self.settings, self.store)
+        device._state = replace(device._state, task=self.task, manifest=self.manifest)
+        device._problem = self.store.get(BuildProblem).text
+        return device._info()

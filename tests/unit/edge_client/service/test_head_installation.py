@@ -1,0 +1,204 @@
+"""Heads on a device: installed, compared with the previous one, refused, and kept on disk."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_client.agent import events
+from edge_client.agent.state import head_key
+from edge_client.inference import Head
+from edge_client.runtime.backbone import Backbone
+from edge_client.service.device import Device
+from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead, StoredLocalModel
+from edge_client.submission import head_installer
+from edge_client.training.local_round import initial_model, pack
+from protocol.errors import GraphRefused
+from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
+from tests.support.device_factory import TINY, linear_head, make_manifest, make_settings, run_jobs
+from tests.support.graphs import tiny_backbone
+from tests.support.round_factory import TASK as ROUNDS_TASK
+from tests.support.round_factory import stored
+from tests.support.worker_benches import CONSTANT, HeadBench, RoundsBench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> HeadBench:
+    return HeadBench(tmp_path)
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> RoundsBench:
+    return RoundsBench(tmp_path)
+
+
+def _totals(evaluation: Evaluation) -> list[int]:
+    return [r + w for r, w in zip(evaluation.correct, evaluation.incorrect, strict=True)]
+
+
+def test_a_head_is_compared_with_the_previous_one(bench: HeadBench) -> None:
+    """On the same images, per class, also when it is installed again or the device goes back."""
+    first, second = bench.head(1, CONSTANT["cat"]), bench.head(2, -CONSTANT["cat"])
+    installed, one = bench.install(first)
+    assert (installed.head, installed.reason, one.previous_correct) == (head_key(first), "", ())
+    assert sum(_totals(one)) > 0
+    for _ in range(2):
+        _, two = bench.install(second)
+        assert two.previous_correct == one.correct
+        assert _totals(two) == _totals(one)
+    assert two.correct != one.correct
+    _, back = bench.install(first)
+    assert (back.correct, back.previous_correct) == (one.correct, two.correct)
+
+
+@pytest.mark.parametrize("why", ["another task", "damaged"])
+def test_a_previous_head_that_cannot_be_compared_is_no_obstacle(
+    bench: HeadBench, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    """A head of another task has other classes; a damaged one does not open."""
+    first = bench.head(1, CONSTANT["cat"])
+    bench.install(first)
+    if why == "damaged":
+        bench.store.blobs.path(first.head.digest).write_bytes(b"damaged")
+    else:
+        bench.task = bench.worker.task = b"u" * 32
+    installed, evaluation = bench.install(bench.head(2, CONSTANT["dog"]))
+    assert (installed.reason, evaluation.previous_correct) == ("", ())
+    assert ("no comparison with the previous head" in caplog.text) == (why == "damaged")
+
+
+def _bad_heads(backbone: Backbone) -> dict[str, bytes]:
+    zeros = np.zeros((16, 2), np.float32)
+    unloadable = linear_head([backbone], zeros)
+    assert unloadable.count(b"MatMul") == 1
+    return {
+        "expected an ONNX file": b"junk",
+        "add up": linear_head([backbone], np.full((16, 2), np.nan, dtype=np.float32)),
+        "classes": linear_head([backbone], zeros, classes=("cat", "cow")),
+        "one probability per class": linear_head([backbone], np.zeros((16, 3), np.float32)),
+        "cannot load": unloadable.replace(b"MatMul", b"MatMad"),
+    }
+
+
+def test_a_bad_head_is_refused_with_a_report(bench: HeadBench) -> None:
+    """The report names the problem and counts no image, and the previous head stays in use."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    before = bench.store.get(Heads)
+    for version, (words, file) in enumerate(_bad_heads(bench.backbone).items(), start=2):
+        head = bench.head(version, CONSTANT["cat"], file)
+        installed, evaluation = bench.install(head)
+        assert installed.head == head_key(head)
+        assert f"head {version} refused, the previous head stays in use" in installed.reason
+        assert (evaluation.head_version, _totals(evaluation)) == (version, [0, 0])
+        assert words in evaluation.problem
+        assert evaluation.problem in installed.reason
+        assert bench.store.get(Heads) == before
+
+
+def test_a_head_that_fails_on_the_devices_images_is_refused(bench: HeadBench) -> None:
+    """It passes the trial run, and gives NaN for the held-out images."""
+    huge, weights = np.full((1, 16), 3e38, dtype=np.float32), np.zeros((16, 2))
+    weights[:, 0], weights[:, 1] = 9, -9
+    bench.worker._installer._workspace.cache.chunks = lambda *_: [huge]  # type: ignore[method-assign, assignment]
+    installed, evaluation = bench.install(bench.head(2, weights))
+    assert "NaN or infinity for held-out images" in evaluation.problem
+    assert "head 2 refused" in installed.reason
+
+
+def test_a_head_that_cannot_be_downloaded_is_reported(bench: HeadBench) -> None:
+    """The agent's reason is in the report."""
+    head = HeadRef(version=4, head=TINY, devices=1, prototypes=1)
+    installed, evaluation = bench.install(head, problem="it arrived damaged")
+    assert installed.reason == "head 4 refused, the previous head stays in use: it arrived damaged"
+    assert (evaluation.head_version, evaluation.problem) == (4, "it arrived damaged")
+
+
+def test_the_previous_head_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:
+    """Going back to it needs no network; an older one is deleted."""
+    heads = [bench.head(version, CONSTANT["cat"] * version) for version in (1, 2, 3)]
+    for head in heads:
+        bench.install(head)
+    device = bench.device(tmp_path)
+    device._state = replace(device._state, installed=head_key(heads[2]))
+    device._downloads.delete_unused(device._state)
+    assert [head.head.digest in bench.store.blobs for head in heads] == [False, True, True]
+    assert device._info().head_version == 3
+
+
+def test_a_head_being_installed_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:
+    """Also if an older head's result arrives meanwhile and a newer head is announced."""
+    heads = [bench.head(version, CONSTANT["cat"] * version) for version in (1, 2)]
+    device = bench.device(tmp_path)
+    for number, head in enumerate(heads, start=1):
+        device._step(HeadManifest(task=bench.task, current=head))
+        bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
+        if number == 1:
+            result, _ = bench.result()
+    assert device._state.installing == head_key(heads[1])
+    device._state = replace(device._state, installed=head_key(heads[0]))
+    blob = BlobRef(digest=bytes(32), size_bytes=9, name="to be downloaded")
+    newer = HeadRef(version=3, head=blob, devices=1, prototypes=1)
+    device._step(HeadManifest(task=bench.task, current=newer))
+    device._handle(result)
+    assert heads[1].head.digest in bench.store.blobs
+    installed, _ = bench.result()
+    device._handle(installed)
+    assert heads[1].head.digest in bench.store.blobs
+
+
+def test_the_backbone_of_the_head_in_use_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:
+    """Also in a new task with another backbone, whose first head is refused."""
+    old = bench.head(1, CONSTANT["cat"])
+    bench.install(old)
+    device = Device(make_settings(tmp_path), bench.store)
+    other = stored(bench.store.blobs, tiny_backbone(feature_size=8), "other")
+    device._state = replace(device._state, installed=head_key(old))
+    device._step(events.TaskSeen(b"u" * 32, make_manifest(backbones=(other,))))
+    device._downloads.delete_unused(device._state)
+    in_use = bench.store.get(Heads).installed
+    assert in_use is not None
+    assert all(digest in bench.store.blobs for digest in (in_use.head, *in_use.backbones))
+
+
+def test_going_back_to_a_rounds_head_restores_its_local_model(rounds: RoundsBench) -> None:
+    """If that model is lost, the head is bound to the current one."""
+    store, tensors, models = rounds.store, [rounds.tensors(0), rounds.tensors(1)], []
+    for number in range(2):
+        model = initial_model(rounds.manifest, tensors[0], data=None, blobs=store.blobs)
+        model.state["steps"][...] = number
+        models.append(store.blobs.put(pack(model)))
+    for step, (number, bound) in enumerate(((0, 0), (1, 1), (0, 0), (1, 1), (0, 1))):
+        store.set(StoredLocalModel(ROUNDS_TASK, models[min(step, 1)]))
+        if (number, bound) == (0, 1):
+            store.blobs.path(models[0]).unlink()
+        rounds.install(number + 1, tensors[number])
+        run_jobs(rounds.worker)
+        installed = store.get(Heads).installed
+        assert isinstance(installed, InstalledHead)
+        assert (installed.version, installed.local_model) == (number + 1, models[bound])
+
+
+def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The previous head stays in use all the time, and another head is installed afterwards."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    before, deadly = bench.store.get(Heads), bench.head(2, CONSTANT["cat"], b"deadly")
+    trials: list[HeadTrial] = []
+
+    def end(*_: object) -> Head:
+        trials.append(bench.store.get(HeadTrial))
+        raise GraphRefused("the process is killed here")
+
+    monkeypatch.setattr(head_installer, "open_installed", end)
+    for _ in range(4):
+        installed, evaluation = bench.install(deadly)
+        assert bench.store.get(Heads) == before
+        # A killed process leaves the record of its trial.
+        bench.store.set(trials[-1])
+    assert [trial.attempts for trial in trials] == [1, 2, 3]
+    assert evaluation.problem == "the program ended 3 times while testing it"
+    assert installed.reason.endswith(f"the previous head stays in use: {evaluation.problem}")
+    monkeypatch.undo()
+    assert not bench.install(bench.head(2, CONSTANT["dog"]))[0].reason

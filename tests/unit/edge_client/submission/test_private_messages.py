@@ -1,0 +1,101 @@
+"""Messages under differential privacy: each field of each message, and what it reveals about images."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edge_client.agent import events
+from edge_client.privacy import policy
+from edge_client.privacy.policy import BUDGET, HEAD_REFUSED
+from edge_client.service.device import Device
+from edge_client.storage.stored_values import BuildProblem, SubmissionReport
+from protocol.wire import messages
+from protocol.wire.codec import decode
+from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission
+from tests.support.device_factory import linear_head, payload_of, run_jobs, tiny
+from tests.support.messages import WIRE_TYPES
+from tests.support.worker_benches import PrivateBench
+
+DECISIONS: dict[type[Any], dict[str, str]] = {
+    messages.Presence: {"v": "constant", "state": "no image", "epoch": "time of the start"},
+    DeviceInfo: {
+        "v": "constant", "epoch": "time of the start", "software": "no image", "runtime": "no image",
+        "backbones": "no image", "images": "empty", "unusable_images": "zero", "problem": "constant words",
+        "head_version": "no image", "refused_messages": "no image",
+    },
+    Submission: {
+        "v": "constant", "task": "no image", "sequence": "time of the submission", "prototypes": "noisy",
+        "labels": "noisy", "counts": "noisy", "images": "noisy", "omitted_classes": "empty", "round": "zero",
+        "tensors": "empty", "loss": "none", "privacy": "no image",
+    },
+    Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no image"),
+    Evaluation: {
+        "v": "constant", "task": "no image", "head_version": "no image", "correct": "zeros", "incorrect": "zeros",
+        "previous_correct": "zeros", "problem": "constant words",
+    },
+    messages.Frame: {
+        "v": "constant", "key": "no image",
+        **dict.fromkeys(["digest", "size_bytes", "offset", "data", "signature"], "of one of the above"),
+    },
+    messages.BlobRequest: {"v": "constant", **dict.fromkeys(["digest", "offset", "length"], "no image")},
+    messages.Tensor: dict.fromkeys(["dtype", "shape", "data"], "noisy"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> PrivateBench:
+    """Return a bench on an empty directory."""
+    return PrivateBench(tmp_path)
+
+
+def test_every_uploaded_field_has_a_decision() -> None:
+    """A new field or message needs a statement of what it reveals about images."""
+    for message, fields in DECISIONS.items():
+        assert fields.keys() == set(message.__struct_fields__), message
+    aggregators = {
+        "Signed", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program", "Perturbation",
+        "DifferentialPrivacy", "HeadRef", "BlobRef",
+    }  # fmt: skip
+    sent = {message.__name__ for message in WIRE_TYPES} - aggregators
+    assert sent == {message.__name__ for message in DECISIONS}
+
+
+def test_info_reveals_nothing_about_images(bench: PrivateBench) -> None:
+    """The operator of the device sees counts and unusable files; the aggregator does not."""
+    (bench.data / "cat" / "broken.png").write_text("broken")
+    bench.upload()
+    report = bench.store.get(SubmissionReport)
+    assert report.classes[0].images == 40
+    assert len(report.unusable) == 1
+    info = bench.info()
+    assert (info.images, info.unusable_images, info.problem) == ({}, 0, "")
+    bench.store.set(BuildProblem("/home/anna/images/secret.png: truncated"))
+    assert bench.info().problem == policy.CANNOT
+    bench.store.set(BuildProblem(BUDGET))
+    assert bench.info().problem == BUDGET
+
+
+def test_info_reveals_nothing_before_there_is_a_task(bench: PrivateBench) -> None:
+    """The task may be private."""
+    bench.upload()
+    info = Device(bench.settings, bench.store)._info()
+    assert (info.images, info.unusable_images) == ({}, 0)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_private_evaluation_counts_no_image(bench: PrivateBench, *, works: bool) -> None:
+    """It states only whether the head runs."""
+    bench.upload()
+    file = linear_head([tiny(bench.folder)], np.ones((16, 2), dtype=np.float32), softmax=works)
+    blob = BlobRef(digest=bench.store.blobs.put(file), size_bytes=len(file), name="h")
+    head = HeadRef(version=1, head=blob, devices=1, prototypes=1)
+    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
+    run_jobs(bench.worker)
+    installed = bench.emitted.pop()
+    assert isinstance(installed, events.HeadInstalled)
+    payload = payload_of(bench.store, installed.report)
+    evaluation = decode(payload, Evaluation, max_bytes=len(payload))
+    assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
+    assert evaluation.problem == ("" if works else HEAD_REFUSED)
