@@ -179,14 +179,13 @@ def predict(
     *,
     top: int,
     batch_size: int = 16,
-    workers: int = 2,
 ) -> Iterator[Prediction]:
     """Yield a prediction for each image, in order, with the `top` classes; for an unusable image, with the reason.
 
     Two batches of images are in memory at a time.
     """
     images = map(unlabeled, paths)
-    for batch in feature_batches(images, backbones, batch_size=batch_size, workers=workers):
+    for batch in feature_batches(images, backbones, batch_size=batch_size, workers=2):
         for image, feature in batch:
             if isinstance(feature, Refusal):
                 yield Prediction(image.path, error=f"{image.path}: {feature.reason}")
