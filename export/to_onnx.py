@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from export.parity import Reference, compare, sample_photos
 from protocol.errors import ProtofleetError
 from protocol.log import warnings_suppressed
-from protocol.onnx_metadata import BackboneMetadata, to_properties
+from protocol.onnx_metadata import BackboneMetadata, delete_notes, to_properties
 from protocol.preprocessing import preprocess
 from protocol.storage.blobstore import write_atomically
 
@@ -90,16 +90,12 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
 
 
 def _checked(program: Any, *, opset: int) -> onnx.ModelProto:
-    """Return the graph without the exporter's stack traces, which contain paths of this machine."""
+    """Return the model without the exporter's notes."""
     model: onnx.ModelProto = program.model_proto
     got = next(entry.version for entry in model.opset_import if not entry.domain)
     if got != opset:  # PyTorch silently falls back to a set that it supports
         raise ValueError(f"the graph has opset {got}")
-    graph = model.graph
-    parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
-    for part in parts:
-        part.ClearField("metadata_props")
-        part.ClearField("doc_string")
+    delete_notes(model)
     onnx.checker.check_model(model)
     return model
 

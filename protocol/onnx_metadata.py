@@ -4,13 +4,16 @@ ONNX Runtime returns it in ``session.get_modelmeta().custom_metadata_map``.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from protocol.errors import BackboneMismatch
 from protocol.preprocessing import Preprocessing
+
+if TYPE_CHECKING:
+    import onnx
 
 PROPERTY = "protofleet"
 
@@ -117,3 +120,12 @@ def read_metadata(properties: Mapping[str, str], kind: type[_Metadata]) -> _Meta
         raise BackboneMismatch(
             f"invalid '{PROPERTY}' metadata in the ONNX file ({error}): expected a protofleet {_EXPECTED[kind]}"
         ) from error
+
+
+def delete_notes(model: "onnx.ModelProto") -> None:
+    """Delete the exporter's notes from a model: its stack traces contain paths of this machine."""
+    graph = model.graph
+    parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
+    for part in parts:
+        part.ClearField("metadata_props")
+        part.ClearField("doc_string")

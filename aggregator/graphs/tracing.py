@@ -17,7 +17,7 @@ from aggregator.graphs.head_export import OPSET
 from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError
 from protocol.log import warnings_suppressed
-from protocol.onnx_metadata import GraphMetadata, to_properties
+from protocol.onnx_metadata import GraphMetadata, delete_notes, to_properties
 
 Examples = Mapping[str, Tensor]
 
@@ -86,7 +86,7 @@ def to_onnx(
     inputs = tuple(tensors[name] for name in function.inputs)
     with warnings_suppressed():
         traced = make_fx(positional, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
-        program = torch.onnx.export(
+        program: Any = torch.onnx.export(
             traced,
             inputs,
             dynamic_shapes=tuple(
@@ -102,7 +102,8 @@ def to_onnx(
             external_data=False,
             verbose=False,
         )
-    model = _without_notes(program)
+    model: onnx.ModelProto = program.model_proto
+    delete_notes(model)
     _rename(model.graph, inputs=function.inputs, outputs=names)
     _fold_transposes(model.graph)
     tile(model)
@@ -144,14 +145,3 @@ def _fold_transposes(graph: onnx.GraphProto) -> None:
                     flags = {entry.name: entry for entry in node.attribute}
                     flag = flags.get(name) or node.attribute.add(name=name, type=onnx.AttributeProto.INT)
                     flag.i = 1 - flag.i
-
-
-def _without_notes(program: Any) -> onnx.ModelProto:
-    """Return the graph without the exporter's stack traces, which contain paths of this machine."""
-    model: onnx.ModelProto = program.model_proto
-    graph = model.graph
-    parts = (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer)
-    for part in parts:
-        part.ClearField("metadata_props")
-        part.ClearField("doc_string")
-    return model
