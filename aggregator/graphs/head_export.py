@@ -27,10 +27,9 @@ def head_to_onnx(layers: Sequence[Dense], *, metadata: HeadMetadata) -> bytes:
 
     Its input is `feature`, float32 (n, L); its outputs are `logits` and `probabilities`, float32 (n, C).
     """
-    constants: dict[str, NDArray[np.generic]] = {
-        "axes": np.array([1]),
-        "min_length": np.array(MIN_LENGTH, dtype=np.float32),
-    }
+    constants: dict[str, NDArray[np.generic]] = {}
+    if len(layers) > 1:  # ONNX Runtime warns of constants that no node uses
+        constants = {"axes": np.array([1]), "min_length": np.array(MIN_LENGTH, dtype=np.float32)}
     nodes, value = [], "feature"
     for number, layer in enumerate(layers):
         constants |= {f"weight_{number}": layer.weight, f"bias_{number}": layer.bias}

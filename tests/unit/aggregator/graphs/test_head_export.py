@@ -115,6 +115,16 @@ def test_difference_is_small_only_for_the_same_head(backbone: bytes, head: bytes
     assert max_difference(network(seed=1), head, random_features(5)) > 1e-2
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_every_constant_of_a_head_is_used(backbone: bytes, depth: int) -> None:
+    """ONNX Runtime would print a warning for each other one, wherever the head is used."""
+    layers = [Dense(np.eye(FEATURE_SIZE, dtype=np.float32), np.zeros(FEATURE_SIZE, np.float32))] * (depth - 1)
+    last = Dense(np.zeros((len(CLASSES), FEATURE_SIZE), np.float32), np.zeros(len(CLASSES), np.float32))
+    graph = onnx.load_model_from_string(head_to_onnx([*layers, last], metadata=described(backbone))).graph
+    used = {name for node in graph.node for name in node.input}
+    assert {constant.name for constant in graph.initializer} <= used
+
+
 def test_nan_is_an_infinite_difference(head: bytes) -> None:
     """It never passes as agreement."""
     features = random_features(3)
