@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -19,10 +19,13 @@ from rich.live import Live
 from aggregator.status.collect import collect_status
 from aggregator.storage.store import Store
 from examples.quickstart import digits as data
-from examples.quickstart.fleet import Fleet, accuracy_of, predict
+from examples.quickstart.fleet import Fleet, Usage, accuracy_of, predict
 from examples.quickstart.folder import Folder, device_names, prepare
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError, StateError
+
+if TYPE_CHECKING:
+    from examples.quickstart.measure import Comparison
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -90,18 +93,19 @@ def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console:
         f"{len(digits.labels):,} handwritten digits: {len(digits.labels) - len(deal.held_out):,} on {devices} "
         f"devices, {len(deal.held_out)} held out",
     )
-    summary = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
+    summary, usage = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
     head = summary["heads"][-1]
     _print(console, f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s")
     images = folder.held_out_images()
     with console.status("evaluating the head on held-out images"):
         accuracy = accuracy_of(predict(folder, names[0], images))
-    with console.status("training a head for each device alone") as status:
-        alone = _alone(
-            folder, lambda name: status.update(f"training a head on the prototypes of {name} alone")
-        )
+    with console.status("comparing with other classifiers") as status:
+        others = _compare(folder, status.update)
+    alone = others.alone
     return Result(
         accuracy=accuracy,
+        nearest_mean_accuracy=others.nearest_mean,
+        logistic_regression_accuracy=others.logistic_regression,
         alone_accuracy=sum(alone.values()) / len(alone),
         devices=len(summary["devices"]),
         submissions=summary["submissions"],
@@ -112,14 +116,19 @@ def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console:
         held_out_images=len(images),
         head=summary["head_path"],
         model=summary["model_path"],
-        per_device=tuple(_device(folder, row, alone[row["device"]]) for row in summary["devices"]),
+        per_device=tuple(
+            _device(folder, row, usage[row["device"]], alone[row["device"]]) for row in summary["devices"]
+        ),
     )
 
 
 def _run_fleet(
     folder: Folder, names: tuple[str, ...], *, timeout_s: float, console: Console
-) -> dict[str, Any]:
-    """Run the processes until every device has evaluated the head; returns the aggregator's status then."""
+) -> tuple[dict[str, Any], dict[str, Usage]]:
+    """Run the processes until every device has evaluated the head.
+
+    Returns the aggregator's status then, and what each device's process used.
+    """
     with Fleet(folder, timeout_s=timeout_s) as fleet:
         with console.status("starting the aggregator and its broker"):
             fleet.start_aggregator()
@@ -128,11 +137,12 @@ def _run_fleet(
         with Live(console=console, transient=True) as live:
             fleet.wait_for_devices(lambda: live.update(progress(_status(folder), names)))
         summary = _status(folder)
+        usage = {name: fleet.usage(name) for name in names}
     if not summary.get("heads") or summary["submissions"] < len(names):
         raise ProtofleetError(
             f"{summary.get('submissions', 0)} of {len(names)} submissions arrived; logs in {folder.logs}"
         )
-    return summary
+    return summary, usage
 
 
 def _status(folder: Folder) -> dict[str, Any]:
@@ -145,19 +155,21 @@ def _status(folder: Folder) -> dict[str, Any]:
         return {}
 
 
-def _alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str, float]:
-    from examples.quickstart.measure import accuracy_alone  # brings torch, which the fleet must not wait for
+def _compare(folder: Folder, on_step: Callable[[str], None]) -> "Comparison":
+    from examples.quickstart.measure import compare  # brings ONNX Runtime, which the fleet must not wait for
 
-    return accuracy_alone(folder, on_device)
+    return compare(folder, on_step)
 
 
-def _device(folder: Folder, row: dict[str, Any], alone: float) -> DeviceResult:
+def _device(folder: Folder, row: dict[str, Any], usage: Usage, alone: float) -> DeviceResult:
     return DeviceResult(
         device=row["device"],
         classes=tuple(sorted(path.name for path in folder.images(row["device"]).iterdir())),
         images=row["images"],
         prototypes=row["prototypes"],
         bytes_up=row["bytes"],
+        cpu_s=round(usage.cpu_s, 2),
+        peak_memory_bytes=usage.peak_memory_bytes,
         correct=row["correct"],
         incorrect=row["incorrect"],
         alone_accuracy=alone,

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +21,15 @@ POLL_S = 0.4
 STOP_TIMEOUT_S = 15.0
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a process that has ended used: seconds of CPU time, and its peak of resident memory in bytes."""
+
+    cpu_s: float
+    peak_memory_bytes: int
+    """0 where there is no /proc."""
+
+
 class Fleet:
     """A fleet on this machine; `timeout_s` limits its work in all. Leaving the context stops every process."""
 
@@ -28,6 +39,8 @@ class Fleet:
         self._deadline_s = time.monotonic() + timeout_s
         self._broker = f"127.0.0.1:{free_port()}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._cpu_s: dict[str, float] = {}
+        self._peak_memory_bytes: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -87,6 +100,10 @@ class Fleet:
             time.sleep(POLL_S)
         on_poll()
 
+    def usage(self, name: str) -> Usage:
+        """Return what the process of a device that has ended used."""
+        return Usage(self._cpu_s[name], self._peak_memory_bytes[name])
+
     def stop(self) -> None:
         """End every process that still runs."""
         for process in self._processes.values():
@@ -111,7 +128,7 @@ class Fleet:
 
     def _poll(self) -> int:
         """Return how many devices are running."""
-        codes = {name: process.poll() for name, process in self._processes.items()}
+        codes = {name: self._exit_code(name, process) for name, process in self._processes.items()}
         for name, code in codes.items():
             if code or (name == "aggregator" and code is not None):
                 raise ProtofleetError(f"{name} ended with exit status {code}: {self._last_line(name)}")
@@ -121,6 +138,18 @@ class Fleet:
                 f"not done after {self._timeout_s:.0f} s, still running: {late}; logs in {self._folder.logs}"
             )
         return sum(code is None for name, code in codes.items() if name != "aggregator")
+
+    def _exit_code(self, name: str, process: subprocess.Popen[bytes]) -> int | None:
+        """Return the exit status of a process, None while it runs, and record what it uses."""
+        if process.returncode is None:
+            self._peak_memory_bytes[name] = peak_memory_bytes(process.pid) or self._peak_memory_bytes.get(
+                name, 0
+            )
+            ended, status, used = os.wait4(process.pid, os.WNOHANG)
+            if ended:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                self._cpu_s[name] = used.ru_utime + used.ru_stime
+        return process.returncode
 
     def _last_line(self, name: str) -> str:
         log = self._folder.logs / f"{name}.log"
@@ -147,6 +176,20 @@ def accuracy_of(predictions: list[dict[str, Any]]) -> float:
     """Return the share of predictions that name the folder of their image."""
     correct = [bool(line["label"] == Path(line["image"]).parent.name) for line in predictions]
     return sum(correct) / len(correct)
+
+
+def peak_memory_bytes(pid: int) -> int:
+    """Return the peak of resident memory of a running process; 0 where there is no /proc, or if it has ended.
+
+    The `ru_maxrss` of `os.wait4` would be at least the peak of the demo's own process, which Linux counts as the
+    child's from the fork to the exec.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(peaks[0]) * 1024 if peaks else 0
 
 
 def free_port() -> int:

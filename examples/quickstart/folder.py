@@ -39,6 +39,10 @@ class Folder:
         """The images that no device has, in a fixed order."""
         return sorted(self.held_out.glob("*/*.png"))
 
+    def device_images(self) -> list[Path]:
+        """The images of all devices, in a fixed order."""
+        return sorted(self.root.glob("devices/*/images/*/*.png"))
+
     @property
     def logs(self) -> Path:
         """Output of each process, one file a process."""

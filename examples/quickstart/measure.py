@@ -1,19 +1,27 @@
-"""Accuracy that each device would reach without the others."""
+"""Other classifiers from the demo's images, to compare the fleet's head with."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, StratifiedKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
 
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.config.schema import Training
 from aggregator.config.task_file import load_task
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import Store
 from aggregator.training.head_job import recipe_of
+from aggregator.training.robust_training_set import pool
 from edge_client.data.images import decode as decode_image
-from edge_client.runtime.backbone import open_backbone
+from edge_client.runtime.backbone import Backbone, open_backbone
 from examples.quickstart.digits import CLASSES
 from examples.quickstart.folder import Folder
 from protocol.preprocessing import preprocess
@@ -21,38 +29,100 @@ from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, to_array
 from protocol.wire.messages import Submission
 
+REGULARIZATIONS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
+"""Inverse strengths of the L2 penalty that cross-validation chooses from."""
 
-def accuracy_alone(folder: Folder, on_device: Callable[[str], None]) -> dict[str, float]:
-    """Return the accuracy on the held-out images that each device would reach without the others.
 
-    The folder is that of a fleet that has its head; `on_device` is called with each device before its training.
+@dataclass(frozen=True)
+class Images:
+    """Features (n, L) and classes (n,) of images."""
+
+    features: NDArray[np.float32]
+    labels: NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Accuracy of other classifiers on the images that no device has.
+
+    Attributes:
+        nearest_mean: the nearest class mean of the prototypes of all devices.
+        logistic_regression: on the features of all devices' images in one place.
+        alone: by device, a head trained on its prototypes only.
     """
-    task, (backbone,) = load_task(folder.task)
-    features, labels = held_out_features(folder, backbone)
-    scores = {}
-    for device, sent in submissions(folder).items():
-        on_device(device)
-        trained = train_head(
-            sent.values,
-            sent.labels,
-            sent.counts,
-            num_classes=len(CLASSES),
-            recipe=recipe_of(task.training),
-            seed=task.training.seed,
-            device="cpu",
-        )
-        predicted = logits_of(trained.layers, features).argmax(axis=1)
-        scores[device] = float((predicted == labels).mean())
-    return scores
+
+    nearest_mean: float
+    logistic_regression: float
+    alone: dict[str, float]
 
 
-def held_out_features(folder: Folder, backbone: Path) -> tuple[NDArray[np.float32], NDArray[np.intp]]:
-    """Return features (n, L) and classes (n,) of the images that no device has, by the device's functions."""
-    network = open_backbone(backbone, provider="cpu")
-    paths = folder.held_out_images()
-    images = np.stack([preprocess(decode_image(path), network.metadata.preprocessing) for path in paths])
+def compare(folder: Folder, on_step: Callable[[str], None]) -> Comparison:
+    """Make and evaluate the other classifiers.
+
+    The folder is that of a fleet that has its head; `on_step` is called with a text at each step.
+    """
+    task, (file,) = load_task(folder.task)
+    backbone = open_backbone(file, provider="cpu")
+    held_out = features_of(folder.held_out_images(), backbone)
+    sent = submissions(folder)
+    on_step("computing the features of all devices' images in one place")
+    pooled = features_of(folder.device_images(), backbone)
+    on_step("training logistic regression on the features of all devices' images")
+    logistic_regression = accuracy_of_logistic_regression(pooled, held_out)
+    alone = {}
+    for device, prototypes in sent.items():
+        on_step(f"training a head on the prototypes of {device} alone")
+        alone[device] = accuracy_alone(prototypes, held_out, training=task.training)
+    return Comparison(
+        nearest_mean=accuracy_of_nearest_mean(pool(list(sent.values())), held_out),
+        logistic_regression=logistic_regression,
+        alone=alone,
+    )
+
+
+def accuracy_of_nearest_mean(prototypes: Prototypes, held_out: Images) -> float:
+    """Return the accuracy of the nearest class mean; a prototype counts as often as it has images."""
+    classes = np.unique(prototypes.labels)
+    means = np.stack(
+        [
+            np.average(prototypes.values[members], axis=0, weights=prototypes.counts[members])
+            for members in (prototypes.labels == label for label in classes)
+        ]
+    )
+    distances = np.linalg.norm(held_out.features[:, None] - means, axis=2)
+    return float((classes[distances.argmin(axis=1)] == held_out.labels).mean())
+
+
+def accuracy_of_logistic_regression(training: Images, held_out: Images) -> float:
+    """Return the accuracy of logistic regression on standardized features, its penalty from cross-validation."""
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    folds = StratifiedKFold(5, shuffle=True, random_state=0)
+    search = GridSearchCV(model, {"logisticregression__C": REGULARIZATIONS}, cv=folds)
+    with threadpool_limits(1):  # the matrices are small: more threads take longer on a busy machine
+        search.fit(training.features, training.labels)
+    return float(search.score(held_out.features, held_out.labels))
+
+
+def accuracy_alone(prototypes: Prototypes, held_out: Images, *, training: Training) -> float:
+    """Return the accuracy of a head trained on the prototypes of one device."""
+    trained = train_head(
+        prototypes.values,
+        prototypes.labels,
+        prototypes.counts,
+        num_classes=len(CLASSES),
+        recipe=recipe_of(training),
+        seed=training.seed,
+        device="cpu",
+    )
+    predicted = logits_of(trained.layers, held_out.features).argmax(axis=1)
+    return float((predicted == held_out.labels).mean())
+
+
+def features_of(paths: Sequence[Path], backbone: Backbone) -> Images:
+    """Return features and classes of images, by the device's functions."""
+    images = np.stack([preprocess(decode_image(path), backbone.metadata.preprocessing) for path in paths])
     labels = np.array([CLASSES.index(path.parent.name) for path in paths])
-    return network.features(images), labels
+    return Images(backbone.features(images), labels)
 
 
 def submissions(folder: Folder) -> dict[str, Prototypes]:

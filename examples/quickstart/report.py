@@ -1,6 +1,7 @@
 """Output of the demo: the progress of each device, and the result."""
 
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
     images: int
     prototypes: int
     bytes_up: int
+    cpu_s: float
+    """CPU time of its process, seconds."""
+    peak_memory_bytes: int
+    """Peak of its process's resident memory; 0 where there is no /proc."""
     correct: int
     """Of its held-out images, those that the fleet's head classifies correctly."""
     incorrect: int
@@ -41,6 +46,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     accuracy: float
     """Accuracy of the fleet's head on the images of no device."""
+    nearest_mean_accuracy: float
+    """The same of the nearest class mean of the same prototypes."""
+    logistic_regression_accuracy: float
+    """The same of logistic regression on the features of all devices' images in one place."""
     alone_accuracy: float
     """The same of heads trained on one device's prototypes; mean over the devices."""
     devices: int
@@ -87,8 +96,8 @@ def _fleet_line(summary: dict[str, Any], steps: list[int]) -> str:
     if summary.get("heads"):
         return f"{steps.count(STEPS)} of {len(steps)} devices have evaluated the head"
     if training := summary.get("training"):
-        epochs = f"{training.get('epoch', 0)} of {training.get('epochs', '?')}"
-        return f"training a head on the prototypes of all devices: epoch {epochs}"
+        epoch = f": epoch {training['epoch']} of {training['epochs']}" if "epoch" in training else ""
+        return f"training a head on the prototypes of all devices{epoch}"
     return f"{sum(step >= 2 for step in steps)} of {len(steps)} devices have uploaded their prototypes"
 
 
@@ -104,6 +113,7 @@ def show(result: Result, folder: Folder, console: Console) -> None:
     console.print("", _devices(result), "", _verdict(result), "", sep="\n")
     for line in (
         f"Uploaded in all: {_kilobytes(result.bytes_up)} of averaged features, and no image.",
+        f"A device, on average: {_cost(result)}.",
         f"Maximum difference of head.onnx from PyTorch: {result.onnx_max_difference:.0e}.",
         f"[bold]{head}[/]   features to probabilities",
         f"[bold]{model}[/]  images to probabilities",
@@ -148,15 +158,26 @@ def _verdict(result: Result) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, share, style in (
         ("head of the fleet", result.accuracy, "green"),
-        ("head of one device", result.alone_accuracy, "red"),
+        ("nearest class mean, same prototypes", result.nearest_mean_accuracy, "cyan"),
+        ("logistic regression, pooled images", result.logistic_regression_accuracy, "cyan"),
+        ("head of one device, of two digits", result.alone_accuracy, "red"),
     ):
-        bar = ProgressBar(total=1, completed=share, width=40, complete_style=style, finished_style=style)
+        bar = ProgressBar(total=1, completed=share, width=28, complete_style=style, finished_style=style)
         table.add_row(name, bar, f"[bold {style}]{share:.1%}[/]")
     title = f" Accuracy on {result.held_out_images} held-out images, which no device has"
     return Group(title, Padding(table, (0, 0, 0, 3)))
 
 
-def _kilobytes(size_bytes: int) -> str:
+def _cost(result: Result) -> str:
+    """Return what a device sends and uses, mean over the devices."""
+    sent = statistics.mean(row.bytes_up for row in result.per_device)
+    seconds = statistics.mean(row.cpu_s for row in result.per_device)
+    memory = statistics.mean(row.peak_memory_bytes for row in result.per_device)
+    used = f"{_kilobytes(sent)} uploaded, {seconds:.1f} s of CPU time"
+    return f"{used}, {memory / 1e6:.0f} MB of memory at its peak" if memory else used
+
+
+def _kilobytes(size_bytes: float) -> str:
     return f"{size_bytes / 1000:,.1f} kB"
 
 

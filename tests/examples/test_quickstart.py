@@ -22,7 +22,7 @@ from aggregator.tasks.task_preparation import read_backbone
 from edge_client.data.images import decode, find_images
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart import digits as data
-from examples.quickstart.fleet import Fleet
+from examples.quickstart.fleet import Fleet, peak_memory_bytes
 from examples.quickstart.folder import BACKBONE, Folder, device_names, prepare
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError
@@ -218,10 +218,38 @@ def test_fleet_is_more_accurate_than_a_device_alone(demo: tuple[Path, str, dict[
     assert (result["devices"], result["submissions"]) == (5, 5)
     assert result["accuracy"] >= 0.95
     assert 0.1 < result["alone_accuracy"] < 0.25
+    assert result["accuracy"] >= result["nearest_mean_accuracy"] - 0.01
+    assert result["logistic_regression_accuracy"] >= result["nearest_mean_accuracy"] > 0.9
     assert result["onnx_max_difference"] <= 1e-4
     assert result["bytes_up"] == sum(row["bytes_up"] for row in result["per_device"])
     assert result["bytes_up"] <= 1.03 * result["prototypes"] * 256 * 2
     assert result["seconds"] > 0
+
+
+def test_cost_of_a_device_is_measured(demo: tuple[Path, str, dict[str, Any]]) -> None:
+    """CPU time and memory are those of the device programs: each imports numpy and ONNX Runtime."""
+    _, printed, result = demo
+    rows = result["per_device"]
+    assert all(row["cpu_s"] > 0.1 for row in rows)
+    assert all(30e6 < row["peak_memory_bytes"] < 1e9 for row in rows if row["peak_memory_bytes"])
+    assert f"{sum(row['cpu_s'] for row in rows) / len(rows):.1f} s of CPU time" in printed
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
+def test_memory_of_a_device_is_not_the_demos() -> None:
+    """Linux counts the parent's memory in a child's `ru_maxrss`: the peak is read without it."""
+    held = np.ones(400_000_000, dtype=np.uint8)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "input(print('ready', flush=True))"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    child.stdout.readline()
+    peak = peak_memory_bytes(child.pid)
+    child.communicate(b"\n")
+    assert 1e6 < peak < len(held) / 2
+    assert peak_memory_bytes(child.pid) == 0
 
 
 def test_output_agrees_with_json(demo: tuple[Path, str, dict[str, Any]]) -> None:
@@ -253,10 +281,11 @@ def test_printed_commands_work(demo: tuple[Path, str, dict[str, Any]]) -> None:
 def test_table_fits_80_columns(tmp_path: Path) -> None:
     row = DeviceResult(
         device="device-01", classes=("3", "7"), images=146, prototypes=23, bytes_up=11969,
-        correct=29, incorrect=0, alone_accuracy=0.2,
+        cpu_s=2.34, peak_memory_bytes=91_000_000, correct=29, incorrect=0, alone_accuracy=0.2,
     )  # fmt: skip
     result = Result(
-        accuracy=0.981, alone_accuracy=0.2, devices=10, submissions=10, prototypes=230, bytes_up=119690,
+        accuracy=0.981, nearest_mean_accuracy=0.961, logistic_regression_accuracy=0.992, alone_accuracy=0.2,
+        devices=10, submissions=10, prototypes=230, bytes_up=119690,
         onnx_max_difference=1e-6, seconds=40.0, held_out_images=359, head="/h.onnx", model="/m.onnx",
         per_device=(row,) * 10,
     )  # fmt: skip
@@ -265,7 +294,8 @@ def test_table_fits_80_columns(tmp_path: Path) -> None:
     printed = console.export_text()
     assert "…" not in printed
     assert "29/29 100.0%" in printed
-    assert "98.1%" in printed
+    assert all(share in printed for share in ("98.1%", "96.1%", "99.2%", "20.0%"))
+    assert "12.0 kB uploaded, 2.3 s of CPU time, 91 MB of memory at its peak" in printed
 
 
 ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 11969, "accuracy": None}
