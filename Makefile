@@ -1,15 +1,16 @@
-# `make demo` and `make test` set everything up: a virtual environment in .venv, then the run.
+# `make demo` and `make test` set everything up: a virtual environment in .venv, then the run. The demo needs fewer packages.
 PYTHON ?= python3.11
 ifeq (, $(shell command -v $(PYTHON) 2>/dev/null))
 PYTHON := python3
 endif
 BIN := .venv/bin
+DEMO_INSTALLED := $(if $(filter test check fuzz format,$(MAKECMDGOALS))$(wildcard .venv/installed),.venv/installed,.venv/installed-demo)
 
 .PHONY: help demo test check fuzz format clean
 help:             ## list the targets
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: .venv/installed      ## train one classifier on ten devices, with a broker and an aggregator
+demo: $(DEMO_INSTALLED)    ## train one classifier on ten devices, with a broker and an aggregator
 	$(BIN)/python -m examples.quickstart $(DEMO)
 
 test: .venv/installed      ## run every test
@@ -31,10 +32,18 @@ format: .venv/installed    ## format the code
 	$(BIN)/ruff check --fix .
 
 .venv/installed: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "protofleet needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,aggregator,export,dev]'
+	$(call install,all)
+
+.venv/installed-demo: pyproject.toml
+	$(call install,demo)
+
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "protofleet needs Python 3.11 or newer; run make PYTHON=/path/to/python3.11")'
+	@echo "==> making the virtual environment .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python examples/install.py $(1)
 	@touch $@
+endef
 
 clean:            ## remove the virtual environment and the demo's files
 	rm -rf .venv build/ quickstart/

@@ -12,8 +12,8 @@ def main() -> None:
     """Run the demo."""
     if missing := [name for name in NEEDS if find_spec(name) is None]:
         sys.exit(
-            f"error: the quickstart needs {', '.join(missing)}: run `make demo`, which installs everything, "
-            "or pip install -e '.[cpu,aggregator,export]'"
+            f"error: the quickstart needs {', '.join(missing)}: run `make demo`, which installs them, "
+            "or pip install -e '.[cpu,demo]'"
         )
     from examples.quickstart.demo import cli
 
