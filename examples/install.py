@@ -42,13 +42,13 @@ TARGETS = {
         "cpu,demo",
         ("torch",),
         cpu="1.4 GB on disk, 0.3 GB to download, a few minutes",
-        cuda="5.9 GB on disk, 4.5 GB of it for CUDA, several minutes",
+        cuda="6.2 GB on disk, 4.7 GB of it for CUDA, several minutes",
     ),
     "all": Target(
         "cpu,demo,export,dev",
         ("torch", "torchvision"),
-        cpu="1.6 GB on disk, a few minutes",
-        cuda="6.1 GB on disk, 4.5 GB of it for CUDA, several minutes",
+        cpu="1.7 GB on disk, a few minutes",
+        cuda="6.5 GB on disk, 4.7 GB of it for CUDA, several minutes",
     ),
 }
 
@@ -83,7 +83,7 @@ def choose_build(target: Target) -> list[str]:
         _say("nvidia-smi lists a GPU: installing torch with CUDA")
         return []
     names = " and ".join(target.builds)
-    _say(f"no GPU: looking for {names} without CUDA")
+    _say(f"no NVIDIA GPU: looking for {names} without CUDA")
     if found := cpu_builds(target.builds):
         _say(f"found {', '.join(found[-len(target.builds) :])}")
         return found
