@@ -315,6 +315,8 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     trained = "" if head["round"] is None else f" of round {head['round']}"
     correct, total = head["correct"], head["total"]
     accuracy = f", accuracy {correct / total:.1%} ({correct}/{total})" if total else ""
+    if head["balanced"] is not None:
+        accuracy += f", at least {head['balanced']:.1%} over all {head['known']} classes"
     say(f"head       version {head['version']}{trained}{accuracy}")
 
 

@@ -42,6 +42,12 @@ class Head:
         probabilities: NDArray[np.float32] = self.model.run(feeds, ["probabilities"])["probabilities"]
         return probabilities
 
+    @property
+    def known_classes(self) -> list[int]:
+        """The classes that have prototypes, by the round's tensor `present`; all without it."""
+        present = self.bound.get("present", np.ones(len(self.classes)))
+        return [int(label) for label in np.flatnonzero(present)]
+
 
 @dataclass(frozen=True)
 class Prediction:

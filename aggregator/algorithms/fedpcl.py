@@ -25,8 +25,8 @@ from aggregator.algorithms.algorithm import (
 class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[fedpcl]`: how projections are trained.
 
-    The defaults are the best that `python -m benchmarks fedpcl` found. The paper's are `tau = 0.07`,
-    `learning_rate = 1e-3`, `loss = "contrastive"`, `relu = true`, `standardize = false` and `prior = false`.
+    The defaults are the best that `python -m benchmarks fedpcl` found without a prior. The paper's are `tau = 0.07`,
+    `learning_rate = 1e-3`, `loss = "contrastive"`, `relu = true`, and `standardize = false`.
     """
 
     name: ClassVar[str] = "fedpcl"
@@ -55,8 +55,9 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Train on features of mean 0, and deviation 1 over all of them, on the device's own images."""
     relu: bool = False
     """Apply a ReLU before the projection is normalized."""
-    prior: bool = True
-    """Expect classes as often as the device's own images have them, in training and in the head."""
+    prior: bool = False
+    """Expect classes as often as the device's own images have them, in training and in the head. Best on a device's own
+    mixture of classes; a device then hardly recognizes classes of which it has no images."""
     max_sets: Count | None = None
     """Greatest number of devices' prototype sets that are sent; None sends all of them."""
     sets: Literal["sample", "cluster"] = "sample"

@@ -1,8 +1,10 @@
 """Reads the status of a fleet from the state directory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
+from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.coordination import canary_rollout, rounds
 from aggregator.heads import operator_commands
 from aggregator.ingest import intake_status
@@ -12,6 +14,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
+from protocol.balanced_accuracy import balanced_accuracy
 from protocol.wire.messages import Evaluation, Reason
 
 _REFUSED: Mapping[Reason | None, str] = {"revoked": "revoked", "unknown_device": "not enrolled"}
@@ -24,6 +27,8 @@ def collect_status(store: Store) -> model.Status:
     task, settings = served.digest, served.settings
     submissions, state, used = store.submissions.all(task), store.round_state(task), store.heads.rollout(task)
     heads = store.heads.all(task)
+    known = {label for record in submissions.values() for label in record.per_class}
+    is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
     key, full_model = store.facts.get(SigningKey), store.folder / "model.onnx"
     return model.Status(
         running=store.is_locked(),
@@ -42,10 +47,10 @@ def collect_status(store: Store) -> model.Status:
         closes_at_s=rounds.closes_at_s(state, settings),
         round=_round(state, settings),
         rollout=_rollout(used, requested=operator_commands.commanded_version(store, task)),
-        devices=tuple(_devices(store, task, submissions, used)),
+        devices=tuple(_devices(store, task, submissions, used, known if is_personal else ())),
         coverage=_coverage(served.classes, submissions.values()),
         quarantine=tuple(store.quarantine.all(task).values()),
-        heads=tuple(_head(store, task, head, used) for head in heads),
+        heads=tuple(_head(store, task, head, used, known, is_personal=is_personal) for head in heads),
         refusals=tuple(store.refusals.all()),
         head_path=str((store.folder / "head.onnx").resolve()) if heads else None,
         model_path=str(full_model.resolve()) if heads and full_model.is_file() else None,
@@ -80,7 +85,11 @@ def _rollout(state: canary_rollout.State, *, requested: int | None) -> model.Rol
 
 
 def _devices(
-    store: Store, task: bytes, submissions: Mapping[str, SubmissionRecord], used: canary_rollout.State
+    store: Store,
+    task: bytes,
+    submissions: Mapping[str, SubmissionRecord],
+    used: canary_rollout.State,
+    balanced_over: Collection[int],
 ) -> Iterable[model.Device]:
     known = {record.device: record for record in store.devices.all()}
     in_use = {device: record.info.head_version for device, record in known.items() if record.info is not None}
@@ -109,6 +118,7 @@ def _devices(
             head_problem=_head_problem(evaluations, device, used),
             epsilon=epsilons.get(device),
             **_accuracy([evaluation] if evaluation else []),
+            balanced=_balanced([evaluation], balanced_over) if evaluation else None,
         )
 
 
@@ -139,7 +149,39 @@ def _coverage(classes: Iterable[str], submissions: Iterable[SubmissionRecord]) -
     }
 
 
-def _head(store: Store, task: bytes, head: HeadRecord, used: canary_rollout.State) -> model.Head:
+def _balanced(evaluations: Sequence[Evaluation], classes: Collection[int]) -> float | None:
+    """Return the accuracy over these classes alike, pooled over evaluations."""
+    correct = {label: sum(one.correct[label] for one in evaluations) for label in classes}
+    incorrect = {label: sum(one.incorrect[label] for one in evaluations) for label in classes}
+    return balanced_accuracy(correct, incorrect, classes)
+
+
+def _balanced_of_head(
+    evaluations: Sequence[Evaluation], known: Collection[int], *, is_personal: bool
+) -> float | None:
+    """Return a head's accuracy over all known classes: the mean over personal models, or that of the fleet's model.
+
+    Of the fleet's model, classes without any held-out images do not count.
+    """
+    if not is_personal:
+        seen = {
+            label for label in known if any(one.correct[label] + one.incorrect[label] for one in evaluations)
+        }
+        return _balanced(evaluations, seen)
+    every = (_balanced([evaluation], known) for evaluation in evaluations)
+    found = [each for each in every if each is not None]
+    return fmean(found) if found else None
+
+
+def _head(
+    store: Store,
+    task: bytes,
+    head: HeadRecord,
+    used: canary_rollout.State,
+    known: Collection[int],
+    *,
+    is_personal: bool,
+) -> model.Head:
     evaluations = [one for one in store.evaluations.of_head(task, head.version).values() if not one.problem]
     return model.Head(
         version=head.version,
@@ -150,7 +192,11 @@ def _head(store: Store, task: bytes, head: HeadRecord, used: canary_rollout.Stat
         metrics=dict(head.metrics),
         state=_head_state(head.version, used),
         reason=used.rejected.get(head.version, ""),
-        held_out=model.HeldOut(**_accuracy(evaluations), devices=len(evaluations)),
+        held_out=model.HeldOut(
+            **_accuracy(evaluations),
+            balanced=_balanced_of_head(evaluations, known, is_personal=is_personal),
+            devices=len(evaluations),
+        ),
     )
 
 

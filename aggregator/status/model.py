@@ -55,7 +55,14 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     correct: int = 0
     incorrect: int = 0
-    accuracy: float | None = None
+    accuracy: Annotated[float | None, Meta(description="On the devices' own mixture of classes.")] = None
+    balanced: Annotated[
+        float | None,
+        Meta(
+            description="Mean over all classes that have prototypes; of a device, only if its model is personal. "
+            "Classes of which it has no held-out images count as not recognized."
+        ),
+    ] = None
 
 
 class Device(Accuracy, frozen=True, kw_only=True):

@@ -115,6 +115,8 @@ def _device_table(devices: Sequence[Device]) -> Table:
             cells.append("" if device.epsilon is None else f"{device.epsilon:.2f}")
         count = device.correct + device.incorrect
         accuracy = "" if device.accuracy is None else f"{device.accuracy:.1%} ({device.correct}/{count})"
+        if device.balanced is not None:
+            accuracy += f"\nover all {device.balanced:.1%}"
         table.add_row(device.device, device.state, *map(str, cells), str(device.head or ""), accuracy)
     return table
 
@@ -168,6 +170,8 @@ def _head(head: Head) -> str:
     accuracy = ""
     if held_out.accuracy is not None:
         accuracy = f", accuracy {held_out.accuracy:.1%} ({held_out.correct}/{count}) on held-out images"
+    if held_out.balanced is not None:
+        accuracy += f", {held_out.balanced:.1%} over all classes"
     state = f" ({head.state})" if head.state else ""
     reason = f"\n  {head.reason}" if head.reason else ""
     made_of = f"{counted(head.prototypes, 'prototype')} of {counted(head.devices, 'device')}"

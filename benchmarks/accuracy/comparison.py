@@ -37,9 +37,14 @@ def compare(
         if sys.stderr.isatty():
             click.echo(f"{setting}, seed {seed}: {name}", err=True)
         started = time.perf_counter()
+        balanced: dict[str, tuple[float, ...]] = {}
         if isinstance(method, Algorithm):
             outcome = run_rounds(method, clients, classes=classes, seed=seed)
             accuracies = outcome.accuracies
+            balanced = {
+                "balanced": tuple(outcome.balanced.tolist()),
+                "reported": tuple(outcome.reported.tolist()),
+            }
             up_bytes, down_bytes = float(np.mean(outcome.up_bytes)), float(np.mean(outcome.down_bytes))
         else:
             accuracies = run_baseline(cast("Method", name), clients, method, classes=classes, seed=seed)
@@ -51,6 +56,7 @@ def compare(
             seed=seed,
             domains=domains,
             accuracies=tuple(accuracies.tolist()),
+            **balanced,
             up_bytes=up_bytes,
             down_bytes=down_bytes,
             seconds=time.perf_counter() - started,

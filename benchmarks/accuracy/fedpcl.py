@@ -13,15 +13,13 @@ from aggregator.algorithms.fedpcl import FedPCL
 from benchmarks.accuracy.baselines import Method, Recipe
 from benchmarks.accuracy.comparison import compare, comparison_options, repeated
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
-from benchmarks.data.domains import SHIFTS, load_domains, shifted
-from benchmarks.data.images import DIGITS
+from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
+from benchmarks.data.images import DIGITS, NAMES
 
 BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
 """One architecture trained on three sources, which is FedPCL's setting."""
 
 IMAGE_SIZE = 96
-CLASSES = 10
-
 PRINTED = {
     "tau": 0.07,
     "learning_rate": 1e-3,
@@ -55,7 +53,18 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
 )
 """Best recipe of each baseline on validation images, one for all settings; docs/benchmarks.md lists the candidates."""
 
-COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "up_bytes", "down_bytes")
+COLUMNS = (
+    "mean",
+    "balanced",
+    "reported",
+    "worst_10",
+    "worst_20",
+    "worst_40",
+    "best_10",
+    "variance",
+    "up_bytes",
+    "down_bytes",
+)
 
 
 @click.command("fedpcl")
@@ -89,6 +98,13 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
     show_default=True,
     help="Of the Dirichlet distribution of labels.",
 )
+@click.option(
+    "--data",
+    type=click.Choice([*NAMES, *DIGITS, "pacs_photo"]),
+    default=LABEL_DOMAIN,
+    show_default=True,
+    help="Of devices with label shift alone.",
+)
 @click.option("--rounds", type=click.IntRange(min=1), help="Of FedPCL.  [default: its own]")
 @repeated(
     "--variant",
@@ -109,6 +125,7 @@ COLUMNS = ("mean", "worst_10", "worst_20", "worst_40", "best_10", "variance", "u
     default=("sample",),
     help="How they are limited; may be repeated.",
 )
+@click.option("--prior", is_flag=True, help="FedPCL with a class prior.")
 @click.option("--printed", is_flag=True, help="FedPCL as printed, too.")
 @comparison_options(RECIPES)
 @click.option(
@@ -125,6 +142,7 @@ def command(
     per_class: int,
     clients: int,
     concentration: float,
+    data: str,
     baselines: tuple[str, ...],
     seeds: tuple[int, ...],
     images: int,
@@ -137,8 +155,10 @@ def command(
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []
     for number in backbones:
-        domains = load_domains(DIGITS, BACKBONES[:number], image_size=IMAGE_SIZE, at_most=images)
         for shift in shifts:
+            names = (data,) if shift == "label" else DIGITS
+            domains = load_domains(names, BACKBONES[:number], image_size=IMAGE_SIZE, at_most=images)
+            classes = next(iter(domains.values())).classes
             setting = f"{shift} shift, {number} backbone{'s' if number > 1 else ''}"
             mine: list[Run] = []
             for seed in seeds:
@@ -150,9 +170,10 @@ def command(
                     concentration=concentration,
                     seed=seed,
                     validation=validation,
+                    label_domain=data,
                 )
                 mine += compare(
-                    setting, fleet, algorithms=algorithms, recipes=recipes, classes=CLASSES, seed=seed
+                    setting, fleet, algorithms=algorithms, recipes=recipes, classes=classes, seed=seed
                 )
             runs += mine
             _show(setting, mine, by_domain=shift == "feature")
@@ -166,10 +187,11 @@ def _algorithms(
     variants: Sequence[str],
     max_sets: Sequence[int],
     sets: Sequence[str],
+    prior: bool,
     printed: bool,
 ) -> dict[str, FedPCL]:
     """Return what to compare, by name."""
-    given = {} if rounds is None else {"rounds": rounds}
+    given: dict[str, Any] = {"prior": prior} | ({} if rounds is None else {"rounds": rounds})
     asked: dict[str, dict[str, Any]] = {
         "FedPCL" if variant == "both" else f"FedPCL, {variant} alone": {"variant": variant}
         for variant in variants

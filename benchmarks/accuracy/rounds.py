@@ -40,7 +40,11 @@ class Outcome:
     """Result of a fleet's rounds."""
 
     accuracies: NDArray[np.float64]
-    """Of each client with its own head, (K,)."""
+    """Of each client with its own head, on its own mixture of classes, (K,)."""
+    balanced: NDArray[np.float64]
+    """Likewise, over all classes alike."""
+    reported: NDArray[np.float64]
+    """`balanced` as `status` shows it: classes of which the client has no images count as not recognized."""
     up_bytes: NDArray[np.float64]
     """Of an encoded submission, mean over the devices, (rounds,)."""
     down_bytes: NDArray[np.int64]
@@ -75,12 +79,19 @@ def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int,
             payloads = [payload for _, payload in made]
             up.append(np.mean([len(payload) for payload in payloads]))
             tensors = _aggregate(task, payloads, tensors, number=number)
-        accuracies = [
-            _accuracy(task, client, model, tensors)
+        figures = [
+            _figures(task, client, model, tensors)
             for client, model in zip(clients, local_model, strict=True)
             if model is not None
         ]
-    return Outcome(accuracies=np.array(accuracies), up_bytes=np.array(up), down_bytes=np.array(down))
+    accuracies, balanced, reported = np.array(figures, dtype=np.float64).T
+    return Outcome(
+        accuracies=accuracies,
+        balanced=balanced,
+        reported=reported,
+        up_bytes=np.array(up),
+        down_bytes=np.array(down),
+    )
 
 
 def _prepare(algorithm: Algorithm, blobs: BlobStore, *, feature_size: int, classes: int, seed: int) -> _Task:
@@ -158,8 +169,10 @@ def _read(blobs: BlobStore, reference: BlobRef) -> Mapping[str, NDArray[Any]]:
     return unpack_tensors(blobs.read(reference.digest))
 
 
-def _accuracy(task: _Task, client: Client, local_model: LocalModel, tensors: BlobRef) -> float:
-    """Return the accuracy of the client's head, bound to its local model."""
+def _figures(
+    task: _Task, client: Client, local_model: LocalModel, tensors: BlobRef
+) -> tuple[float, float, float]:
+    """Return the accuracies of the client's head, bound to its local model, as in `Outcome`."""
     if task.manifest.program is None:
         raise TypeError("the task of a benchmark of rounds has a program")
     head = open_round_head(
@@ -169,4 +182,7 @@ def _accuracy(task: _Task, client: Client, local_model: LocalModel, tensors: Blo
         feature_size=client.train.shape[1],
         classes=task.manifest.classes,
     )
-    return client.accuracy(head.probabilities(client.test).argmax(axis=1))
+    predicted = head.probabilities(client.test).argmax(axis=1)
+    owned = np.isin(client.test_labels, client.train_labels)
+    reported = client.balanced_accuracy(np.where(owned, predicted, -1))
+    return client.accuracy(predicted), client.balanced_accuracy(predicted), reported

@@ -20,6 +20,10 @@ class Run:
     seed: int
     domains: tuple[str, ...]
     accuracies: tuple[float, ...]
+    balanced: tuple[float, ...] = ()
+    """Of each client over all classes alike; empty for a baseline."""
+    reported: tuple[float, ...] = ()
+    """`balanced` as `status` shows it."""
     up_bytes: float
     """From a device in a round, mean over devices and rounds."""
     down_bytes: float
@@ -66,6 +70,10 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         "seeds": [run.seed for run in runs],
         "mean": float(np.mean(means)),
         "deviation": float(np.std(means)),
+        **{
+            name: float(np.mean([getattr(run, name) for run in runs])) if getattr(runs[0], name) else None
+            for name in ("balanced", "reported")
+        },
         "clients": np.mean([run.accuracies for run in runs], axis=0).tolist(),
         **_mean_of(spread(run.accuracies) for run in runs),
         "domains": _mean_of(run.by_domain for run in runs),
@@ -111,6 +119,8 @@ def _cell(figures: Mapping[str, Any], column: str) -> str:
     if column.startswith("domain:"):
         return f"{100 * figures['domains'][column.removeprefix('domain:')]:.1f}"
     value = figures[column]
+    if value is None:
+        return ""
     if column.endswith("bytes") or column == "seconds":
         return f"{value:,.0f}"
     if column == "variance":

@@ -7,7 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.data.features import Features, load_features
-from benchmarks.data.images import DIGITS
 from benchmarks.data.partitions import Partition, share_out
 from protocol.errors import ConfigError
 
@@ -30,6 +29,11 @@ class Client:
     def accuracy(self, predicted: NDArray[np.int64]) -> float:
         """Return the weighted share of the test images that are predicted correctly."""
         return float(self.weights[predicted == self.test_labels].sum())
+
+    def balanced_accuracy(self, predicted: NDArray[np.int64]) -> float:
+        """Return the mean over all classes of the share of their test images that are predicted correctly."""
+        correct, labels = predicted == self.test_labels, self.test_labels
+        return float(np.mean([correct[labels == label].mean() for label in np.unique(labels)]))
 
 
 def load_domains(
@@ -179,6 +183,7 @@ def _client(
 
 
 SHIFTS = ("feature", "label", "both")
+LABEL_DOMAIN = "mnist_m"
 
 
 def shifted(
@@ -190,16 +195,17 @@ def shifted(
     concentration: float,
     seed: int,
     validation: bool = False,
+    label_domain: str = LABEL_DOMAIN,
 ) -> list[Client]:
-    """Return the clients of one of the three settings of FedPCL on the domains of digits.
+    """Return the clients of one of the three settings of FedPCL.
 
-    SHIFTS are one client a domain; `clients` on MNIST-M with different mixtures of classes; or one a domain with
+    SHIFTS are one client a domain; `clients` on `label_domain` with different mixtures of classes; or one a domain with
     different mixtures.
     """
     rng = np.random.default_rng(seed)
     if shift == "feature":
         return feature_shift(domains, per_class=per_class, rng=rng, validation=validation)
-    owners = DIGITS if shift == "both" else ("mnist_m",) * clients
+    owners = tuple(domains) if shift == "both" else (label_domain,) * clients
     return label_shift(
         domains, owners, per_class=per_class, concentration=concentration, rng=rng, validation=validation
     )

@@ -20,6 +20,7 @@ from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead
 from edge_client.submission.image_features import FoundImages, Workspace, backbone_digests
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
+from protocol.balanced_accuracy import balanced_accuracy
 from protocol.cli import plain
 from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
 from protocol.log import event
@@ -94,9 +95,10 @@ class HeadInstaller:
             (head for head in before if head.task == install.task and head.key != installed.key), None
         )
         backbones = [] if reference.tensors else self._workspace.backbones(install.manifest)
+        head = open_installed(self._store.blobs, installed, backbones)
         evaluation = evaluate_head(
             self._workspace,
-            open_installed(self._store.blobs, installed, backbones),
+            head,
             task=install.task,
             manifest=install.manifest,
             version=reference.version,
@@ -104,7 +106,13 @@ class HeadInstaller:
             should_stop=should_stop,
         )
         correct, total = sum(evaluation.correct), sum(evaluation.correct) + sum(evaluation.incorrect)
-        installed = msgspec.structs.replace(installed, correct=correct, total=total)
+        installed = msgspec.structs.replace(
+            installed,
+            correct=correct,
+            total=total,
+            balanced=_balanced(evaluation, head, install.manifest),
+            known=len(head.known_classes),
+        )
         report = self._store.outbox.keep(
             "evaluation",
             encode(evaluation),
@@ -119,6 +127,7 @@ class HeadInstaller:
             head=reference.version,
             round=reference.round,
             accuracy=f"{correct / total:.1%} ({correct}/{total})" if total else None,
+            over_all_classes=None if installed.balanced is None else f"{installed.balanced:.1%}",
             canary=True if install.as_canary else None,
         )
         return report
@@ -216,6 +225,16 @@ def evaluate_head(
         incorrect=tuple(len(of_class) - count for of_class, count in zip(members, correct, strict=True)),
         previous_correct=previous_correct,
     )
+
+
+def _balanced(evaluation: Evaluation, head: Head, manifest: TaskManifest) -> float | None:
+    """Return a personal model's accuracy over all classes that the fleet knows; None if the model is the fleet's.
+
+    No other device can evaluate it: classes of which this one has no held-out images count as not recognized.
+    """
+    if manifest.program is None or not manifest.program.persistent:
+        return None
+    return balanced_accuracy(evaluation.correct, evaluation.incorrect, head.known_classes)
 
 
 def _held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[str]]:

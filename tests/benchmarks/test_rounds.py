@@ -37,6 +37,28 @@ def test_fedpcl_in_process(fleet: list[Client]) -> None:
     assert sets < first.down_bytes[-1] < sets + 1000
 
 
+@pytest.mark.parametrize("prior", [False, True])
+def test_devices_of_one_class_have_another_accuracy_over_all_classes(*, prior: bool) -> None:
+    """With a prior they predict their own class for everything; `status` never shows more than there is."""
+    data = domain(0, classes=4, images=400)
+    clients = [
+        Client(
+            domain="one",
+            train=data.train[data.train_labels == label][:20],
+            train_labels=data.train_labels[data.train_labels == label][:20],
+            test=data.test,
+            test_labels=data.test_labels,
+            weights=(data.test_labels == label) / (data.test_labels == label).sum(),
+        )
+        for label in range(4)
+    ]
+    outcome = run_rounds(FedPCL(rounds=3, prior=prior, standardize=False), clients, classes=4, seed=0)
+    assert outcome.accuracies.mean() > 0.9
+    assert (outcome.balanced.mean() > 0.5) != prior
+    assert (outcome.reported <= outcome.balanced).all()
+    assert outcome.reported.max() <= 0.25
+
+
 def test_fpl_in_process(fleet: list[Client]) -> None:
     """Devices have one model at the end that suits all of them; they upload its change and the prototypes."""
     outcome = run_rounds(FPL(rounds=4, projection_size=32), fleet, classes=CLASSES, seed=0)

@@ -106,7 +106,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
     assert (status.submissions, status.waiting, status.closes_at_s) == (2, 1, 260.0)
     (head,) = status.heads
     assert (head.version, head.devices, head.prototypes, len(head.sha256)) == (1, 1, 10, 64)
-    assert head.held_out == model.HeldOut(correct=9, incorrect=1, accuracy=0.9, devices=1)
+    assert head.held_out == model.HeldOut(correct=9, incorrect=1, accuracy=0.9, balanced=0.8, devices=1)
     assert (status.head_path, status.model_path) == (str(folder / "head.onnx"), None)
     assert status.refusals == (Refusal("c", "shape", 1, "expected [16], got [17]"),)
     text = _text(status)
@@ -117,7 +117,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
         "2 submissions, 1 not in a head yet; 2 of 3 classes covered, without prototypes: dog [/bold]",
         "few prototypes of fox 4: add images or devices, or lower batch_size",
         "next head: with 1 submission, or at ",
-        "head 1 (current): 10 prototypes of 1 device, accuracy 90.0% (9/10) on held-out images",
+        "head 1 (current): 10 prototypes of 1 device, accuracy 90.0% (9/10) on held-out images, 80.0% over all classes",
         "refused 1 x shape from c: expected [16], got [17]",
         f"current: {folder}/head.onnx",
     ):
@@ -150,6 +150,26 @@ def test_rounds(tmp_path: Path) -> None:
     assert status.round == model.Round(number=2, min_devices=1, rounds=2, over=True, devices=(), carried=())
     assert status.closes_at_s is None
     assert "all 2 rounds are over" in _text(status)
+
+
+@pytest.mark.parametrize("algorithm", ["fedtc", "fedpcl"])
+def test_accuracy_over_all_classes(tmp_path: Path, algorithm: str) -> None:
+    """All devices together evaluate the fleet's model; each evaluates a personal model, which is on no other.
+
+    Three devices have one class each. A personal model may predict it for everything.
+    """
+    store = _started(tmp_path, replace(TASK_FILE, algorithm=algorithm))
+    _add_head(store, 1)
+    for label, name in enumerate("abc"):
+        store.submissions.put(TASK, _row(name, {label: 1}))
+        counts = tuple(50 if each == label else 0 for each in range(3))
+        made = Evaluation(task=TASK, head_version=1, correct=counts, incorrect=(0, 0, 0))
+        store.evaluations.put(name, made, digest=b"e", now_s=60.0)
+    status = _collect(store)
+    each, fleet = (1 / 3, 1 / 3) if algorithm == "fedpcl" else (None, 1.0)
+    assert [(row.accuracy, row.balanced) for row in status.devices] == [(1.0, each)] * 3
+    assert (status.heads[0].held_out.accuracy, status.heads[0].held_out.balanced) == (1.0, fleet)
+    assert ("100.0% (50/50) over all 33.3%" in " ".join(_text(status).split())) == (algorithm == "fedpcl")
 
 
 def test_texts_of_devices_cannot_control_the_terminal(tmp_path: Path) -> None:

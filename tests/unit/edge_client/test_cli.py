@@ -123,3 +123,12 @@ def test_status_shows_a_heads_accuracy(here: Path, correct: int, total: int, sho
     DeviceState(here / "one").set(Heads(installed))
     output = CliRunner().invoke(cli, ["status", "--state", "one"]).output
     assert f"head       {shown}\n" in output
+
+
+def test_status_shows_a_heads_accuracy_over_all_classes(here: Path) -> None:
+    installed = InstalledHead(
+        head=b"", version=3, backbones=(), classes=(), correct=49, total=50, balanced=0.49, known=2
+    )
+    DeviceState(here / "one").set(Heads(installed))
+    output = CliRunner().invoke(cli, ["status", "--state", "one"]).output
+    assert "head       version 3, accuracy 98.0% (49/50), at least 49.0% over all 2 classes\n" in output

@@ -156,6 +156,16 @@ def test_round_head_is_bound_to_state_tensors_and_local_prototypes() -> None:
     assert evaluate(strange, [features], label=0) == 2
 
 
+def test_classes_without_prototypes_are_unknown() -> None:
+    """The round's tensor `present` names those that have some; without it all are known."""
+    head = round_head()
+    assert head.known_classes == [0, 1, 2]
+    assert replace(head, bound={**head.bound, "present": np.array([0, 1, 1], np.uint8)}).known_classes == [
+        1,
+        2,
+    ]
+
+
 def test_bound_state_is_not_copied() -> None:
     assert round_head().bound["weight"] is LOCAL_MODEL.state["weight"]
 

@@ -19,7 +19,7 @@ from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
 from tests.support.device_factory import TINY, linear_head, make_manifest, make_settings, run_jobs
 from tests.support.graphs import tiny_backbone
 from tests.support.round_factory import TASK as ROUNDS_TASK
-from tests.support.round_factory import stored
+from tests.support.round_factory import make_task, stored
 from tests.support.worker_benches import CONSTANT, HeadBench, RoundsBench
 
 
@@ -50,6 +50,23 @@ def test_a_head_is_compared_with_the_previous_one(bench: HeadBench) -> None:
     assert two.correct != one.correct
     _, back = bench.install(first)
     assert (back.correct, back.previous_correct) == (one.correct, two.correct)
+
+
+@pytest.mark.parametrize("kept", [("weight",), ()])
+def test_the_accuracy_of_a_personal_model_is_over_all_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: tuple[str, ...]
+) -> None:
+    """Of one class the device has held-out images; without local state the model is the fleet's."""
+    rounds = RoundsBench(tmp_path)
+    rounds.manifest = make_task(rounds.store.blobs, kept=kept)
+    evaluation = Evaluation(task=ROUNDS_TASK, head_version=1, correct=(7, 0, 0), incorrect=(1, 0, 0))
+    monkeypatch.setattr(head_installer, "evaluate_head", lambda *_, **__: evaluation)
+    rounds.install(1, rounds.tensors(0.1))
+    run_jobs(rounds.worker)
+    installed = rounds.store.get(Heads).installed
+    assert installed is not None
+    assert (installed.correct, installed.total, installed.known) == (7, 8, 3)
+    assert installed.balanced == (pytest.approx(7 / 8 / 3) if kept else None)
 
 
 @pytest.mark.parametrize("why", ["another task", "damaged"])
