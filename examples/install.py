@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Target:
-    """What is installed, and what it takes on Linux x86-64 with Python 3.11.
+    """An installation, and what it takes on Linux x86-64 with Python 3.11.
 
     Attributes:
         extras: of protofleet.

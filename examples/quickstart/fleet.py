@@ -23,7 +23,7 @@ STOP_TIMEOUT_S = 15.0
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process that has ended used: seconds of CPU time, and its peak of resident memory in bytes."""
+    """Costs of a process that has ended: seconds of CPU time, and its peak of resident memory in bytes."""
 
     cpu_s: float
     peak_memory_bytes: int

@@ -1,4 +1,4 @@
-"""What `make demo` and `make test` install: the build of torch, and one environment for both in any order."""
+"""Packages that `make demo` and `make test` install: the build of torch, and one environment for both in any order."""
 
 import shutil
 import socket
