@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 
-TEMPERATURES = np.geomspace(0.1, 100, 200)
+TEMPERATURES = np.geomspace(0.1, 10_000, 300)
 
 
 def calibrate(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> tuple[float, NDArray[np.float32]]:

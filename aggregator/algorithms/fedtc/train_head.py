@@ -1,7 +1,7 @@
 """FedTC (eq. 5): train a head from the prototypes of all devices."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,15 +10,18 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.calibration import calibrate, cross_entropy
-from aggregator.algorithms.fedtc.discriminant import discriminant
+from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 
 FOLDS = 5
-"""Parts of the prototypes in cross-validation; fewer than LEAVE_ONE_OUT prototypes are left out one by one."""
+"""Parts of the prototypes in cross-validation; of fewer than LEAVE_PAIRS_OUT, two of a class are left out at a time."""
 
-LEAVE_ONE_OUT = 100
+LEAVE_PAIRS_OUT = 100
+
+SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
+"""Of the shrunk covariance, for cross-validation to choose from; 0 is the nearest class mean."""
 
 MIN_HELD_OUT = 30
 """Held-out prototypes from which a difference of one standard error says something."""
@@ -67,9 +70,9 @@ def train_head(
 ) -> TrainedHead:
     """Make a head from the pooled prototypes (FedTC eq. 5).
 
-    By the default recipe it is a linear discriminant, or the paper's adapter and head where cross-validation over
-    prototypes finds their loss lower by more than its standard error. Logits are divided by the temperature that makes
-    held-out prototypes most likely.
+    By the default recipe, cross-validation over prototypes chooses between linear discriminants, from the nearest class
+    mean to a shared covariance (`discriminants`), and the paper's adapter and head, whose loss must be lower by more
+    than its standard error. Logits are divided by the temperature that makes held-out prototypes most likely.
 
     The same input in the same order and the same seed give the same head on the CPU. A class without
     prototypes is never predicted.
@@ -121,42 +124,55 @@ def _choose(
     folds = _folds(data.labels, seed)
     tested, first = folds >= 0, folds == 0
     if not tested.any():
-        return _Candidate((_discriminant(data),))
+        nearest_mean = tuple(_discriminants(data, (0.0,)))
+        temperature, _ = calibrate(logits_of(nearest_mean, data.values), data.labels)
+        return _Candidate(nearest_mean, temperature=temperature)
     logits = _cross_validated(data, folds)
-    temperature, losses = calibrate(logits[tested], data.labels[tested])
-    linear = _Candidate((_discriminant(data),), temperature=temperature, loss=float(losses.mean()))
+    calibrated = [calibrate(each[tested], data.labels[tested]) for each in logits]
+    best = int(np.argmin([losses.mean() for _, losses in calibrated]))
+    temperature, losses = calibrated[best]
+    layers = tuple(_discriminants(data, (SHARES[best],)))
+    linear = _Candidate(layers, temperature=temperature, loss=float(losses.mean()))
     if first.sum() < MIN_HELD_OUT:
         return linear
     training, held_out = data.part(~first), data.part(first)
     trial, _ = adapter(training)
-    temperature, losses = calibrate(logits_of(trial, held_out.unseen_by(training)), held_out.labels)
-    gain = calibrate(logits[first], held_out.labels)[1] - losses
+    temperature, losses = calibrate(logits_of(trial, held_out.extrapolated()), held_out.labels)
+    gain = calibrate(logits[best, first], held_out.labels)[1] - losses
     if gain.mean() <= gain.std(ddof=1) / math.sqrt(len(gain)):
         return linear
     return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
 
 
 def _folds(labels: NDArray[np.integer], seed: int) -> NDArray[np.int64]:
-    """Divide each class's prototypes over the folds at random; -1 for the only prototype of a class."""
-    number = FOLDS if len(labels) >= LEAVE_ONE_OUT else len(labels)
-    order = np.random.default_rng(seed).permutation(len(labels))
-    folds = np.empty(len(labels), dtype=np.int64)
-    folds[order[np.argsort(labels[order], kind="stable")]] = np.arange(len(labels)) % number
-    folds[np.bincount(labels)[labels] == 1] = -1
+    """Divide each class's prototypes over the folds at random, at least two to a fold; -1 in a class of less than 3."""
+    number = FOLDS if len(labels) >= LEAVE_PAIRS_OUT else len(labels)
+    random = np.random.default_rng(seed)
+    folds, first = np.full(len(labels), -1), 0
+    for label in np.unique(labels):
+        members = random.permutation(np.flatnonzero(labels == label))
+        if len(members) < 3:
+            continue
+        parts = min(number, len(members) // 2)
+        members = members[: 2 if parts == 1 else None]  # one of three remains to train on
+        folds[members] = (first + np.arange(len(members)) % parts) % number
+        first += parts
     return folds
 
 
 def _cross_validated(data: TrainingSet, folds: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return the logits (m, C) of the discriminant of the other folds; zeros for prototypes without a fold."""
-    logits = np.zeros((len(folds), data.num_classes), dtype=np.float32)
+    """Return the logits (SHARES, m, C) of the other folds' discriminants; zeros for prototypes without a fold."""
+    logits = np.zeros((len(SHARES), len(folds), data.num_classes), dtype=np.float32)
     for fold in np.unique(folds[folds >= 0]):
         held_out, training = data.part(folds == fold), data.part(folds != fold)
-        logits[folds == fold] = logits_of([_discriminant(training)], held_out.unseen_by(training))
+        features = held_out.extrapolated()
+        for share, head in enumerate(_discriminants(training, SHARES)):
+            logits[share, folds == fold] = logits_of([head], features)
     return logits
 
 
-def _discriminant(data: TrainingSet) -> Dense:
-    return discriminant(data.centers, data.deviations, data.samples)
+def _discriminants(data: TrainingSet, shares: Sequence[float]) -> Iterator[Dense]:
+    return discriminants(data.centers, data.deviations, data.samples, shares)
 
 
 def _divided(head: _Candidate, present: NDArray[np.bool_]) -> tuple[Dense, ...]:

@@ -68,7 +68,8 @@ class TrainingSet:
     @cached_property
     def deviations(self) -> NDArray[np.float32]:
         """The deviations (m, L) of the features from their class centers."""
-        return self._deviations_from(self.centers)
+        spread = np.sqrt(self.counts).astype(np.float32)[:, None] if self.restore else np.float32(1)
+        return np.asarray(spread * (self.values - self.centers[self.labels]))
 
     @cached_property
     def features(self) -> NDArray[np.float32]:
@@ -81,16 +82,20 @@ class TrainingSet:
         weights = self.counts if self.restore else None
         return np.bincount(self.labels, weights, minlength=self.num_classes).astype(np.float64)
 
-    def unseen_by(self, training: "TrainingSet") -> NDArray[np.float32]:
-        """Return the features (m, L) that held-out prototypes stand for, around the centers of others.
+    def extrapolated(self) -> NDArray[np.float32]:
+        """Return features (m, L) as widely spread as those of single images, to evaluate a head with.
 
-        Their deviations contain the error of these centers, and are shrunk to the spread of features.
+        Unlike `features`, they do not depend on centers, whose error a head made from these centers shares: a
+        prototype P_a is extrapolated from another one of its class, P_a + k (P_a - P_b), so far that the variance is
+        that of an image, (1 + k)^2 / n_a + k^2 / n_b = 1. A class of a single prototype is left as it is.
         """
-        others = np.maximum(training.samples, 1)[self.labels]
-        error = 1 + (self.counts if self.restore else 1) / others
-        deviations = self._deviations_from(training.centers) / np.sqrt(error)[:, None]
-        return np.asarray(training.centers[self.labels] + deviations, dtype=np.float32)
-
-    def _deviations_from(self, centers: NDArray[np.float32]) -> NDArray[np.float32]:
-        spread = np.sqrt(self.counts).astype(np.float32)[:, None] if self.restore else np.float32(1)
-        return np.asarray(spread * (self.values - centers[self.labels]))
+        if not self.restore:
+            return self.values
+        order = np.argsort(self.labels, kind="stable")
+        partner = np.empty_like(order)
+        for members in np.split(order, np.cumsum(np.bincount(self.labels))[:-1]):
+            partner[members] = np.roll(members, -1)
+        mine, other = 1 / self.counts, 1 / self.counts[partner]
+        factor = (np.sqrt(mine**2 + (mine + other) * (1 - mine)) - mine) / (mine + other)
+        away = self.values - self.values[partner]
+        return np.asarray(self.values + factor.astype(np.float32)[:, None] * away)

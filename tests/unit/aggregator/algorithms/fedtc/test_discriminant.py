@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.covariance import oas
 
-from aggregator.algorithms.fedtc.discriminant import _shrinkage, _solve, discriminant
+from aggregator.algorithms.fedtc.discriminant import _principal_axes, _shrinkage, discriminants
 from aggregator.algorithms.fedtc.head import logits_of
 
 
@@ -17,7 +17,8 @@ def test_discriminant_equals_the_formula() -> None:
     deviations = features - centers[labels]
     inverse = np.linalg.inv(deviations.T @ deviations / (len(labels) - 3))
     expected = features @ inverse @ centers.T - (centers @ inverse * centers).sum(axis=1) / 2
-    logits = logits_of([discriminant(centers, deviations, np.bincount(labels))], features)
+    (head,) = discriminants(centers, deviations, np.bincount(labels), (1.0,))
+    logits = logits_of([head], features)
     np.testing.assert_allclose(
         logits - logits.mean(axis=1, keepdims=True),
         expected - expected.mean(axis=1, keepdims=True),
@@ -29,13 +30,26 @@ def test_discriminant_equals_the_formula() -> None:
 def test_shrinkage_is_the_oracle_approximating_one(rows: int, size: int, seed: int) -> None:
     deviations = np.random.default_rng(seed).normal(size=(rows, size))
     _, expected = oas(deviations, assume_centered=True)
-    assert _shrinkage(deviations, rows) == pytest.approx(expected)
+    _, squares = _principal_axes(deviations)
+    assert _shrinkage(squares, rows, size) == pytest.approx(expected)
 
 
 @given(rows=st.integers(1, 30), size=st.integers(1, 30), seed=st.integers(0, 99))
-def test_both_systems_have_the_same_solution(rows: int, size: int, seed: int) -> None:
-    """The larger matrix is inverted here, whether there are more rows or more features."""
-    rng = np.random.default_rng(seed)
-    deviations, right = rng.normal(size=(rows, size)), rng.normal(size=(3, size))
-    inverse = np.linalg.inv(0.5 * np.eye(size) + 0.1 * deviations.T @ deviations)
-    np.testing.assert_allclose(_solve(deviations, 0.5, 0.1, right), right @ inverse, atol=1e-9)
+def test_axes_span_the_rows(rows: int, size: int, seed: int) -> None:
+    """Whether there are more rows or more features, the squares and axes make up R^T R."""
+    deviations = np.random.default_rng(seed).normal(size=(rows, size))
+    axes, squares = _principal_axes(deviations)
+    np.testing.assert_allclose((axes.T * squares) @ axes, deviations.T @ deviations, atol=1e-9)
+    np.testing.assert_allclose(axes @ axes.T, np.eye(len(axes)), atol=1e-6)
+
+
+def test_share_of_zero_is_the_nearest_class_mean() -> None:
+    """Of classes of as many images, so that the bias for rare ones makes no difference."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(40) % 4
+    features = (rng.normal(size=(40, 6)) + 2 * np.eye(4, 6)[labels]).astype(np.float32)
+    centers = np.stack([features[labels == label].mean(axis=0) for label in range(4)])
+    (head,) = discriminants(centers, features - centers[labels], np.bincount(labels), (0.0,))
+    asked = rng.normal(size=(100, 6)).astype(np.float32)
+    nearest = np.linalg.norm(asked[:, None] - centers, axis=2).argmin(axis=1)
+    assert (logits_of([head], asked).argmax(axis=1) == nearest).all()

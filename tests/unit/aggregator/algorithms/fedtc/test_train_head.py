@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
-from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT
+from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, _folds
 from tests.unit.aggregator.algorithms.fedtc.heads import (
     ADAPTER,
     ALL,
@@ -54,6 +56,19 @@ def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
     linear = train(shifted, labels, np.ones_like(labels), num_classes=2)
     assert len(linear.layers) == 1
     assert linear.epochs == 0
+
+
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4), repeated=st.sampled_from([1, 20]))
+def test_folds_leave_pairs_out_and_something_to_train_on(sizes: list[int], repeated: int) -> None:
+    """A class of three or more has at least two prototypes in each of its folds, and others outside."""
+    labels = np.repeat(np.arange(len(sizes)), np.array(sizes) * repeated)
+    folds = _folds(labels, 0)
+    for label in np.unique(labels):
+        of_class = folds[labels == label]
+        if len(of_class) < 3:
+            assert (of_class == -1).all()
+        for fold in np.unique(of_class[of_class >= 0]):
+            assert 2 <= (of_class == fold).sum() < len(of_class)
 
 
 def test_temperature_makes_probabilities_true() -> None:

@@ -45,6 +45,25 @@ def test_single_images_are_restored_to_themselves() -> None:
     )
 
 
+@given(counts=st.lists(st.integers(1, 20), min_size=2, max_size=2), seed=st.integers(0, 99))
+def test_extrapolated_prototypes_spread_as_images_do(counts: list[int], seed: int) -> None:
+    """Two prototypes of each of many classes: the same mean as the images, and their variance."""
+    rng = np.random.default_rng(seed)
+    labels, numbers = np.repeat(np.arange(2_000), 2), np.tile(counts, 2_000)
+    prototypes = 3 + rng.normal(size=(len(labels), FEATURE_SIZE)) / np.sqrt(numbers)[:, None]
+    data = TrainingSet(prototypes.astype(np.float32), labels, numbers, 2_000, restore=True)
+    features = data.extrapolated()
+    np.testing.assert_allclose(features.mean(axis=0), 3, atol=0.2)
+    assert features.std() == pytest.approx(1, abs=0.05)
+
+
+def test_extrapolation_leaves_other_classes_and_single_prototypes_alone() -> None:
+    """P_a + k (P_a - P_b); with 5 images in both, k is 1."""
+    prototypes = np.array([[1.0], [7.0], [2.0]], dtype=np.float32)
+    data = TrainingSet(prototypes, np.array([0, 3, 0]), np.full(3, 5), 4, restore=True)
+    np.testing.assert_allclose(data.extrapolated(), [[0], [7], [3]], atol=1e-6)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_prototypes_that_are_not_finite_are_refused(value: float) -> None:
     """They would end in a head of NaN."""
