@@ -55,8 +55,9 @@ def test_fleet_is_trained_from_encoded_submissions(digits: Features) -> None:
 
 
 def test_restored_variance_improves_accuracy(digits: Features) -> None:
-    """The same prototypes, of ten images each, give a better head with their variance restored."""
-    raw_recipe = dataclasses.replace(DEFAULT.recipe, restore=False, mix=False)
+    """The same prototypes, of ten images each, train a better adapter with their variance restored."""
+    adapter = dataclasses.replace(DEFAULT.recipe, closed_form=False)
+    raw = dataclasses.replace(adapter, restore=False, mix=False)
     restored, plain = (
         run_fleet(
             digits,
@@ -64,7 +65,7 @@ def test_restored_variance_improves_accuracy(digits: Features) -> None:
             dataclasses.replace(DEFAULT, batch_size=10, recipe=recipe),
             seed=0,
         )
-        for recipe in (DEFAULT.recipe, raw_recipe)
+        for recipe in (adapter, raw)
     )
     assert restored.accuracy > plain.accuracy + 0.01
     assert (restored.prototypes, restored.bytes_up) == (plain.prototypes, plain.bytes_up)
