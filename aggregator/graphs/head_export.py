@@ -32,8 +32,13 @@ def head_to_onnx(layers: Sequence[Dense], *, metadata: HeadMetadata) -> bytes:
         constants = {"axes": np.array([1]), "min_length": np.array(MIN_LENGTH, dtype=np.float32)}
     nodes, value = [], "feature"
     for number, layer in enumerate(layers):
-        constants |= {f"weight_{number}": layer.weight, f"bias_{number}": layer.bias}
         dense = "logits" if layer is layers[-1] else f"dense_{number}"
+        if layer.projection is not None:
+            nodes += _matrix(f"projection_{number}", layer.projection, constants)
+            nodes.append(f"projected_{number} = Gemm<transB=1>({value}, projection_{number})")
+            value = f"projected_{number}"
+        nodes += _matrix(f"weight_{number}", layer.weight, constants)
+        constants[f"bias_{number}"] = layer.bias
         nodes.append(f"{dense} = Gemm<transB=1>({value}, weight_{number}, bias_{number})")
         if layer is not layers[-1]:
             value = f"unit_{number}"
@@ -53,6 +58,15 @@ def head_to_onnx(layers: Sequence[Dense], *, metadata: HeadMetadata) -> bytes:
         numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in constants.items()
     )
     return finished(model, metadata)
+
+
+def _matrix(name: str, array: NDArray[np.floating], constants: dict[str, NDArray[np.generic]]) -> list[str]:
+    """Add a matrix to the constants; return the nodes that make it float32."""
+    if array.dtype == np.float32:
+        constants[name] = array
+        return []
+    constants[f"{name}_float16"] = array
+    return [f"{name} = Cast<to=1>({name}_float16)"]
 
 
 def max_difference(layers: Sequence[Dense], file: bytes, features: NDArray[np.float32]) -> float:

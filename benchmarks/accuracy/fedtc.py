@@ -1,6 +1,6 @@
 """`python -m benchmarks fedtc`: FedTC on public data under the partitions of the paper."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +24,7 @@ COLUMNS = {
     "devices": ">9",
     "prototypes": ">12,",
     "MB up": ">9.2f",
+    "head kB": ">9,.0f",
     "train s": ">9.1f",
 }
 
@@ -70,6 +71,11 @@ def partitions_of(
     default=None,
     help="Restore the variance of the prototypes, or not.  [default: the recipe's]",
 )
+@click.option(
+    "--compress/--no-compress",
+    default=None,
+    help="Reduce the adapter to a low rank and float16, or not.  [default: the recipe's]",
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @click.option(
     "--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True, help="May be repeated."
@@ -90,6 +96,7 @@ def command(
     batch: int,
     recipe: Literal["default", "paper"],
     restore: bool | None,
+    compress: bool | None,
     epochs: int | None,
     seeds: tuple[int, ...],
     ceiling: bool,
@@ -97,11 +104,12 @@ def command(
     json_file: Path | None,
 ) -> None:
     """Train a fleet's head with FedTC; report its accuracy and its cost."""
+    configured = recipe_of(Training(recipe=recipe, restore=restore, epochs=epochs))
     settings = Settings(
         clients=clients,
         alpha=alpha,
         batch_size=batch,
-        recipe=recipe_of(Training(recipe=recipe, restore=restore, epochs=epochs)),
+        recipe=configured if compress is None else replace(configured, compress=compress),
         device=torch_device(device),
     )
     features = load_features(data, backbone=backbone, image_size=image_size)
@@ -114,12 +122,26 @@ def command(
             results.append(result)
             table.row(
                 *(result.partition, result.seed, result.accuracy, result.calibration_error),
-                *(result.devices, result.prototypes, result.bytes_up / 1e6, result.train_seconds),
+                *(
+                    result.devices,
+                    result.prototypes,
+                    result.bytes_up / 1e6,
+                    result.head_bytes / 1e3,
+                    result.train_seconds,
+                ),
             )
     top = run_ceiling(features, settings, seed=seeds[0]) if ceiling else None
     if top:
         table.row(
-            "all features", None, top.accuracy, top.calibration_error, None, None, None, top.train_seconds
+            "all features",
+            None,
+            top.accuracy,
+            top.calibration_error,
+            None,
+            None,
+            None,
+            top.head_bytes / 1e3,
+            top.train_seconds,
         )
     accuracies = [result.accuracy for result in results]
     write_json(

@@ -55,6 +55,8 @@ class Result:
     """Of all submissions, as encoded for the wire."""
     tensor_bytes: int
     """Of the float16 prototypes among them."""
+    head_bytes: int
+    """Of its arrays."""
     epochs: int
     train_seconds: float
 
@@ -65,6 +67,7 @@ class Ceiling:
 
     accuracy: float
     calibration_error: float
+    head_bytes: int
     epochs: int
     train_seconds: float
 
@@ -88,6 +91,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
         prototypes=len(taken.labels),
         bytes_up=sum(map(len, payloads)),
         tensor_bytes=taken.values.astype(np.float16).nbytes,
+        head_bytes=sum(layer.nbytes for layer in trained.layers),
         epochs=trained.epochs,
         train_seconds=seconds,
     )
@@ -113,6 +117,7 @@ def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling
     return Ceiling(
         accuracy=accuracy_of(trained.layers, features),
         calibration_error=calibration_error(logits, features.test_labels),
+        head_bytes=sum(layer.nbytes for layer in trained.layers),
         epochs=trained.epochs,
         train_seconds=seconds,
     )

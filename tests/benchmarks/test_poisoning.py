@@ -15,7 +15,7 @@ from tests.benchmarks.feature_factory import domain, fill_cache
 
 
 def test_poisoning_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """False devices are found, others are not, and a head without them is more accurate."""
+    """False devices are found, others are not, and a head without them is as accurate as without an attack."""
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     file = tmp_path / "report.json"
     arguments = ["--images", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
@@ -29,10 +29,10 @@ def test_poisoning_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pyte
         ("flip", 3, 3, 0),
         ("noise", 3, 3, 0),
     ]
-    honest, flip, _ = (run["accuracies"] for run in runs)
+    honest, *attacked = (run["accuracies"] for run in runs)
     assert honest.keys() == set(METHODS)
     assert honest["check"] == honest["none"]
-    assert flip["check"] > flip["none"]
+    assert all(accuracies["check"] >= honest["check"] - 0.02 for accuracies in attacked)
     assert "flip      30%      3/3      0/7" in result.stdout
 
 

@@ -12,17 +12,41 @@ MIN_LENGTH = 1e-12
 
 @dataclass(frozen=True)
 class Dense:
-    """A layer x -> W x + b: `weight` is float32 (outputs, inputs), `bias` float32 (outputs,)."""
+    """A layer x -> W P x + b, or x -> W x + b without a projection.
 
-    weight: NDArray[np.float32]
+    Attributes:
+        weight: W, float32 or float16 (outputs, rank).
+        bias: b, float32 (outputs,).
+        projection: P, float32 or float16 (rank, inputs).
+    """
+
+    weight: NDArray[np.floating]
     bias: NDArray[np.float32]
+    projection: NDArray[np.floating] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its arrays in bytes."""
+        return (
+            self.weight.nbytes + self.bias.nbytes + (0 if self.projection is None else self.projection.nbytes)
+        )
+
+    def of(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the layer's output (n, outputs) for rows (n, inputs), computed in float32."""
+        if self.projection is not None:
+            rows = rows @ self.projection.T.astype(np.float32)
+        return np.asarray(rows @ self.weight.T.astype(np.float32) + self.bias)
+
+
+def unit_rows(dense: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return rectified rows (n, L), divided by their length."""
+    positive = np.maximum(dense, 0)
+    return np.asarray(positive / np.maximum(np.linalg.norm(positive, axis=1, keepdims=True), MIN_LENGTH))
 
 
 def logits_of(layers: Sequence[Dense], features: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return a head's logits (n, C) for features (n, L)."""
     *adapter, classifier = layers
     for layer in adapter:
-        features = np.maximum(features @ layer.weight.T + layer.bias, 0)
-        features = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), MIN_LENGTH)
-    logits: NDArray[np.float32] = features @ classifier.weight.T + classifier.bias
-    return logits
+        features = unit_rows(layer.of(features))
+    return classifier.of(features)

@@ -25,6 +25,7 @@ class Recipe:
         mix: train each step on random mixtures of two restored deviations of a class.
         standardize: train on features of mean 0 and deviation 1, folded into the first layer afterwards, so that
             one rate suits the feature scales of all backbones.
+        compress: reduce the adapter's layers to a low rank and float16 afterwards.
         closed_form: use the linear discriminant, unless cross-validation says that the adapter is better.
     """
 
@@ -37,6 +38,7 @@ class Recipe:
     restore: bool
     mix: bool
     standardize: bool
+    compress: bool
     closed_form: bool
 
     def rate_at(self, progress: float) -> float:
@@ -60,6 +62,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             restore=False,
             mix=False,
             standardize=False,
+            compress=False,
             closed_form=False,
         ),
         "default": Recipe(
@@ -72,6 +75,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
             restore=True,
             mix=True,
             standardize=True,
+            compress=True,
             closed_form=True,
         ),
     }

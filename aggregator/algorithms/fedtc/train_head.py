@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.calibration import calibrate, cross_entropy
+from aggregator.algorithms.fedtc.compression import compress
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
@@ -94,7 +95,7 @@ def train_head(
     def adapter(part: TrainingSet) -> tuple[tuple[Dense, ...], int]:
         from aggregator.algorithms.fedtc.adapter import train_adapter
 
-        return train_adapter(
+        layers, epochs = train_adapter(
             part.centers,
             part.deviations,
             part.labels,
@@ -103,6 +104,7 @@ def train_head(
             device=device,
             report=report,
         )
+        return compress(layers, part.features) if recipe.compress else layers, epochs
 
     data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore)
     chosen = _choose(data, adapter, seed) if recipe.closed_form else _Candidate(*adapter(data))

@@ -40,7 +40,7 @@ def test_unsorted_prototypes_keep_their_counts() -> None:
     prototypes, labels, _ = blobs(1, 0, 1, 0, per_class=3)
     counts = np.where(labels == 1, 1, 9)
     order = np.argsort(labels, kind="stable")
-    recipe = replace(ADAPTER, epochs=1, min_steps=2)
+    recipe = replace(ADAPTER, epochs=1, min_steps=2, compress=False)
     first, second = (
         train_head(
             prototypes[rows], labels[rows], counts[rows], num_classes=2, recipe=recipe, seed=0, device="cpu"

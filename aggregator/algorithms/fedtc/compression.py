@@ -1,0 +1,54 @@
+"""A smaller adapter: layers of low rank in float16, which compute nearly the same."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedtc.head import Dense, unit_rows
+
+OUTPUTS_PER_RANK = 8
+"""Outputs of a layer for each dimension of its projection."""
+
+
+def compress(layers: Sequence[Dense], features: NDArray[np.float32]) -> tuple[Dense, ...]:
+    """Return layers that compute nearly the same for features like these.
+
+    The outputs of each layer but the last are projected on their first principal components, an eighth as many as
+    outputs, if that is smaller, and the weights are rounded to float16. The paper's adapter of 1280 features then has a
+    tenth of its bytes.
+
+    Args:
+        layers: of a head that takes features (n, L).
+        features: (m, L), of the training set.
+    """
+    *adapter, classifier = layers
+    compressed = []
+    for layer in adapter:
+        outputs, inputs = layer.weight.shape
+        rank = max(1, outputs // OUTPUTS_PER_RANK)
+        if rank * (outputs + inputs) < outputs * inputs:
+            layer = _projected(layer, features, rank)  # noqa: PLW2901
+        compressed.append(_rounded(layer))
+        features = unit_rows(compressed[-1].of(features))
+    return *compressed, classifier
+
+
+def _projected(layer: Dense, inputs: NDArray[np.float32], rank: int) -> Dense:
+    """Project the outputs for inputs (m, L) on their first principal components."""
+    mean = inputs.mean(axis=0)
+    deviations = (inputs - mean) @ layer.weight.T
+    _, components = np.linalg.eigh(deviations.T @ deviations)
+    left = components[:, -rank:]
+    center = layer.weight @ mean
+    return Dense(left, layer.bias + center - left @ (left.T @ center), left.T @ layer.weight)
+
+
+def _rounded(layer: Dense) -> Dense:
+    """Round to float16, after a scaling that the length of the output alone shows, which does not count."""
+    weight, projection = layer.weight, layer.projection
+    if projection is not None:
+        scales = np.maximum(np.abs(projection).max(axis=1), np.finfo(np.float32).tiny)
+        weight, projection = weight * scales, (projection / scales[:, None]).astype(np.float16)
+    length = max(np.abs(weight).max(), np.finfo(np.float32).tiny)
+    return Dense((weight / length).astype(np.float16), layer.bias / length, projection)
