@@ -11,7 +11,7 @@ CLASSES, FEATURES = 4, 256
 
 def _head(rng: np.random.Generator, scale: float) -> list[Dense]:
     """Layers of the paper's sizes and of rank 16, as training leaves them; the first takes features of a scale."""
-    layers = []
+    layers: list[Dense] = []
     for inputs, outputs in itertools.pairwise((FEATURES, 1024, 512, CLASSES)):
         weight = rng.normal(size=(outputs, 16)) @ rng.normal(size=(16, inputs)) / np.sqrt(inputs)
         layers.append(
