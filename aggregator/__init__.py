@@ -1,1 +1,3 @@
 """The server program: prototypes of a fleet to one head, and the head back to the fleet as ONNX."""
+
+import protocol as protocol  # before onnxruntime: it turns the telemetry off
