@@ -21,8 +21,8 @@ FOLDS = 5
 
 LEAVE_PAIRS_OUT = 100
 
-SHARES = (1.0, 0.5, 0.25, 0.1, 0.0)
-"""Of the shrunk covariance, for cross-validation to choose from; 0 is the nearest class mean."""
+SHARES = (1.0, 0.5, 0.25, 0.1)
+"""Of the shrunk covariance, for cross-validation to choose from."""
 
 MIN_HELD_OUT = 30
 """Held-out prototypes from which a difference of one standard error says something."""
@@ -71,9 +71,9 @@ def train_head(
 ) -> TrainedHead:
     """Make a head from the pooled prototypes (FedTC eq. 5).
 
-    By the default recipe, cross-validation over prototypes chooses between linear discriminants, from the nearest class
-    mean to a shared covariance (`discriminants`), and the paper's adapter and head, whose loss must be lower by more
-    than its standard error. Logits are divided by the temperature that makes held-out prototypes most likely.
+    By the default recipe, cross-validation over prototypes chooses between linear discriminants, regularized more or
+    less, and the paper's adapter and head, whose loss must be lower by more than its standard error. Where nothing can
+    be held out, the head is the nearest class mean. Logits are divided by the temperature that makes held-out prototypes most likely.
 
     The same input in the same order and the same seed give the same head on the CPU. A class without
     prototypes is never predicted.
