@@ -73,7 +73,8 @@ def train_head(
 
     By the default recipe, cross-validation over prototypes chooses between linear discriminants, regularized more or
     less, and the paper's adapter and head, whose loss must be lower by more than its standard error. Where nothing can
-    be held out, the head is the nearest class mean. Logits are divided by the temperature that makes held-out prototypes most likely.
+    be held out, the head is the nearest class mean. Logits are divided by the temperature that makes held-out
+    prototypes most likely.
 
     The same input in the same order and the same seed give the same head on the CPU. A class without
     prototypes is never predicted.
