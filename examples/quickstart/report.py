@@ -114,7 +114,7 @@ def show(result: Result, folder: Folder, console: Console) -> None:
     for line in (
         f"Uploaded in all: {_kilobytes(result.bytes_up)} of averaged features, and no image.",
         f"A device, on average: {_cost(result)}.",
-        f"Maximum difference of head.onnx from PyTorch: {result.onnx_max_difference:.0e}.",
+        f"Maximum difference of head.onnx from its layers in NumPy: {result.onnx_max_difference:.0e}.",
         f"[bold]{head}[/]   features to probabilities",
         f"[bold]{model}[/]  images to probabilities",
         "",

@@ -79,7 +79,7 @@ def test_head_is_trained_and_survives_a_restart(amqtt_broker: BrokerAddress, tmp
                 assert c.head(2).devices == 3
             summary = daemon.status()
             assert [head["version"] for head in summary["heads"]] == [1, 2]
-            held_out = {"correct": 9, "incorrect": 1, "accuracy": 0.9, "devices": 1}
+            held_out = {"correct": 9, "incorrect": 1, "accuracy": 0.9, "balanced": 0.9, "devices": 1}
             assert summary["heads"][0]["held_out"] == held_out
             assert (summary["submissions"], summary["waiting"]) == (3, 0)
 

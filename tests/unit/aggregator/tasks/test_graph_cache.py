@@ -37,9 +37,7 @@ def test_comments_docstrings_and_formatting_are_left_out(package: Path) -> None:
     """An edit of them would restart the rounds of a fleet."""
     before = key()
     edit(package / "algorithms" / "fedpcl_step.py", lambda text: f"# A comment.\n{text}\n\n# Another one.\n")
-    edit(
-        package / "graphs" / "tracing.py", lambda text: text.replace('"""Suppress the', '"""Do not show the')
-    )
+    edit(package / "graphs" / "tracing.py", lambda text: text.replace('"""Traces an', '"""Writes an'))
     edit(package / "algorithms" / "layers.py", lambda text: text.replace("(", "(  ").replace("(  )", "()"))
     assert key() == before
 

@@ -36,7 +36,7 @@ def test_shrinkage_is_the_oracle_approximating_one(rows: int, size: int, seed: i
 
 @given(rows=st.integers(1, 30), size=st.integers(1, 30), seed=st.integers(0, 99))
 def test_axes_span_the_rows(rows: int, size: int, seed: int) -> None:
-    """Whether there are more rows or more features, the squares and axes make up R^T R."""
+    """With more rows and with more features, the squares and axes make up R^T R."""
     deviations = np.random.default_rng(seed).normal(size=(rows, size))
     axes, squares = _principal_axes(deviations)
     np.testing.assert_allclose((axes.T * squares) @ axes, deviations.T @ deviations, atol=1e-9)
