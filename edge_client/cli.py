@@ -286,7 +286,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     head, report, spent = summary["head"], summary["report"] or {"classes": []}, summary["privacy"]
     say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
     say(f"task       {(summary['task'] or 'none')[:12]}")
-    say(f"backbone   {summary['runtime'] or 'none'}")
+    say(f"provider   {summary['runtime'] or 'none'}")
     for entry in report["classes"]:
         pending = f"; {entry['waiting']} added or removed, pending" if entry["waiting"] else ""
         say(

@@ -4,6 +4,7 @@ import ast
 import json
 import logging
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 import msgspec
 
 from protocol.cli import config_option, require_packages, run, start_logging, verbose_option
+from protocol.errors import RuntimeMissing
 from protocol.onnx_metadata import BackboneMetadata
 from protocol.storage.blobstore import state_errors
 
@@ -118,6 +120,7 @@ def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool,
     if model is None and pattern is None:
         raise click.UsageError("give a MODEL, or search for one with --list PATTERN")
     require_packages(*NEEDED, extras=EXTRAS)
+    _require_torchvision()
     start_logging(verbose=verbose)
     for name in ("timm", "huggingface_hub", "httpx", "httpx2"):  # their retries; the final error is logged
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
@@ -129,6 +132,19 @@ def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool,
         return
     summary = _export(model, **options)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
+
+
+def _require_torchvision() -> None:
+    """Check that timm can be imported; raises RuntimeMissing if its torchvision was built for another torch."""
+    try:
+        import timm  # noqa: F401
+    except (OSError, RuntimeError) as error:
+        torch, torchvision = (version(name) for name in ("torch", "torchvision"))
+        raise RuntimeMissing(
+            f"torchvision {torchvision} was not built for torch {torch} ({error}): install both from one index, "
+            "without CUDA by `pip install --force-reinstall torch torchvision --index-url "
+            "https://download.pytorch.org/whl/cpu`"
+        ) from error
 
 
 def _export(

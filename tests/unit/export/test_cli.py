@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,19 @@ def test_backbone_is_exported_with_json_summary(
     metadata = read_metadata(session.get_modelmeta().custom_metadata_map, BackboneMetadata)
     assert metadata.std == (0.5, 0.4, 0.3)
     assert metadata.feature_size == summary["feature_size"] == session.get_outputs()[0].shape[1]
+
+
+def test_torchvision_of_another_torch_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is pip's result where torch is from PyTorch's index and torchvision is not."""
+    reason = "operator torchvision::nms does not exist"
+    (tmp_path / "timm.py").write_text(f"raise RuntimeError({reason!r})", encoding="ascii")
+    monkeypatch.delitem(sys.modules, "timm")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert export_backbone(MODEL, "--random", monkeypatch=monkeypatch) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"was not built for torch {version('torch')} ({reason}): install both from one index" in line
 
 
 def test_text_summary_has_the_parity(
