@@ -168,7 +168,7 @@ class HeadTraining:
             prototypes=record.prototypes,
             images=record.images,
             bytes=record.size_bytes,
-            devices=len(submissions) + (not is_known),
+            devices=sum(map(self.state.decisions.counts, {*submissions, record.device})),
             quorum=self._settings.quorum,
         )
 

@@ -27,6 +27,7 @@ def collect_status(store: Store) -> model.Status:
     task, settings = served.digest, served.settings
     submissions, state, used = store.submissions.all(task), store.round_state(task), store.heads.rollout(task)
     heads = store.heads.all(task)
+    counted = [record for device, record in submissions.items() if state.decisions.counts(device)]
     known = {label for record in submissions.values() for label in record.per_class}
     is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
     key, full_model = store.facts.get(SigningKey), store.folder / "model.onnx"
@@ -48,7 +49,7 @@ def collect_status(store: Store) -> model.Status:
         round=_round(state, settings),
         rollout=_rollout(used, requested=operator_commands.commanded_version(store, task)),
         devices=tuple(_devices(store, task, submissions, used, known if is_personal else ())),
-        coverage=_coverage(served.classes, submissions.values()),
+        coverage=_coverage(served.classes, counted),
         quarantine=tuple(store.quarantine.all(task).values()),
         heads=tuple(_head(store, task, head, used, known, is_personal=is_personal) for head in heads),
         refusals=tuple(store.refusals.all()),

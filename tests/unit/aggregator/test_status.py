@@ -318,6 +318,17 @@ def test_enrolled_device_without_presence_is_shown(tmp_path: Path) -> None:
     assert "closed, 2 enrolled, 1 revoked" in _text(status)
 
 
+def test_submissions_of_devices_that_are_not_enrolled_cover_no_class(tmp_path: Path) -> None:
+    """No head is trained on them."""
+    store = _busy(tmp_path)
+    before = _collect(store)
+    store.keys.enroll("b", b"b", now_s=1.0)
+    store.keys.close_fleet()
+    after = _collect(store)
+    assert [(each.prototypes, each.devices) for each in before.coverage.values()] == [(9, 2), (0, 0), (4, 1)]
+    assert [(each.prototypes, each.devices) for each in after.coverage.values()] == [(3, 1), (0, 0), (0, 0)]
+
+
 def test_greatest_reported_privacy_loss_is_shown(tmp_path: Path) -> None:
     """Over all tasks; the number of images of such a device is not known and not shown."""
     store = _busy(tmp_path)
