@@ -42,12 +42,12 @@ TARGETS = {
         "cpu,demo",
         ("torch",),
         cpu="1.4 GB on disk, 0.3 GB to download, a few minutes",
-        cuda="6.2 GB on disk, 4.7 GB of it for CUDA, several minutes",
+        cuda="about 6 GB on disk, 4.7 GB of it for CUDA, several minutes",
     ),
     "all": Target(
         "cpu,demo,export,dev",
         ("torch", "torchvision"),
-        cpu="1.7 GB on disk, a few minutes",
+        cpu="about 2 GB on disk, a few minutes",
         cuda="6.5 GB on disk, 4.7 GB of it for CUDA, several minutes",
     ),
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import pairwise_distances_argmin
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -14,6 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import Training
 from aggregator.config.task_file import load_task
 from aggregator.ingest.validation import Prototypes
@@ -82,15 +84,10 @@ def compare(folder: Folder, on_step: Callable[[str], None]) -> Comparison:
 
 def accuracy_of_nearest_mean(prototypes: Prototypes, held_out: Images) -> float:
     """Return the accuracy of the nearest class mean; a prototype counts as often as it has images."""
-    classes = np.unique(prototypes.labels)
-    means = np.stack(
-        [
-            np.average(prototypes.values[members], axis=0, weights=prototypes.counts[members])
-            for members in (prototypes.labels == label for label in classes)
-        ]
-    )
-    distances = np.linalg.norm(held_out.features[:, None] - means, axis=2)
-    return float((classes[distances.argmin(axis=1)] == held_out.labels).mean())
+    data = TrainingSet(prototypes.values, prototypes.labels, prototypes.counts, len(CLASSES), restore=True)
+    present = np.flatnonzero(data.samples)
+    nearest = pairwise_distances_argmin(held_out.features, data.centers[present])
+    return float((present[nearest] == held_out.labels).mean())
 
 
 def accuracy_of_logistic_regression(training: Images, held_out: Images) -> float:

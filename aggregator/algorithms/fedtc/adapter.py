@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.fedtc.compression import compress
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import Recipe
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from protocol.errors import ProtofleetError
 
 
@@ -71,9 +72,7 @@ class _Tensors:
 
 
 def train_adapter(
-    centers: NDArray[np.float32],
-    deviations: NDArray[np.float32],
-    labels: NDArray[np.integer],
+    prototypes: TrainingSet,
     *,
     recipe: Recipe,
     seed: int,
@@ -85,9 +84,7 @@ def train_adapter(
     The same input in the same order and the same seed give the same layers on the CPU.
 
     Args:
-        centers: (C, L), the mean of each class; zeros for a class without prototypes, which is never predicted.
-        deviations: (m, L), of the features to train on from their class's center.
-        labels: (m,), the class of each.
+        prototypes: a class without any is never predicted.
         recipe: how to train.
         seed: of the first weights, the shuffling and the mixing.
         device: a torch device, or "auto" for CUDA if available.
@@ -98,27 +95,25 @@ def train_adapter(
     """
     device = torch_device(device)
     generator = torch.Generator().manual_seed(seed)
-    data = _tensors(centers, deviations, labels, device=device)
+    data = _tensors(prototypes, device=device)
     head = _first_head(data, seed).to(device)
     mean, scale = _mean_and_scale(data) if recipe.standardize else (0.0, 1.0)
     data = replace(data, centers=(data.centers - mean) / scale, deviations=data.deviations / scale)
     epochs = _fit(head, data, recipe=recipe, generator=generator, report=report)
     _fold(head, mean, scale)
-    layers = head.cpu().layers
-    return tuple(
-        Dense(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in layers
-    ), epochs
+    layers = tuple(
+        Dense(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in head.cpu().layers
+    )
+    return compress(layers, prototypes.features) if recipe.compress else layers, epochs
 
 
-def _tensors(
-    centers: NDArray[np.float32], deviations: NDArray[np.float32], labels: NDArray[np.integer], *, device: str
-) -> _Tensors:
-    order = np.argsort(labels, kind="stable")
-    sizes = np.bincount(labels, minlength=len(centers))
+def _tensors(prototypes: TrainingSet, *, device: str) -> _Tensors:
+    order = np.argsort(prototypes.labels, kind="stable")
+    sizes = np.bincount(prototypes.labels, minlength=prototypes.num_classes)
     return _Tensors(
-        centers=torch.as_tensor(centers, device=device),
-        deviations=torch.as_tensor(deviations[order], device=device),
-        labels=torch.as_tensor(labels[order].astype(np.int64), device=device),
+        centers=torch.as_tensor(prototypes.centers, device=device),
+        deviations=torch.as_tensor(prototypes.deviations[order], device=device),
+        labels=torch.as_tensor(prototypes.labels[order].astype(np.int64), device=device),
         first=torch.as_tensor(np.cumsum(sizes) - sizes, device=device),
         sizes=torch.as_tensor(sizes, device=device),
     )

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 
-TEMPERATURES = np.geomspace(0.1, 10_000, 300)
+TEMPERATURES = 0.1, 10_000.0
+"""Bounds of a temperature."""
 
 
 def calibrate(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> tuple[float, NDArray[np.float32]]:
@@ -21,14 +22,19 @@ def calibrate(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> tuple
         logits: (n, C), of features that the head was not made from.
         labels: (n,).
     """
+    from scipy.optimize import minimize_scalar
+
     random = logits.mean(axis=1, where=logits > ABSENT_LOGIT)
-    costs = []
-    for temperature in TEMPERATURES:
+    lead = logits[np.arange(len(labels)), labels] - random
+
+    def cost(exponent: float) -> float:
+        temperature = np.exp(exponent)
         losses = cross_entropy(logits / temperature, labels)
-        incorrect = losses + (logits[np.arange(len(labels)), labels] - random) / temperature
-        costs.append(float(losses.sum() + incorrect.mean()))
-    best = TEMPERATURES[int(np.argmin(costs))]
-    return float(best), cross_entropy(logits / best, labels)
+        return float(losses.sum() + (losses + lead / temperature).mean())
+
+    found = minimize_scalar(cost, bounds=tuple(np.log(TEMPERATURES)), method="bounded")
+    best = float(np.exp(found.x))
+    return best, cross_entropy(logits / np.float32(best), labels)
 
 
 def cross_entropy(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> NDArray[np.float32]:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.calibration import calibrate, cross_entropy
-from aggregator.algorithms.fedtc.compression import compress
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
@@ -96,16 +95,7 @@ def train_head(
     def adapter(part: TrainingSet) -> tuple[tuple[Dense, ...], int]:
         from aggregator.algorithms.fedtc.adapter import train_adapter
 
-        layers, epochs = train_adapter(
-            part.centers,
-            part.deviations,
-            part.labels,
-            recipe=recipe,
-            seed=seed,
-            device=device,
-            report=report,
-        )
-        return compress(layers, part.features) if recipe.compress else layers, epochs
+        return train_adapter(part, recipe=recipe, seed=seed, device=device, report=report)
 
     data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore)
     chosen = _choose(data, adapter, seed) if recipe.closed_form else _Candidate(*adapter(data))

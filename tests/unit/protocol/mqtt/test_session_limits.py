@@ -384,27 +384,3 @@ def test_invalid_mqtt_disconnects_and_is_retried(said: bytes, monkeypatch: pytes
         for _ in range(3):
             assert ear.wait(Disconnected).reason
     assert len(times) >= 3
-
-
-@needs_mosquitto
-def test_thread_that_ends_while_it_is_stopped(
-    address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Paho looks for the thread, and then for the current one; by then, the first has ended."""
-    with mosquitto(address, tmp_path):
-        client = paho.Client(CallbackAPIVersion.VERSION2)
-        client.connect(address.host, address.port)
-        client.loop_start()
-        (thread,) = (each for each in threading.enumerate() if each.name.startswith("paho-mqtt-client"))
-        current = threading.current_thread
-
-        def after_the_end() -> threading.Thread:
-            if threading.get_ident() != thread.ident:
-                monkeypatch.undo()
-                client.disconnect()
-                thread.join()
-            return current()
-
-        monkeypatch.setattr(threading, "current_thread", after_the_end)
-        stop_thread(client)
-        assert not thread.is_alive()
