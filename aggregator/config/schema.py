@@ -53,6 +53,13 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     staleness: Annotated[int, Meta(ge=0, le=100_000)] = 1
 
 
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """`[limits]`: how much work devices may cause."""
+
+    heads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 12
+    """Trainings, without rounds: as many at once after a pause, and as many in each hour."""
+
+
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
     """`[privacy.dp]`: differential privacy of everything that a device uploads."""
 
@@ -89,6 +96,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     client: Client = Client()
     training: Training = Training()
     robust: Robust = Robust()
+    limits: Limits = Limits()
     rounds: Rounds = Rounds()
     rollout: RolloutSettings = RolloutSettings()
     privacy: PrivacySettings = PrivacySettings()

@@ -141,6 +141,7 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
         paths += [
             ("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())
         ]
+        paths += [("limits", "heads_per_hour")] if "heads_per_hour" in given.get("limits", {}) else []
     for path in paths:
         yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
 

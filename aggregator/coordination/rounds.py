@@ -9,6 +9,8 @@ makes head r + 1. A collection closes when
 - or `deadline_s` has passed since the first submission, if `min_devices` have submitted by then, else as soon as
   they have.
 
+Without rounds, a device that the newest head excluded as an outlier closes no collection.
+
 Later submissions belong to the next collection. The newest submission of a device counts, in whatever order they
 arrive, so the same submissions give the same training set. A submission takes constant time, whatever the number of
 devices; a training, and a decision about devices, take time for each.
@@ -92,6 +94,8 @@ class State:
     excluded: frozenset[str] = frozenset()
     """Devices in `covered` whose submissions the newest head was made without."""
     decisions: DeviceDecisions = DeviceDecisions()
+    is_rate_limited: bool = False
+    """So many heads were trained lately that only a revocation starts another training."""
     collection: "_Collection | None" = field(default=None, compare=False, repr=False)
     """Derived from the others."""
 
@@ -245,9 +249,10 @@ def _is_waiting(device: str, entry: Entry, state: State, settings: Settings) -> 
         return False
     if settings.rounds is not None:
         return entry.round == state.head_version
+    if device in state.excluded:  # the next training judges it again, but it cannot cause one
+        return device in state.decisions.released
     covered = state.covered.get(device)
-    is_released = device in state.excluded and device in state.decisions.released
-    return covered is None or covered.digest != entry.digest or is_released
+    return covered is None or covered.digest != entry.digest
 
 
 def _wanted(state: State, settings: Settings) -> int:
@@ -296,7 +301,9 @@ def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple
     if collection is None or not is_known or (now_s >= collection.closes_s and not collection.is_exact):
         collection = _collection(state, settings)
     state = replace(state, collection=collection)
-    if not _is_due(collection, now_s, state, settings):
+    if not _is_due(collection, now_s, state, settings) or (
+        state.is_rate_limited and not collection.must_retrain
+    ):
         return state, ()
     members = dict(sorted(counting(state, settings).items()))
     has_failed = state.failed == members and (settings.rounds is None or now_s < state.retry_s)

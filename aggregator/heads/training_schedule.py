@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from aggregator.coordination import rounds
+from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.trained_heads import store_head
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
@@ -44,6 +45,7 @@ class HeadTraining:
         self._data_version = store.data_version()
         self._writing = WriteBatch()
         self._replaced_bytes = 0
+        self._rate = HeadRate(task, store)
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
         delete_lost_submissions(task, store)
         self.state = store.round_state(task.digest)
@@ -74,6 +76,8 @@ class HeadTraining:
     def tick(self) -> None:
         """Start trainings that are due."""
         self._read_changes()
+        if self.state.is_rate_limited:
+            self.state = replace(self.state, is_rate_limited=not self._rate.may_train())
         self._step(self._store.decisions(self._task.digest))
         self._step(rounds.Ticked(time.time()))
         due, self._due = self._due, []
@@ -175,6 +179,7 @@ class HeadTraining:
     def _start(self, train: rounds.Train) -> None:
         job = self._job(train)
         try:
+            self.state = replace(self.state, is_rate_limited=not self._rate.count())
             self._store.facts.put(PendingHead(self._task.digest, train.version, dict(train.members)))
             self._trainer.start(job)
         except StateError as error:

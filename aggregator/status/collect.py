@@ -12,7 +12,7 @@ from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import SigningKey, TrainingProgress
+from aggregator.storage.stored_values import HeadRateLimit, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.balanced_accuracy import balanced_accuracy
 from protocol.wire.messages import Evaluation, Reason
@@ -30,6 +30,7 @@ def collect_status(store: Store) -> model.Status:
     counted = [record for device, record in submissions.items() if state.decisions.counts(device)]
     known = {label for record in submissions.values() for label in record.per_class}
     is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
+    limit = store.facts.get(HeadRateLimit)
     key, full_model = store.facts.get(SigningKey), store.folder / "model.onnx"
     return model.Status(
         running=store.is_locked(),
@@ -46,6 +47,7 @@ def collect_status(store: Store) -> model.Status:
         submissions=len(submissions),
         waiting=len(rounds.waiting(state, settings)),
         closes_at_s=rounds.closes_at_s(state, settings),
+        rate_limited_until_s=limit.until_s if limit is not None else None,
         round=_round(state, settings),
         rollout=_rollout(used, requested=operator_commands.commanded_version(store, task)),
         devices=tuple(_devices(store, task, submissions, used, known if is_personal else ())),

@@ -136,6 +136,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     closes_at_s: Annotated[
         UnixSeconds | None, Meta(description="When the round or the collection closes at the latest.")
     ]
+    rate_limited_until_s: Annotated[
+        UnixSeconds | None, Meta(description="No training starts before, by `limits.heads_per_hour`.")
+    ]
     round: Annotated[Round | None, Meta(description="Null for a task without rounds.")]
     rollout: Rollout
     devices: tuple[Device, ...]

@@ -51,6 +51,12 @@ class PendingHead(msgspec.Struct, frozen=True):
     members: Mapping[str, rounds.Entry]
 
 
+class HeadRateLimit(msgspec.Struct, frozen=True):
+    """As many heads were trained as the task file allows: no other training starts before that (unix seconds)."""
+
+    until_s: float
+
+
 class CompiledGraphs(msgspec.Struct, frozen=True):
     """The graphs of every task served so far, by a digest of their inputs, then by role."""
 

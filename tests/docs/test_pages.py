@@ -14,6 +14,7 @@ from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.cli import cli as aggregator
 from aggregator.config.schema import (
     Client,
+    Limits,
     PrivacyBudget,
     PrivacySettings,
     Robust,
@@ -43,6 +44,7 @@ DEFAULTS = {
     "rounds": Rounds(),
     "rollout": Settings(),
     "robust": Robust(),
+    "limits": Limits(),
     "privacy.perturbation": Perturbation(on="prototypes", scale=0.1),
     "privacy.dp": PrivacyBudget(epsilon=2.0, clip_norm=1.0, max_epsilon=8.0),
     **{name: kind() for name, kind in ALGORITHMS.items()},
@@ -62,6 +64,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "training": {"recipe": "paper", "restore": False, "epochs": 1, "device": "cpu", "seed": 1},
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
     "robust": {"detect_outliers": False, "threshold": 1.0, "combine": "median"},
+    "limits": {"heads_per_hour": 7},
     "rollout": {"canary_fraction": 0.5, "margin": 0.5, "canary_timeout_s": 1.0},
     "privacy.perturbation": {"on": "images", "noise": "laplace", "scale": 0.5, "shrink": 0.5},
     "privacy.dp": {"epsilon": 4.0, "delta": 1e-6, "clip_norm": 2.0, "max_epsilon": 9.0},

@@ -1,6 +1,7 @@
 """Tests for `aggregator status`: the collected values and the printed text."""
 
 import io
+import re
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from aggregator.status.render import render_status
 from aggregator.storage.devices import Refusal
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import ServedTask, TrainingProgress
+from aggregator.storage.stored_values import HeadRateLimit, ServedTask, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
@@ -87,6 +88,16 @@ def test_status_at_first_start(tmp_path: Path) -> None:
     assert (status.submissions, status.waiting, status.closes_at_s) == (0, 0, None)
     assert (status.training, status.round, status.head_path, status.model_path) == (None,) * 4
     assert "without prototypes: cat, dog [/bold], fox" in _text(status)
+
+
+def test_limit_of_trainings_is_shown(tmp_path: Path) -> None:
+    """Where submissions wait for it."""
+    store = _busy(tmp_path)
+    assert "heads_per_hour" not in _text(_collect(store))
+    store.facts.put(HeadRateLimit(300.0))
+    status = _collect(store)
+    assert status.rate_limited_until_s == 300.0
+    assert re.search(r"next head: .*, but not before [0-9: -]+ \(limits.heads_per_hour\)", _text(status))
 
 
 def test_status_of_busy_aggregator(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A collection without rounds: when it closes, and which devices are its members."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -114,13 +115,6 @@ def _trained(*excluded: str) -> State:
     return _decided(*ABC, Trained(1, frozenset(excluded)))[0]
 
 
-def test_excluded_submission_makes_no_further_head() -> None:
-    """Only a new submission of the device counts as new."""
-    state, trained = _decided(Ticked(1e6), state=_trained("b"))
-    assert (trained, waiting(state, ALL)) == ([], {})
-    assert _decided(submitted("b", 7), state=state)[1] == ["abc"]
-
-
 def test_released_device_makes_the_next_head() -> None:
     """Once, if the newest head excluded it; releasing another device changes nothing."""
     state, trained = _decided(DeviceDecisions(released=frozenset("a")), Ticked(1.0), state=_trained("b"))
@@ -171,3 +165,31 @@ def test_unenrolled_devices_do_not_count_in_a_closed_fleet() -> None:
     assert _decided(submitted("a", 7), state=state)[1] == ["a"]
     enrolled = DeviceDecisions(enrolled=frozenset("ac"))
     assert _decided(enrolled, submitted("a", 7), state=state)[1] == ["ac"]
+
+
+def test_quarantined_device_causes_no_training() -> None:
+    """However often it uploads; the next training, which another device causes, judges what it uploaded last."""
+    state, _, _ = run(
+        *ABC, submitted("d"), Trained(1, frozenset("c")), Ticked(10**6), Trained(2, frozenset("c"))
+    )
+    again = [submitted("c", sequence=sequence, now_s=sequence) for sequence in range(2, 500)]
+    state, trainings, verdicts = run(*again, Ticked(10**9), state=state)
+    assert (trainings, set(verdicts), waiting(state, SETTINGS)) == ([], {"new"}, {})
+    renewed = [submitted(device, sequence=2) for device in "ab"]
+    assert run(*renewed, state=state)[1] == [(3, ["a0.2", "b0.2", "c0.499", "d0.1"])]
+    released = run(DeviceDecisions(released=frozenset("c")), Ticked(10**9), state=state)[1]
+    assert [version for version, _ in released] == [3]
+
+
+def test_rate_limit_postpones_the_next_training() -> None:
+    """Submissions are accepted meanwhile; a revocation starts a training all the same."""
+    state, _, _ = run(*ABC, Trained(1))
+    state = replace(state, is_rate_limited=True)
+    renewed = [submitted(device, sequence=2) for device in "abc"]
+    state, trainings, verdicts = run(*renewed, Ticked(10**6), state=state)
+    assert (trainings, verdicts) == ([], ["new"] * 3)
+    allowed = replace(state, is_rate_limited=False)
+    assert run(Ticked(10**6), state=allowed)[1] == [(2, ["a0.2", "b0.2", "c0.2"])]
+    assert run(DeviceDecisions(quarantined=frozenset("a")), Ticked(0), state=state)[1] == [
+        (2, ["b0.2", "c0.2"])
+    ]

@@ -1,0 +1,46 @@
+"""The rate of trainings, `limits.heads_per_hour`: however often devices upload, heads are made no faster."""
+
+import logging
+import time
+
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import HeadRateLimit
+from aggregator.tasks.task_preparation import Task
+from protocol.log import event
+from protocol.token_buckets import TokenBuckets
+
+log = logging.getLogger(__name__)
+
+HOUR_S = 3600.0
+
+
+class HeadRate:
+    """A bucket with a token for each training of a task without rounds; the store has what `status` shows of it."""
+
+    def __init__(self, task: Task, store: Store) -> None:
+        hourly = task.file.limits.heads_per_hour
+        self._store = store
+        self._task = task.digest
+        self._is_unlimited = task.file.settings.rounds is not None
+        self._tokens = TokenBuckets[bytes](capacity=hourly, per_s=hourly / HOUR_S)
+        store.facts.delete(HeadRateLimit)
+
+    def count(self) -> bool:
+        """Count a training that starts now; returns False if no other may start for now. Raises StateError."""
+        now_s = time.monotonic()
+        if self._is_unlimited:
+            return True
+        self._tokens.take(self._task, now_s=now_s)
+        wait_s = self._tokens.wait_s(self._task, now_s=now_s)
+        if wait_s:
+            limit = "limits.heads_per_hour reached: raise it if the fleet needs more heads"
+            event(log, logging.WARNING, limit, next_training_in_s=wait_s)
+            self._store.facts.put(HeadRateLimit(time.time() + wait_s))
+        return not wait_s
+
+    def may_train(self) -> bool:
+        """Return True once another training may start; call it after `count` has returned False."""
+        if self._tokens.wait_s(self._task, now_s=time.monotonic()):
+            return False
+        self._store.facts.delete(HeadRateLimit)
+        return True

@@ -1,0 +1,47 @@
+"""Token buckets: how often a device may cause work, such as a download. Pure; the time is an argument."""
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+MAX_KEYS = 100_000
+"""Buckets in memory; the one that was used least recently is dropped for one more, and is full when used again."""
+
+
+class TokenBuckets(Generic[Key]):
+    """A bucket of tokens per key: full at first, refilled at a constant rate.
+
+    With `capacity` tokens and `per_s` more each second, the tokens taken in any t seconds are at most
+    `capacity + per_s * t`.
+    """
+
+    def __init__(self, *, capacity: float, per_s: float, max_keys: int = MAX_KEYS) -> None:
+        self._capacity = capacity
+        self._per_s = per_s
+        self._max_keys = max_keys
+        self._left: dict[Key, tuple[float, float]] = {}
+        """Tokens left, and when (seconds of any clock that is never set back). Least recently used first."""
+
+    def __len__(self) -> int:
+        """Return the number of buckets in memory."""
+        return len(self._left)
+
+    def take(self, key: Key, tokens: float = 1.0, *, now_s: float) -> bool:
+        """Take tokens from a bucket; returns False, and takes none, if it has not as many."""
+        left = self._tokens(key, now_s)
+        if left < tokens:
+            return False
+        self._left.pop(key, None)
+        if len(self._left) >= self._max_keys:
+            del self._left[next(iter(self._left))]
+        self._left[key] = (left - tokens, now_s)
+        return True
+
+    def wait_s(self, key: Key, tokens: float = 1.0, *, now_s: float) -> float:
+        """Return the seconds until a bucket has as many tokens; 0 if it has."""
+        return max(0.0, tokens - self._tokens(key, now_s)) / self._per_s
+
+    def _tokens(self, key: Key, now_s: float) -> float:
+        left, since_s = self._left.get(key, (self._capacity, now_s))
+        return min(self._capacity, left + max(0.0, now_s - since_s) * self._per_s)

@@ -1,0 +1,114 @@
+"""Heads per hour, for devices that upload again and again, in simulated time."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from aggregator.config.schema import Limits, TaskFile
+from aggregator.coordination.rounds import Entry
+from aggregator.heads import head_rate, training_schedule
+from aggregator.heads.training_schedule import HeadTraining
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import HeadRateLimit
+from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks.task_preparation import Task
+from aggregator.training.jobs import HeadJob, Result
+from aggregator.training.runner import Finished
+from protocol.wire.codec import digest_of
+from tests.support.submissions import EXPECTATION, MANIFEST
+
+HOURLY = 6
+TRAINING_S = 10.0
+TASK_FILE = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), limits=Limits(heads_per_hour=HOURLY))
+
+
+@dataclass
+class World:
+    """A head training whose job takes `TRAINING_S` seconds, and its clock, which takes the place of `time`."""
+
+    store: Store
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    """What each training finds."""
+    now_s: float = 1000.0
+    jobs: list[HeadJob] = field(default_factory=list)
+    ends_s: float = math.inf
+    """When the running job ends."""
+
+    def __post_init__(self) -> None:
+        task = Task(file=TASK_FILE, feature_size=16, expectation=EXPECTATION, first_tensors=None)
+        self.training = HeadTraining(task, self.store, on_event=lambda _: None)
+        self.training._trainer = self  # type: ignore[assignment]  # no process
+
+    def time(self) -> float:
+        return self.now_s
+
+    monotonic = time
+
+    def start(self, job: HeadJob) -> None:
+        self.jobs.append(job)
+        self.ends_s = self.now_s + TRAINING_S
+        folder = self.store.folder / "training" / f"head-{job.version}"
+        folder.mkdir(parents=True)
+        (folder / "head.onnx").write_bytes(b"%d" % job.version)
+
+    def submit(self, device: str, sequence: int) -> None:
+        data = b"%s %d" % (device.encode(), sequence)
+        entry = Entry(sequence, digest_of(data), self.now_s)
+        self.training.submit(SubmissionRecord(device, entry, len(data), 10, 2, {0: 2}), data)
+        self.training.flush()
+
+    def run(self, seconds: int, upload: Callable[[int], None] = lambda _: None, *, every_s: int = 1) -> None:
+        """Let time pass, with an upload now and then."""
+        for number in range(seconds // every_s):
+            self.now_s += every_s
+            upload(number)
+            if self.now_s >= self.ends_s:
+                self.ends_s = math.inf
+                metrics = {"seconds": 1.0, "onnx_max_difference": 0.0}
+                quarantined = dict(self.quarantined)
+                self.training.finish(
+                    Finished(self.jobs[-1], Result(metrics=metrics, prototypes=2, quarantined=quarantined))
+                )
+            self.training.tick()
+
+
+@pytest.fixture
+def world(store: Store, monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World(store)
+    for module in (head_rate, training_schedule):
+        monkeypatch.setattr(module, "time", made)
+    for device in ("honest", "mallory"):
+        made.submit(device, 1)
+    made.run(60, every_s=10)
+    return made
+
+
+def test_quarantined_device_makes_no_heads(world: World) -> None:
+    """60 uploads in two minutes make none; the next head of another device judges the last upload."""
+    world.quarantined = {"mallory": "far off"}
+    world.submit("mallory", 2)
+    world.run(60, every_s=10)
+    before = len(world.jobs)
+    world.run(120, lambda number: world.submit("mallory", 3 + number), every_s=2)
+    assert len(world.jobs) == before
+    world.submit("honest", 2)
+    world.run(60, every_s=10)
+    assert len(world.jobs) == before + 1
+    assert world.jobs[-1].members["mallory"] == digest_of(b"mallory 62").hex()
+
+
+def test_heads_of_an_hour_are_bounded(world: World) -> None:
+    """A burst and then one from time to time, each of all submissions; `status` has the time of the next."""
+    before = len(world.jobs)
+    world.run(2 * 3600, lambda number: world.submit("mallory", 2 + number), every_s=90)
+    assert 2 * HOURLY <= len(world.jobs) - before <= 3 * HOURLY
+    limit = world.store.facts.get(HeadRateLimit)
+    assert limit is not None
+    assert 0 < limit.until_s - world.now_s <= 3600 / HOURLY
+    world.submit("honest", 2)
+    world.run(3600 // HOURLY + 60, every_s=10)
+    assert world.jobs[-1].members["honest"] == digest_of(b"honest 2").hex()
+    world.run(3600, every_s=60)
+    assert world.store.facts.get(HeadRateLimit) is None

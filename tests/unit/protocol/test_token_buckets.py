@@ -1,0 +1,46 @@
+"""Token buckets: bounds over any sequence of takings, and over the number of keys."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.token_buckets import TokenBuckets
+
+_takings = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 6)), max_size=60)
+
+
+@given(_takings)
+def test_tokens_taken_in_any_span_are_bounded(takings: list[tuple[float, float]]) -> None:
+    """By the capacity and what was refilled; a taking that fails takes none."""
+    buckets, now_s = TokenBuckets[str](capacity=5, per_s=0.5), 0.0
+    taken: list[tuple[float, float]] = []
+    for pause_s, tokens in takings:
+        now_s += pause_s
+        wait_s = buckets.wait_s("a", tokens, now_s=now_s)
+        if buckets.take("a", tokens, now_s=now_s):
+            taken.append((now_s, tokens))
+            assert wait_s == 0
+        else:
+            assert wait_s > 0
+    for index, (since_s, _) in enumerate(taken):
+        for end, (until_s, _) in enumerate(taken[index:], start=index + 1):
+            assert sum(tokens for _, tokens in taken[index:end]) <= 5 + 0.5 * (until_s - since_s) + 1e-6
+
+
+def test_buckets_are_independent_and_refill() -> None:
+    buckets = TokenBuckets[str](capacity=2, per_s=0.1)
+    assert [buckets.take("a", now_s=0.0) for _ in range(3)] == [True, True, False]
+    assert buckets.take("b", now_s=0.0)
+    assert buckets.wait_s("a", now_s=4.0) == pytest.approx(6.0)
+    assert [buckets.take("a", now_s=now_s) for now_s in (9.0, 10.0, 11.0)] == [False, True, False]
+    assert not buckets.take("c", 3, now_s=0.0)
+
+
+def test_number_of_buckets_is_bounded() -> None:
+    """The one used least recently is dropped."""
+    buckets = TokenBuckets[int](capacity=1, per_s=1.0, max_keys=3)
+    assert all(buckets.take(key, now_s=0.0) for key in range(3))
+    assert len(buckets) == 3
+    assert buckets.take(3, now_s=0.1)
+    assert len(buckets) == 3
+    assert not buckets.take(2, now_s=0.1)
