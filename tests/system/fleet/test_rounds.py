@@ -18,9 +18,14 @@ FEATURES = (16, 8)
 """Features of the two backbones."""
 
 
+pytestmark = pytest.mark.skipif(
+    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
+)
+
+
 @pytest.fixture
-def fleet(tmp_path: Path, broker: BrokerAddress) -> Iterator[Fleet]:
-    with Fleet(tmp_path, broker) as fleet:
+def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
+    with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
         yield fleet
 
 
@@ -98,9 +103,6 @@ def problem_of(summary: dict[str, Any], name: str) -> str:
     return "".join(device["problem"] for device in summary["devices"] if device["device"] == name)
 
 
-@pytest.mark.skipif(
-    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-)
 def test_failures_of_one_device_do_not_harm_the_fleet(tmp_path: Path, address: BrokerAddress) -> None:
     """One device's training diverges, later one is killed; every device predicts when the fleet is gone."""
     with Fleet(tmp_path, address) as fleet:

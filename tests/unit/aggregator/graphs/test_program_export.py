@@ -135,6 +135,7 @@ def test_graph_is_plain_onnx(graphs: Graphs, role: str) -> None:
     assert str(Path.cwd()).encode() not in file
 
 
+@pytest.mark.parametrize("name", ["fpl"], indirect=True, scope="module")
 def test_same_program_has_the_same_bytes(graphs: Graphs, name: str) -> None:
     """Whatever PyTorch has drawn before, whose random state stays unchanged."""
     torch.manual_seed(len(name))
