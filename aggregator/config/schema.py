@@ -58,6 +58,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     heads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 12
     """Trainings, without rounds: as many at once after a pause, and as many in each hour."""
+    downloads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 4
+    """Downloads of each blob by a device: as many at once, and as many in each hour."""
 
 
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,12 @@
-"""Blobs sent to devices: in pieces read from the disk, and no faster than the broker takes them."""
+"""Blobs sent to devices: in pieces read from the disk, no faster than the broker takes them, and not again and again.
+
+A broker holds what a device has requested and does not read. What a device can request is therefore bounded, per
+device and blob.
+"""
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +15,8 @@ from aggregator.messaging.publisher import Publisher
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import BlobStore, state_errors
-from protocol.wire.messages import PROTOCOL_VERSION, BlobRequest, Frame
+from protocol.token_buckets import TokenBuckets
+from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRequest, Frame
 
 log = logging.getLogger(__name__)
 
@@ -20,27 +26,53 @@ BURST_BYTES = 4 * 1024**2
 MAX_REQUESTS = 100_000
 """Waiting requests; one more is dropped, and its device repeats it."""
 
+MAX_DEVICE_BYTES = 32 * MAX_CHUNK_BYTES
+"""Bytes of one device's waiting requests, which sends requests for half as many at once."""
+
 MAX_DEVICE_REQUESTS = 64
 """Waiting requests of one device, which sends 16 at once: no other device waits for more."""
+
+SMALLEST_DOWNLOAD_BYTES = 256 * 1024
+"""A smaller blob counts as one of this size, since a connection may be lost before its frames arrive."""
 
 
 class BlobSender:
     """The queue of blob requests, in the order of their arrival."""
 
-    def __init__(self, blobs: BlobStore, publisher: Publisher) -> None:
+    def __init__(self, blobs: BlobStore, publisher: Publisher, *, downloads_per_hour: int) -> None:
         self._blobs = blobs
         self._publisher = publisher
+        self._downloads = TokenBuckets[tuple[str, bytes]](
+            capacity=downloads_per_hour, per_s=downloads_per_hour / 3600
+        )
+        """A token for each download of a blob by a device."""
         self._waiting: dict[tuple[str, bytes, int], BlobRequest] = {}
         self._per_device: Counter[str] = Counter()
         self._is_busy = False
 
-    def request(self, device: str, request: BlobRequest) -> None:
-        """Queue a request; one that is waiting already is not queued again."""
+    def request(self, device: str, request: BlobRequest) -> float:
+        """Queue a request; one that is waiting already is not queued again.
+
+        Returns 0, or the seconds until the device may request these bytes, if it has downloaded the blob too often.
+        """
         key = (device, request.digest, request.offset)
-        is_room = len(self._waiting) < MAX_REQUESTS and self._per_device[device] < MAX_DEVICE_REQUESTS
-        if is_room and key not in self._waiting:
-            self._waiting[key] = request
-            self._per_device[device] += 1
+        is_room = len(self._waiting) < MAX_REQUESTS and self._per_device[device] < MAX_DEVICE_BYTES
+        if not is_room or key in self._waiting:
+            return 0.0
+        bucket, now_s = (device, request.digest), time.monotonic()
+        tokens = self._fraction(request)
+        if not self._downloads.take(bucket, tokens, now_s=now_s):
+            return self._downloads.wait_s(bucket, tokens, now_s=now_s)
+        self._waiting[key] = request
+        self._per_device[device] += _weight(request)
+        return 0.0
+
+    def _fraction(self, request: BlobRequest) -> float:
+        """Return the fraction of a download that a request is."""
+        size = 0
+        with contextlib.suppress(OSError):  # `send` logs what cannot be read
+            size = self._blobs.path(request.digest).stat().st_size
+        return min(request.length, max(0, size - request.offset)) / max(size, SMALLEST_DOWNLOAD_BYTES)
 
     def drained(self) -> None:
         """Allow the next burst: the broker has taken everything."""
@@ -60,7 +92,7 @@ class BlobSender:
             key = next(iter(self._waiting))
             burst.append((key[0], self._waiting.pop(key)))
             size_bytes += burst[-1][1].length
-            self._per_device[key[0]] -= 1
+            self._per_device[key[0]] -= _weight(burst[-1][1])
         self._per_device += Counter()  # drops zeros
         for device, request in burst:
             path = self._blobs.path(request.digest)
@@ -68,6 +100,10 @@ class BlobSender:
                 for frame in read_frames(path, request, chunk_bytes=self._publisher.chunk_bytes):
                     self._publisher.publish_to_device(device, "blk", frame)
                     self._is_busy = True
+
+
+def _weight(request: BlobRequest) -> int:
+    return max(request.length, MAX_DEVICE_BYTES // MAX_DEVICE_REQUESTS)
 
 
 def read_frames(path: Path, request: BlobRequest, *, chunk_bytes: int) -> Iterator[Frame]:

@@ -52,7 +52,9 @@ autosave_interval 10
 
 # Limits of the queues and packets; mosquitto.conf explains the values.
 max_queued_messages 20000
-max_queued_bytes 536870912
+max_queued_bytes 134217728
+memory_limit 2147483648
+persistent_client_expiration 1h
 max_inflight_messages 256
 max_packet_size 262144
 

@@ -64,7 +64,9 @@ class Aggregator:
         self._publisher = Publisher(
             broker, access=access, fleet=task.file.fleet, epoch=epoch, on_event=self._events.put
         )
-        self._blob_sender = BlobSender(store.blobs, self._publisher)
+        self._blob_sender = BlobSender(
+            store.blobs, self._publisher, downloads_per_hour=task.file.limits.downloads_per_hour
+        )
         self._announcements = Announcements(
             task=task,
             store=store,

@@ -127,7 +127,11 @@ class DeviceMessages:
                     "unknown_blob",
                     f"no blob {request.digest.hex()[:12]}: request what task, round and head name",
                 )
-            self.blob_sender.request(device, request)
+            if wait_s := self.blob_sender.request(device, request):
+                limit = (
+                    f"downloaded {self.task.file.limits.downloads_per_hour} times (limits.downloads_per_hour)"
+                )
+                raise Refused("rate_limited", f"{limit}: request it again in {wait_s:.0f} s")
 
     def _take_frame(self, device: str, frame: FrameView) -> None:
         with self._answering(device, frame.digest):

@@ -61,6 +61,7 @@ Reason = Literal[
     "revoked",
     "replayed",
     "implausible",
+    "rate_limited",
 ]
 """Why a message was refused; the detail beside it is for people."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import paho.mqtt.client as paho
+import psutil
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
@@ -98,6 +99,28 @@ def test_slow_subscriber_loses_nothing(tmp_path: Path, address: BrokerAddress) -
             subscriber.loop(0.1)
         publish(address, "pf/1/orchard/d/shed-1/up/0", times=3000)
         assert receive(subscriber, messages=3000) == 3000
+
+
+@needs_mosquitto
+def test_memory_of_a_client_that_does_not_read_is_bounded(tmp_path: Path, address: BrokerAddress) -> None:
+    """The broker drops what is more than its queue, names the client in its log, and serves the others."""
+    options = mosquitto_options(tmp_path)
+    size, limit = 250_000, int(re.findall(r"(?m)^max_queued_bytes (\d+)", options)[0])
+    with mosquitto(address, tmp_path, options=options) as broker:
+        deaf = client(address, "deaf")
+        subscribed = threading.Event()
+        deaf.on_subscribe = lambda *_: subscribed.set()
+        deaf.subscribe("pf/1/orchard/d/deaf/blk", qos=1)
+        while not subscribed.is_set():
+            deaf.loop(0.1)
+        # In flight, and one and a half times the queue.
+        publish(address, "pf/1/orchard/d/deaf/blk", times=256 + limit * 3 // 2 // size, payload=bytes(size))
+        assert psutil.Process(broker.pid).memory_info().rss < limit + 256 * size + 64 * 1024**2
+        assert "Outgoing messages are being dropped for client deaf" in broker.log()
+        publish(address, "pf/1/orchard/task", retain=True)
+        reader = client(address, "reader")
+        reader.subscribe("pf/1/orchard/task", qos=1)
+        assert receive(reader, messages=1) == 1
 
 
 @needs_mosquitto

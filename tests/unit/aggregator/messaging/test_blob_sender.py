@@ -1,18 +1,28 @@
 """Blobs are sent in order, each request once, and a bounded amount at a time."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.messaging.blob_sender import BURST_BYTES, MAX_DEVICE_REQUESTS, BlobSender, read_frames
+from aggregator.messaging import blob_sender
+from aggregator.messaging.blob_sender import (
+    BURST_BYTES,
+    MAX_DEVICE_BYTES,
+    MAX_DEVICE_REQUESTS,
+    BlobSender,
+    read_frames,
+)
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame
 
 WINDOW = 16 * MAX_CHUNK_BYTES
 BLOB = bytes(range(100)) * 20_000
+HOURLY = 4
 
 
 class Recorder:
@@ -31,10 +41,10 @@ class Bench:
     def __init__(self, blobs: BlobStore) -> None:
         self.digest = blobs.put(BLOB)
         self.recorder = Recorder()
-        self.sender = BlobSender(blobs, cast("Any", self.recorder))
+        self.sender = BlobSender(blobs, cast("Any", self.recorder), downloads_per_hour=HOURLY)
 
-    def request(self, device: str, offset: int = 0, length: int = WINDOW) -> None:
-        self.sender.request(device, BlobRequest(digest=self.digest, offset=offset, length=length))
+    def request(self, device: str, offset: int = 0, length: int = WINDOW) -> float:
+        return self.sender.request(device, BlobRequest(digest=self.digest, offset=offset, length=length))
 
     def send(self) -> list[tuple[str, int]]:
         self.recorder.sent.clear()
@@ -109,6 +119,47 @@ def test_greedy_device_delays_no_other(blobs: BlobStore) -> None:
     bench.sender.drained()
     bench.request("greedy", 1000, length=1)
     assert bench.send() == [("greedy", 1000)]
+
+
+def test_waiting_bytes_of_a_device_are_bounded(blobs: BlobStore) -> None:
+    bench = Bench(blobs)
+    for offset in range(10):
+        bench.request("greedy", offset)
+    assert len(bench.send()) * WINDOW == MAX_DEVICE_BYTES
+
+
+def test_downloads_of_a_device_are_bounded(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per blob and hour; others are served, and after a while the device again."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0)
+    monkeypatch.setattr(blob_sender, "time", clock)
+    bench, sent = Bench(blobs), 0
+
+    def download(device: str) -> float:
+        """Request a blob in windows until one is refused; returns the seconds to wait."""
+        nonlocal sent
+        for offset in range(0, len(BLOB), WINDOW):
+            if wait_s := bench.request(device, offset):
+                return wait_s
+            bench.sender.drained()
+            sent += len(bench.send())
+        return 0.0
+
+    waits = [download("greedy") for _ in range(100)]
+    assert [bool(wait_s) for wait_s in waits] == [False] * HOURLY + [True] * (100 - HOURLY)
+    assert sent == HOURLY * math.ceil(len(BLOB) / WINDOW)
+    assert download("honest") == 0.0
+    clock.monotonic = lambda: max(waits) + 1.0
+    assert (bench.request("greedy"), len(bench.send())) == (0.0, 1)
+
+
+def test_request_of_a_small_blob_can_be_repeated(blobs: BlobStore) -> None:
+    """For a connection that is lost before the frames arrive, more often than a large one."""
+    bench = Bench(blobs)
+    small = BlobRequest(digest=blobs.put(b"small"), offset=0, length=WINDOW)
+    for _ in range(1000):
+        assert bench.sender.request("a", small) == 0.0
+        bench.sender.drained()
+        bench.send()
 
 
 def test_frames_are_clipped_to_the_blob(tmp_path: Path) -> None:
