@@ -54,12 +54,14 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """`[limits]`: how much work devices may cause."""
+    """`[limits]`: how much work devices may cause, and how many of their heads are kept."""
 
     heads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 12
     """Trainings, without rounds: as many at once after a pause, and as many in each hour."""
     downloads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 4
     """Downloads of each blob by a device: as many at once, and as many in each hour."""
+    kept_heads: Annotated[int, Meta(ge=10, le=1_000_000)] = 200
+    """Newest heads in `status`; older ones are deleted."""
 
 
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):

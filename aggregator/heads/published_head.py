@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from aggregator.coordination import canary_rollout
@@ -127,10 +128,25 @@ class Releases:
     def _served(self) -> set[bytes]:
         return served_blobs(self._task, list(self._heads.values()), self._state)
 
+    @property
+    def retained(self) -> set[int]:
+        """The versions of the heads that are current or may become current."""
+        return canary_rollout.retained_heads(self._state, self._heads)
+
     def _delete_unused(self) -> None:
-        """Delete the files and evaluations of heads that can no longer become current."""
-        retained = canary_rollout.retained_heads(self._state, self._heads)
+        """Delete the files and evaluations of heads that can no longer become current, and the oldest records."""
+        retained = self.retained
         self._store.evaluations.delete_except(self._task.digest, retained)
+        kept = retained.union(sorted(self._heads)[-self._task.file.limits.kept_heads :])
+        if self._heads.keys() - kept:
+            self._store.heads.delete_except(self._task.digest, kept)
+            self._heads = self._read_heads()
+        if self._state.rejected.keys() - kept:
+            rejected = {
+                version: self._state.rejected[version] for version in self._state.rejected.keys() & kept
+            }
+            self._state = replace(self._state, rejected=rejected)
+            self._store.heads.put_rollout(self._task.digest, self._state)
         self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
     def _log_action(self, action: canary_rollout.Action) -> None:

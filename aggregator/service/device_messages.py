@@ -180,6 +180,8 @@ class DeviceMessages:
 
     def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:
         check_evaluation(evaluation, self.task.expectation, newest_head=self.training.state.head_version)
+        if evaluation.head_version not in self.releases.retained:
+            return Receipt(digest=digest, status="received")  # nothing depends on it any more
         version, correct = evaluation.head_version, sum(evaluation.correct)
         images = correct + sum(evaluation.incorrect)
         if evaluation.problem:

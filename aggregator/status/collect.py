@@ -189,7 +189,7 @@ def _head(
     return model.Head(
         version=head.version,
         sha256=head.digest.hex(),
-        devices=len(head.members),
+        devices=head.devices,
         prototypes=head.prototypes,
         trained_s=head.trained_s,
         metrics=dict(head.metrics),

@@ -1,7 +1,7 @@
 """Trained heads: their rollout, their evaluations by devices, and an operator's commands about them."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -21,7 +21,7 @@ class HeadRecord:
     trained_s: float
     prototypes: int
     members: Mapping[str, str]
-    """Device to the hex digest of its submission, for the submissions that the head was trained on."""
+    """Device to the hex digest of its submission, for those that the head was trained on; only of the newest head."""
     metrics: Mapping[str, float]
     tensors: BlobRef | None = None
     """With rounds: the tensors that the next round starts from."""
@@ -29,6 +29,13 @@ class HeadRecord:
     """Digest of the ONNX file that needs only features."""
     quarantined: Mapping[str, str] = field(default_factory=dict)
     """Like `members`, for the submissions that outlier detection excluded."""
+    former_members: int = 0
+    """Number of members of an older head."""
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that the head was trained on."""
+        return len(self.members) or self.former_members
 
 
 class Heads:
@@ -38,9 +45,20 @@ class Heads:
         self._database = database
 
     def add(self, head: HeadRecord) -> None:
-        """Store a head."""
+        """Store a head, and of the one before only the number of its members: only the newest head's are needed."""
         record = msgspec.json.encode(head).decode()
         self._database.write("INSERT INTO heads VALUES (?, ?, ?)", head.task, head.version, record)
+        rows = self._database.read(
+            "SELECT record FROM heads WHERE task = ? AND version < ? ORDER BY version DESC LIMIT 1",
+            *(head.task, head.version),
+        )
+        for (older,) in rows:
+            before = msgspec.json.decode(older, type=HeadRecord)
+            before = replace(before, members={}, quarantined={}, former_members=before.devices)
+            self._database.write(
+                "UPDATE heads SET record = ? WHERE task = ? AND version = ?",
+                *(msgspec.json.encode(before).decode(), head.task, before.version),
+            )
 
     def all(self, task: bytes | None = None) -> list[HeadRecord]:
         """Return the heads of a task, or of all tasks, oldest first."""
@@ -48,6 +66,13 @@ class Heads:
             "SELECT record FROM heads WHERE task = ?1 OR ?1 IS NULL ORDER BY version", task
         )
         return [msgspec.json.decode(record, type=HeadRecord) for (record,) in rows]
+
+    def delete_except(self, task: bytes, versions: Collection[int]) -> None:
+        """Delete the records of all heads of a task but these."""
+        self._database.write(
+            "DELETE FROM heads WHERE task = ? AND version NOT IN (SELECT value FROM json_each(?))",
+            *(task, msgspec.json.encode(sorted(versions)).decode()),
+        )
 
     def put_rollout(self, task: bytes, state: canary_rollout.State) -> None:
         """Store which head of a task is current, candidate or rejected."""

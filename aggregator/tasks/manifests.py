@@ -106,7 +106,7 @@ def head_ref(row: HeadRecord) -> HeadRef:
             size_bytes=row.size_bytes,
             name="head.onnx" if in_rounds else f"head-{row.version}.onnx",
         ),
-        devices=len(row.members),
+        devices=row.devices,
         prototypes=row.prototypes,
         metrics=dict(row.metrics),
         round=row.version - 1 if in_rounds else None,

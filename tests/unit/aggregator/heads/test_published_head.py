@@ -1,5 +1,6 @@
 """Heads in the fleet, mostly with the aggregator as a process: canaries, decisions, commands and restarts."""
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
+from aggregator.coordination.canary_rollout import State
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.published_head import Releases
 from aggregator.storage.heads import HeadRecord
@@ -229,6 +232,19 @@ def test_head_that_cannot_be_fused_is_published(
     assert (store.folder / "head.onnx").read_bytes() == b"broken"
     assert not (store.folder / "model.onnx").exists()
     assert 'cannot write model.onnx head=1 reason="onnx cannot merge' in caplog.text
+
+
+def test_oldest_heads_are_deleted(store: Store, task: Task) -> None:
+    """With what was stored of them; the newest `kept_heads`, and those that a rollback can return to, stay."""
+    task = dataclasses.replace(task, file=replace(task.file, limits=Limits(kept_heads=10)))
+    for version in range(1, 40):
+        _add_head(store, task.digest, version)
+    rejected = dict.fromkeys(range(2, 40), "worse")
+    store.heads.put_rollout(task.digest, State(newest=39, current=1, rejected=rejected))
+    Releases(task, store)
+    assert [head.version for head in store.heads.all(task.digest)] == [1, *range(30, 40)]
+    assert store.heads.rollout(task.digest).rejected.keys() == set(range(30, 40))
+    assert store.round_state(task.digest).head_version == 39
 
 
 def test_command_is_carried_out_once(store: Store, task: Task) -> None:

@@ -261,3 +261,16 @@ def test_reset_device_lets_any_submission_replace_the_stored_one(store: Store) -
     assert (store.quarantine.all(TASK), store.devices.online()) == ({}, frozenset())
     store.reset_device("a", delete_submissions=True)
     assert store.submissions.all(TASK) == {}
+
+
+def test_only_newest_head_has_its_members(store: Store) -> None:
+    """Of older heads their number: otherwise a thousand devices need 100 kB for each head."""
+    rows = [_row(f"device-{number}") for number in range(100)]
+    for version in range(1, 51):
+        head = _head(version, *rows)
+        store.heads.add(replace(head, quarantined={"liar": "00" * 32}))
+    *older, newest = store.heads.all(TASK)
+    assert (len(newest.members), newest.quarantined, newest.devices) == (100, {"liar": "00" * 32}, 100)
+    assert {(head.devices, len(head.members), len(head.quarantined)) for head in older} == {(100, 0, 0)}
+    ((size,),) = store.database.read("SELECT sum(length(record)) FROM heads")
+    assert size < 50 * 1000 + 100 * 100
