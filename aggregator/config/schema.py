@@ -70,7 +70,7 @@ class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
     epsilon: Annotated[float, Meta(gt=0, le=20)]
     """Of one submission."""
     delta: Annotated[float, Meta(gt=0, le=1e-3)] = 1e-5
-    clip_norm: Annotated[float, Meta(gt=0, le=1e6)]
+    clip_norm: Annotated[float, Meta(ge=1e-6, le=1e6)]
     max_epsilon: Annotated[float, Meta(gt=0, le=40)]
     """Of all submissions of a device together."""
 

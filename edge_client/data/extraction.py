@@ -19,7 +19,7 @@ from edge_client.data.images import LabeledImage, decode
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import PrivacyRefused, UnreadableImage
+from protocol.errors import PrivacyRefused, ProtofleetError, UnreadableImage
 from protocol.log import event
 from protocol.preprocessing import Preprocessing, preprocess
 
@@ -31,6 +31,10 @@ class Interrupted(Exception):
 
     It is no ProtofleetError: an interruption is no result, and must not be stored or uploaded as a failure.
     """
+
+
+ISOLATED = "+isolated"
+"""The cache's tag of features that were computed one image at a time."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
     alter: tuple[str, Alter] | None = None,
+    isolated: bool = False,
 ) -> Extraction:
     """Compute the features that are not in the cache, one backbone after the other.
 
@@ -83,14 +88,15 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
     every run. `on_progress` is called for each backbone with the number of images for which there is nothing to compute
     and 0, then after every batch with 0 and the images in it. `alter` is a change to the images, and the tag of the
-    changed images' features in the cache.
+    changed images' features in the cache. With `isolated`, backbones run on one image at a time, and where one fails,
+    the image is unusable: no image influences another one's features, nor whether they exist.
 
     Raises:
         Interrupted: `should_stop` returned true.
         StateError: the features cannot be stored.
-        ProtofleetError: the backbone fails.
+        ProtofleetError: the backbone fails, and not `isolated`.
     """
-    tag, change = alter or ("", None)
+    tag, change = alter or (ISOLATED if isolated else "", None)
     refused: dict[Path, str] = {}
     computed = cached = 0
     for sha256 in backbones:
@@ -109,6 +115,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
             workers=workers,
             should_stop=should_stop,
             alter=change,
+            isolated=isolated,
         )
         for batch in batches:
             useless = _store(batch, sha256 + tag, cache)
@@ -152,15 +159,17 @@ def feature_batches(
     workers: int,
     should_stop: Callable[[], bool] = lambda: False,
     alter: Alter | None = None,
+    isolated: bool = False,
 ) -> Iterator[list[Outcome]]:
     """Yield features batch by batch, in the order of the images, decoding at most two batches ahead.
 
-    Each image is decoded once, and its features from all backbones are concatenated.
+    Each image is decoded once, and its features from all backbones are concatenated. `isolated` is as in `extract`.
 
     Raises:
         Interrupted: `should_stop`, called before every run, returned true.
-        ProtofleetError: a backbone fails.
+        ProtofleetError: a backbone fails, and not `isolated`.
     """
+    compute = _compute_each if isolated else _compute
     specs = {backbone.metadata.preprocessing for backbone in backbones}
     ahead = iter(images)
     waiting: deque[tuple[LabeledImage, Future[_Pixels | Refusal]]] = deque()
@@ -176,7 +185,7 @@ def feature_batches(
                 if should_stop():
                     raise Interrupted("extraction was interrupted; what was computed is stored")
                 batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-                yield _compute(backbones, [(image, loading.result()) for image, loading in batch])
+                yield compute(backbones, [(image, loading.result()) for image, loading in batch])
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -208,9 +217,29 @@ def _compute(
     return [(image, made if isinstance(made, Refusal) else _finite(next(features))) for image, made in loaded]
 
 
-def _features(backbones: Sequence[Backbone], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
+def _compute_each(
+    backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
+) -> list[Outcome]:
+    """Compute each image by itself; a failure of a backbone is the image's, and may pass."""
+    computed: list[Outcome] = []
+    for image, made in loaded:
+        try:
+            outcome = (
+                made if isinstance(made, Refusal) else _finite(_features(backbones, [made], limited=True)[0])
+            )
+        except ProtofleetError as error:
+            outcome = Refusal(str(error), may_pass=True)
+        computed.append((image, outcome))
+    return computed
+
+
+def _features(
+    backbones: Sequence[Backbone], pixels: Sequence[_Pixels], *, limited: bool = False
+) -> NDArray[np.float32]:
     parts = [
-        backbone.features(np.stack([made[backbone.metadata.preprocessing] for made in pixels]))
+        backbone.features(
+            np.stack([made[backbone.metadata.preprocessing] for made in pixels]), limited=limited
+        )
         for backbone in backbones
     ]
     return np.concatenate(parts, axis=1)

@@ -36,7 +36,12 @@ COUNT_WEIGHT = 0.25
 """w: counts tolerate more noise than sums of a thousand values do, and get less of the budget."""
 
 MAX_PROTOTYPES = 1024
-"""Per class, so that no noise, whatever its amount, exhausts the device's memory."""
+"""Per class."""
+
+MAX_VALUES = 2**24
+"""Of a submission, 32 MiB as float16: no noise, whatever its amount, exhausts the device's memory."""
+
+TOO_LARGE = "the task asks for more classes and features than differential privacy is made for on a device"
 
 _BLOCK_ROWS = 256
 _ROUNDING = 1 - 1e-9
@@ -55,11 +60,25 @@ class Mechanism:
     """B, the least number of images in a prototype on average."""
     min_images: int
     """The least count of a prototype."""
+    max_prototypes: int = MAX_PROTOTYPES
+    """Of a class; with more images, batches are larger."""
 
     @property
     def noise(self) -> float:
         """Standard deviation s of the noise, in units of S."""
         return self.noise_multiplier * math.sqrt(1 + 2 * COUNT_WEIGHT**2)
+
+
+def max_prototypes(classes: int, feature_size: int) -> int:
+    """Return how many prototypes each class may have, so that all of a submission's values stay within MAX_VALUES.
+
+    Raises:
+        PrivacyRefused: not even one prototype of each class does.
+    """
+    most = min(MAX_PROTOTYPES, MAX_VALUES // (classes * (feature_size + 1)))
+    if not most:
+        raise PrivacyRefused(TOO_LARGE)
+    return most
 
 
 def private_prototypes(
@@ -84,7 +103,7 @@ def private_prototypes(
     Returns:
         Prototypes float32 (m, L), and the noisy number of images in each, rounded and at least `min_images`,
         uint32 (m,): for small batches, counts are too large and prototypes too short on average. There are
-        floor(noisy n / B) of them, and none if the noisy n is below `min_images` or B.
+        floor(noisy n / B) of them, at most `max_prototypes`, and none if the noisy n is below `min_images` or B.
 
     Raises:
         PrivacyRefused: a parameter is out of range, or a feature is not finite.
@@ -114,7 +133,7 @@ def private_prototypes(
 def _batches(noisy_images: float, mechanism: Mechanism) -> int:
     if noisy_images < max(mechanism.min_images, mechanism.batch_size):
         return 0
-    return min(int(noisy_images // mechanism.batch_size), MAX_PROTOTYPES)
+    return min(int(noisy_images // mechanism.batch_size), mechanism.max_prototypes)
 
 
 def _batch_of(identity: str, batches: int, secret: bytes) -> int:

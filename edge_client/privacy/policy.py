@@ -1,6 +1,7 @@
 """The privacy settings that a device accepts, and the problems that it reports under differential privacy. Pure."""
 
 from edge_client.privacy.accountant import NO_ACCOUNTANT
+from edge_client.privacy.gaussian_mechanism import TOO_LARGE
 from edge_client.storage.privacy_ledger import LOST
 from protocol.errors import PrivacyRefused
 from protocol.wire.messages import TaskManifest
@@ -19,7 +20,7 @@ NO_PROTOTYPE = "with its noise, no class has enough images to upload a prototype
 FAILED = "differential privacy has failed on this device: nothing is uploaded; see the device's log"
 
 TASK_PROBLEMS = (UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE)
-PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, NO_PROTOTYPE, FAILED, LOST, NO_ACCOUNTANT})
+PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, NO_PROTOTYPE, FAILED, LOST, NO_ACCOUNTANT, TOO_LARGE})
 """Problems whose texts reveal nothing about any image."""
 
 CANNOT = "this device cannot take part; see its log"

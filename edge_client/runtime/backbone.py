@@ -23,16 +23,17 @@ class Backbone:
     metadata: BackboneMetadata
     model: OnnxModel
 
-    def features(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def features(self, images: NDArray[np.uint8], *, limited: bool = False) -> NDArray[np.float32]:
         """Return the features, float32 (n, L), of images as `preprocess` makes them, uint8 (n, H, W, 3).
+
+        How long a batch may take depends on the device: only with `limited` there is a time limit.
 
         Raises:
             BackboneMismatch: the features are not of the declared shape.
             ProtofleetError: the run fails, for example for lack of memory.
         """
         try:
-            # How long a batch may take depends on the device: there is no time limit.
-            features: NDArray[np.float32] = self.model.run({"image": images}, limited=False)["feature"]
+            features: NDArray[np.float32] = self.model.run({"image": images}, limited=limited)["feature"]
         except GraphRefused as error:
             raise ProtofleetError(
                 f"{error} ({len(images)} images on {self.model.provider}): a smaller --batch-size needs less memory"
@@ -52,7 +53,12 @@ def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | Non
     """
     try:
         model = open_model(
-            path, name="backbone", provider=provider, threads=threads, max_bytes=MAX_BLOB_BYTES
+            path,
+            name="backbone",
+            provider=provider,
+            threads=threads,
+            max_bytes=MAX_BLOB_BYTES,
+            deterministic=True,
         )
     except GraphRefused as error:
         raise BackboneMismatch(f"cannot load {path.name}: {error}") from error

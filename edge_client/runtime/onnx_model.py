@@ -104,17 +104,20 @@ def open_model(
     provider: Provider = "cpu",
     threads: int | None = 1,
     max_bytes: int = MAX_GRAPH_BYTES,
+    deterministic: bool = False,
     accept: Callable[[Mapping[str, str]], object] = lambda _: None,
 ) -> OnnxModel:
     """Validate an ONNX file, given by its path or bytes, and open it as `open_session` does.
 
     `accept` is called with the file's properties before ONNX Runtime loads it, and raises to refuse the file.
+    `deterministic` refuses random operators.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
         GraphRefused: it is broken, too large, has foreign operators, other files or types, or cannot be loaded.
     """
-    properties = check_graph(_content(source) if isinstance(source, Path) else source, max_bytes=max_bytes)
+    content = _content(source) if isinstance(source, Path) else source
+    properties = check_graph(content, max_bytes=max_bytes, deterministic=deterministic)
     accept(properties)
     session, used_provider, note = open_session(source, provider=provider, threads=threads)
     return OnnxModel(

@@ -19,6 +19,15 @@ MAX_DEPTH = 100
 
 # The fields of ONNX's messages, by number, that lead to operators or tensors.
 _DOMAIN, _EXTERNAL, _ENTRY = "domain", "external", "entry"
+RANDOM = frozenset(
+    {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+)
+"""Operators whose results depend on the runs before: ONNX Runtime keeps their generator's state."""
+
+_OPERATOR, _INPUT = 4, 1
+_TRAINING_MODE_INPUTS = 3
+"""Inputs of a Dropout that may be in training mode, and random then."""
+
 _NESTED: dict[str, dict[int, str]] = {
     "model": {7: "graph", 8: "opset", 14: _ENTRY, 20: "training", 25: "function"},
     "graph": {1: "node", 5: "tensor", 15: "sparse"},
@@ -32,14 +41,17 @@ _NESTED: dict[str, dict[int, str]] = {
 }
 
 
-def check_graph(file: bytes | memoryview, *, max_bytes: int = MAX_GRAPH_BYTES) -> dict[str, str]:
+def check_graph(
+    file: bytes | memoryview, *, max_bytes: int = MAX_GRAPH_BYTES, deterministic: bool = False
+) -> dict[str, str]:
     """Validate an ONNX file and return its `protofleet` metadata property, if there is one.
 
     It is parsed here, since devices do not have `onnx`. Every occurrence of a field counts, even if a reader would
     overwrite it with a later one, and encodings that readers could interpret in two ways are refused.
 
     Raises:
-        GraphRefused: it is too large, broken, has operators other than ONNX's own, or refers to other files.
+        GraphRefused: it is too large, broken, has operators other than ONNX's own, or refers to other files; or
+            `deterministic` is set, and it has random operators.
     """
     if len(file) > max_bytes:
         raise GraphRefused(f"expected a graph of at most {max_bytes} bytes, got {len(file)}")
@@ -60,6 +72,8 @@ def check_graph(file: bytes | memoryview, *, max_bytes: int = MAX_GRAPH_BYTES) -
             elif kind == _ENTRY:
                 properties.update(_own_property(value))
             else:
+                if deterministic and kind == "node":
+                    _check_deterministic(value)
                 open_messages.append((kind, _fields(value)))
                 break
         else:
@@ -104,6 +118,19 @@ def _check_domain(value: memoryview) -> None:
     domain = _text(value)
     if domain not in {"", "ai.onnx"}:
         raise GraphRefused(f"expected ONNX's own operators alone, got some of {domain[:100]!r}")
+
+
+def _check_deterministic(node: memoryview) -> None:
+    fields = [
+        (number, value)
+        for number, value in itertools.islice(_fields(node), MAX_FIELDS)
+        if number in (_OPERATOR, _INPUT)
+    ]
+    operators = {_text(value) for number, value in fields if number == _OPERATOR}
+    inputs = sum(number == _INPUT for number, _ in fields)
+    random = operators & (RANDOM | ({"Dropout"} if inputs >= _TRAINING_MODE_INPUTS else set()))
+    if random:
+        raise GraphRefused(f"expected the same result at every run, got the random operator {min(random)}")
 
 
 def _own_property(value: memoryview) -> dict[str, str]:

@@ -43,7 +43,7 @@ CREATE TRIGGER delete_payload_with_item AFTER DELETE ON outbox
 BEGIN DELETE FROM payloads WHERE id = OLD.payload; END;
 -- What was released under differential privacy; the noise key of the newest release only.
 CREATE TABLE releases (
-    number INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, noise_multiplier REAL NOT NULL, key BLOB
+    number INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, noise_multiplier REAL NOT NULL, key BLOB, content BLOB
 ) STRICT;
 """
 

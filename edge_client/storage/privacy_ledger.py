@@ -1,4 +1,4 @@
-"""The record of all releases under differential privacy, written before the noise of a release is drawn.
+"""The record of all releases under differential privacy, written before an image is looked at or noise is drawn.
 
 A state directory has one ledger, whatever task or folder of images a release was made of, so that the recorded privacy
 loss is never below the actual one. The number of releases stands in the database and in a file beside it: if the two
@@ -19,15 +19,17 @@ LOST = "the record of what was spent on privacy is damaged or lost: nothing is u
 
 
 class Release(msgspec.Struct, frozen=True):
-    """One release, numbered from 1, with the fingerprint of everything that it was made of.
+    """One release, numbered from 1, with the fingerprint of the task and images that it is made of.
 
-    Its noise is derived from `key`, which is None for all but the newest release.
+    Its noise is derived from `key`, which is None for all but the newest release. `content` is the digest of the
+    features that the noise is for; None until they are known.
     """
 
     number: int
     fingerprint: bytes
     noise_multiplier: float
     key: bytes | None
+    content: bytes | None = None
 
 
 class Ledger:
@@ -44,7 +46,7 @@ class Ledger:
             PrivacyRefused: some of them are lost.
             StateError: the disk fails.
         """
-        query = "SELECT number, fingerprint, noise_multiplier, key FROM releases ORDER BY number"
+        query = "SELECT number, fingerprint, noise_multiplier, key, content FROM releases ORDER BY number"
         releases = tuple(Release(*row) for row in self._database.read(query))
         count = len(releases)
         sound = [release.number for release in releases] == list(range(1, count + 1)) and all(
@@ -62,12 +64,21 @@ class Ledger:
         Raises:
             StateError: the disk is full or fails.
         """
-        values = (release.number, release.fingerprint, release.noise_multiplier, release.key)
+        values = msgspec.structs.astuple(release)
         with self._database.transaction() as database:
             database.execute("UPDATE releases SET key = NULL")
-            database.execute("INSERT INTO releases VALUES (?, ?, ?, ?)", values)
+            database.execute("INSERT INTO releases VALUES (?, ?, ?, ?, ?)", values)
             write_facts(self._database, spent)
         write_atomically(self._marker, b"%d\n" % release.number)
+
+    def bind(self, number: int, content: bytes) -> None:
+        """Record durably which features a release's noise is for, before it is made.
+
+        Raises:
+            StateError: the disk is full or fails.
+        """
+        with self._database.transaction() as database:
+            database.execute("UPDATE releases SET content = ? WHERE number = ?", (content, number))
 
     def _marked(self) -> int:
         if not self._marker.exists():

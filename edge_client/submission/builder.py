@@ -79,6 +79,8 @@ class SubmissionBuilder:
 
     def _prepare(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> PreparedSubmission:
         task, manifest = build.task, build.manifest
+        if is_private(manifest):
+            return prepare_private(self._workspace, task, manifest, should_stop)
         found = self._workspace.extract(manifest, should_stop)
         if build.round is not None:
             with contextlib.closing(Progress(f"training, round {build.round.number}")) as progress:
@@ -90,8 +92,6 @@ class SubmissionBuilder:
                     on_progress=progress.update,
                     should_stop=should_stop,
                 )
-        if is_private(manifest):
-            return prepare_private(self._workspace, task, manifest, found)
         item = self._store.outbox.newest_submission()
         payload = self._store.outbox.payload(item) if item is not None and item.task == task else None
         last = last_submission(self._store.get(UploadedImages), payload)

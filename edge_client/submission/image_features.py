@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.config import Settings
-from edge_client.data.extraction import Alter, extract
+from edge_client.data.extraction import ISOLATED, Alter, extract
 from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage, NoImages, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
@@ -89,12 +89,17 @@ class Workspace:
             self.store.set(now)
         return scan.images
 
-    def extract(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> FoundImages:
-        """Find the images and put the features of all of them into the cache.
+    def extract(
+        self,
+        manifest: TaskManifest,
+        should_stop: Callable[[], bool],
+        images: tuple[LabeledImage, ...] | None = None,
+    ) -> FoundImages:
+        """Put the features of all images, or of those that were found before, into the cache.
 
         If the task perturbs images, training images are perturbed and held-out images are not. Under differential
-        privacy no image is held out: which ones are depends on the class's other images. A task with rounds closes its
-        backbones afterwards.
+        privacy each image is computed by itself, and no image is held out: which ones are depends on the class's other
+        images. A task with rounds closes its backbones afterwards.
 
         Raises:
             NoImages: there are none, and the task is not private.
@@ -106,7 +111,7 @@ class Workspace:
         if manifest.program is None:
             self.backbones(manifest)
         alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
-        images = self.find_images(manifest)
+        images = self.find_images(manifest) if images is None else images
         if not images and not is_private(manifest):
             raise NoImages(
                 f"no image of the task's classes ({name_some(manifest.classes)}) in {settings.data}: this device "
@@ -136,6 +141,7 @@ class Workspace:
                     on_progress=reporter.advance,
                     should_stop=should_stop,
                     alter=alter if is_altered else None,
+                    isolated=is_private(manifest),
                 )
                 unusable += extraction.refused
         useless = {path for path, _ in unusable}
@@ -176,9 +182,9 @@ def backbone_digests(task: TaskManifest) -> list[str]:
 
 
 def training_feature_keys(task: TaskManifest) -> list[str]:
-    """Return the cache keys of the training images' features, which may be perturbed."""
+    """Return the cache keys of the training images' features, which may be perturbed or computed in isolation."""
     how = task.perturbation
-    tag = cache_tag(how) if how and how.on == "images" else ""
+    tag = cache_tag(how) if how and how.on == "images" else ISOLATED if is_private(task) else ""
     return [digest + tag for digest in backbone_digests(task)]
 
 

@@ -1,45 +1,60 @@
-"""Submissions under differential privacy: charged to the ledger first, and closed on failure: nothing is uploaded."""
+"""Submissions under differential privacy: charged before images are read; any failure uploads nothing."""
 
 import hashlib
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from edge_client.data.extraction import Interrupted
+from edge_client.data.images import LabeledImage
 from edge_client.privacy.accountant import epsilon_of
-from edge_client.privacy.gaussian_mechanism import COUNT_WEIGHT, Mechanism, private_prototypes
+from edge_client.privacy.gaussian_mechanism import (
+    COUNT_WEIGHT,
+    Mechanism,
+    max_prototypes,
+    private_prototypes,
+)
 from edge_client.privacy.noise import KEY_BYTES, subkey
 from edge_client.privacy.perturbation import to_half
 from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
 from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import ClassReport, PrivacySpent
-from edge_client.submission.image_features import FoundImages, Workspace, backbone_digests
+from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import PrivacyRefused
 from protocol.log import event
+from protocol.wire.codec import digest_of
 from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest
 
 log = logging.getLogger(__name__)
 
-_VERSION = b"1 %f" % COUNT_WEIGHT
+_VERSION = b"2 %f" % COUNT_WEIGHT
 """Version of the mechanism; changes when the same key would give other noise."""
 
 
 def prepare_private(
-    workspace: Workspace, task: bytes, manifest: TaskManifest, found: FoundImages
+    workspace: Workspace, task: bytes, manifest: TaskManifest, should_stop: Callable[[], bool]
 ) -> PreparedSubmission:
-    """Return noisy prototypes of all training images; the same images give the same release again.
+    """Return noisy prototypes of all images; the same images give the same release again.
 
-    A dry run charges nothing.
+    The release is charged before a backbone runs on any image, so that neither the answer nor its price depends on
+    what the backbone does there. A dry run charges nothing.
 
     Raises:
+        ConfigError: the images cannot be found.
+        BackboneMismatch: a backbone cannot be used; it has not run on any image.
         PrivacyRefused: the budget is exceeded, or any step failed; the text reveals nothing about images.
         Interrupted: the work is out of date.
     """
+    backbones, images = workspace.backbones(manifest), workspace.find_images(manifest)
     try:
-        return _prepare(workspace, task, manifest, found)
+        size = sum(each.metadata.feature_size for each in backbones)
+        return _prepare(workspace, task, manifest, images, feature_size=size, should_stop=should_stop)
     except (PrivacyRefused, Interrupted):
         raise
     except Exception as error:
@@ -48,64 +63,112 @@ def prepare_private(
 
 
 def _prepare(
-    workspace: Workspace, task: bytes, manifest: TaskManifest, found: FoundImages
+    workspace: Workspace,
+    task: bytes,
+    manifest: TaskManifest,
+    images: tuple[LabeledImage, ...],
+    *,
+    feature_size: int,
+    should_stop: Callable[[], bool],
 ) -> PreparedSubmission:
     wanted, secret = manifest.differential_privacy, workspace.secret(manifest)
-    feature_size = sum(each.metadata.feature_size for each in workspace.backbones(manifest))
     if wanted is None or len(secret) != KEY_BYTES:
         raise PrivacyRefused(FAILED)
-    digests = backbone_digests(manifest)
+    most = max_prototypes(len(manifest.classes), feature_size)
+    release = _charge(workspace, _fingerprint(task, secret, images), wanted)
+    found = workspace.extract(manifest, should_stop, images)
     members = [found.for_training(label) for label in range(len(manifest.classes))]
-    fingerprint = hashlib.sha256(_VERSION + task + hashlib.sha256(secret).digest())
-    # The features of one class are in memory at a time.
-    for images in members:
-        features = workspace.features(images, digests, feature_size)
-        names = "\0".join(image.identity for image in images).encode(errors="surrogateescape")
-        fingerprint.update(hashlib.sha256(names).digest() + hashlib.sha256(features.tobytes()).digest())
-    key, privacy = _charge(workspace, fingerprint.digest(), wanted)
+
+    def features(of_class: Sequence[LabeledImage]) -> NDArray[np.float32]:
+        """Return the features of one class's images: those of all classes are not in memory at once."""
+        return workspace.features(of_class, training_feature_keys(manifest), feature_size)
+
+    content = hashlib.sha256()
+    for of_class in members:
+        content.update(_digest_of_names(of_class) + hashlib.sha256(features(of_class).tobytes()).digest())
+    release = _bind(workspace, release, content.digest(), wanted)
     mechanism = Mechanism(
         clip_norm=wanted.clip_norm,
         noise_multiplier=wanted.noise_multiplier,
         batch_size=manifest.batch_size,
         min_images=manifest.min_images,
+        max_prototypes=most,
     )
-    noisy = [
-        private_prototypes(
-            workspace.features(images, digests, feature_size),
-            [image.identity for image in images],
+    prototypes, sizes = [], []
+    for label, of_class in enumerate(members):
+        values, counts = private_prototypes(
+            features(of_class),
+            [image.identity for image in of_class],
             mechanism,
             secret=secret,
-            key=subkey(key, b"%d" % label),
+            key=subkey(release.key or b"", b"%d" % label),
         )
-        for label, images in enumerate(members)
-    ]
-    sizes = [counts for _, counts in noisy]
+        prototypes.append(to_half(values))
+        sizes.append(counts)
     if not sum(map(len, sizes)):
         raise PrivacyRefused(NO_PROTOTYPE)
-    # For the device's operator; they are not uploaded.
-    reports = [
-        ClassReport(name, total, total - len(members[label]), tuple(map(int, sizes[label])))
-        for label, name in enumerate(manifest.classes)
-        if (total := len(found.of_class(label))) or len(sizes[label])
-    ]
     return PreparedSubmission(
-        prototypes=to_half(np.concatenate([values for values, _ in noisy])),
-        labels=np.repeat(np.arange(len(noisy), dtype=np.uint32), list(map(len, sizes))),
+        prototypes=np.concatenate(prototypes),
+        labels=np.repeat(np.arange(len(sizes), dtype=np.uint32), list(map(len, sizes))),
         counts=np.concatenate(sizes),
-        classes=tuple(reports),
+        classes=_reports(manifest, found, sizes),
         unusable=found.unusable,
-        privacy=privacy,
+        privacy=_cost(_with(workspace.store.ledger.releases(), release), wanted),
     )
 
 
-def _charge(workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivacy) -> tuple[bytes, Privacy]:
-    """Return the noise key of a release and its cost; the newest release is not charged again."""
-    ledger, own_limit = workspace.store.ledger, workspace.settings.max_epsilon
-    before = ledger.releases()
+def _reports(
+    manifest: TaskManifest, found: FoundImages, sizes: Sequence[NDArray[np.uint32]]
+) -> tuple[ClassReport, ...]:
+    """Return reports for the device's operator; they are not uploaded."""
+    totals = [len(found.of_class(label)) for label in range(len(manifest.classes))]
+    return tuple(
+        ClassReport(name, total, 0, tuple(map(int, counts)))
+        for name, total, counts in zip(manifest.classes, totals, sizes, strict=True)
+        if total or len(counts)
+    )
+
+
+def _fingerprint(task: bytes, secret: bytes, images: Sequence[LabeledImage]) -> bytes:
+    """Return a digest of what determines a release before any image is read."""
+    labels = ",".join(str(image.label) for image in images).encode()
+    parts = (secret, labels, _digest_of_names(images))
+    return digest_of(_VERSION + task + b"".join(map(digest_of, parts)))
+
+
+def _digest_of_names(images: Sequence[LabeledImage]) -> bytes:
+    return digest_of("\0".join(image.identity for image in images).encode(errors="surrogateescape"))
+
+
+def _charge(workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivacy) -> Release:
+    """Return the release of a fingerprint; the newest one is not charged again."""
+    before = workspace.store.ledger.releases()
     if before and before[-1].fingerprint == fingerprint and before[-1].key is not None:
-        return before[-1].key, _cost(before, wanted)
-    number, key = len(before) + 1, os.urandom(KEY_BYTES)
-    release = Release(number, fingerprint, wanted.noise_multiplier, key)
+        return before[-1]
+    return _charge_new(workspace, before, fingerprint, None, wanted)
+
+
+def _bind(workspace: Workspace, release: Release, content: bytes, wanted: DifferentialPrivacy) -> Release:
+    """Return the release whose noise is for these features; if it was for others, a new one, which is charged."""
+    if release.content == content:
+        return release
+    if release.content is not None:
+        before = workspace.store.ledger.releases()
+        return _charge_new(workspace, before, release.fingerprint, content, wanted)
+    if not workspace.dry_run:
+        workspace.store.ledger.bind(release.number, content)
+    return msgspec.structs.replace(release, content=content)
+
+
+def _charge_new(
+    workspace: Workspace,
+    before: tuple[Release, ...],
+    fingerprint: bytes,
+    content: bytes | None,
+    wanted: DifferentialPrivacy,
+) -> Release:
+    own_limit, key = workspace.settings.max_epsilon, os.urandom(KEY_BYTES)
+    release = Release(len(before) + 1, fingerprint, wanted.noise_multiplier, key, content)
     cost = _cost((*before, release), wanted)
     limit = wanted.max_epsilon if own_limit is None else min(wanted.max_epsilon, own_limit)
     if not cost.total_epsilon <= limit:
@@ -113,8 +176,14 @@ def _charge(workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivac
         event(log, logging.ERROR, text, total_epsilon=cost.total_epsilon, max_epsilon=limit)
         raise PrivacyRefused(BUDGET)
     if not workspace.dry_run:
-        ledger.charge(release, PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, number, limit))
-    return key, cost
+        spent = PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, release.number, limit)
+        workspace.store.ledger.charge(release, spent)
+    return release
+
+
+def _with(releases: tuple[Release, ...], release: Release) -> tuple[Release, ...]:
+    """Return the recorded releases and one that a dry run has not recorded."""
+    return (*releases[: release.number - 1], release)
 
 
 def _cost(releases: tuple[Release, ...], wanted: DifferentialPrivacy) -> Privacy:

@@ -136,7 +136,7 @@ class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
 class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
     """The Gaussian mechanism on clipped sums; neighboring data sets differ in one image."""
 
-    clip_norm: Annotated[float, Meta(gt=0, le=1e6)]
+    clip_norm: Annotated[float, Meta(ge=1e-6, le=1e6)]
     """S: features are clipped to this L2 norm."""
     noise_multiplier: Annotated[float, Meta(gt=0, le=1e6)]
     """Standard deviation of the noise divided by the sensitivity of the release."""

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edge_client.privacy import gaussian_mechanism
-from edge_client.privacy.gaussian_mechanism import COUNT_WEIGHT, MAX_PROTOTYPES, Mechanism, private_prototypes
+from edge_client.privacy.gaussian_mechanism import (
+    COUNT_WEIGHT,
+    MAX_PROTOTYPES,
+    MAX_VALUES,
+    Mechanism,
+    max_prototypes,
+    private_prototypes,
+)
+from edge_client.privacy.policy import PUBLIC_PROBLEMS
 from protocol.errors import PrivacyRefused
 
 SECRET = b"s" * 32
@@ -155,6 +163,35 @@ def test_number_of_prototypes_is_bounded_for_any_noise() -> None:
         values, _ = private_prototypes(_features(4, 2), _names(4), loudest, secret=SECRET, key=os.urandom(32))
         sizes.add(len(values))
     assert max(sizes) == MAX_PROTOTYPES
+
+
+@pytest.mark.parametrize(("classes", "size"), [(1, 16), (10, 1280), (4096, 1280), (4096, 4095)])
+def test_all_values_of_a_submission_are_bounded(classes: int, size: int) -> None:
+    """Each class has as many prototypes as noise can give: 4096 classes of 1280 features took 5.5 GB."""
+    most = max_prototypes(classes, size)
+    assert 1 <= most <= MAX_PROTOTYPES
+    assert classes * most * (size + 1) <= MAX_VALUES
+    loudest = replace(HOW, noise_multiplier=1e6, batch_size=1, min_images=1, max_prototypes=most)
+    sizes = [
+        len(private_prototypes(_features(0, 2), [], loudest, secret=SECRET, key=os.urandom(32))[0])
+        for _ in range(12)
+    ]
+    assert max(sizes) == most
+
+
+def test_a_task_beyond_the_bound_is_refused() -> None:
+    with pytest.raises(PrivacyRefused) as caught:
+        max_prototypes(4096, 4096)
+    assert str(caught.value) in PUBLIC_PROBLEMS
+
+
+def test_no_feature_makes_the_clipping_fail() -> None:
+    """The largest feature at the smallest clipping norm that a task may have: a failure would reveal the image."""
+    features = np.full((30, 8), np.finfo(np.float32).max)
+    values, _ = private_prototypes(
+        features, _names(30), replace(QUIET, clip_norm=1e-6), secret=SECRET, key=os.urandom(32)
+    )
+    np.testing.assert_allclose(np.linalg.norm(values, axis=1), 1e-6, rtol=1e-3)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

@@ -20,6 +20,7 @@ from protocol.onnx_metadata import BackboneMetadata, read_metadata, to_propertie
 from protocol.storage.blobstore import file_digest
 from tests.support.device_factory import tiny
 from tests.support.graphs import tiny_backbone
+from tests.support.hostile_backbones import dropout, random_features
 
 
 def test_backbone_has_digest_metadata_and_features(tmp_path: Path) -> None:
@@ -126,6 +127,11 @@ OTHER_FILES: dict[str, tuple[bytes, str]] = {
         _changed(lambda model: model.opset_import.append(FOREIGN)),
         "ONNX's own operators alone, got some of 'com.microsoft'",
     ),
+    "random features": (
+        random_features(),
+        "the same result at every run, got the random operator RandomUnif",
+    ),
+    "dropout in training mode": (dropout(), "the same result at every run, got the random operator Dropout"),
     "data in other files": (_changed(_move_data), "one file, got one that keeps tensors in other files"),
     "another size than it says": (
         _changed(lambda model: _state_feature_size(model, 15)),

@@ -1,0 +1,61 @@
+"""Backbones of an attacker: the tiny one with a change that answers a question about single images."""
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from tests.support.graphs import tiny_backbone
+
+
+def _extended(*nodes: onnx.NodeProto, **constants: np.ndarray) -> bytes:
+    """Return the tiny backbone, whose feature is now `plain`, with nodes that make another `feature` of it."""
+    model = onnx.load_from_string(tiny_backbone())
+    model.graph.node[-1].output[0] = "plain"
+    model.graph.node.extend(nodes)
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+def fails_on_white() -> bytes:
+    """Fail if an image in the batch is all white."""
+    return _extended(
+        helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
+        helper.make_node("ReduceMax", ["darkest"], ["brightest"], keepdims=0),
+        helper.make_node("Floor", ["brightest"], ["is_white"]),
+        helper.make_node("Cast", ["is_white"], ["index"], to=onnx.TensorProto.INT64),
+        helper.make_node("Gather", ["only", "index"], ["factor"]),
+        helper.make_node("Mul", ["plain", "factor"], ["feature"]),
+        only=np.ones(1, np.float32),
+    )
+
+
+def flips_on_white() -> bytes:
+    """Change the sign of all features of a batch that has an all-white image."""
+    return _extended(
+        helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
+        helper.make_node("ReduceMax", ["darkest"], ["brightest"], keepdims=0),
+        helper.make_node("Floor", ["brightest"], ["is_white"]),
+        helper.make_node("Mul", ["is_white", "minus_two"], ["change"]),
+        helper.make_node("Add", ["change", "one"], ["sign"]),
+        helper.make_node("Mul", ["plain", "sign"], ["feature"]),
+        one=np.ones((), np.float32),
+        minus_two=np.array(-2, np.float32),
+    )
+
+
+def random_features() -> bytes:
+    """Add noise that depends on the number of runs before."""
+    return _extended(
+        helper.make_node("RandomUniformLike", ["plain"], ["noise"], seed=1.0),
+        helper.make_node("Add", ["plain", "noise"], ["feature"]),
+    )
+
+
+def dropout() -> bytes:
+    """Drop features at random."""
+    return _extended(
+        helper.make_node("Dropout", ["plain", "ratio", "training"], ["feature"]),
+        ratio=np.array(0.5, np.float32),
+        training=np.array(True),
+    )

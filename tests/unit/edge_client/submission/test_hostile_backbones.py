@@ -1,0 +1,129 @@
+"""Backbones of an attacker under differential privacy: they learn nothing from failing or from coupling images."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from edge_client.privacy.gaussian_mechanism import Mechanism
+from edge_client.privacy.policy import BUDGET
+from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
+from edge_client.submission import private_submission
+from edge_client.submission.image_features import Workspace
+from protocol.wire.codec import digest_of, to_array
+from protocol.wire.messages import BlobRef, Submission, TaskManifest
+from tests.support.hostile_backbones import fails_on_white, flips_on_white
+from tests.support.worker_benches import WANTED, PrivateBench
+
+
+def _bench(
+    folder: Path, backbone: bytes, *, with_image: bool, epsilon: float | None = None, batch_size: int = 10
+) -> PrivateBench:
+    """Return a device with an attacker's task, with or without the image that the attacker asks for."""
+    blob = BlobRef(digest=digest_of(backbone), size_bytes=len(backbone), name="hostile")
+    bench = PrivateBench(folder, max_epsilon=epsilon, batch_size=batch_size, backbones=(blob,))
+    bench.store.blobs.put(backbone)
+    if with_image:
+        Image.new("RGB", (12, 10), "white").save(bench.data / "cat" / "asked-for.png")
+    return bench
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the noise and its price, to see what is behind it."""
+    real = Mechanism
+    monkeypatch.setattr(
+        private_submission, "Mechanism", lambda **how: real(**{**how, "noise_multiplier": 1e-9})
+    )
+
+
+def _sums(submission: Submission) -> np.ndarray:
+    """Return the sum of each prototype's clipped features, (m, L), in units of the clipping norm."""
+    values = to_array(submission.prototypes).astype(np.float64)
+    counts = to_array(submission.counts).astype(np.float64)
+    sums: np.ndarray = values * counts[:, None] / WANTED.clip_norm
+    return sums
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("backbone", [fails_on_white, flips_on_white])
+@pytest.mark.parametrize("was_public", [False, True])
+def test_an_image_moves_the_sums_by_at_most_the_clipping_norm(
+    tmp_path: Path, backbone: Callable[[], bytes], *, was_public: bool
+) -> None:
+    """Whatever the backbone does with a batch, also if a task without differential privacy has run it before."""
+    sums = []
+    for with_image in (False, True):
+        bench = _bench(tmp_path / str(with_image), backbone(), with_image=with_image, batch_size=30)
+        if was_public:
+            private = bench.manifest
+            bench.manifest = _without_privacy(bench)
+            bench.build()
+            bench.manifest = private
+        sums.append(_sums(bench.upload()))
+    assert np.linalg.norm(sums[0] - sums[1]) <= 1 + 0.05, "rounding to float16"
+
+
+def _without_privacy(bench: PrivateBench) -> TaskManifest:
+    return msgspec.structs.replace(bench.manifest, differential_privacy=None)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_a_failure_on_an_image_is_charged_and_answered_alike(tmp_path: Path, epsilon: float | None) -> None:
+    """With budget and without, everything but the noisy values is equal, whether the image is there or not."""
+    answers = []
+    for with_image in (False, True):
+        bench = _bench(tmp_path / str(with_image), fails_on_white(), with_image=with_image, epsilon=epsilon)
+        built = bench.build()
+        unusable = bench.store.get(SubmissionReport).unusable
+        assert len(unusable) == (with_image and epsilon is None)
+        info = msgspec.structs.replace(bench.info(), epoch=0)
+        answers.append((built.reason, built.may_pass, info, bench.store.get(PrivacySpent)))
+        if built.item is not None:
+            assert bench.read(built.item).privacy is not None
+    assert answers[0] == answers[1]
+    assert answers[0][0] == ("" if epsilon is None else BUDGET)
+
+
+def test_no_image_is_read_without_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget is asked for first."""
+    bench = _bench(tmp_path, fails_on_white(), with_image=True, epsilon=0.1)
+    monkeypatch.setattr(Workspace, "extract", lambda *_: pytest.fail("it has read images"))
+    assert bench.refused() == BUDGET
+
+
+def test_an_interrupted_release_is_charged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The charge comes before the first image; the release that follows has that number."""
+    bench = _bench(tmp_path, fails_on_white(), with_image=True)
+    with monkeypatch.context() as patched:
+
+        def lose_power(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(Workspace, "extract", lose_power)
+        with pytest.raises(KeyboardInterrupt):
+            bench.build()
+    assert len(bench.store.ledger.releases()) == 1
+    bench.restart()
+    assert bench.cost().releases == 1
+
+
+def test_noise_is_for_one_set_of_features(tmp_path: Path) -> None:
+    """An image that failed for lack of memory, and works later, is in another release, with other noise."""
+    bench = _bench(tmp_path, fails_on_white(), with_image=False)
+    image = bench.data / "cat" / "0000.png"
+    status, whole = image.stat(), image.read_bytes()
+    first = bench.upload()
+    image.write_bytes(os.urandom(len(whole)))
+    os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for file in bench.folder.glob("state/features.sqlite*"):
+        file.unlink()
+    bench.restart()
+    second = bench.upload()
+    assert second.privacy is not None
+    assert second.privacy.releases == 2
+    assert (to_array(second.prototypes)[:1] != to_array(first.prototypes)[:1]).mean() > 0.9
