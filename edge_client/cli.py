@@ -263,7 +263,7 @@ def predict_command(
         elif as_json:
             scores = dict(prediction.top)
             line = {"image": str(prediction.path), "label": prediction.label, "scores": scores}
-            click.echo(json.dumps({**line, "head_version": installed.version, "round": installed.round}))
+            click.echo(_json({**line, "head_version": installed.version, "round": installed.round}))
         else:
             shown = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
             say(f"{prediction.path}: {shown}")
@@ -281,7 +281,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
 
     summary = _status(_open_state(state, fleet, read_only=True))
     if as_json:
-        click.echo(json.dumps(summary, indent=2, default=bytes.hex))
+        click.echo(_json(summary, indent=2))
         return
     head, report, spent = summary["head"], summary["report"] or {"classes": []}, summary["privacy"]
     say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
@@ -348,6 +348,12 @@ def _status(store: "DeviceState") -> dict[str, Any]:
         "received": submission is not None and submission.received,
         "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),
     }
+
+
+def _json(value: dict[str, Any], *, indent: int | None = None) -> str:
+    """Return JSON, with null for NaN and infinity, which it lacks."""
+    plain_values = json.loads(json.dumps(value, default=bytes.hex), parse_constant=lambda _: None)
+    return json.dumps(plain_values, indent=indent, allow_nan=False)
 
 
 def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:

@@ -11,15 +11,20 @@ from protocol.wire.codec import decode, encode, to_array, to_tensor
 from protocol.wire.messages import MAX_BLOB_BYTES, Tensors
 
 
+def check_finite(tensors: Mapping[str, NDArray[Any]]) -> None:
+    """Raise ProtofleetError if a tensor holds NaN or infinity."""
+    for name, values in tensors.items():
+        if not np.isfinite(values).all():
+            raise ProtofleetError(f"the round's {name} holds NaN or infinity: not published")
+
+
 def pack_tensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
     """Encode arrays by name; `unpack_tensors(pack_tensors(t))` returns equal arrays.
 
     Raises:
         ProtofleetError: one holds NaN or infinity, or is of a dtype that cannot be sent.
     """
-    for name, values in tensors.items():
-        if not np.isfinite(values).all():
-            raise ProtofleetError(f"the round's {name} holds NaN or infinity: not published")
+    check_finite(tensors)
     return encode(Tensors(values={name: to_tensor(values) for name, values in sorted(tensors.items())}))
 
 

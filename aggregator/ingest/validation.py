@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
 from protocol.wire.codec import decode, message_kind, to_array
-from protocol.wire.messages import Evaluation, Reason, Submission, TaskManifest, Tensor
-
-MAX_IMAGES_IN_PROTOTYPE = 10**9
+from protocol.wire.messages import MAX_IMAGES, Evaluation, Reason, Submission, TaskManifest, Tensor
 
 FLOAT16_SLACK = 1.01
 """Factor by which rounding to float16 may lengthen a prototype."""
@@ -104,12 +102,8 @@ def _check_envelope(submission: Submission, expectation: Expectation) -> None:
         raise Refused(
             "unknown_round", f"the task has no rounds, got a submission for round {submission.round}"
         )
-    if expectation.manifest.differential_privacy is not None:
-        spent = submission.privacy
-        if spent is None or not (math.isfinite(spent.epsilon) and math.isfinite(spent.total_epsilon)):
-            raise Refused("malformed", "expected what the submission costs in privacy, got none")
-    if submission.loss is not None and not math.isfinite(submission.loss):
-        raise Refused("not_finite", f"the training's loss is {submission.loss}")
+    if expectation.manifest.differential_privacy is not None and submission.privacy is None:
+        raise Refused("malformed", "expected what the submission costs in privacy, got none")
 
 
 def _check_prototypes(
@@ -118,7 +112,7 @@ def _check_prototypes(
     """Return prototypes, labels and counts as they arrived."""
     manifest = expectation.manifest
     in_rounds = manifest.program is not None
-    prototypes = _array(submission.prototypes, "prototypes", dtypes="f2" if in_rounds else "f", ndim=2)
+    prototypes = _array(submission.prototypes, "prototypes", dtypes="f2", ndim=2)
     labels = _array(submission.labels, "labels", dtypes="u", ndim=1)
     counts = _array(submission.counts, "counts", dtypes="u", ndim=1)
     rows, size = prototypes.shape
@@ -136,30 +130,42 @@ def _check_prototypes(
     if in_rounds and len(np.unique(labels)) < rows:
         raise Refused("malformed", "expected one prototype of each class at most, got several")
     least = manifest.min_images if in_rounds else min(manifest.min_images, manifest.batch_size)
-    if int(counts.min()) < least or int(counts.max()) > MAX_IMAGES_IN_PROTOTYPE:
+    if int(counts.min()) < least or int(counts.max()) > MAX_IMAGES:
         raise Refused(
             "malformed",
-            f"expected at least {least} images in every prototype, got {int(counts.min())} to {int(counts.max())}",
+            f"expected {least} to {MAX_IMAGES} images in every prototype, "
+            f"got {int(counts.min())} to {int(counts.max())}",
         )
     if manifest.differential_privacy is None:  # with noise any value is possible
-        _check_plausible(prototypes, counts, submission.images, expectation)
+        _check_images(labels, counts, submission.images, manifest)
+        _check_norms(prototypes, expectation)
     return prototypes, labels, counts
 
 
-def _check_plausible(
-    prototypes: NDArray[Any], counts: NDArray[Any], images: int, expectation: Expectation
-) -> None:
-    """Refuse what no device can produce that follows the task."""
-    averaged, most = int(counts.sum(dtype=np.int64)), int(counts.max())
+def _check_images(labels: NDArray[Any], counts: NDArray[Any], images: int, manifest: TaskManifest) -> None:
+    """Refuse images that no device can have averaged that follows the task."""
+    averaged = int(counts.sum(dtype=np.int64))
     if averaged > images:
         raise Refused("implausible", f"{averaged} images in prototypes of {images} that were read")
-    # What is left over when images are dealt into batches goes into the last one (FedTC eq. 4).
-    batch = expectation.manifest.batch_size
-    if expectation.manifest.program is None and most > 2 * batch - 1:
+    if manifest.program is not None:
+        return
+    # A class's images are dealt into full batches; what is left over goes into the last one (FedTC eq. 4).
+    batch, most = manifest.batch_size, int(counts.max())
+    if most > 2 * batch - 1:
         raise Refused(
             "implausible",
             f"expected at most {2 * batch - 1} images in a prototype where batches are of {batch}, got {most}",
         )
+    several = np.bincount(labels)[labels] > 1
+    if (fewest := int(counts[several].min(initial=batch))) < batch:
+        raise Refused(
+            "implausible",
+            f"expected at least {batch} images in each prototype of a class with several, got {fewest}",
+        )
+
+
+def _check_norms(prototypes: NDArray[Any], expectation: Expectation) -> None:
+    """Refuse prototypes that are longer than the algorithm can make them."""
     if expectation.max_norm < math.inf and expectation.manifest.perturbation is None:
         norm = float(np.linalg.norm(prototypes.astype(np.float32), axis=1).max())
         if norm > expectation.max_norm * FLOAT16_SLACK:

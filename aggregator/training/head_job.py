@@ -13,8 +13,15 @@ from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
-from aggregator.ingest.validation import Expectation, check_submission
-from aggregator.training.jobs import FEW_PROTOTYPES, HeadJob, Result, report_progress, run_as_program
+from aggregator.ingest.validation import Expectation
+from aggregator.training.jobs import (
+    FEW_PROTOTYPES,
+    HeadJob,
+    Result,
+    checked_parts,
+    report_progress,
+    run_as_program,
+)
 from aggregator.training.outlier_detection import Judgment, judge
 from aggregator.training.robust_training_set import combine
 from protocol.errors import ProtofleetError
@@ -45,7 +52,7 @@ def run(job: HeadJob) -> Result:
     """
     manifest = job.manifest()
     expectation = Expectation(bytes.fromhex(job.task), manifest, job.feature_size)
-    parts = {device: check_submission(each, expectation) for device, each in job.submissions().items()}
+    parts, invalid = checked_parts(job.submissions(), expectation)
     judgment = Judgment({})
     if job.robust.detect_outliers:
         threshold = job.robust.threshold
@@ -83,7 +90,7 @@ def run(job: HeadJob) -> Result:
     return Result(
         prototypes=len(data.labels),
         metrics={**figures, "seconds": seconds, "onnx_max_difference": difference},
-        quarantined=dict(judgment.quarantined),
+        quarantined={**invalid, **judgment.quarantined},
         warning=judgment.warning,
         few_prototypes={name: number for name, number in prototypes.items() if 0 < number < FEW_PROTOTYPES},
     )

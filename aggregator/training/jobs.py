@@ -3,14 +3,20 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from aggregator.config.schema import Robust, TaskFile, Training
-from aggregator.ingest.validation import read_message
+from aggregator.ingest.validation import (
+    Expectation,
+    Prototypes,
+    Refused,
+    check_submission,
+    read_message,
+)
 from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import BlobStore, write_atomically
@@ -114,6 +120,28 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Why no device was quarantined although some are outliers; empty if none is."""
     few_prototypes: dict[str, int] = {}
     """Classes with fewer than FEW_PROTOTYPES prototypes, and how many they have."""
+
+
+def checked_parts(
+    submissions: Mapping[str, Submission], expectation: Expectation
+) -> tuple[dict[str, Prototypes], dict[str, str]]:
+    """Return the prototypes of each device, and the devices whose submissions are invalid, with reasons.
+
+    They were valid when they arrived, perhaps by the rules of an older version of this program.
+
+    Raises:
+        Refused: none is valid.
+    """
+    parts: dict[str, Prototypes] = {}
+    invalid: dict[str, str] = {}
+    for device, submission in submissions.items():
+        try:
+            parts[device] = check_submission(submission, expectation)
+        except Refused as refused:
+            if len(submissions) == len(invalid) + 1:
+                raise
+            invalid[device] = f"its submission is refused: {refused.detail}"
+    return parts, invalid
 
 
 def report_progress(figures: dict[str, float | str]) -> None:

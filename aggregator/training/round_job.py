@@ -5,14 +5,18 @@ devices that do not train.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from aggregator.algorithms.algorithm import Contribution
-from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import Algorithm, Contribution
+from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_tensors
 from aggregator.graphs.program_export import bind, untrained
-from aggregator.ingest.validation import Expectation, check_submission
-from aggregator.training.jobs import Result, RoundJob, run_as_program
+from aggregator.ingest.validation import Expectation, Prototypes
+from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
+from aggregator.training.weights import limited
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import BlobStore, write_atomically
 from protocol.wire.messages import Submission
@@ -37,28 +41,73 @@ def run(job: RoundJob) -> Result:
         {name: previous[name].shape for name in algorithm.uploaded},
     )
     submissions = job.submissions()
-    contributions = [
-        Contribution(device=device, **vars(check_submission(each, expectation)))
-        for device, each in submissions.items()
-    ]
-    tensors = algorithm.aggregate(
-        contributions, previous, num_classes=len(manifest.classes), seed=manifest.seed + job.version
+    parts, refused = checked_parts(submissions, expectation)
+    counted = dict(zip(parts, limited(list(parts.values())), strict=True))
+    tensors, failed = aggregated(
+        algorithm,
+        [Contribution(device=device, **vars(part)) for device, part in counted.items()],
+        previous,
+        num_classes=len(manifest.classes),
+        seed=manifest.seed + job.version,
     )
     write_atomically(Path(job.folder) / "tensors.bin", pack_tensors(tensors))
-    metrics = _figures(contributions, list(submissions.values()), number=job.version - 1)
+    left_out = {**refused, **failed}
+    metrics = _figures(
+        {device: part for device, part in parts.items() if device not in left_out},
+        [submissions[device] for device in parts if device not in left_out],
+        number=job.version - 1,
+    )
     state = untrained(blobs.read(program.init.digest), feature_size=job.feature_size)
     metadata = job.metadata(manifest, metrics)
     head = bind(blobs.read(program.head.digest), {**state, **tensors}, metadata=metadata)
     job.write_head(head, manifest)
-    prototypes = sum(len(part.labels) for part in contributions)
-    return Result(prototypes=prototypes, metrics={**metrics, "seconds": time.perf_counter() - started_s})
+    return Result(
+        prototypes=sum(len(part.labels) for device, part in parts.items() if device not in left_out),
+        metrics={**metrics, "seconds": time.perf_counter() - started_s},
+        quarantined=left_out,
+    )
+
+
+def aggregated(
+    algorithm: Algorithm,
+    contributions: Sequence[Contribution],
+    previous: Mapping[str, NDArray[Any]],
+    *,
+    num_classes: int,
+    seed: int,
+) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+    """Return the tensors of the next round, finite, and the devices that they are made without, with reasons.
+
+    If not all contributions can be aggregated, those are left out that cannot be by themselves.
+
+    Raises:
+        ProtofleetError: none can be aggregated, or only all together cannot.
+    """
+
+    def of(some: Sequence[Contribution]) -> dict[str, NDArray[Any]]:
+        tensors = algorithm.aggregate(some, previous, num_classes=num_classes, seed=seed)
+        check_finite(tensors)
+        return tensors
+
+    failed: dict[str, str] = {}
+    try:
+        return of(contributions), failed
+    except ProtofleetError:
+        for each in contributions:
+            try:
+                of([each])
+            except ProtofleetError as error:
+                failed[each.device] = str(error)
+        if len(failed) in (0, len(contributions)):
+            raise
+    return of([each for each in contributions if each.device not in failed]), failed
 
 
 def _figures(
-    contributions: Sequence[Contribution], submissions: Sequence[Submission], *, number: int
+    parts: Mapping[str, Prototypes], submissions: Sequence[Submission], *, number: int
 ) -> dict[str, float]:
     """Return the classes with prototypes, the submissions from earlier rounds, and the mean loss if there is one."""
-    classes = {int(label) for part in contributions for label in part.labels}
+    classes = {int(label) for part in parts.values() for label in part.labels}
     carried = sum(submission.round < number for submission in submissions)
     figures = {"classes": float(len(classes)), "carried": float(carried)}
     losses = [submission.loss for submission in submissions if submission.loss is not None]

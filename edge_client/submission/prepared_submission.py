@@ -21,7 +21,7 @@ from edge_client.training.local_round import LocalModel
 from protocol.cli import plain
 from protocol.errors import PrivacyRefused, ProtofleetError
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
-from protocol.wire.messages import Privacy, Submission, TaskManifest, Tensor
+from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest, Tensor
 
 
 class NoPrototype(ProtofleetError):
@@ -160,7 +160,7 @@ def encode_submission(
             prototypes=to_tensor(prepared.prototypes),
             labels=to_unsigned(prepared.labels),
             counts=to_unsigned(prepared.counts),
-            images=int(prepared.counts.sum()) if private else images,
+            images=min(int(prepared.counts.sum()) if private else images, MAX_IMAGES),
             omitted_classes=() if private else omitted,
             round=round_number,
             tensors=dict(prepared.changes),

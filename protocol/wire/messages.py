@@ -28,6 +28,9 @@ MAX_BLOB_BYTES = 2 * 1024**3
 
 MAX_CLASSES = 4096
 
+MAX_IMAGES = 10_000_000
+"""Images that a device can count."""
+
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
 ClassName = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -37,7 +40,12 @@ Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 ByteCount = Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
-PerClass = Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)]
+Images = Annotated[int, Meta(ge=0, le=MAX_IMAGES)]
+PerClass = Annotated[tuple[Images, ...], Meta(max_length=MAX_CLASSES)]
+Figure = Annotated[float, Meta(ge=-1e30, le=1e30)]
+"""A finite number; NaN is out of every range."""
+Epsilon = Annotated[float, Meta(ge=0, le=1e6)]
+Version = Annotated[int, Meta(ge=0, le=65535)]
 TensorName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
 
 Reason = Literal[
@@ -69,7 +77,7 @@ Reason = Literal[
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of all messages: the protocol version and a type name."""
 
-    v: Annotated[int, Meta(ge=0)] = PROTOCOL_VERSION
+    v: Version = PROTOCOL_VERSION
 
 
 class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +186,7 @@ class HeadRef(msgspec.Struct, frozen=True, kw_only=True):
     head: BlobRef
     devices: Positive
     prototypes: Positive
-    metrics: Annotated[dict[Text, float], Meta(max_length=32)] = {}
+    metrics: Annotated[dict[Text, Figure], Meta(max_length=32)] = {}
     round: Natural | None = None
     tensors: BlobRef | None = None
 
@@ -209,8 +217,8 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     software: Text
     runtime: Text
     backbones: Annotated[tuple[Digest, ...], Meta(max_length=64)]
-    images: Annotated[dict[ClassName, Natural], Meta(max_length=MAX_CLASSES)]
-    unusable_images: Natural
+    images: Annotated[dict[ClassName, Images], Meta(max_length=MAX_CLASSES)]
+    unusable_images: Images
     problem: Text = ""
     head_version: Natural = 0
     refused_messages: Annotated[dict[Text, Natural], Meta(max_length=32)] = {}
@@ -219,8 +227,8 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
 class Privacy(msgspec.Struct, frozen=True, kw_only=True):
     """A device's privacy loss, by its own accountant."""
 
-    epsilon: Annotated[float, Meta(ge=0)]
-    total_epsilon: Annotated[float, Meta(ge=0)]
+    epsilon: Epsilon
+    total_epsilon: Epsilon
     delta: Annotated[float, Meta(gt=0, lt=1)]
     releases: Positive
 
@@ -236,11 +244,13 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """uint8 or uint16 (m,): class index of each prototype."""
     counts: Tensor
     """uint8, uint16 or uint32 (m,): images averaged in each prototype."""
-    images: Natural
-    omitted_classes: Annotated[tuple[Natural, ...], Meta(max_length=MAX_CLASSES)] = ()
+    images: Images
+    omitted_classes: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=MAX_CLASSES - 1)], ...], Meta(max_length=MAX_CLASSES)
+    ] = ()
     round: Natural = 0
     tensors: TensorMap = {}
-    loss: float | None = None
+    loss: Annotated[float, Meta(ge=-1e6, le=1e6)] | None = None
     privacy: Privacy | None = None
     """With differential privacy: the privacy loss. `images` and `counts` are then noisy as well."""
 
@@ -259,7 +269,7 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
     """A chunk of a blob or of a device's message: the bytes from `offset` on."""
 
-    v: Annotated[int, Meta(ge=0)]
+    v: Version
     digest: Digest
     size_bytes: ByteCount
     offset: ByteCount

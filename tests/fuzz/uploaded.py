@@ -5,7 +5,6 @@ import math
 import numpy as np
 
 from aggregator.ingest.validation import (
-    MAX_IMAGES_IN_PROTOTYPE,
     Expectation,
     Refused,
     check_evaluation,
@@ -14,7 +13,7 @@ from aggregator.ingest.validation import (
     read_message,
 )
 from protocol.wire.codec import encode
-from protocol.wire.messages import Submission
+from protocol.wire.messages import MAX_IMAGES, Submission
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import Target
 from tests.support.submissions import (
@@ -77,7 +76,7 @@ def _check(message: Submission, expectation: Expectation) -> None:
     assert accepted.labels.min() >= 0
     assert accepted.labels.max() < len(expectation.manifest.classes)
     assert accepted.counts.min() >= 2
-    assert accepted.counts.max() <= MAX_IMAGES_IN_PROTOTYPE
+    assert accepted.counts.max() <= MAX_IMAGES
     assert {name: array.shape for name, array in accepted.tensors.items()} == expectation.tensors
     assert all(np.isfinite(array).all() for array in accepted.tensors.values())
     assert message.loss is None or math.isfinite(message.loss)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -89,6 +90,14 @@ def test_status_shows_the_progress_of_features(
     assert output["extraction"]["done"] == progress.done
     state.set(ExtractionProgress())
     assert "features" not in CliRunner().invoke(cli, ["status", "--state", "one"]).output
+
+
+def test_json_has_no_infinity(here: Path) -> None:
+    """Strict parsers refuse NaN and Infinity."""
+    DeviceState(here / "one").set(ExtractionProgress(0, 300, 5e-324))
+    output = CliRunner().invoke(cli, ["status", "--state", "one", "--json"]).output
+    shown = msgspec.json.decode(output)
+    assert (shown["extraction"]["total"], shown["extraction"]["left_s"]) == (300, None)
 
 
 def test_status_shows_what_was_left_out(here: Path) -> None:

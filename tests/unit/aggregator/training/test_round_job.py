@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
 from aggregator.config.schema import TaskFile
@@ -19,8 +21,9 @@ from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import Result, RoundJob
 from aggregator.training.round_job import run
+from aggregator.training.weights import MAX_MULTIPLE
 from protocol.errors import ProtofleetError
-from protocol.wire.codec import encode, to_array, to_tensor
+from protocol.wire.codec import encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import Submission, Tensors
 from tests.support.submissions import evaluation, round_submission
 
@@ -135,6 +138,48 @@ def test_non_finite_tensors_are_not_published(task: Task, folder: Path, out: Pat
     ):
         run(job)
     assert list(out.iterdir()) == []
+
+
+def test_device_whose_submission_fails_is_left_out(
+    task: Task, folder: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, invalid or not finite in the result, and the round closes with the others."""
+    honest = {device: encode(_submission(task, number=1, seed=seed)) for seed, device in enumerate("ab")}
+    (out / "honest").mkdir()
+    run(_job(task, folder, out / "honest", honest))
+    expected = (out / "honest" / "tensors.bin").read_bytes()
+    invalid = {**honest, "c": encode(round_submission())}
+    result = run(_job(task, folder, out, invalid))
+    assert list(result.quarantined) == ["c"]
+    assert "its submission is refused: expected task" in result.quarantined["c"]
+    assert (result.prototypes, (out / "tensors.bin").read_bytes()) == (4, expected)
+
+    change = FPL.aggregate
+
+    def overflowing(self: FPL, parts: Sequence[Contribution], *args: Any, **settings: Any) -> dict[str, Any]:
+        tensors = change(self, parts, *args, **settings)
+        if any(part.device == "d" for part in parts):
+            tensors["classifier_bias"] = tensors["classifier_bias"] + np.float32("inf")
+        return tensors
+
+    monkeypatch.setattr(FPL, "aggregate", overflowing)
+    result = run(_job(task, folder, out, {**honest, "d": encode(_submission(task, number=1, seed=9))}))
+    assert result.quarantined == {"d": "the round's classifier_bias holds NaN or infinity: not published"}
+    assert (out / "tensors.bin").read_bytes() == expected
+
+
+def test_device_does_not_outweigh_the_others(task: Task, folder: Path, out: Path) -> None:
+    """One that claims a million images counts MAX_MULTIPLE times as much as the others."""
+    payloads = {device: _submission(task, number=1, seed=seed) for seed, device in enumerate("abcd")}
+    payloads["d"] = msgspec.structs.replace(
+        payloads["d"], counts=to_unsigned(np.array([10**6, 10**6])), images=2 * 10**6
+    )
+    run(_job(task, folder, out, {device: encode(payload) for device, payload in payloads.items()}))
+    after = unpack_tensors((out / "tensors.bin").read_bytes())
+    changes = [to_array(each.tensors["classifier_bias"]).astype(np.float32) for each in payloads.values()]
+    expected = np.average(changes, axis=0, weights=[1, 1, 1, MAX_MULTIPLE])
+    moved = after["classifier_bias"] - _first(task, folder)["classifier_bias"]
+    np.testing.assert_allclose(moved, expected, atol=1e-6)
 
 
 def test_submissions_that_cannot_be_aggregated_are_errors(task: Task, folder: Path, out: Path) -> None:
