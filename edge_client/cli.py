@@ -305,8 +305,8 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
             f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
             f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
         )
-    if summary["problem"]:
-        say(f"problem    {summary['problem']}")
+    for label in filter(summary.get, ("duplicate", "problem")):
+        say(f"{label:10} {summary[label]}")
     sent = "received by the aggregator" if summary["received"] else "not received yet"
     say(f"submission {report['size_bytes']} bytes, {sent}" if summary["report"] else "submission none")
     if head is None:
@@ -320,8 +320,18 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     say(f"head       version {head['version']}{trained}{accuracy}")
 
 
+@cli.command("take-over")
+@fleet_option
+@state_option
+def take_over_command(*, fleet: str, state: Path | None) -> None:
+    """Continue with this state, although another program with the device's key was started later."""
+    _open_state(state, fleet, read_only=True)  # raises where there is none, instead of creating one
+    say(_open_state(state, fleet).take_over())
+
+
 def _status(store: "DeviceState") -> dict[str, Any]:
     from edge_client.storage import stored_values as stored
+    from protocol.wire.presence import Duplicate
 
     submission = store.outbox.newest_submission()
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
@@ -343,6 +353,7 @@ def _status(store: "DeviceState") -> dict[str, Any]:
         "unknown_classes": list(left_out.unknown),
         "skipped_files": dict(left_out.skipped),
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
+        "duplicate": store.get(Duplicate).summary,
         "problem": next(filter(None, problems), ""),
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,

@@ -1,4 +1,4 @@
-"""`aggregator status`, `rollback`, `promote` and `release`."""
+"""`aggregator status`, `rollback`, `promote`, `release` and `take-over`."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from aggregator.cli.state import EXTRAS, existing_state, state_option
-from protocol.cli import require_packages
+from protocol.cli import plain, require_packages
 
 if TYPE_CHECKING:
     from aggregator.coordination.canary_rollout import CommandKind
@@ -68,6 +68,29 @@ def release_command(*, device: str, state: Path) -> None:
         click.echo(release(store, device))
 
 
+@click.command("take-over")
+@state_option
+def take_over_command(*, state: Path) -> None:
+    """Continue with this state, although another aggregator with its key was started later.
+
+    The other aggregator stays out as soon as this one runs.
+    """
+    from msgspec.structs import replace
+
+    from protocol.wire.presence import Duplicate
+
+    with existing_state(state) as store, store.transaction():
+        found, served = store.facts.get(Duplicate), store.served_task()
+        if found is None:
+            click.echo("no other aggregator with this key has been seen: nothing to do")
+            return
+        store.facts.delete(Duplicate)
+        store.facts.put(replace(served, epoch=max(served.epoch, found.epoch)))
+    click.echo(
+        plain(f"this state continues at the next start; the aggregator at {found.where} stays out then")
+    )
+
+
 def _command(state: Path, kind: "CommandKind", version: int | None = None) -> None:
     from aggregator.heads.operator_commands import submit_command
 
@@ -75,4 +98,4 @@ def _command(state: Path, kind: "CommandKind", version: int | None = None) -> No
         click.echo(submit_command(store, kind, version))
 
 
-COMMANDS = (status_command, rollback_command, promote_command, release_command)
+COMMANDS = (status_command, rollback_command, promote_command, release_command, take_over_command)

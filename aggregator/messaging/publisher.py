@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+from protocol.presence import OwnPresence
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message, Presence, PresenceState
+from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message, PresenceState
 from protocol.wire.topics import (
     RETAINED,
     DeviceChannel,
@@ -23,7 +24,7 @@ OWN_CHANNELS: tuple[FleetChannel, ...] = ("state", "task", "round", "head")
 class Publisher:
     """An MQTT session that subscribes to the devices' topics and publishes to them.
 
-    `epoch` is that of this start of the aggregator. `on_event` is called from a thread, and must only enqueue.
+    `presence` is that of this start of the aggregator. `on_event` is called from a thread, and must only enqueue.
     """
 
     def __init__(
@@ -32,21 +33,21 @@ class Publisher:
         *,
         access: BrokerAccess = NO_AUTHENTICATION,
         fleet: str,
-        epoch: int,
+        presence: OwnPresence,
         on_event: Callable[[mqtt.Event], None],
     ) -> None:
         self.chunk_bytes = MAX_CHUNK_BYTES
         """Payload bytes of a frame, as the broker's packet size allows."""
         self._fleet = fleet
-        self._epoch = epoch
+        self.presence = presence
         self._own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
         self._session = mqtt.Session(
             broker,
-            client_id=f"pf-{fleet}-aggregator-{epoch}",
+            client_id=f"pf-{fleet}-aggregator-{presence.client_id}",
             subscriptions=[*device_filters(fleet), *self._own_topics],
             on_event=on_event,
             access=access,
-            will=self._presence("offline"),
+            will=presence.outgoing("offline"),
             manual_ack=True,
         )
 
@@ -55,8 +56,8 @@ class Publisher:
         self._session.start()
 
     def stop(self) -> None:
-        """Publish that the aggregator has stopped, and disconnect."""
-        self._session.stop([self._presence("stopped")])
+        """Publish that the aggregator has stopped or was replaced, and disconnect."""
+        self._session.stop([self.presence.outgoing(self.presence.final_state)])
 
     def acknowledge(self, received: mqtt.Received) -> None:
         """Acknowledge a message, so that the broker sends another one."""
@@ -68,7 +69,7 @@ class Publisher:
 
     def publish_presence(self, state: PresenceState) -> None:
         """Publish the aggregator's presence."""
-        self._session.send(self._presence(state))
+        self._session.send(self.presence.outgoing(state))
 
     def publish_to_fleet(self, channel: FleetChannel, payload: bytes) -> None:
         """Publish to all devices; an empty payload clears a retained message."""
@@ -83,9 +84,6 @@ class Publisher:
         """Publish to one device."""
         topic = device_topic(self._fleet, device, channel)
         self._session.send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
-
-    def _presence(self, state: PresenceState) -> mqtt.Outgoing:
-        return self._outgoing("state", encode(Presence(state=state, epoch=self._epoch)))
 
     def _outgoing(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
         return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, channel in RETAINED)

@@ -10,9 +10,11 @@ from aggregator.heads.published_head import Releases
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
 from aggregator.messaging.blob_sender import BlobSender
+from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import Publisher
 from aggregator.service.announcements import Announcements
 from aggregator.service.device_messages import DeviceMessages
+from aggregator.service.own_topic import TAKE_OVER
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.tasks.task_preparation import Task
@@ -21,6 +23,9 @@ from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+from protocol.presence import OwnPresence, Replaced, require_not_replaced
+from protocol.wire.presence import Duplicate
+from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import chunk_bytes
 
 log = logging.getLogger(__name__)
@@ -53,7 +58,10 @@ class Aggregator:
         self._task = task
         self._store = store
         self._events: queue.SimpleQueue[Event] = events or queue.SimpleQueue()
-        epoch = _next_epoch(task, store)
+        require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
+        key = identity_of(store.folder)
+        topic = fleet_topic(task.file.fleet, "state")
+        presence = OwnPresence(epoch=_next_epoch(task, store), topic=topic, key=key)
         self._receiver = Receiver(
             store,
             max_bytes=int(task.file.max_submission_mb * 1024**2),
@@ -62,7 +70,7 @@ class Aggregator:
         self._training = HeadTraining(task, store, on_event=self._events.put)
         self._releases = Releases(task, store)
         self._publisher = Publisher(
-            broker, access=access, fleet=task.file.fleet, epoch=epoch, on_event=self._events.put
+            broker, access=access, fleet=task.file.fleet, presence=presence, on_event=self._events.put
         )
         self._blob_sender = BlobSender(
             store.blobs, self._publisher, downloads_per_hour=task.file.limits.downloads_per_hour
@@ -70,7 +78,7 @@ class Aggregator:
         self._announcements = Announcements(
             task=task,
             store=store,
-            epoch=epoch,
+            key=key,
             publisher=self._publisher,
             receiver=self._receiver,
             training=self._training,
@@ -135,6 +143,10 @@ class Aggregator:
                     self._handle_message(message)
                 self._training.flush()
             self._receiver.commit()
+        except Replaced as replaced:
+            with self._receiver.guard():
+                self._store.facts.put(replaced.duplicate)
+            raise
         except StateError as error:
             self._receiver.stop(error)
             self._training.reload()
@@ -159,7 +171,8 @@ class Aggregator:
 
     def _handle_event(self, event: Event) -> None:
         match event:
-            case mqtt.Connected(max_packet_bytes=limit):
+            case mqtt.Connected(max_packet_bytes=limit, address=ip):
+                self._publisher.presence.connected(ip)
                 self._publisher.chunk_bytes = chunk_bytes(limit)
                 fleet, task = self._task.file.fleet, self._task.digest
                 log_event(log, logging.INFO, "connected to the broker", fleet=fleet, task=task)

@@ -1,6 +1,5 @@
 """Announcements to the fleet: the aggregator's presence, and the signed manifests of task, round and head."""
 
-import time
 from dataclasses import dataclass, field
 
 from aggregator.heads.published_head import Releases
@@ -8,15 +7,14 @@ from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import Refused
 from aggregator.messaging.blob_sender import reading
-from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
+from aggregator.messaging.manifest_signer import ManifestSigner
 from aggregator.messaging.publisher import Publisher
+from aggregator.service.own_topic import OwnTopic
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
-from protocol.errors import ConfigError, MalformedMessage
-from protocol.wire.codec import decode, encode
-from protocol.wire.messages import HeadManifest, Message, Presence, Reason
-from protocol.wire.presence import is_newer
+from protocol.wire.codec import encode
+from protocol.wire.messages import HeadManifest, Message
 from protocol.wire.topics import FleetChannel
 
 
@@ -26,8 +24,8 @@ class Announcements:
 
     task: Task
     store: Store
-    epoch: int
-    """Of this start of the aggregator."""
+    key: bytes
+    """The aggregator's private key, 32 bytes."""
     publisher: Publisher
     receiver: Receiver
     """The intake, which is stopped when a release number cannot be stored."""
@@ -41,8 +39,9 @@ class Announcements:
     _broadcast_round: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._signer = ManifestSigner(
-            self.store, key=identity_of(self.store.folder), fleet=self.task.file.fleet
+        self._signer = ManifestSigner(self.store, key=self.key, fleet=self.task.file.fleet)
+        self._own_topic = OwnTopic(
+            store=self.store, publisher=self.publisher, receiver=self.receiver, fleet=self.task.file.fleet
         )
 
     def connected(self) -> None:
@@ -86,43 +85,21 @@ class Announcements:
     def observe(self, channel: FleetChannel, payload: bytes) -> None:
         """Take note of a message on a fleet topic, which may be another client's.
 
-        Raises ConfigError if another aggregator has started for this fleet.
+        Raises ConfigError if another aggregator with this key, or for this open fleet, has started later.
         """
         if channel == "state":
             if payload:
-                self._observe_presence(payload)
+                self._own_topic.observe(payload)
         elif self._published.get(channel) != payload:
             self._overwritten[channel] = payload
 
     def restore(self) -> None:
         """Publish again what another client, or an earlier start, has overwritten."""
+        self._own_topic.publish()
         overwritten, self._overwritten = self._overwritten, {}
         for channel, payload in overwritten.items():
             if payload and not self._signer.has_signed(channel, payload):
                 with self.receiver.guard():
-                    self._refuse(
-                        "signature", f"a {channel} that this aggregator has not signed was on the broker"
-                    )
+                    text = f"a {channel} that this aggregator has not signed was on the broker"
+                    self.receiver.count_refusal(UNKNOWN_DEVICE, Refused("signature", text))
             self._publish(channel)
-
-    def _observe_presence(self, payload: bytes) -> None:
-        """Correct an old Last Will, and give way to an aggregator that was started later."""
-        try:
-            presence = decode(payload, Presence, max_bytes=1024)
-        except MalformedMessage as error:
-            self._refuse("malformed", f"the aggregator's state: {error}")
-            return
-        if is_newer(presence.epoch, own=self.epoch, now_s=time.time()):
-            raise ConfigError(
-                f"another aggregator has started for fleet {self.task.file.fleet!r} on this broker: "
-                "a fleet has one; stop one of them, or give each task file a fleet of its own"
-            )
-        if presence.epoch > self.epoch:
-            self._refuse(
-                "implausible", f"an aggregator's presence with epoch {presence.epoch}, in the future"
-            )
-        if presence.state != "online" or presence.epoch > self.epoch:
-            self.publisher.publish_presence("online")
-
-    def _refuse(self, reason: Reason, detail: str) -> None:
-        self.receiver.count_refusal(UNKNOWN_DEVICE, Refused(reason, detail))

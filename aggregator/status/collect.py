@@ -16,6 +16,7 @@ from aggregator.storage.stored_values import HeadRateLimit, SigningKey, Training
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.balanced_accuracy import balanced_accuracy
 from protocol.wire.messages import Evaluation, Reason
+from protocol.wire.presence import Duplicate
 
 _REFUSED: Mapping[Reason | None, str] = {"revoked": "revoked", "unknown_device": "not enrolled"}
 """State of a device whose presence messages are refused."""
@@ -36,6 +37,7 @@ def collect_status(store: Store) -> model.Status:
         running=store.is_locked(),
         intake=intake_status.read(store.folder),
         aggregator_key=key.public if key is not None else "",
+        duplicate=store.facts.get(Duplicate),
         enrollment=model.Enrollment(closed=store.keys.is_closed(), **counts(store.keys.all().values())),
         fleet=served.fleet,
         algorithm=served.algorithm,

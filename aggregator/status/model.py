@@ -8,6 +8,7 @@ from msgspec import Meta
 from aggregator.ingest.intake_status import Intake
 from aggregator.storage.devices import QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.stored_values import TrainingProgress
+from protocol.wire.presence import Duplicate
 
 HeadState = Literal["current", "candidate", "rejected", ""]
 
@@ -123,6 +124,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     running: bool
     intake: Intake
     aggregator_key: Annotated[str, Meta(description="Public key in hex: `edge-client --aggregator-key`.")]
+    duplicate: Annotated[
+        Duplicate | None, Meta(description="Another aggregator with this key that has run at the same time.")
+    ]
     enrollment: Enrollment
     fleet: str
     algorithm: str

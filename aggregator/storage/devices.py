@@ -49,13 +49,20 @@ class Devices:
             )
         )
 
-    def put_presence(self, device: str, *, state: str, epoch: int, now_s: float) -> None:
-        """Store a device's presence, unless a later start of the device is known."""
+    def put_presence(
+        self, device: str, *, state: str, epoch: int, instance: bytes = b"", now_s: float
+    ) -> None:
+        """Store a device's presence, unless a later start of the device is known.
+
+        The will of a start has the epoch that the start began with.
+        """
         self._database.write(
-            "INSERT INTO devices (device, state, epoch, seen_s) VALUES (?, ?, ?, ?) ON CONFLICT (device) "
-            "DO UPDATE SET state = excluded.state, epoch = excluded.epoch, seen_s = excluded.seen_s "
-            "WHERE excluded.epoch >= devices.epoch",
-            *(device, state, epoch, now_s),
+            "INSERT INTO devices (device, state, epoch, instance, seen_s) VALUES (?, ?, ?, ?, ?) "
+            "ON CONFLICT (device) DO UPDATE SET state = excluded.state, epoch = max(epoch, excluded.epoch), "
+            "instance = excluded.instance, seen_s = excluded.seen_s "
+            "WHERE excluded.epoch >= devices.epoch "
+            "OR (excluded.instance = devices.instance AND excluded.instance != x'')",
+            *(device, state, epoch, instance, now_s),
         )
 
     def put_info(self, device: str, info: DeviceInfo, *, now_s: float) -> None:

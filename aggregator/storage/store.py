@@ -22,7 +22,7 @@ MIGRATIONS = (
     CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
     CREATE TABLE devices (
         device TEXT PRIMARY KEY, state TEXT NOT NULL DEFAULT 'unknown', epoch INTEGER NOT NULL DEFAULT 0,
-        seen_s REAL NOT NULL, info TEXT NOT NULL DEFAULT 'null'
+        instance BLOB NOT NULL DEFAULT x'', seen_s REAL NOT NULL, info TEXT NOT NULL DEFAULT 'null'
     ) STRICT;
     CREATE TABLE epsilons (device TEXT PRIMARY KEY, total REAL NOT NULL) STRICT;
     CREATE TABLE keys (

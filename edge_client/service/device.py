@@ -9,6 +9,7 @@ from edge_client.agent import events, state_machine
 from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
 from edge_client.service.blob_downloads import BlobDownloads
+from edge_client.service.duplicates import OwnTopic, require_not_copied
 from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Received, Receiver
 from edge_client.service.worker import Worker
@@ -20,7 +21,6 @@ from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.wire.messages import DeviceInfo, Presence, RoundManifest
-from protocol.wire.presence import is_newer
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,9 @@ class Device:
         self._worker = Worker(settings, store, emit=self._inbox.put, show=show)
         self._receiver = Receiver(settings, store, on_refused=self._send_info)
         self._downloads = BlobDownloads(store)
+        require_not_copied(settings, store)
         self._publisher = Publisher(settings, store, on_event=self._inbox.put)
+        self._own_topic = OwnTopic(settings, store, self._publisher, self._receiver)
         self._exit: events.Exit | None = None
         self._next_scan_s = 0.0
         self._problem = ""
@@ -86,9 +88,10 @@ class Device:
                         self._take(received)
                 except BackboneMismatch as error:
                     self._wait_for_another_task(error)
-            case mqtt.Connected(max_packet_bytes=limit):
+            case mqtt.Connected(max_packet_bytes=limit, address=ip):
                 broker, device = self._settings.broker, self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
+                self._publisher.presence.connected(ip)
                 self._announce()
                 self._step(events.Connected(limit))
                 if self._state.task is None:
@@ -135,7 +138,10 @@ class Device:
     def _take(self, received: Received) -> None:
         """Handle what was received or recalled; the worker first, which drops jobs that are out of date."""
         if isinstance(received, Presence):
-            self._check_own_presence(received)
+            problem = self._own_topic.problem
+            self._own_topic.check(received, is_connected=self._state.connected)
+            if self._own_topic.problem != problem:
+                self._send_info()
             return
         if isinstance(received, events.TaskSeen):
             self._set_task_problem("")
@@ -154,15 +160,6 @@ class Device:
         if self._settings.broker is None and not self._state.can_build:
             text = "not every blob of the task is stored: pass --broker HOST[:PORT] to download them"
             raise ConfigError(text)
-
-    def _check_own_presence(self, presence: Presence) -> None:
-        """Replace an old Last Will, and exit if another program has the same device id."""
-        own = self._publisher.epoch
-        if is_newer(presence.epoch, own=own, now_s=time.time()):
-            name = self._settings.device_id
-            raise ProtofleetError(f"another edge-client is online as {name!r}: give each its own --device-id")
-        if (presence.state != "online" or presence.epoch > own) and self._state.connected:
-            self._publisher.send_presence()
 
     def _step(self, event: events.Event) -> None:
         self._state, actions = state_machine.step(self._state, event, now_s=time.monotonic())
@@ -208,8 +205,10 @@ class Device:
 
     def _info(self) -> DeviceInfo:
         refused = self._receiver.refused
-        problem = self._task_problem or self._problem
-        return self._publisher.info(self._state, problem=problem, refused_messages=refused)
+        problem, duplicate = self._task_problem or self._problem, self._own_topic.problem
+        return self._publisher.info(
+            self._state, problem=problem, refused_messages=refused, duplicate=duplicate
+        )
 
     def _store_receipt(self, item: UploadItem) -> None:
         head = self._store.get(Heads).installed

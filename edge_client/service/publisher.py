@@ -11,6 +11,7 @@ from edge_client.privacy import policy
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import BackboneProvider, Epoch, Heads, SubmissionReport
 from protocol.mqtt import reconnecting_session as mqtt
+from protocol.presence import OwnPresence
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
@@ -19,8 +20,6 @@ from protocol.wire.messages import (
     DeviceInfo,
     Frame,
     Message,
-    Presence,
-    PresenceState,
 )
 from protocol.wire.signing import sign_frame
 from protocol.wire.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
@@ -30,7 +29,7 @@ class Publisher:
     """A device's MQTT session and the messages that it sends.
 
     Without a broker nothing is sent, and in a dry run neither presence nor info. `on_event` takes the session's events
-    from its thread. `epoch` is the number of this start of the program.
+    from its thread.
     """
 
     def __init__(
@@ -39,10 +38,11 @@ class Publisher:
         self._settings = settings
         self._store = store
         self._is_dry_run = settings.mode is Mode.DRY_RUN
-        self.epoch = 0 if self._is_dry_run else store.next_number(Epoch)
         self._key = settings.signing_key or b""
         if not self._key and not self._is_dry_run:
             self._key = read_or_make_key(store.folder / "signing.key")
+        epoch = 0 if self._is_dry_run else store.next_number(Epoch)
+        self.presence = OwnPresence(epoch=epoch, topic=self.topic("state"), key=self._key)
         self._session = self._open_session(on_event)
 
     def start(self) -> None:
@@ -51,9 +51,11 @@ class Publisher:
             self._session.start()
 
     def stop(self) -> None:
-        """Publish that the device has stopped, and end the session."""
+        """Publish that the device has stopped or was replaced, and end the session."""
         if self._session is not None:
-            self._session.stop([] if self._is_dry_run else [self._presence("stopped")])
+            self._session.stop(
+                [] if self._is_dry_run else [self.presence.outgoing(self.presence.final_state)]
+            )
 
     def topic(self, channel: DeviceChannel) -> str:
         """Return the device's topic for a channel."""
@@ -67,7 +69,7 @@ class Publisher:
     def send_presence(self) -> None:
         """Publish that the device is online."""
         if not self._is_dry_run:
-            self.send(self._presence("online"))
+            self.send(self.presence.outgoing("online"))
 
     def send_info(self, info: DeviceInfo) -> None:
         """Publish what the device runs and has."""
@@ -93,29 +95,31 @@ class Publisher:
             self.send(self._outgoing("up", signed))
         return True
 
-    def info(self, state: State, *, problem: str, refused_messages: Mapping[str, int]) -> DeviceInfo:
-        """Return the device's info; what it says of images depends on the task's privacy."""
+    def info(
+        self, state: State, *, problem: str, refused_messages: Mapping[str, int], duplicate: str = ""
+    ) -> DeviceInfo:
+        """Return the device's info; what it says of images depends on the task's privacy.
+
+        `duplicate` names another program with this device's key, which reveals nothing about images.
+        """
         report, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
         # Before there is a task, its privacy is unknown.
         is_silent = state.manifest is None or policy.is_private(state.manifest)
         blocked = "" if state.blocked_reason == NO_SPACE else state.blocked_reason
         return DeviceInfo(
-            epoch=self.epoch,
+            epoch=self.presence.epoch,
             software=version("protofleet"),
             runtime=self._store.get(BackboneProvider).name,
             backbones=tuple(sorted(state.stored))[:64],
             images={} if is_silent else {entry.name: entry.images for entry in report.classes},
             unusable_images=0 if is_silent else len(report.unusable),
-            problem=(policy.public_problem(problem, state.manifest) or blocked)[:256],
+            problem=(policy.public_problem(problem, state.manifest) or duplicate or blocked)[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
             refused_messages=dict(refused_messages),
         )
 
     def _outgoing(self, channel: DeviceChannel, message: Message | Frame) -> mqtt.Outgoing:
         return mqtt.Outgoing(self.topic(channel), encode(message), channel in RETAINED)
-
-    def _presence(self, state: PresenceState) -> mqtt.Outgoing:
-        return self._outgoing("state", Presence(state=state, epoch=self.epoch))
 
     def _open_session(self, on_event: Callable[[mqtt.Event], None]) -> mqtt.Session | None:
         settings = self._settings
@@ -124,13 +128,12 @@ class Publisher:
         own: list[DeviceChannel] = ["blk", "ack"] if self._is_dry_run else ["blk", "ack", "state"]
         return mqtt.Session(
             settings.broker,
-            # A new client id for each start: brokers differ in how they treat two clients with the same id.
-            client_id=f"pf-{settings.fleet}-{settings.device_id}-{self.epoch or 'dry-run'}",
+            client_id=f"pf-{settings.fleet}-{settings.device_id}-{self.presence.client_id}",
             subscriptions=[
                 *(fleet_topic(settings.fleet, name) for name in ("task", "round", "head", "state", "cast")),
                 *map(self.topic, own),
             ],
             on_event=on_event,
             access=settings.access,
-            will=None if self._is_dry_run else self._presence("offline"),
+            will=None if self._is_dry_run else self.presence.outgoing("offline"),
         )

@@ -47,7 +47,7 @@ class Receiver:
         self._store = store
         self._on_refused = on_refused
         self._writes = settings.mode is not Mode.DRY_RUN
-        self._aggregator_epoch = 0
+        self._aggregator_start: bytes | int = b""
         self._task: bytes | None = None
         self._round: RoundManifest | None = None
         stored = store.get(ManifestTrust)
@@ -69,16 +69,20 @@ class Receiver:
         try:
             return self._translate(topic, payload, retained=retained) if payload else ()
         except (UntrustedManifest, BadSignature, MalformedMessage) as error:
-            reason: Reason = "signature" if isinstance(error, BadSignature) else "malformed"
-            if isinstance(error, UntrustedManifest):
-                reason = error.reason
-            self.refused[reason] += 1
-            count = self.refused[reason]
-            level = logging.WARNING if count == 1 else logging.DEBUG
-            event(log, level, "message refused", topic=topic, reason=reason, error=error)
-            if count & (count - 1) == 0:
-                self._on_refused()
+            self.refuse(topic, error)
             return ()
+
+    def refuse(self, topic: str, error: UntrustedManifest | BadSignature | MalformedMessage) -> None:
+        """Count a refused message, and log the first one for each reason."""
+        reason: Reason = "signature" if isinstance(error, BadSignature) else "malformed"
+        if isinstance(error, UntrustedManifest):
+            reason = error.reason
+        self.refused[reason] += 1
+        count = self.refused[reason]
+        level = logging.WARNING if count == 1 else logging.DEBUG
+        event(log, level, "message refused", topic=topic, reason=reason, error=error)
+        if count & (count - 1) == 0:
+            self._on_refused()
 
     def recall(self) -> Sequence[Received]:
         """Return the events of the stored task and round, so that a start without a broker is not idle."""
@@ -156,8 +160,8 @@ class Receiver:
         if presence.state != "online":
             event(log, logging.INFO, "aggregator disconnected", state=presence.state)
             return ()
-        is_new = presence.epoch != self._aggregator_epoch
-        self._aggregator_epoch = presence.epoch
+        start = presence.instance or presence.epoch
+        is_new, self._aggregator_start = start != self._aggregator_start, start
         if not is_new:
             return () if retained else (events.AggregatorReconnected(),)
         # The outbox again, with refused items: the aggregator's task file may have changed.

@@ -27,6 +27,7 @@ from protocol.storage.database import Database
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import make_state_folder
 from protocol.wire.codec import digest_of
+from protocol.wire.presence import Duplicate
 from protocol.wire.topics import is_name
 
 SECRET_BYTES = 32
@@ -127,6 +128,14 @@ class DeviceState:
         number = max(self.get(kind).number, above, int(time.time()) - 1) + 1
         self.set(kind(number))
         return number
+
+    def take_over(self) -> str:
+        """Let this state continue although another program with its key was started later; returns what follows."""
+        found = self.get(Duplicate)
+        if not found.instance:
+            return "no other program with this device's key has been seen: nothing to do"
+        self.set(Duplicate(), Epoch(max(self.get(Epoch).number, found.epoch)))
+        return f"this state continues at the next start; the program at {found.where} stays out then"
 
     def device_id(self, wanted: str | None) -> str:
         """Return and store the device's name: the wanted one, else the stored one, else the machine's default.

@@ -146,6 +146,12 @@ class Connection:
         """Return the seconds since the connection was ready; 0 if it never was."""
         return 0.0 if self._ready_s is None else time.monotonic() - self._ready_s
 
+    def local_address(self) -> str:
+        """Return this machine's IP address on the connection; empty if it has ended."""
+        with contextlib.suppress(OSError, AttributeError):
+            return str(self._client.socket().getsockname()[0])  # type: ignore[union-attr]
+        return ""
+
     def publish(self, outgoing: Outgoing) -> int:
         """Publish at QoS 1; returns the message id, even if this publication ends the connection."""
         return self._client.publish(outgoing.topic, outgoing.payload, qos=1, retain=outgoing.retain).mid

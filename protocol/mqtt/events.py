@@ -20,6 +20,8 @@ class Connected:
 
     max_packet_bytes: int | None = None
     """The largest packet that it accepts; None if it does not say."""
+    address: str = field(default="", compare=False)
+    """This machine's IP address on the connection."""
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ class Session:
                     self._version = connection.version
                     if connection.is_probe:
                         return Closed(connection, "the broker speaks MQTT 5")
-                    self._on_event(Connected(publisher.begin(connection)))
+                    self._on_event(Connected(publisher.begin(connection), connection.local_address()))
                     publisher.send_queued()
                 case Acknowledged() as answer:
                     publisher.acknowledge(answer.mid, answer.denial)

@@ -200,7 +200,7 @@ class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
     canary_rank_limit: Annotated[int, Meta(ge=0, le=2**32)] = 0
 
 
-PresenceState = Literal["online", "stopped", "offline"]
+PresenceState = Literal["online", "stopped", "offline", "replaced"]
 
 
 class Presence(Message, frozen=True, kw_only=True, tag="presence"):
@@ -208,6 +208,10 @@ class Presence(Message, frozen=True, kw_only=True, tag="presence"):
 
     state: PresenceState
     epoch: Natural
+    instance: Annotated[bytes, Meta(max_length=16)] = b""
+    address: Text = ""
+    key: Annotated[bytes, Meta(max_length=32)] = b""
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of the aggregator's manifests and of the devices' transfers. No I/O.
+"""Ed25519 signatures of the aggregator's manifests, of the devices' transfers, and of presences. No I/O.
 
 The signed bytes begin with their purpose, so that no signature is valid for another purpose, fleet, topic or device.
 """
@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from protocol.errors import BadSignature
 from protocol.wire.codec import decode, encode
-from protocol.wire.messages import MAX_SIGNED_BYTES, Frame, Signed
+from protocol.wire.messages import MAX_SIGNED_BYTES, Frame, Presence, Signed
 from protocol.wire.topics import FleetChannel
 
 
@@ -56,6 +56,24 @@ def is_own_transfer(
 ) -> bool:
     """Return whether a transfer is signed with the key whose public part (32 bytes) is given."""
     return _verify(public, signature, _transfer(fleet, device, digest, size_bytes))
+
+
+def sign_presence(presence: Presence, *, key: bytes, topic: str) -> Presence:
+    """Return a presence with the public key and the signature of a private key (32 bytes), for one topic."""
+    signature = _private(key).sign(_presence(presence, topic))
+    return msgspec.structs.replace(presence, key=public_key(key), signature=signature)
+
+
+def is_own_presence(presence: Presence, *, key: bytes, topic: str) -> bool:
+    """Return whether a presence is signed with a private key (32 bytes), for this topic."""
+    own = public_key(key)
+    return presence.key == own and _verify(own, presence.signature, _presence(presence, topic))
+
+
+def _presence(presence: Presence, topic: str) -> bytes:
+    instance = presence.instance.hex()
+    text = f"protofleet 1 presence {topic} {presence.state} {presence.epoch} {instance} {presence.address}"
+    return text.encode()
 
 
 def _manifest(body: bytes, *, fleet: str, channel: str, release: int) -> bytes:

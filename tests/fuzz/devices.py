@@ -72,7 +72,7 @@ def _restarted() -> Device:
     device = _device()
     device._state, device._exit, device._problem = State(mode=Mode.SERVICE, device=NAME), None, ""
     receiver = device._receiver
-    receiver._trust, receiver._aggregator_epoch = ManifestTrust(), 0
+    receiver._trust, receiver._aggregator_start = ManifestTrust(), b""
     receiver._task, receiver._round = None, None
     receiver.refused.clear()
     device._store.blobs.keep_only(())

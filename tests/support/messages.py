@@ -92,7 +92,14 @@ SAMPLES: tuple[Message | Frame, ...] = (
         ),
         canary_rank_limit=429_496_730,
     ),
-    Presence(state="online", epoch=1_700_000_000),
+    Presence(
+        state="online",
+        epoch=1_700_000_000,
+        instance=bytes(range(16)),
+        address="shed-1/192.0.2.7",
+        key=bytes(range(32)),
+        signature=bytes(range(64)),
+    ),
     DeviceInfo(
         epoch=1_700_000_000,
         software="0.1.0",

@@ -1,5 +1,6 @@
 """Devices, an aggregator and a broker as processes: from images to a head that predicts."""
 
+import platform
 import shutil
 import time
 from collections.abc import Iterator
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.messaging.manifest_signer import identity_of
+from aggregator.storage.store import Store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.brokers import amqtt, free_address
-from tests.support.fleet import CLASSES, QUICK, Fleet, write_digits, write_task
+from tests.support.fleet import CLASSES, QUICK, Fleet, aggregator_status, write_digits, write_task
 from tests.support.graphs import tiny_backbone
 from tests.support.sessions import listening
 
@@ -79,14 +82,27 @@ def test_lost_state_of_the_aggregator_is_restored(fleet: Fleet, tmp_path: Path) 
 
 @on_mosquitto
 def test_second_program_of_the_same_name_takes_over(fleet: Fleet, tmp_path: Path) -> None:
-    """Of two aggregators of one fleet, and of two devices of one name, the first ends with an error."""
+    """Of two aggregators on copies of one state, and of two devices of one name, the first ends with an error.
+
+    The aggregator stays out when it is started again, and both name the other.
+    """
     task = write_task(tmp_path, quorum=2)
-    fleet.start_aggregator(task, name="first", state=tmp_path / "first-state")
+    first = tmp_path / "first-state"
+    Store(first).close()
+    identity_of(first)
+    shutil.copytree(first, fleet.aggregator_state)
+    fleet.start_aggregator(task, name="first", state=first)
     fleet.wait_for_log("first", "connected to the broker")
-    time.sleep(1.1)  # starts are distinguished by the second
     fleet.start_aggregator(task)
     fleet.wait_exit("first", code=1)
-    assert "another aggregator" in fleet.log("first")
+    fleet.start_aggregator(task, name="first", state=first)
+    summary = fleet.wait_for("the second aggregator's report", lambda s: s["duplicate"] is not None)
+    assert not summary["duplicate"]["started_later"]
+    fleet.wait_exit("first", code=1)
+    assert fleet.log("first").count("this one stays out") == 2
+    assert aggregator_status(first)["duplicate"]["started_later"]
+    addresses = {each["address"] for each in (summary["duplicate"], aggregator_status(first)["duplicate"])}
+    assert addresses == {f"{platform.node()}/127.0.0.1"}
 
     data = write_digits(tmp_path / "data", classes=[0, 1])
     fleet.start_device("twin", data)

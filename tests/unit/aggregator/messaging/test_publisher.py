@@ -2,6 +2,7 @@
 
 from aggregator.messaging.publisher import Publisher
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
+from protocol.presence import OwnPresence
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame
 from protocol.wire.topics import fleet_topic
@@ -11,7 +12,8 @@ from tests.support.sessions import EventLog, running
 def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
     payload = bytes(range(250))
     ear = EventLog()
-    publisher = Publisher(broker, fleet="f", epoch=1, on_event=ear.put)
+    presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
+    publisher = Publisher(broker, fleet="f", presence=presence, on_event=ear.put)
     with running(broker, "device", fleet_topic("f", "cast")) as (_, hears):
         hears.wait(Connected)
         publisher.start()

@@ -19,11 +19,14 @@ from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, Thre
 from protocol.mqtt.reconnecting_session import Connected, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Presence, PresenceState
+from protocol.wire.presence import Duplicate
 from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
 from tests.support.device_factory import make_manifest, make_settings
 from tests.support.round_factory import TASK, make_task, open_round
 from tests.support.step_graphs import file
+
+OWN_STATE = device_topic("f", "device", "state")
 
 
 @pytest.fixture
@@ -223,7 +226,7 @@ def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
     """An impossible epoch, which a broker retains, must not keep the device from starting."""
     device = make_device(tmp_path, store)
     device._state = replace(device._state, connected=True)
-    sent, own = capture(device), device._publisher.epoch
+    sent, own = capture(device), device._publisher.presence.epoch
     received = Received(device_topic("f", "device", "state"), encode(presence(own)), retained=True)
     if is_another:
         with pytest.raises(ProtofleetError, match="another edge-client is online"):
@@ -231,6 +234,53 @@ def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
         return
     device._handle(received)
     assert [decode(each.payload, Presence, max_bytes=1024).epoch for each in sent] == [own]
+
+
+def test_a_forged_presence_does_not_stop_an_enrolled_device(tmp_path: Path, store: DeviceState) -> None:
+    """Only the device's own key counts: the forged one is counted, and replaced."""
+    device = Device(make_settings(tmp_path, signing_key=b"s" * 32), store)
+    device._state = replace(device._state, connected=True)
+    sent, own = capture(device), device._publisher.presence.epoch
+    device._handle(Received(OWN_STATE, encode(Presence(state="online", epoch=own + 1))))
+    assert [each.topic for each in sent] == [device_topic("f", "device", "info"), OWN_STATE]
+    assert device._info().refused_messages == {"signature": 1}
+
+
+def test_a_copied_device_stays_out_until_it_takes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Equal clocks, equal epochs: the one that starts later continues, and both report the other."""
+    settings = make_settings(tmp_path, signing_key=b"s" * 32)
+    states = [DeviceState(tmp_path / name) for name in ("one", "two")]
+
+    def connected(store: DeviceState) -> Device:
+        device = Device(settings, store)
+        capture(device)
+        device._handle(Connected(None, "192.0.2.7"))
+        return device
+
+    def said(device: Device, state: PresenceState = "online") -> Received:
+        return Received(OWN_STATE, device._publisher.presence.outgoing(state).payload)
+
+    older, newer = (connected(store) for store in states)
+    older._handle(said(older))
+    newer._handle(said(older))
+    newer._handle(said(newer))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"was started later, at .*192.0.2.7.*: this one stays out"):
+            older._handle(said(newer))
+        with pytest.raises(ConfigError, match="run `edge-client take-over`"):
+            Device(settings, states[0])
+        newer._handle(said(older, "replaced"))
+        assert "another program with this device's key ran at" in newer._info().problem
+        assert caplog.text.count("another program with this device's key was started earlier") == 1
+        assert all("192.0.2.7" in store.get(Duplicate).summary for store in states)
+        assert "continues at the next start" in states[0].take_over()
+        # The copy that was told continues; the other one stays out in its turn.
+        caplog.clear()
+        older, newer = newer, connected(states[0])
+        newer._handle(said(newer))
+        states.reverse()
 
 
 def test_end_of_a_thread_ends_the_program(tmp_path: Path, store: DeviceState) -> None:

@@ -19,7 +19,10 @@ from tests.support.messages import WIRE_TYPES
 from tests.support.worker_benches import PrivateBench
 
 DECISIONS: dict[type[Any], dict[str, str]] = {
-    messages.Presence: {"v": "constant", "state": "no image", "epoch": "time of the start"},
+    messages.Presence: {
+        "v": "constant", "state": "no image", "epoch": "time of the start", "instance": "random",
+        **dict.fromkeys(["address", "key", "signature"], "no image"),
+    },
     DeviceInfo: {
         "v": "constant", "epoch": "time of the start", "software": "no image", "runtime": "no image",
         "backbones": "no image", "images": "empty", "unusable_images": "zero", "problem": "constant words",

@@ -1,0 +1,79 @@
+"""Presences on the device's own topic: a copy of this device, or another client under its name."""
+
+import logging
+import time
+
+from edge_client.agent.state import Mode
+from edge_client.config import Settings
+from edge_client.service.publisher import Publisher
+from edge_client.service.receiver import Receiver
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.stored_values import Epoch
+from protocol.errors import BadSignature, ConfigError
+from protocol.log import event
+from protocol.presence import Replaced, duplicate_of, require_not_replaced
+from protocol.wire.messages import Presence
+from protocol.wire.presence import Duplicate, Reaction, is_newer
+
+log = logging.getLogger(__name__)
+
+TAKE_OVER = "edge-client take-over"
+
+
+class OwnTopic:
+    """Watches the topic of the device's presence."""
+
+    def __init__(
+        self, settings: Settings, store: DeviceState, publisher: Publisher, receiver: Receiver
+    ) -> None:
+        self.problem = ""
+        """For the operator; empty if no other program has used this device's key."""
+        self._settings = settings
+        self._store = store
+        self._publisher = publisher
+        self._receiver = receiver
+
+    def check(self, presence: Presence, *, is_connected: bool) -> None:
+        """Replace an outdated presence; raises ConfigError if another program replaces this one."""
+        own = self._publisher.presence
+        reaction = self._reaction(presence)
+        if reaction is Reaction.STAY_OUT:
+            found = duplicate_of(presence, started_later=True)
+            self._store.set(found)
+            raise Replaced(found, command=TAKE_OVER)
+        if reaction is Reaction.REPORT:
+            self._report(duplicate_of(presence, started_later=False))
+        if own.epoch > self._store.get(Epoch).number:
+            self._store.set(Epoch(own.epoch))
+        if reaction is not Reaction.NONE and is_connected:
+            self._publisher.send_presence()
+
+    def _reaction(self, presence: Presence) -> Reaction:
+        own, settings = self._publisher.presence, self._settings
+        if own.has_signed(presence):
+            return own.observe(presence)
+        if settings.signing_key is not None:
+            topic = self._publisher.topic("state")
+            self._receiver.refuse(topic, BadSignature("the presence is not signed with this device's key"))
+            return Reaction.PUBLISH
+        if is_newer(presence.epoch, own=own.epoch, now_s=time.time()):
+            raise ConfigError(
+                f"another edge-client is online as {settings.device_id!r}, at "
+                f"{presence.address or 'an unknown address'}: give each its own --device-id"
+            )
+        is_outdated = presence.state != "online" or presence.epoch > own.epoch
+        return Reaction.PUBLISH if is_outdated else Reaction.NONE
+
+    def _report(self, found: Duplicate) -> None:
+        if self._store.get(Duplicate).instance == found.instance and self.problem:
+            return
+        self._store.set(found)
+        self.problem = f"another program with this device's key ran at {found.where}"
+        text = "another program with this device's key was started earlier: it stays out; delete its copy of the keys"
+        event(log, logging.WARNING, text, address=found.address, instance=found.instance, epoch=found.epoch)
+
+
+def require_not_copied(settings: Settings, store: DeviceState) -> None:
+    """Raise ConfigError if another program with the device's key has started later; a dry run is not affected."""
+    if settings.mode is not Mode.DRY_RUN:
+        require_not_replaced(store.get(Duplicate), command=TAKE_OVER)
