@@ -32,7 +32,7 @@ class OwnPresence:
         self._key = key
         self._ip = ""
         self.final_state: PresenceState = "stopped"
-        """What is published at the end."""
+        """The state that is published at the end."""
 
     @property
     def epoch(self) -> int:

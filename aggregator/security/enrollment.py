@@ -1,13 +1,15 @@
 """Enrolling devices and brokers, and revoking devices."""
 
 import contextlib
+import logging
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
@@ -25,8 +27,9 @@ from aggregator.security.identity import (
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
-from protocol.enrollment import FORMAT, EnrollmentCard, card_text
+from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
 from protocol.errors import ConfigError
+from protocol.log import event
 from protocol.storage.blobstore import state_errors, sync, write_atomically
 from protocol.storage.keyfile import read_or_make_key
 from protocol.storage.state_folder import IGNORE_ALL, IGNORE_FILE, refuse_source_folder
@@ -35,6 +38,10 @@ from protocol.wire.topics import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Hosts in every broker certificate, for an aggregator on the same machine."""
+
+log = logging.getLogger(__name__)
+
+_UNFINISHED = "unfinished.json"
 
 _PRIVATE = frozenset({"device.key", "signing.key", "broker.key"})
 
@@ -61,6 +68,7 @@ def enroll(
     if not is_name(device):
         raise ConfigError(f"invalid device name {device!r}: expected 1 to 64 letters, digits, '-' or '_'")
     with locked_identity(store.folder):
+        _finish_interrupted(store)
         known = store.keys.get(device)
         if known is not None and (known.enrolled or known.revoked_s is not None) and not renew:
             state = "enrolled" if known.revoked_s is None else "revoked"
@@ -89,7 +97,8 @@ def enroll(
             "signing.key": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         }
         serial, now_s = f"{issued.serial:x}", int(now.timestamp())
-        with _new_folder(out, files) as publish:
+        unfinished = _Unfinished(str(out.absolute()), device=device, key=public.hex())
+        with _new_folder(store, unfinished, files) as publish:
             # If the process is killed before the device is stored, the certificate stays revoked.
             store.keys.revoke_certificate(serial, now_s=now_s)
             with store.transaction():
@@ -115,6 +124,7 @@ def enroll_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, 
         StateError: the state or the folder cannot be written.
     """
     with locked_identity(store.folder):
+        _finish_interrupted(store)
         ca = open_ca(store.folder, fleet)
         issued = issue_server(ca, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
         files = {
@@ -125,7 +135,7 @@ def enroll_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, 
             "acl": mosquitto_config.access_list(fleet).encode(),
             "mosquitto.conf": mosquitto_config.CONFIGURATION.encode(),
         }
-        with _new_folder(out, files) as publish:
+        with _new_folder(store, _Unfinished(str(out.absolute())), files) as publish:
             publish()
 
 
@@ -140,6 +150,7 @@ def revoke(store: Store, device: str) -> bool:
         StateError: the state cannot be written.
     """
     with locked_identity(store.folder):
+        _finish_interrupted(store)
         now_s = int(time.time())
         known = store.keys.get(device)
         if known is None:
@@ -156,15 +167,29 @@ def revoke(store: Store, device: str) -> bool:
     return True
 
 
+class _Unfinished(msgspec.Struct, frozen=True):
+    """A folder that is being written, so that the next command can complete or remove it."""
+
+    out: str
+    temporary: str = ""
+    device: str = ""
+    key: str = ""
+    """The device's public key, in hex."""
+
+
 @contextlib.contextmanager
-def _new_folder(out: Path, files: Mapping[str, bytes]) -> Iterator[Callable[[], None]]:
+def _new_folder(
+    store: Store, unfinished: _Unfinished, files: Mapping[str, bytes]
+) -> Iterator[Callable[[], None]]:
     """Write files into a temporary folder, deleted if the body fails; calling what is yielded renames it to `out`."""
+    out, marker = Path(unfinished.out), identity_folder(store.folder) / _UNFINISHED
     refuse_source_folder(out, option="--out")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists: give --out a new folder, or an empty one")
-    with state_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name[:16]}-"))
+    folder = out.with_name(f".{out.name[:16]}-{secrets.token_hex(4)}")
+    write_atomically(
+        marker, msgspec.json.encode(msgspec.structs.replace(unfinished, temporary=str(folder))), mode=0o600
+    )
 
     def publish() -> None:
         nonlocal folder
@@ -173,9 +198,47 @@ def _new_folder(out: Path, files: Mapping[str, bytes]) -> Iterator[Callable[[], 
             sync(out.parent)
 
     try:
+        with state_errors(out):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
         for name, data in {IGNORE_FILE: IGNORE_ALL.encode(), **files}.items():
             write_atomically(folder / name, data, mode=0o600 if name in _PRIVATE else 0o644)
         yield publish
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            marker.unlink(missing_ok=True)
         raise
+    marker.unlink(missing_ok=True)
+
+
+def _finish_interrupted(store: Store) -> None:
+    """Remove what an enrollment that was killed has left; one that the database knows is completed."""
+    identity = identity_folder(store.folder)
+    with state_errors(identity):
+        for file in identity.glob(
+            ".*-????????"
+        ):  # of a write that was interrupted; it may hold a private key
+            file.unlink()
+        if store.keys.is_closed():
+            mark_closed(store.folder)
+        marker = identity / _UNFINISHED
+        if not marker.is_file():
+            return
+        with contextlib.suppress(msgspec.MsgspecError):
+            unfinished = msgspec.json.decode(marker.read_bytes(), type=_Unfinished)
+            known = store.keys.get(unfinished.device)
+            shutil.rmtree(unfinished.temporary, ignore_errors=True)
+            if unfinished.device and (known is None or known.public.hex() != unfinished.key):
+                _remove_unknown(unfinished)
+            event(
+                log, logging.WARNING, "removed the leftovers of an interrupted enrollment", out=unfinished.out
+            )
+        marker.unlink()
+
+
+def _remove_unknown(unfinished: _Unfinished) -> None:
+    """Delete the folder of an enrollment that the database does not know, if it is still that one."""
+    with contextlib.suppress(ConfigError):
+        if read_card(Path(unfinished.out)).key == unfinished.key:
+            shutil.rmtree(unfinished.out, ignore_errors=True)

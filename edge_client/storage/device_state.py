@@ -83,8 +83,7 @@ class DeviceState:
         self.folder = folder
         file = folder / "device.sqlite"
         if not read_only:
-            # Not readable by other users: it holds private keys and the secret that noise is derived from.
-            make_state_folder(folder, mode=0o700)
+            make_state_folder(folder)
         elif not file.is_file():
             raise StateError(f"no device state in {folder}: run edge-client first, or give its --state")
         self.blobs = BlobStore(folder / "blobs")

@@ -83,6 +83,10 @@ class Database:
 
     def _connect(self) -> sqlite3.Connection:
         mode = "ro" if self._read_only else "rwc"
+        if not self._read_only and not self.file.exists():
+            # For its owner only, in a folder that other users may read too; SQLite's other files have the same mode.
+            with contextlib.suppress(OSError):
+                self.file.touch(mode=0o600)
         uri = f"file:{urllib.parse.quote(str(self.file))}?mode={mode}"
         database = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10, check_same_thread=False)
         try:

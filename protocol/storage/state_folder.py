@@ -22,8 +22,10 @@ def default_state_folder(name: str) -> Path:
     return Path(base) / name
 
 
-def make_state_folder(folder: Path, *, mode: int = 0o777) -> None:
-    """Create a state folder, which git ignores, unless it exists.
+def make_state_folder(folder: Path) -> None:
+    """Create a state folder for its owner only, which git ignores, unless it exists.
+
+    It holds private keys, submissions, and the secret that noise is derived from.
 
     Raises:
         ConfigError: it is among Python source files.
@@ -31,7 +33,7 @@ def make_state_folder(folder: Path, *, mode: int = 0o777) -> None:
     """
     refuse_source_folder(folder, option="--state")
     with state_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True, mode=mode)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ignore = folder / IGNORE_FILE
         if not ignore.exists():
             ignore.write_text(IGNORE_ALL, encoding="ascii")

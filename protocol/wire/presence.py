@@ -51,7 +51,7 @@ class Duplicate(msgspec.Struct, frozen=True):
 
 
 class Reaction(enum.Enum):
-    """What a program does about a presence on its own topic that is signed with its own key."""
+    """The reaction to a presence on the program's own topic that is signed with its own key."""
 
     NONE = "none"
     PUBLISH = "publish its own presence again"

@@ -1,5 +1,6 @@
 """Tests for enrolling devices and brokers and for revoking devices: folders, database, and faults."""
 
+import json
 import os
 import shutil
 import stat
@@ -20,7 +21,7 @@ from aggregator.security.mosquitto_config import access_list
 from aggregator.storage.device_keys import Key
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
-from protocol.enrollment import read_enrollment
+from protocol.enrollment import read_card, read_enrollment
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import BrokerAccess, open_tls
 from protocol.storage.blobstore import write_atomically
@@ -303,21 +304,54 @@ def test_older_database_opens_no_fleet_and_reinstates_no_certificate(world: Worl
     assert restored.revoked_serials() == revoked
 
 
-def test_kill_during_enrollment_leaves_revoked_certificate(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["write", "rename", "sync"])
+def test_leftovers_of_a_killed_enrollment_are_removed_by_the_next_command(
+    world: World, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder exists and the database does not know the device: the certificate is revoked."""
+    """Private keys in folders and temporary files; its certificate stays revoked. Other folders stay."""
 
-    def kill(_: Path) -> None:
+    def kill(*_: object, **__: object) -> None:
         raise OSError(5, "killed")
 
+    (world.root / "out" / ".other-12345678").mkdir(parents=True)
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
-        killed.setattr(enrollment, "sync", kill)  # after the folder was renamed
-        with pytest.raises(StateError, match="killed"):
+        if moment == "write":
+            writes = iter(range(100))
+
+            def write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+                if next(writes) == 3:
+                    (world.identity / ".ca.key-abcd1234").write_bytes(b"private")
+                    kill()
+                write_atomically(path, data, mode=mode)
+
+            killed.setattr(enrollment, "write_atomically", write)
+        else:
+            killed.setattr(Path if moment == "rename" else enrollment, moment, kill)
+        with pytest.raises((StateError, OSError), match="killed"):
             world.enroll()
     out = world.root / "out" / "shed-1"
-    assert out.is_dir()
+    left = {file.name for file in (world.root / "out").iterdir()} - {".other-12345678"}
+    assert left == {"shed-1"} if moment == "sync" else len(left) == 1
     assert world.store.keys.all() == {}
+    revoked = {serial(out)} if moment == "sync" else set()
     world.enroll(folder="again")
-    assert world.revoked_serials() == {serial(out)}
+    assert {file.name for file in (world.root / "out").iterdir()} == {"again", ".other-12345678"}
+    assert not [file for file in world.identity.iterdir() if file.name.startswith((".", "unfinished"))]
+    assert revoked <= world.revoked_serials()
+
+
+def test_an_enrollment_killed_after_it_was_stored_is_completed(world: World) -> None:
+    """Its folder stays, and the mark of a closed fleet is written by the next command."""
+    out = world.enroll()
+    card = read_card(out)
+    (world.identity / "closed").unlink()
+    (world.identity / "unfinished.json").write_text(
+        json.dumps(
+            {"out": str(out), "temporary": str(out.with_name(".gone")), "device": "shed-1", "key": card.key}
+        )
+    )
+    revoke(world.store, "shed-1")
+    assert read_enrollment(out).device == "shed-1"
+    assert (world.identity / "closed").exists()
+    assert not (world.identity / "unfinished.json").exists()

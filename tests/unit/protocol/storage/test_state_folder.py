@@ -1,12 +1,16 @@
 """Tests for state folders: the default, and where none is created."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.enrollment import enroll
 from aggregator.storage.store import Store
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError
 from protocol.storage.state_folder import default_state_folder, make_state_folder
 from tests.support.aggregator_process import run_aggregator
@@ -72,3 +76,20 @@ def test_git_ignores_folders_with_private_keys(tmp_path: Path) -> None:
     (tmp_path / "state" / ".gitignore").write_text("blobs\n", encoding="ascii")
     Store(tmp_path / "state").close()
     assert (tmp_path / "state" / ".gitignore").read_text(encoding="ascii") == "blobs\n"
+
+
+def test_a_state_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    """Folders 0700; databases and keys 0600, also in an existing folder that others may read."""
+    before = os.umask(0o022)
+    try:
+        (tmp_path / "shared").mkdir(mode=0o755)
+        for name, make in (("a", Store), ("d", DeviceState), ("shared/a", Store), ("shared/d", DeviceState)):
+            make(tmp_path / name)
+        identity_of(tmp_path / "a")
+        FeatureCache(tmp_path / "d" / "features.sqlite")
+    finally:
+        os.umask(before)
+    assert all(stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700 for name in ("a", "d", "a/identity"))
+    files = [*tmp_path.rglob("*.sqlite*"), *tmp_path.rglob("*.key")]
+    assert len(files) >= 6
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
