@@ -27,6 +27,9 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """`[training]`: how the aggregator trains a head. None means the recipe's own value."""
 
+    timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
+    """After which a training, the closing of a round or an export of graphs is ended, and has failed."""
+
     recipe: Literal["default", "paper"] = "default"
     restore: bool | None = None
     epochs: Annotated[int, Meta(ge=1, le=100_000)] | None = None

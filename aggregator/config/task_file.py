@@ -134,7 +134,7 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
 
 
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    only_rounds, only_fedtc = {"rounds"}, {"training", "retrain_after", "robust"}
+    only_rounds, only_fedtc = {"rounds"}, {"retrain_after", "robust"}
     unused = {*ALGORITHMS, *(only_rounds if task.learning is None else only_fedtc)} - {task.algorithm}
     paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
     if task.learning is not None:
@@ -142,6 +142,7 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             ("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())
         ]
         paths += [("limits", "heads_per_hour")] if "heads_per_hour" in given.get("limits", {}) else []
+        paths += [("training", name) for name in sorted(given.get("training", {}).keys() - {"timeout_s"})]
     for path in paths:
         yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
 

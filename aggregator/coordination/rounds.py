@@ -14,6 +14,8 @@ Without rounds, a device that the newest head excluded as an outlier closes no c
 Later submissions belong to the next collection. The newest submission of a device counts, in whatever order they
 arrive, so the same submissions give the same training set. A submission takes constant time, whatever the number of
 devices; a training, and a decision about devices, take time for each.
+
+A failed training is repeated after a delay that grows with each failure, or at once with other submissions.
 """
 
 import math
@@ -21,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
+
+from protocol.retry_delay import retry_delay_s
 
 Verdict = Literal["new", "duplicate", "superseded", "late", "unknown_round"]
 
@@ -86,9 +90,11 @@ class State:
     training: Mapping[str, Entry] | None = None
     """Those that a head is being made of now."""
     failed: Mapping[str, Entry] | None = None
-    """Those that the last training failed on; without rounds the same set is not tried again."""
+    """Those that the last training failed on."""
     retry_s: float = 0.0
-    """With rounds, when the same set is tried again (unix seconds)."""
+    """When the same set is tried again (unix seconds); another set is tried at once."""
+    failures: int = 0
+    """Trainings that have failed since the newest head."""
     head_version: int = 0
     """Of the newest head, 0 if there is none; with rounds, also the number of the open round."""
     excluded: frozenset[str] = frozenset()
@@ -184,10 +190,11 @@ def step(state: State, event: Event, *, settings: Settings) -> tuple[State, tupl
         case Trained(version=version, excluded=excluded) if state.training is not None:
             covered = state.training
             state = replace(state, covered=covered, excluded=excluded, head_version=version)
-            return replace(state, training=None, failed=None), ()
+            return replace(state, training=None, failed=None, failures=0), ()
         case TrainingFailed(now_s=now_s) if state.training is not None:
-            retry_s = 0.0 if settings.rounds is None else now_s + settings.deadline_s
-            return replace(state, failed=state.training, training=None, retry_s=retry_s), ()
+            retry_s = now_s + retry_delay_s(state.failures)
+            failed, failures = state.training, state.failures + 1
+            return replace(state, training=None, failed=failed, failures=failures, retry_s=retry_s), ()
         case DeviceDecisions() if event != state.decisions:
             return replace(state, decisions=event), ()
     return state, ()
@@ -306,8 +313,7 @@ def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple
     ):
         return state, ()
     members = dict(sorted(counting(state, settings).items()))
-    has_failed = state.failed == members and (settings.rounds is None or now_s < state.retry_s)
-    if not members or has_failed:
+    if not members or (state.failed == members and now_s < state.retry_s):
         return state, ()
     state = replace(state, training=MappingProxyType(members))
     return state, (_train(state.head_version + 1, members),)

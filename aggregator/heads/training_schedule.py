@@ -9,15 +9,16 @@ from typing import Any
 
 from aggregator.coordination import rounds
 from aggregator.heads.head_rate import HeadRate
+from aggregator.heads.pending_training import job_of, put_failure, put_pending, put_stopped, was_killed
 from aggregator.heads.trained_heads import store_head
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead, TrainingProgress
+from aggregator.storage.stored_values import FailedTraining, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.retention import delete_lost_submissions, needed_blobs
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import CompileJob, HeadJob, RoundJob
+from aggregator.training.jobs import CompileJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
 from protocol.log import event
@@ -52,13 +53,22 @@ class HeadTraining:
         heads = store.heads.all(task.digest)
         self._head = heads[-1] if heads else None
         store.facts.delete(TrainingProgress)
+        self._resume()
+
+    def _resume(self) -> None:
+        """Start the training that has failed or was interrupted; one that ended with the aggregator has failed."""
         for train in rounds.resumed(self.state):
+            if was_killed(self._store):
+                self.state = replace(self.state, failures=self.state.failures + 1)
+                reason = "the aggregator was killed during the training"
+                put_failure(self._store, self._task.digest, self.state, reason)
             event(log, logging.INFO, "interrupted training resumed", version=train.version)
             self._start(train)
 
     def stop(self) -> None:
         """Stop a running training; the next start resumes it."""
         self._trainer.stop()
+        put_stopped(self._store)
         self._store.facts.delete(TrainingProgress)
 
     @property
@@ -136,6 +146,8 @@ class HeadTraining:
             self._log_head(head)
         with contextlib.suppress(StateError):  # `status` may show outdated progress
             self._store.facts.delete(TrainingProgress)
+            if head is not None:
+                self._store.facts.delete(FailedTraining)
         return head is not None
 
     def retry(self) -> None:
@@ -177,49 +189,30 @@ class HeadTraining:
         )
 
     def _start(self, train: rounds.Train) -> None:
-        job = self._job(train)
+        job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
         try:
             self.state = replace(self.state, is_rate_limited=not self._rate.count())
-            self._store.facts.put(PendingHead(self._task.digest, train.version, dict(train.members)))
+            put_pending(self._store, self._task.digest, train.version, dict(train.members), is_running=True)
             self._trainer.start(job)
         except StateError as error:
             self._on_event(Finished(job, None, str(error)))
 
-    def _job(self, train: rounds.Train) -> HeadJob | RoundJob:
-        folder = self._store.folder / "training"
-        shared: dict[str, Any] = {
-            "version": train.version,
-            "task": self._task.digest.hex(),
-            "members": {device: entry.digest.hex() for device, entry in train.members},
-            "blobs": str(self._store.blobs.folder),
-            "feature_size": self._task.feature_size,
-        }
-        if self._tensors is not None:
-            return RoundJob(
-                **shared,
-                task_file=self._task.file,
-                tensors=self._tensors.digest.hex(),
-                folder=str(folder / f"round-{train.version - 1}"),
-            )
-        return HeadJob(
-            **shared,
-            released=tuple(sorted(self.state.decisions.released)),
-            robust=self._task.file.robust,
-            training=self._task.file.training,
-            folder=str(folder / f"head-{train.version}"),
-        )
-
     def _fail(self, reason: str) -> None:
-        version, settings = self.state.head_version + 1, self._settings
-        if settings.rounds is None:
-            retry = "when a submission changes or at the next start"
-            event(log, logging.ERROR, "head training failed", version=version, reason=reason, retry=retry)
-        else:
-            retry = f"in {settings.deadline_s:g} s, at the next submission or at the next start"
-            event(log, logging.ERROR, "closing a round failed", round=version - 1, reason=reason, retry=retry)
-        with contextlib.suppress(StateError):  # the next start would resume it
-            self._store.facts.delete(PendingHead)
-        self._step(rounds.TrainingFailed(time.time()))
+        members, now_s = self.state.training, time.time()
+        self._step(rounds.TrainingFailed(now_s))
+        version, is_round = self.state.head_version + 1, self._settings.rounds is not None
+        event(
+            *(log, logging.ERROR, "closing a round failed" if is_round else "head training failed"),
+            version=None if is_round else version,
+            round=version - 1 if is_round else None,
+            failures=self.state.failures,
+            reason=reason,
+            retry=f"in {self.state.retry_s - now_s:.0f} s, with other submissions or at the next start",
+        )
+        with contextlib.suppress(StateError):  # the next start repeats it all the same
+            put_failure(self._store, self._task.digest, self.state, reason)
+            if members is not None:
+                put_pending(self._store, self._task.digest, version, members, is_running=False)
 
     def _log_head(self, head: HeadRecord) -> None:
         metrics, total = head.metrics, self._settings.rounds

@@ -7,6 +7,7 @@ from typing import Any
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.coordination import canary_rollout, rounds
 from aggregator.heads import operator_commands
+from aggregator.heads.pending_training import has_half_memory
 from aggregator.ingest import intake_status
 from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
@@ -46,6 +47,7 @@ def collect_status(store: Store) -> model.Status:
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
         training=store.facts.get(TrainingProgress),
+        failed_training=_failed_training(store, task, state, settings),
         submissions=len(submissions),
         waiting=len(rounds.waiting(state, settings)),
         closes_at_s=rounds.closes_at_s(state, settings),
@@ -59,6 +61,22 @@ def collect_status(store: Store) -> model.Status:
         refusals=tuple(store.refusals.all()),
         head_path=str((store.folder / "head.onnx").resolve()) if heads else None,
         model_path=str(full_model.resolve()) if heads and full_model.is_file() else None,
+    )
+
+
+def _failed_training(
+    store: Store, task: bytes, state: rounds.State, settings: rounds.Settings
+) -> model.FailedTraining | None:
+    failed = store.failed_training(task, state.head_version + 1)
+    if failed is None:
+        return None
+    return model.FailedTraining(
+        version=failed.version,
+        failures=failed.failures,
+        reason=failed.reason,
+        failed_s=failed.failed_s,
+        retry_at_s=failed.retry_s,
+        half_memory=settings.rounds is None and has_half_memory(failed.failures),
     )
 
 

@@ -22,6 +22,19 @@ class Enrollment(msgspec.Struct, frozen=True, kw_only=True):
     revoked: int
 
 
+class FailedTraining(msgspec.Struct, frozen=True, kw_only=True):
+    """The last failed training of the next head, or closing of the open round."""
+
+    version: Annotated[int, Meta(description="Of the head that it was to make.")]
+    failures: Annotated[int, Meta(description="Trainings of this head that have failed.")]
+    reason: str
+    failed_s: UnixSeconds
+    retry_at_s: Annotated[
+        UnixSeconds, Meta(description="When it is repeated at the latest, if the aggregator runs.")
+    ]
+    half_memory: Annotated[bool, Meta(description="It is repeated with half the memory; never for a round.")]
+
+
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """The open round."""
 
@@ -135,6 +148,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     quorum: int
     retrain_after: int
     training: TrainingProgress | None
+    failed_training: Annotated[FailedTraining | None, Meta(description="Null once the next head is trained.")]
     submissions: int
     waiting: Annotated[int, Meta(description="Submissions that are in no head yet.")]
     closes_at_s: Annotated[

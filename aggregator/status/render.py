@@ -10,7 +10,7 @@ from rich.table import Table
 
 from aggregator.coordination.canary_rollout import canaries
 from aggregator.heads.trained_heads import ADD_IMAGES
-from aggregator.status.model import Candidate, Device, Enrollment, Head, Round, Status
+from aggregator.status.model import Candidate, Device, Enrollment, FailedTraining, Head, Round, Status
 from aggregator.training.jobs import FEW_PROTOTYPES
 from protocol.cli import counted, plain
 
@@ -42,8 +42,16 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
     yield "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}"
     if (other := status.duplicate) is not None:
         yield "duplicate", f"{_clock(other.seen_s)}: {other.summary}", "red"
+    if (failed := status.failed_training) is not None:
+        yield "training failed", _failed_training(failed), "red"
     if status.intake.stopped_s is not None:
         yield "intake stopped", f"since {_clock(status.intake.stopped_s)}: {status.intake.reason}", "red"
+
+
+def _failed_training(failed: FailedTraining) -> str:
+    what = f"head {failed.version}, {counted(failed.failures, 'time')}, last at {_clock(failed.failed_s)}"
+    half = " with half the memory" if failed.half_memory else ""
+    return f"{what}: {failed.reason}; repeated{half} by {_clock(failed.retry_at_s)}"
 
 
 def _problems(device: Device) -> Iterator[tuple[str, ...]]:

@@ -8,7 +8,7 @@ from aggregator.coordination.rounds import DeviceDecisions, Entry, State
 from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
-from aggregator.storage.stored_values import Facts, PendingHead, ServedTask
+from aggregator.storage.stored_values import Facts, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore, state_errors
@@ -164,6 +164,7 @@ class Store:
         covered = {**newest.members, **newest.quarantined} if newest else {}
         pending = self.facts.get(PendingHead)
         is_pending = pending is not None and (pending.task, pending.version) == (task, version + 1)
+        failed = self.failed_training(task, version + 1)
         return State(
             submissions={device: record.entry for device, record in self.submissions.all(task).items()},
             covered={
@@ -171,10 +172,16 @@ class Store:
                 for device, digest in covered.items()
             },
             training=pending.members if pending is not None and is_pending else None,
+            failures=failed.failures if failed is not None else 0,
             head_version=version,
             excluded=frozenset(newest.quarantined if newest else ()),
             decisions=self.decisions(task),
         )
+
+    def failed_training(self, task: bytes, version: int) -> FailedTraining | None:
+        """Return the last failed training of a head; None if none has failed."""
+        failed = self.facts.get(FailedTraining)
+        return failed if failed is not None and (failed.task, failed.version) == (task, version) else None
 
     def decisions(self, task: bytes) -> DeviceDecisions:
         """Return which devices count, by their keys and the quarantine."""

@@ -44,11 +44,27 @@ class TrainingProgress(msgspec.Struct, frozen=True):
 
 
 class PendingHead(msgspec.Struct, frozen=True):
-    """A closed collection whose head is being trained, with its members; a restart trains it on the same."""
+    """A closed collection whose head is not trained yet, with its members; a restart trains it on the same."""
 
     task: bytes
     version: int
     members: Mapping[str, rounds.Entry]
+    is_running: bool = False
+    """Its training was started, and has neither ended nor been stopped."""
+
+
+class FailedTraining(msgspec.Struct, frozen=True):
+    """The last failed training of a head that is not trained yet."""
+
+    task: bytes
+    version: int
+    failures: int
+    """Trainings of this head that have failed."""
+    reason: str
+    failed_s: float
+    """Unix seconds."""
+    retry_s: float = 0.0
+    """As in `rounds.State`."""
 
 
 class HeadRateLimit(msgspec.Struct, frozen=True):

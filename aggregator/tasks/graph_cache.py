@@ -20,10 +20,14 @@ from aggregator.training.jobs import CompileJob, Result, run_as_program
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.log import event
+from protocol.retry_delay import retry_delay_s
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import BlobRef
 
 log = logging.getLogger(__name__)
+
+MAX_EXPORTS = 4
+"""Exports that are killed before the program ends with an error, and its service starts it again."""
 
 ROLES = ("init", "step", "project", "head")
 
@@ -81,7 +85,21 @@ def known_graphs(store: Store) -> Mapping[str, Mapping[str, BlobRef]]:
 
 
 def _run_job(job: CompileJob, folder: Path) -> Result:
-    """Wait for a job's result; an interrupt ends the job as well."""
+    """Wait for a job's result, and repeat a job that was killed; an interrupt ends the job as well."""
+    for failures in range(MAX_EXPORTS):
+        if (outcome := _run_once(job, folder)).result is not None:
+            return outcome.result
+        if not outcome.is_killed or failures + 1 == MAX_EXPORTS:
+            break
+        delay_s = retry_delay_s(failures)
+        event(log, logging.ERROR, "exporting graphs failed", reason=outcome.reason, retry=f"in {delay_s:g} s")
+        time.sleep(delay_s)
+    raise ConfigError(
+        f"cannot export the graphs of {job.task_file.algorithm}: {outcome.reason}; see {job.folder}"
+    )
+
+
+def _run_once(job: CompileJob, folder: Path) -> Finished:
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
     trainer = Trainer(folder, on_event=events.put)
     try:
@@ -90,11 +108,7 @@ def _run_job(job: CompileJob, folder: Path) -> Result:
             pass
     finally:
         trainer.stop()
-    if outcome.result is None:
-        raise ConfigError(
-            f"cannot export the graphs of {job.task_file.algorithm}: {outcome.reason}; see {job.folder}"
-        )
-    return outcome.result
+    return outcome
 
 
 def _key(task: TaskFile, feature_size: int) -> str:

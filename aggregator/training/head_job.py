@@ -23,17 +23,18 @@ from aggregator.training.jobs import (
     run_as_program,
 )
 from aggregator.training.outlier_detection import Judgment, judge
-from aggregator.training.robust_training_set import combine
+from aggregator.training.robust_training_set import combine, half_of
 from protocol.errors import ProtofleetError
 
 MAX_ONNX_DIFFERENCE = 1e-4
 
 
-def recipe_of(training: Training, *, private: bool = False) -> Recipe:
+def recipe_of(training: Training, *, private: bool = False, half_memory: bool = False) -> Recipe:
     """Return the recipe that a task file configures.
 
     Prototypes that are `private` contain noise, which restoring the variance of their images would multiply by the
-    square root of their number: by default it is omitted.
+    square root of their number: by default it is omitted. With `half_memory` the head is a linear discriminant,
+    whatever the recipe: an adapter takes PyTorch.
     """
     recipe = RECIPES[training.recipe]
     restore = False if training.restore is None and private else training.restore
@@ -41,7 +42,7 @@ def recipe_of(training: Training, *, private: bool = False) -> Recipe:
         recipe = dataclasses.replace(recipe, restore=restore, mix=recipe.mix and restore)
     if training.epochs is not None:
         recipe = dataclasses.replace(recipe, epochs=training.epochs, min_steps=0)
-    return recipe
+    return dataclasses.replace(recipe, closed_form=True, adapter=False) if half_memory else recipe
 
 
 def run(job: HeadJob) -> Result:
@@ -52,7 +53,10 @@ def run(job: HeadJob) -> Result:
     """
     manifest = job.manifest()
     expectation = Expectation(bytes.fromhex(job.task), manifest, job.feature_size)
-    parts, invalid = checked_parts(job.submissions(), expectation)
+    if job.half_memory:
+        parts, invalid = checked_parts(job.submissions(), expectation, reduce=half_of)
+    else:
+        parts, invalid = checked_parts(job.submissions(), expectation)
     judgment = Judgment({})
     if job.robust.detect_outliers:
         threshold = job.robust.threshold
@@ -66,7 +70,9 @@ def run(job: HeadJob) -> Result:
         data.labels,
         data.counts,
         num_classes=len(manifest.classes),
-        recipe=recipe_of(job.training, private=manifest.differential_privacy is not None),
+        recipe=recipe_of(
+            job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory
+        ),
         seed=job.training.seed,
         device=job.training.device,
         report=report_progress,
@@ -78,6 +84,8 @@ def run(job: HeadJob) -> Result:
         "epochs": float(trained.epochs),
         "temperature": trained.temperature,
     }
+    if job.half_memory:
+        figures["half_memory"] = 1.0
     head = head_to_onnx(trained.layers, metadata=job.metadata(manifest, figures))
     difference = max_difference(trained.layers, head, data.values[:256])
     if not difference <= MAX_ONNX_DIFFERENCE:

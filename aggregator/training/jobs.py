@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from aggregator.ingest.validation import (
     check_submission,
     read_message,
 )
-from protocol.errors import BackboneMismatch, ProtofleetError
+from protocol.errors import BackboneMismatch, ProtofleetError, StateError
 from protocol.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import BlobStore, write_atomically
 from protocol.wire.codec import decode
@@ -41,19 +41,18 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
         data = BlobStore(Path(self.blobs)).read(bytes.fromhex(self.task))
         return decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
 
-    def submissions(self) -> dict[str, Submission]:
-        """Read the submission of each device.
+    def submissions(self) -> Iterator[tuple[str, Submission]]:
+        """Yield each device and its submission, one in memory at a time.
 
         Raises:
             ProtofleetError: a blob is missing, or is no submission.
         """
-        blobs, found = BlobStore(Path(self.blobs)), {}
+        blobs = BlobStore(Path(self.blobs))
         for device, digest in self.members.items():
             message = read_message(blobs.read(bytes.fromhex(digest)))
             if not isinstance(message, Submission):
                 raise ProtofleetError("expected a stored submission, got an evaluation")
-            found[device] = message
-        return found
+            yield device, message
 
     def metadata(self, manifest: TaskManifest, training: dict[str, float]) -> HeadMetadata:
         """Return the head's metadata."""
@@ -67,13 +66,13 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def write_head(self, head: bytes, manifest: TaskManifest) -> None:
-        """Write `head.onnx`, and `model.onnx` if the backbones and the head can be fused."""
+        """Write `head.onnx`, and `model.onnx` if the backbones can be read and fused with the head."""
         from aggregator.graphs.fused_model import fuse  # onnx, which `aggregator release` does not need
 
         write_atomically(Path(self.folder) / "head.onnx", head)
         blobs = BlobStore(Path(self.blobs))
-        backbones = [blobs.read(backbone.digest) for backbone in manifest.backbones]
-        with contextlib.suppress(BackboneMismatch):  # the aggregator tries it again, and logs the reason
+        with contextlib.suppress(BackboneMismatch, StateError):  # the aggregator tries it again, and logs why
+            backbones = [blobs.read(backbone.digest) for backbone in manifest.backbones]
             write_atomically(Path(self.folder) / "model.onnx", fuse(backbones, head))
 
 
@@ -84,6 +83,13 @@ class HeadJob(SubmissionsJob, frozen=True, kw_only=True):
     """Devices that are not quarantined, whatever outlier detection finds."""
     training: Training
     robust: Robust = Robust()
+    half_memory: bool = False
+    """Make a linear discriminant of half of each device's prototypes."""
+
+    @property
+    def timeout_s(self) -> float:
+        """The time limit."""
+        return self.training.timeout_s
 
 
 class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
@@ -93,6 +99,11 @@ class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
     tensors: str
     """Hex digest of the round's tensors, a blob."""
 
+    @property
+    def timeout_s(self) -> float:
+        """The time limit."""
+        return self.task_file.training.timeout_s
+
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     """Build the graphs that devices run: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
@@ -101,6 +112,14 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     feature_size: int
     folder: str
 
+    @property
+    def timeout_s(self) -> float:
+        """The time limit."""
+        return self.task_file.training.timeout_s
+
+
+OOM_SCORE = "500"
+"""Of 1000, for which Linux kills a process first."""
 
 FEW_PROTOTYPES = 5
 """A class with fewer rests on too few images for a reliable head."""
@@ -123,25 +142,29 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_parts(
-    submissions: Mapping[str, Submission], expectation: Expectation
+    submissions: Iterable[tuple[str, Submission]],
+    expectation: Expectation,
+    *,
+    reduce: Callable[[Prototypes], Prototypes] = lambda part: part,
 ) -> tuple[dict[str, Prototypes], dict[str, str]]:
     """Return the prototypes of each device, and the devices whose submissions are invalid, with reasons.
 
-    They were valid when they arrived, perhaps by the rules of an older version of this program.
+    They were valid when they arrived, perhaps by the rules of an older version of this program. Each is passed through
+    `reduce`, before the next one is read.
 
     Raises:
         Refused: none is valid.
     """
     parts: dict[str, Prototypes] = {}
-    invalid: dict[str, str] = {}
-    for device, submission in submissions.items():
+    refused: dict[str, Refused] = {}
+    for device, submission in submissions:
         try:
-            parts[device] = check_submission(submission, expectation)
-        except Refused as refused:
-            if len(submissions) == len(invalid) + 1:
-                raise
-            invalid[device] = f"its submission is refused: {refused.detail}"
-    return parts, invalid
+            parts[device] = reduce(check_submission(submission, expectation))
+        except Refused as error:
+            refused[device] = error
+    if refused and not parts:
+        raise next(reversed(refused.values()))
+    return parts, {device: f"its submission is refused: {error.detail}" for device, error in refused.items()}
 
 
 def report_progress(figures: dict[str, float | str]) -> None:
@@ -151,7 +174,12 @@ def report_progress(figures: dict[str, float | str]) -> None:
 
 
 def run_as_program(job_type: type[J], run: Callable[[J], Result]) -> None:
-    """Run the job in the file named on the command line; `result.json` in its folder is written last."""
+    """Run the job in the file named on the command line; `result.json` in its folder is written last.
+
+    When memory runs out, Linux kills the job, which is repeated, rather than the aggregator or the broker.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
     try:
         job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=job_type)
         write_atomically(Path(job.folder) / "result.json", msgspec.json.encode(run(job)))

@@ -40,8 +40,8 @@ def run(job: RoundJob) -> Result:
         algorithm.projection_size,
         {name: previous[name].shape for name in algorithm.uploaded},
     )
-    submissions = job.submissions()
-    parts, refused = checked_parts(submissions, expectation)
+    submissions = dict(job.submissions())
+    parts, refused = checked_parts(submissions.items(), expectation)
     counted = dict(zip(parts, limited(list(parts.values())), strict=True))
     tensors, failed = aggregated(
         algorithm,

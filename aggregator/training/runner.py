@@ -4,8 +4,10 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +45,12 @@ class Finished:
     job: Job
     result: Result | None
     reason: str = ""
+    is_killed: bool = False
+    """It was ended by a signal, not by an error of its own."""
 
 
 class Trainer:
-    """Runs at most one job at a time, each in a folder inside `folder`.
+    """Runs at most one job at a time, each in a folder inside `folder`, and kills it after its time limit.
 
     `on_event` is called from a thread with Progress and, whatever happens, one Finished; it must only enqueue them.
     """
@@ -84,13 +88,13 @@ class Trainer:
             )
 
         def fail(failure: ThreadFailed) -> None:
-            process.kill()
+            _kill(process)
             self._on_event(Finished(job, None, str(failure)))
 
         try:
             start_thread(lambda: self._watch(job, process), name="job", on_failure=fail)
         except ThreadFailed:
-            process.kill()
+            _kill(process)
             raise
 
     def stop(self) -> None:
@@ -100,21 +104,55 @@ class Trainer:
             try:
                 self._process.wait(timeout=10)
             except subprocess.TimeoutExpired:
-                self._process.kill()
+                _kill(self._process)
 
     def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            _kill(process)
+
+        limit = threading.Timer(job.timeout_s, end)
+        limit.daemon = True
+        limit.start()
+        try:
+            self._read(process)
+            code = process.wait()
+        finally:
+            limit.cancel()
+        try:
+            data = (Path(job.folder) / "result.json").read_bytes()
+            self._on_event(Finished(job, msgspec.json.decode(data, type=Result)))
+        except (OSError, msgspec.MsgspecError):
+            reason = _too_late(job) if is_late.is_set() else _reason(job, code)
+            self._on_event(Finished(job, None, reason, is_killed=code < 0 and not is_late.is_set()))
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        """Report the progress until the end of the output."""
         for line in process.stdout or ():
             try:
                 self._on_event(Progress(msgspec.json.decode(line, type=dict[str, Any])))
             except msgspec.MsgspecError:
                 log.debug("job output: %s", line.rstrip())
-        code = process.wait()
-        try:
-            data = (Path(job.folder) / "result.json").read_bytes()
-            self._on_event(Finished(job, msgspec.json.decode(data, type=Result)))
-        except (OSError, msgspec.MsgspecError):
-            errors = ""
-            with contextlib.suppress(OSError):
-                errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
-            last = errors.splitlines()[-1] if errors else "no error message"
-            self._on_event(Finished(job, None, f"exit status {code}: {last}"))
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill a job that has not been waited for, and its children."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _too_late(job: Job) -> str:
+    return f"not finished within `[training]` timeout_s, {job.timeout_s:g} s: raise it, or use fewer epochs"
+
+
+def _reason(job: Job, code: int) -> str:
+    """Return why a job has failed, from its exit status and the last line of its errors."""
+    errors = ""
+    with contextlib.suppress(OSError):
+        errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
+    if code == -signal.SIGKILL:
+        return "killed (SIGKILL), as Linux does when memory runs out"
+    return f"exit status {code}: {errors.splitlines()[-1] if errors else 'no error message'}"

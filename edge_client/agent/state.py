@@ -17,6 +17,9 @@ from protocol.wire.transfer import Ranges
 
 Kind = Literal["submission", "evaluation"]
 
+MAX_DAMAGED = 3
+"""Transfers with a wrong digest after which the device stops trying."""
+
 
 class Mode(enum.Enum):
     """When the program exits."""

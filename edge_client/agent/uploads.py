@@ -7,8 +7,8 @@ queries are far more frequent than missing ranges.
 from dataclasses import replace
 
 from edge_client.agent import events
-from edge_client.agent.retry_delay import MAX_DAMAGED, retry_delay_s
-from edge_client.agent.state import Mode, State, Upload, UploadItem
+from edge_client.agent.state import MAX_DAMAGED, Mode, State, Upload, UploadItem
+from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import Receipt
 from protocol.wire.transfer import Ranges
 

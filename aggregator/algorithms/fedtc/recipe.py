@@ -27,6 +27,7 @@ class Recipe:
             one rate suits the feature scales of all backbones.
         compress: reduce the adapter's layers to a low rank and float16 afterwards.
         closed_form: use the linear discriminant, unless cross-validation says that the adapter is better.
+        adapter: train an adapter; False only with `closed_form`.
     """
 
     epochs: int
@@ -40,6 +41,7 @@ class Recipe:
     standardize: bool
     compress: bool
     closed_form: bool
+    adapter: bool = True
 
     def rate_at(self, progress: float) -> float:
         """Return the fraction of the learning rate at a point of the training between 0 and 1."""

@@ -98,7 +98,10 @@ def train_head(
         return train_adapter(part, recipe=recipe, seed=seed, device=device, report=report)
 
     data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore)
-    chosen = _choose(data, adapter, seed) if recipe.closed_form else _Candidate(*adapter(data))
+    if recipe.closed_form:
+        chosen = _choose(data, adapter if recipe.adapter else None, seed)
+    else:
+        chosen = _Candidate(*adapter(data))
     layers = _divided(chosen, data.samples > 0)
     logits = logits_of(layers, data.features)
     return TrainedHead(
@@ -111,9 +114,9 @@ def train_head(
 
 
 def _choose(
-    data: TrainingSet, adapter: Callable[[TrainingSet], tuple[tuple[Dense, ...], int]], seed: int
+    data: TrainingSet, adapter: Callable[[TrainingSet], tuple[tuple[Dense, ...], int]] | None, seed: int
 ) -> _Candidate:
-    """Return the linear discriminant, or the adapter where its loss on held-out prototypes is lower."""
+    """Return the linear discriminant, or the adapter, if any, where its loss on held-out prototypes is lower."""
     folds = _folds(data.labels, seed)
     tested, first = folds >= 0, folds == 0
     if not tested.any():
@@ -126,7 +129,7 @@ def _choose(
     temperature, losses = calibrated[best]
     layers = tuple(_discriminants(data, (SHARES[best],)))
     linear = _Candidate(layers, temperature=temperature, loss=float(losses.mean()))
-    if first.sum() < MIN_HELD_OUT:
+    if adapter is None or first.sum() < MIN_HELD_OUT:
         return linear
     training, held_out = data.part(~first), data.part(first)
     trial, _ = adapter(training)

@@ -208,7 +208,7 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     (ROUNDS + "[fedpcl]\nrounds = 3", 4, '`fedpcl`: algorithm = "fpl" does not use this setting: remove it'),
     ("[fpl]", 3, '`fpl`: algorithm = "fedtc" does not use'),
     ("\n[rounds]\nstaleness = 2", 4, '`rounds`: algorithm = "fedtc" does not use'),
-    (ROUNDS + "[training]\nseed = 2", 4, '`training`: algorithm = "fpl" does not use'),
+    (ROUNDS + "[training]\ntimeout_s = 9\nseed = 2", 6, '`training.seed`: algorithm = "fpl" does not use'),
     (ROUNDS + "[robust]", 4, '`robust`: algorithm = "fpl" does not use'),
     (ROUNDS + "retrain_after = 2", 4, '`retrain_after`: algorithm = "fpl" does not use'),
     (ROUNDS + "[client]\nseed = 1\nbatch_size = 2", 6, '`client.batch_size`: algorithm = "fpl" does not use'),

@@ -138,8 +138,8 @@ def test_lowered_number_of_rounds_leaves_the_open_round() -> None:
 
 
 def test_failed_round_is_retried() -> None:
-    """At once when a submission changes, otherwise a deadline later: a full disk must not end the rounds."""
+    """At once when a submission changes, otherwise after the delay: a full disk must not end the rounds."""
     state, _, _ = run(*AB, Ticked(10), TrainingFailed(20))
-    assert run(Ticked(119), state=state)[1] == []
-    assert run(Ticked(120), state=state)[1] == [(1, ["a0.1", "b0.1"])]
+    assert run(Ticked(29), state=state)[1] == []
+    assert run(Ticked(30), state=state)[1] == [(1, ["a0.1", "b0.1"])]
     assert run(submitted("c", now_s=21), state=state)[1] == [(1, ["a0.1", "b0.1", "c0.1"])]

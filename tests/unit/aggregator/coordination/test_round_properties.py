@@ -24,6 +24,7 @@ from aggregator.coordination.rounds import (
     step,
     waiting,
 )
+from protocol.retry_delay import MAX_DELAY_S
 from tests.unit.aggregator.coordination.round_events import submitted
 
 Happening = tuple[str, int, int] | float | str
@@ -38,6 +39,8 @@ class World:
     now_s: float = 0.0
     stored: dict[str, Entry] = field(default_factory=dict)
     training: Mapping[str, Entry] | None = None
+    pending: Mapping[str, Entry] | None = None
+    """The members of the last training, if it has not made a head."""
     heads: list[dict[str, Entry]] = field(default_factory=list)
     verdicts: list[str] = field(default_factory=list)
 
@@ -57,7 +60,7 @@ class World:
             if isinstance(action, Train):
                 assert before.training is None
                 self._check(action)
-                self.training = dict(action.members)
+                self.training = self.pending = dict(action.members)
 
     def _check(self, train: Train) -> None:
         """A round closes once, with each device that counts once."""
@@ -89,19 +92,22 @@ class World:
         if training is None:
             return
         if succeeds:
+            self.pending = None
             self.heads.append(dict(training))
             self.feed(Trained(len(self.heads)))
         else:
             self.feed(TrainingFailed(self.now_s))
 
     def restart(self) -> None:
-        """Restore what is stored: of a head's members only the digests."""
+        """Restore what is stored: of a head's members only the digests. A failed training is repeated."""
+        self.training = self.pending
         members = self.heads[-1] if self.heads else {}
         self.state = State(
             submissions=dict(self.stored),
             covered={device: Entry(0, entry.digest, 0.0) for device, entry in members.items()},
             training=self.training,
             head_version=len(self.heads),
+            failures=self.state.failures,
         )
         again = [dict(train.members) for train in resumed(self.state)]
         assert again == ([self.training] if self.training else [])
@@ -149,7 +155,7 @@ def test_all_rounds_close(settings: Settings, happenings: list[Happening]) -> No
         for device in "abcd"[: settings.min_devices]:
             world.submit(device, len(world.heads), sequence=3)
         world.tick(settings.deadline_s)
-        world.tick(settings.deadline_s)
+        world.tick(MAX_DELAY_S)
         world.end_training()
     assert len(world.heads) == settings.rounds
     assert is_over(world.state, settings)
@@ -161,17 +167,19 @@ def test_all_rounds_close(settings: Settings, happenings: list[Happening]) -> No
 
 @given(_without_rounds, st.lists(_rough, max_size=40))
 def test_last_head_is_of_all_submissions(settings: Settings, happenings: list[Happening]) -> None:
-    """Without rounds, once the deadline has passed; then nothing is trained any more, also after a restart."""
+    """Without rounds, once deadline and retry delay have passed; then no more is trained, also after a restart."""
     world = World(settings)
     for happening in happenings:
         world.happen(happening)
     heads = 0
-    for _ in range(2):
+    for restarts in range(2):
         heads = len(world.heads)
-        world.restart()
+        if restarts:
+            world.restart()
         for _ in range(3):
-            world.tick(settings.deadline_s)
+            world.tick(max(settings.deadline_s, MAX_DELAY_S))
             world.end_training()
+        assert world.state.failures == 0
         assert (waiting(world.state, settings), world.state.training) == ({}, None)
         assert closes_at_s(world.state, settings) is None
         assert (world.heads[-1] if world.heads else {}) == world.stored

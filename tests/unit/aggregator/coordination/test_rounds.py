@@ -77,12 +77,19 @@ def test_retrain_after_counts_after_the_first_head() -> None:
     assert run(Ticked(600), state=late)[1] == [(2, ["a0.1", "b0.1", "c0.1", "d0.1"])]
 
 
-def test_failed_training_is_not_repeated_on_the_same_submissions() -> None:
-    """Only on a changed submission or after a restart."""
-    state, _, _ = run(*ABC, TrainingFailed())
-    assert run(Ticked(10**6), submitted("a"), Ticked(10**7), state=state)[1] == []
-    assert run(submitted("a", sequence=2), state=state)[1] == [(1, ["a0.2", "b0.1", "c0.1"])]
-    assert run(Ticked(0), state=State(submissions=state.submissions))[1] == [(1, ["a0.1", "b0.1", "c0.1"])]
+def test_failed_training_is_repeated_after_a_growing_delay() -> None:
+    """At once on a changed submission; a head ends the series."""
+    now_s, state = 0.0, run(*ABC)[0]
+    for failures, delay_s in enumerate([10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0], start=1):
+        state, trainings, _ = run(
+            TrainingFailed(now_s), Ticked(now_s + delay_s - 1), submitted("a"), state=state
+        )
+        assert (trainings, state.failures) == ([], failures)
+        assert run(submitted("a", sequence=2), state=state)[1] == [(1, ["a0.2", "b0.1", "c0.1"])]
+        now_s += delay_s
+        state, trainings, _ = run(Ticked(now_s), state=state)
+        assert trainings == [(1, ["a0.1", "b0.1", "c0.1"])]
+    assert run(Trained(1), state=state)[0].failures == 0
 
 
 @pytest.mark.parametrize("event", [Trained(7), TrainingFailed()])

@@ -6,23 +6,27 @@ import queue
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
+from aggregator.config.schema import TaskFile, Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination import rounds
 from aggregator.heads import training_schedule
+from aggregator.heads.pending_training import FULL_MEMORY_TRAININGS, job_of
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.jobs import RoundJob
+from aggregator.training.jobs import HeadJob, RoundJob
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
-from tests.support.submissions import round_submission
+from tests.support.submissions import EXPECTATION, MANIFEST, round_submission
 
 Events = queue.SimpleQueue[Progress | Finished]
 
@@ -85,16 +89,66 @@ def test_failed_round_is_logged_and_retried(
         for device in "ab":
             assert _take(training, task, device).verdict == "new"
         assert not training.finish(_end(events))
-    assert 'closing a round failed round=0 reason="exit status 1: ' in caplog.text
+    assert 'closing a round failed round=0 failures=1 reason="exit status 1: ' in caplog.text
     assert "was damaged on disk" in caplog.text
-    assert "in 1000 s, at the next submission" in caplog.text
-    assert store.round_state(task.digest).training is None
+    assert "in 10 s, with other submissions or at the next start" in caplog.text
     assert (training.round is not None and training.round.number, store.heads.all()) == (0, [])
-    training.tick()
-    assert events.empty()
     _take(training, task, "c")
     assert training.finish(_end(events))
     assert [len(head.members) for head in store.heads.all()] == [3]
+
+
+def test_killed_training_is_repeated(task: Task, store: Store) -> None:
+    """After its delay, and by a restarted aggregator, which knows of the failures until there is a head."""
+    events: Events = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    for device in "ab":
+        _take(training, task, device)
+    for failures in (1, 2):
+        (job,) = psutil.Process().children()
+        job.kill()
+        assert not training.finish(_end(events))
+        failed = store.failed_training(task.digest, 1)
+        assert failed is not None
+        assert (failed.failures, failed.reason) == (
+            failures,
+            "killed (SIGKILL), as Linux does when memory runs out",
+        )
+        training.state = replace(training.state, retry_s=0.0)  # the delay has passed
+        training.tick()
+    training.stop()
+    restarted = HeadTraining(task, store, on_event=(after := queue.SimpleQueue[Progress | Finished]()).put)
+    assert restarted.state.failures == 2
+    assert restarted.finish(_end(after))
+    assert store.failed_training(task.digest, 1) is None
+    assert [len(head.members) for head in store.heads.all()] == [2]
+
+
+def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, store: Store) -> None:
+    """Where memory runs out, the aggregator may be killed with its training; one that is stopped was not."""
+    before = HeadTraining(task, store, on_event=lambda _: None)
+    for device in "ab":
+        _take(before, task, device)
+    before._trainer.stop()
+    for failures in (1, 2):
+        killed = HeadTraining(task, store, on_event=lambda _: None)
+        assert killed.state.failures == failures
+        killed._trainer.stop()
+    killed.stop()
+    stopped = HeadTraining(task, store, on_event=lambda _: None)
+    stopped.stop()
+    assert stopped.state.failures == 2
+
+
+def test_half_the_memory_after_several_failures(store: Store) -> None:
+    """A round is closed as before."""
+    train, settings = rounds.Train(1, (("a", rounds.Entry(1, b"a", 0.0)),)), Training(epochs=3)
+    file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), training=settings)
+    task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
+    for failures in range(6):
+        job = job_of(train, task, store, rounds.State(failures=failures), tensors=None)
+        assert isinstance(job, HeadJob)
+        assert (job.half_memory, job.training) == (failures >= FULL_MEMORY_TRAININGS, settings)
 
 
 def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:

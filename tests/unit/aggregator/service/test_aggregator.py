@@ -106,18 +106,22 @@ def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddr
         assert daemon.status()["model_path"] == str(daemon.state / "model.onnx")
 
 
-def test_failed_training_is_logged_and_not_repeated(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+def test_failed_training_is_logged_and_shown(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+    """The same submission again does not repeat it."""
     task_file = write_task(tmp_path, 'quorum = 1\n[training]\nrecipe = "paper"\ndevice = "cuda:99"')
     with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "a") as device:
         device.aggregator_is("online")
         task = digest_of(device.task())
         assert device.upload(_separable(task)).status == "received"
         daemon.until(lambda _: "head training failed version=1" in daemon.log())
-        daemon.until(lambda summary: summary["training"] is None)
+        daemon.until(lambda summary: summary["failed_training"] is not None)
         assert device.upload(_separable(task)).status == "received"
-        assert daemon.log().count("head training failed version=1") == 1
         assert "Traceback" not in daemon.log()
-        assert daemon.status()["heads"] == []
+        summary = daemon.status()
+        assert summary["heads"] == []
+        assert "PyTorch finds no CUDA device" in summary["failed_training"]["reason"]
+        shown = run_aggregator("status", "--state", str(daemon.state)).stdout
+        assert "training failed head 1, " in shown
 
 
 def _limit_files(daemon: Daemon, size_bytes: int) -> None:
@@ -192,7 +196,8 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
         folder=str(tmp_path / "gone"),
     )
     daemon._handle_event(Finished(job, Result(prototypes=1, metrics=metrics)))
-    assert daemon._training.state == State(submissions=entries, failed=entries)
+    failed = daemon._training.state
+    assert (failed.submissions, failed.failed, failed.failures) == (entries, entries, 1)
     assert store.heads.all(task.digest) == []
 
 

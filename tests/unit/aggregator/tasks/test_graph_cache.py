@@ -1,6 +1,7 @@
 """The key of a task's graphs changes with what changes the graphs."""
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from msgspec.structs import replace
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.config.schema import Client, TaskFile
 from aggregator.tasks import graph_cache
+from aggregator.training.jobs import CompileJob, Result
+from aggregator.training.runner import Finished
+from protocol.errors import ConfigError
 
 FILE = TaskFile(classes=("a", "b"), backbones=("b",), algorithm="fedpcl")
 
@@ -75,3 +79,22 @@ def test_settings_and_sizes_enter() -> None:
     ]
     assert len({key(task) for task in others}) == len(others)
     assert key(replace(FILE, fedpcl=FedPCL(rounds=7, epochs=3))) == key()
+
+
+def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a growing delay, a few times; one that fails by itself is not."""
+    job, waited = CompileJob(task_file=FILE, feature_size=16, folder=str(tmp_path)), list[float]()
+    monkeypatch.setattr(time, "sleep", waited.append)
+    killed, made = Finished(job, None, "killed", is_killed=True), Finished(job, Result(metrics={}))
+
+    def play(*outcomes: Finished) -> Result:
+        left = list(outcomes)
+        monkeypatch.setattr(graph_cache, "_run_once", lambda *_: left.pop(0))
+        return graph_cache._run_job(job, tmp_path)
+
+    assert play(killed, killed, made) == made.result
+    assert waited == [10.0, 20.0]
+    with pytest.raises(ConfigError, match="cannot export the graphs of fedpcl: killed"):
+        play(*[killed] * 4)
+    with pytest.raises(ConfigError, match="differs"):
+        play(Finished(job, None, "a graph differs"))

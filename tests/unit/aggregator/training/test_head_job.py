@@ -1,10 +1,18 @@
-"""The recipe of a head's training, from the task file and the noise of the prototypes."""
+"""The recipe of a head's training, from the task file, the noise of the prototypes and the memory."""
+
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from aggregator.algorithms.fedtc import train_head
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.config.schema import Training
-from aggregator.training.head_job import recipe_of
+from aggregator.training.head_job import recipe_of, run
+from aggregator.training.jobs import HeadJob
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import encode
+from tests.support.submissions import FEATURE_SIZE, MANIFEST, submission
 
 
 @pytest.mark.parametrize(
@@ -18,3 +26,24 @@ def test_noise_is_not_restored_unless_it_is_asked_for(
     recipe = recipe_of(Training(restore=written), private=private)
     assert (recipe.restore, recipe.mix) == (restored, restored)
     assert recipe.epochs == RECIPES["default"].epochs
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper"])
+def test_half_the_memory_is_half_the_prototypes_without_an_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Literal["default", "paper"]
+) -> None:
+    """Whatever the recipe, and whatever cross-validation would prefer; the head's metrics say so."""
+    monkeypatch.setattr(train_head, "MIN_HELD_OUT", 0)  # otherwise so few would not be compared with it
+    blobs = BlobStore(tmp_path / "blobs")
+    job = HeadJob(
+        version=1,
+        task=blobs.put(encode(MANIFEST)).hex(),
+        members={"a": blobs.put(encode(submission(labels=(0, 1, 2) * 10))).hex()},
+        blobs=str(blobs.folder),
+        feature_size=FEATURE_SIZE,
+        training=Training(recipe=recipe, device="cuda:99"),  # an adapter cannot be trained
+        half_memory=True,
+        folder=str(tmp_path),
+    )
+    result = run(job)
+    assert (result.prototypes, result.metrics["epochs"], result.metrics["half_memory"]) == (15, 0, 1)

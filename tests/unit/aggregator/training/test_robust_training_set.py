@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_training_set import TRIMMED_SHARE, combine, pool
+from aggregator.training.robust_training_set import TRIMMED_SHARE, combine, half_of, pool
 from tests.support.prototype_sets import fleet, flipped, honest
 
 
@@ -24,6 +24,16 @@ def test_none_concatenates_the_parts() -> None:
     data = combine(parts, by="none")
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
+
+
+def test_half_has_every_second_prototype_of_each_class() -> None:
+    """Each with its label and count; the only one of a class stays."""
+    labels = np.array([0, 1, 0, 0, 2, 1])
+    values = np.arange(6, dtype=np.float32)[:, None]
+    half = half_of(Prototypes(values, labels, np.arange(10, 16)))
+    assert half.values[:, 0].tolist() == [0, 1, 3, 4]
+    assert half.labels.tolist() == [0, 1, 0, 2]
+    assert half.counts.tolist() == [10, 11, 13, 14]
 
 
 def test_trimmed_omits_the_farthest() -> None:

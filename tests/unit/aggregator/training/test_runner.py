@@ -118,6 +118,23 @@ def test_failed_job_is_reported(
     assert finished.reason == f"exit status 4: {reason}"
 
 
+def test_killed_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what usually kills a job."""
+    _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nkill -9 $$\n")
+    finished, _ = _end(_job(tmp_path), tmp_path)
+    assert (finished.result, finished.is_killed) == (None, True)
+    assert finished.reason == "killed (SIGKILL), as Linux does when memory runs out"
+
+
+def test_job_is_ended_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its children, which keep its output open."""
+    _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nsleep 1000 & sleep 1000\n")
+    job = structs.replace(_job(tmp_path), training=Training(timeout_s=0.1))
+    finished, _ = _end(job, tmp_path)
+    assert (finished.result, finished.is_killed) == (None, False)
+    assert finished.reason.startswith("not finished within `[training]` timeout_s, 0.1 s: raise it")
+
+
 def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     """No process is started."""
     (tmp_path / "training").write_text("a file")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent import events
-from edge_client.agent.retry_delay import MAX_DAMAGED, MAX_DELAY_S
-from edge_client.agent.state import Mode, State, UploadItem, head_key
+from edge_client.agent.state import MAX_DAMAGED, Mode, State, UploadItem, head_key
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES
+from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt, TaskManifest

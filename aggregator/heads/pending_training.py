@@ -1,0 +1,85 @@
+"""The training of the next head, as it is stored: a restart repeats it, and knows how often it has failed."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from aggregator.coordination import rounds
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import FailedTraining, PendingHead
+from aggregator.tasks.task_preparation import Task
+from aggregator.training.jobs import HeadJob, RoundJob
+from protocol.wire.messages import BlobRef
+
+FULL_MEMORY_TRAININGS = 4
+"""Failed trainings of a head after which it is made with half the memory."""
+
+
+def has_half_memory(failures: int) -> bool:
+    """Return True if a training after so many failed ones of the same head uses half the memory."""
+    return failures >= FULL_MEMORY_TRAININGS
+
+
+def put_pending(
+    store: Store, task: bytes, version: int, members: Mapping[str, rounds.Entry], *, is_running: bool
+) -> None:
+    """Store the members of head `version`, whose training has been started or has failed."""
+    store.facts.put(PendingHead(task, version, dict(members), is_running=is_running))
+
+
+def put_stopped(store: Store) -> None:
+    """Store that the running training was stopped, which is no failure."""
+    pending = store.facts.get(PendingHead)
+    if pending is not None:
+        store.facts.put(msgspec.structs.replace(pending, is_running=False))
+
+
+def was_killed(store: Store) -> bool:
+    """Return True if the aggregator has ended during a training without stopping it."""
+    pending = store.facts.get(PendingHead)
+    return pending is not None and pending.is_running
+
+
+def put_failure(store: Store, task: bytes, state: rounds.State, reason: str) -> None:
+    """Store for `status` and the next start that a training has failed."""
+    store.facts.put(
+        FailedTraining(
+            task,
+            state.head_version + 1,
+            failures=state.failures,
+            reason=reason,
+            failed_s=time.time(),
+            retry_s=state.retry_s,
+        )
+    )
+
+
+def job_of(
+    train: rounds.Train, task: Task, store: Store, state: rounds.State, *, tensors: BlobRef | None
+) -> HeadJob | RoundJob:
+    """Return the job that makes a head; `tensors` are those of the open round."""
+    folder = store.folder / "training"
+    shared: dict[str, Any] = {
+        "version": train.version,
+        "task": task.digest.hex(),
+        "members": {device: entry.digest.hex() for device, entry in train.members},
+        "blobs": str(store.blobs.folder),
+        "feature_size": task.feature_size,
+    }
+    if tensors is not None:
+        return RoundJob(
+            **shared,
+            task_file=task.file,
+            tensors=tensors.digest.hex(),
+            folder=str(folder / f"round-{train.version - 1}"),
+        )
+    return HeadJob(
+        **shared,
+        released=tuple(sorted(state.decisions.released)),
+        robust=task.file.robust,
+        training=task.file.training,
+        half_memory=has_half_memory(state.failures),
+        folder=str(folder / f"head-{train.version}"),
+    )
