@@ -3,8 +3,20 @@
 import contextlib
 import json
 import logging
+import time
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from protocol.token_buckets import TokenBuckets
+
+LINES_AT_ONCE = 100
+"""Lines about one device with the same message, after a pause."""
+
+LINES_PER_S = 10 / 60
+
+MAX_COUNTS = 10_000
+"""Counts of omitted lines in memory."""
 
 
 def event(logger: logging.Logger, level: int, message: str, **fields: object) -> None:
@@ -13,8 +25,36 @@ def event(logger: logging.Logger, level: int, message: str, **fields: object) ->
     The message is constant: the same event has the same words everywhere. A field whose value is None is omitted.
     """
     if logger.isEnabledFor(level):
-        pairs = [f"{name}={_text(value)}" for name, value in fields.items() if value is not None]
-        logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=2)
+        _write(logger, level, message, fields)
+
+
+class DeviceEvents:
+    """Events that devices cause as often as they want: the lines of each device and message are limited.
+
+    A line has the number of those that were omitted before it, as `omitted_before`. `clock` returns seconds.
+    """
+
+    def __init__(self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._lines = TokenBuckets[tuple[str, str]](capacity=LINES_AT_ONCE, per_s=LINES_PER_S)
+        self._omitted: Counter[tuple[str, str]] = Counter()
+
+    def event(self, level: int, message: str, *, device: str, **fields: object) -> None:
+        """Log an event like `protocol.log.event`, or count it as omitted."""
+        if not self._logger.isEnabledFor(level):
+            return
+        key = (device, message)
+        if self._lines.take(key, now_s=self._clock()):
+            omitted = self._omitted.pop(key, None)
+            _write(self._logger, level, message, {"device": device, **fields, "omitted_before": omitted})
+        elif key in self._omitted or len(self._omitted) < MAX_COUNTS:
+            self._omitted[key] += 1
+
+
+def _write(logger: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
+    pairs = [f"{name}={_text(value)}" for name, value in fields.items() if value is not None]
+    logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3)
 
 
 @contextlib.contextmanager

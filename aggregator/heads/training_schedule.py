@@ -21,7 +21,7 @@ from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CompileJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
-from protocol.log import event
+from protocol.log import DeviceEvents, event
 from protocol.storage.blobstore import WriteBatch
 from protocol.wire.messages import BlobRef, RoundManifest
 
@@ -42,6 +42,7 @@ class HeadTraining:
         self._store = store
         self._on_event = on_event
         self._settings = task.file.settings
+        self._device_log = DeviceEvents(log)
         self._due: list[rounds.Train] = []
         self._data_version = store.data_version()
         self._writing = WriteBatch()
@@ -177,8 +178,8 @@ class HeadTraining:
             self._replaced_bytes += record.size_bytes
         self._store.submissions.put(self._task.digest, record)
         in_rounds = self._settings.rounds is not None
-        event(
-            *(log, logging.INFO, "submission accepted"),
+        self._device_log.event(
+            *(logging.INFO, "submission accepted"),
             device=record.device,
             round=record.entry.round if in_rounds else None,
             prototypes=record.prototypes,

@@ -24,7 +24,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, VersionMismatch
-from protocol.log import event
+from protocol.log import DeviceEvents
 from protocol.wire.codec import FrameView, decode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
@@ -59,6 +59,7 @@ class DeviceMessages:
     _problems: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self._log = DeviceEvents(log)
         self._authenticator = FrameAuthenticator(self.store, fleet=self.task.file.fleet)
 
     def handle(self, topic: str, payload: bytes) -> None:
@@ -100,7 +101,7 @@ class DeviceMessages:
         info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
         self.store.devices.put_info(device, bounded_info(info, self.task.manifest.classes), now_s=now_s)
         if info.problem and self._problems.get(device) != info.problem:
-            event(log, logging.WARNING, "device cannot take part", device=device, reason=info.problem)
+            self._log.event(logging.WARNING, "device cannot take part", device=device, reason=info.problem)
         self._problems[device] = info.problem
 
     def _check_known(self, device: str) -> None:
@@ -191,14 +192,14 @@ class DeviceMessages:
         version, correct = evaluation.head_version, sum(evaluation.correct)
         images = correct + sum(evaluation.incorrect)
         if evaluation.problem:
-            event(
-                log, logging.WARNING, "head not used", device=device, head=version, reason=evaluation.problem
+            self._log.event(
+                logging.WARNING, "head not used", device=device, head=version, reason=evaluation.problem
             )
         elif images:
             accuracy = f"{correct / images:.1%} ({correct}/{images})"
-            event(log, logging.INFO, "head evaluated", device=device, head=version, accuracy=accuracy)
+            self._log.event(logging.INFO, "head evaluated", device=device, head=version, accuracy=accuracy)
         else:
-            event(log, logging.INFO, "head in use", device=device, head=version)
+            self._log.event(logging.INFO, "head in use", device=device, head=version)
         # What follows from it first: once stored, the same evaluation is not looked at again.
         self.releases.evaluate(device, evaluation)
         self.store.evaluations.put(device, evaluation, digest=digest, now_s=time.time())

@@ -13,6 +13,9 @@ from protocol.mqtt.events import Drained, Event, Outgoing, Unsendable
 
 log = logging.getLogger(__name__)
 
+MAX_REPORTED = 10_000
+"""Refused publications in memory, of which each is reported once: a client can make up any number of names."""
+
 MIN_LIMIT_BYTES = 4096
 """No lower limit is inferred."""
 
@@ -168,5 +171,7 @@ class Publisher:
 
     def _report_unsendable(self, topic: str, cause: str, reason: str) -> None:
         repeated = (topic, cause) in self._reported
+        if len(self._reported) >= MAX_REPORTED:
+            self._reported.clear()
         self._reported.add((topic, cause))
         self._report(Unsendable(topic, reason, repeated))

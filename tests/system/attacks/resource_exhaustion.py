@@ -4,17 +4,21 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 
-from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
-from protocol.wire.signing import public_key
+from aggregator.config.schema import Limits
+from aggregator.messaging.blob_sender import SMALLEST_DOWNLOAD_BYTES
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, TaskManifest
+from protocol.wire.signing import open_manifest, public_key
 from tests.support.aggregator_process import spoil
+from tests.support.closed_fleet import FLEET
 from tests.support.fleet import write_digits
 from tests.system.attacks.attacker_client import AttackerClient, ReceivedMessage, TrafficMonitor
 from tests.system.attacks.catalogue import attack
-from tests.system.attacks.fleet import LATE, MALLORY, NEW, AttackedFleet, own, shared
+from tests.system.attacks.fleet import LATE, MALLORY, NEW, AttackedFleet, frame_of, own, shared
 from tests.system.attacks.marked_images import BOMB
 
 TRANSFERS = int(os.environ.get("PROTOFLEET_ATTACKS_TRANSFERS", "6000"))
@@ -22,6 +26,9 @@ TRANSFERS = int(os.environ.get("PROTOFLEET_ATTACKS_TRANSFERS", "6000"))
 
 MAX_GROWTH_BYTES = 256 * 1024**2
 """Of the aggregator's memory in a flood."""
+
+BATCH = 60
+"""Requests of a device that the aggregator queues at once."""
 
 DEPTH = 1_000_000
 LARGEST = 2**31 - 1
@@ -111,6 +118,36 @@ def _unenrolled_transfers() -> Iterator[tuple[str, bytes]]:
         digest = digest_of(b"unenrolled %d" % number)
         frame = Frame(v=1, digest=digest, size_bytes=2, offset=0, data=b"x", **signature)
         yield own(f"unenrolled-{number}", "up"), encode(frame)
+
+
+@attack(
+    "requests for the same blob again and again",
+    stopped_by="aggregator",
+    counted=(("rate_limited", MALLORY),),
+)
+def repeated_downloads(fleet: AttackedFleet) -> Iterator[bool]:
+    """The aggregator sends a device as many copies as the task file allows, and then no more than it allows in time."""
+    task = decode(
+        open_manifest(fleet.published("task")[-1], fleet=FLEET, channel="task").body,
+        TaskManifest,
+        max_bytes=2**17,
+    )
+    (blob,) = task.backbones
+    per_hour = Limits().downloads_per_hour * max(blob.size_bytes, SMALLEST_DOWNLOAD_BYTES)
+    with TrafficMonitor(fleet.open) as monitor, fleet.client_of() as client:
+        begin_s = time.monotonic()
+        for number in range(1, 2 * per_hour // blob.size_bytes // BATCH):
+            for offset in range(
+                BATCH
+            ):  # all different, because a request that waits already is not queued again
+                request = BlobRequest(digest=blob.digest, offset=offset, length=blob.size_bytes)
+                client.publish_without_waiting(own(MALLORY, "get"), encode(request))
+            sent = partial(monitor.payloads, own(MALLORY, "blk"))
+            refused = partial(monitor.payloads, own(MALLORY, "ack"))
+            fleet.wait_until("the answers", lambda: len(sent()) + len(refused()) >= number * BATCH)  # noqa: B023
+            size_bytes = sum(len(frame_of(payload).data) for payload in sent())
+            is_over = size_bytes > per_hour * (1 + (time.monotonic() - begin_s) / 3600)
+            yield from [is_over] * BATCH
 
 
 @attack(

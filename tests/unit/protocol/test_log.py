@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from protocol.log import event, warnings_suppressed
+from protocol.log import LINES_AT_ONCE, DeviceEvents, event, warnings_suppressed
 
 log = logging.getLogger("protocol.test_log")
 
@@ -74,3 +74,24 @@ def test_warnings_are_suppressed_until_the_block_ends(caplog: pytest.LogCaptureF
         warnings.warn("reported after the block", stacklevel=1)
     assert caplog.messages == ["logged", "logged after the block"]
     assert [str(warning.message) for warning in caught] == ["reported after the block"]
+
+
+def test_lines_of_a_device_are_limited(caplog: pytest.LogCaptureFixture) -> None:
+    """Per message; other devices' and other messages are logged, and the next line has the number omitted."""
+    now_s = 0.0
+    caplog.set_level(logging.INFO, logger=log.name)
+    events = DeviceEvents(log, clock=lambda: now_s)
+    for number in range(100_000):
+        events.event(logging.WARNING, "device cannot take part", device="mallory", reason=number)
+    assert len(caplog.messages) == LINES_AT_ONCE
+    events.event(logging.INFO, "head in use", device="mallory")
+    events.event(logging.WARNING, "device cannot take part", device="honest", reason="x")
+    events.event(logging.DEBUG, "device cannot take part", device="honest", frame=Unprintable())
+    assert caplog.messages[-2:] == [
+        "head in use device=mallory",
+        "device cannot take part device=honest reason=x",
+    ]
+    now_s = 60.0
+    events.event(logging.WARNING, "device cannot take part", device="mallory", reason="y")
+    assert caplog.messages[-1] == "device cannot take part device=mallory reason=y omitted_before=99900"
+    assert caplog.records[-1].filename == "test_log.py", "the record names the caller, not the helper"

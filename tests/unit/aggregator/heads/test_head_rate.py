@@ -30,7 +30,7 @@ class World:
 
     store: Store
     quarantined: Mapping[str, str] = field(default_factory=dict)
-    """What each training finds."""
+    """The devices that each training excludes, with reasons."""
     now_s: float = 1000.0
     jobs: list[HeadJob] = field(default_factory=list)
     ends_s: float = math.inf

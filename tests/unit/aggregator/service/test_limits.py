@@ -1,0 +1,75 @@
+"""Limits of the log lines and rows that a device causes; without a network or processes."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from aggregator.config.schema import TaskFile
+from aggregator.service.device_messages import DeviceMessages
+from aggregator.storage.store import Store
+from aggregator.tasks.task_preparation import Task
+from protocol.log import LINES_AT_ONCE
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import Evaluation
+from protocol.wire.topics import device_topic
+from tests.support.submissions import EXPECTATION, MANIFEST, TASK, device_info, evaluation
+
+HEADS = 50
+
+
+@pytest.fixture
+def messages(store: Store) -> DeviceMessages:
+    """The handler of a fleet with many heads, of which the last five are retained."""
+    parts: Any = SimpleNamespace(
+        retained=set(range(HEADS - 4, HEADS + 1)),
+        evaluate=lambda *_: None,
+        state=SimpleNamespace(head_version=HEADS),
+        is_stopped=False,
+    )
+    file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), fleet="f")
+    task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
+    return DeviceMessages(
+        task=task,
+        store=store,
+        receiver=parts,
+        training=parts,
+        releases=parts,
+        blob_sender=parts,
+        announcements=parts,
+    )
+
+
+def _evaluate(messages: DeviceMessages, sent: Evaluation) -> None:
+    payload = encode(sent)
+    receipt = messages._take_evaluation("a", sent, digest_of(payload))
+    assert receipt.status == "received"
+
+
+def test_evaluations_of_unused_heads_are_not_stored(store: Store, messages: DeviceMessages) -> None:
+    """A device that evaluates every head that ever was, with problems, leaves a row for each retained one."""
+    for version in range(1, HEADS + 1):
+        for number in range(3):
+            sent = evaluation(task=TASK, head_version=version)
+            _evaluate(messages, msgspec.structs.replace(sent, problem=f"problem {number}"))
+    assert store.database.read("SELECT count(*) FROM evaluations") == [(5,)]
+
+
+def test_lines_about_changing_problems_are_limited(
+    store: Store, messages: DeviceMessages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device that reports another problem each time; the last one is in `status`."""
+    caplog.set_level(logging.INFO)
+    for number in range(3 * LINES_AT_ONCE):
+        info = device_info(problem=f"problem {number}")
+        messages.handle(device_topic("f", "a", "info"), encode(info))
+        _evaluate(
+            messages, msgspec.structs.replace(evaluation(head_version=HEADS), problem=f"problem {number}")
+        )
+    for text in ("device cannot take part", "head not used"):
+        assert LINES_AT_ONCE <= sum(text in line for line in caplog.messages) < 2 * LINES_AT_ONCE
+    (device,) = store.devices.all()
+    assert device.info is not None
+    assert device.info.problem == f"problem {3 * LINES_AT_ONCE - 1}"
