@@ -3,8 +3,10 @@
 The first head of a task goes to every device, and so does every later one if no canaries are configured. Otherwise a
 new head is a candidate: a fraction of the devices, the canaries, evaluate it first. It becomes current once all
 canaries have evaluated it and its accuracy on their held-out images is at most `margin` below the previous head's. It
-is rejected at once if a canary cannot use it, and after the last evaluation if it is worse. A newer head replaces a
-candidate.
+is rejected after the last evaluation if it is worse, and at once if too many canaries cannot use it. A newer head
+replaces a candidate.
+
+No canary of three or more decides alone (`aggregator.coordination.canary_comparison`).
 
 Canaries that do not answer within a timeout are replaced by other devices, so that a decision only needs devices.
 An operator's command overrides all of it.
@@ -18,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from aggregator.coordination.canary_comparison import CanaryResult, compare, summary, tolerated
 from protocol.wire.canary_rank import canary_rank
 
 RETAINED_HEADS = 5
@@ -33,22 +36,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     canary_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Fraction of the devices that are canaries; 0 gives every head to all devices at once."""
+    min_canaries: Annotated[int, Meta(ge=1, le=65535)] = 3
+    """Least number of canaries; fewer if the fleet has fewer devices, or after `canary_timeout_s` fewer are online."""
+    tolerated_fraction: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2
+    """Fraction of the canaries, at least one of three or more, that does not decide; 0 lets each one decide."""
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.02
     """Accuracy by which a new head may fall below the previous one."""
     canary_timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
     """Seconds after which canaries that have not answered are replaced."""
-
-
-@dataclass(frozen=True)
-class CanaryResult:
-    """A device's evaluation of a head on its held-out images."""
-
-    correct: int
-    images: int
-    previous_correct: int | None = None
-    """Images that the previous head classified correctly; None if there was none."""
-    problem: str = ""
-    """Why the device cannot use the head; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,8 @@ class Ticked:
 
     now_s: float
     online: frozenset[str]
+    devices: int = 0
+    """Devices whose prototypes are in the candidate."""
 
 
 @dataclass(frozen=True)
@@ -204,20 +201,23 @@ def _ticked(state: State, trial: Trial, tick: Ticked, settings: Settings) -> Ste
         return _activated(state, trial.version), (
             Activate(trial.version, "canaries are no longer configured"),
         )
-    if trial.canaries and tick.now_s < trial.since_s:  # the clock was set back
+    wanted = max(len(trial.canaries), _wanted(tick, settings))
+    is_waiting = bool(trial.canaries) or len(tick.online) < min(settings.min_canaries, tick.devices)
+    if is_waiting and tick.now_s < trial.since_s:  # the clock was set back
         return replace(state, trial=replace(trial, since_s=tick.now_s)), ()
-    if trial.canaries and tick.now_s < trial.since_s + settings.canary_timeout_s:
+    if is_waiting and tick.now_s < trial.since_s + settings.canary_timeout_s:
         return state, ()
-    wanted = len(trial.canaries)
-    if not trial.canaries:
-        share = settings.canary_fraction * len(tick.online)
-        wanted = min(len(tick.online), max(1, math.ceil(share - _ROUNDING)))
     chosen = _choose_canaries(trial, wanted, tick.online)
     limit = max([trial.rank_limit, *(canary_rank(device, trial.version) + 1 for device in chosen)])
     offered = replace(trial, since_s=tick.now_s, canaries=chosen, rank_limit=limit)
     state, actions = _decide(replace(state, trial=offered), offered, settings)
     has_changed = (chosen, limit) != (trial.canaries, trial.rank_limit) and not actions
     return state, (OfferToCanaries(offered),) if has_changed else actions
+
+
+def _wanted(tick: Ticked, settings: Settings) -> int:
+    share = math.ceil(settings.canary_fraction * len(tick.online) - _ROUNDING)
+    return min(len(tick.online), max(settings.min_canaries, share))
 
 
 def _choose_canaries(trial: Trial, wanted: int, online: frozenset[str]) -> tuple[str, ...]:
@@ -234,54 +234,30 @@ def _choose_canaries(trial: Trial, wanted: int, online: frozenset[str]) -> tuple
 
 
 def _decide(state: State, trial: Trial, settings: Settings) -> Step:
-    """Reject a head that a canary cannot use; after the last answer, activate the candidate or reject it."""
+    """Reject a head that too many cannot use; after the last answer, activate the candidate or reject it."""
+    answered = {device for device in trial.answers if canary_rank(device, trial.version) < trial.rank_limit}
     problems = [
-        f"{device} cannot use it: {result.problem}"
-        for device, result in sorted(trial.answers.items())
-        if result.problem and canary_rank(device, trial.version) < trial.rank_limit
+        f"{device} cannot use it: {trial.answers[device].problem}"
+        for device in sorted(answered)
+        if trial.answers[device].problem
     ]
-    if problems:
-        others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    if len(problems) > tolerated(len(answered.union(trial.canaries)), settings.tolerated_fraction):
         return _rejected(state, trial.version, problems[0] + others)
     if trial.awaited or not trial.canaries:
         return state, ()
-    pooled, summary = _pooled(trial), summary_of(trial)
-    if pooled.correct >= (pooled.previous_correct or 0) - settings.margin * pooled.images - _ROUNDING:
-        return _activated(state, trial.version), (Activate(trial.version, summary),)
-    return _rejected(state, trial.version, summary)
+    compared = compare([trial.answers[device] for device in trial.canaries], settings.tolerated_fraction)
+    result = summary_of(trial, settings)
+    if compared.correct >= compared.previous_correct - settings.margin * compared.images - _ROUNDING:
+        reason = "; ".join([result, *problems[:1]]) + others
+        return _activated(state, trial.version), (Activate(trial.version, reason),)
+    return _rejected(state, trial.version, result)
 
 
-def summary_of(trial: Trial) -> str:
-    """Return the candidate's accuracy on the canaries that have answered, beside the previous head's."""
-    answers, pooled = _answers(trial), _pooled(trial)
-    if not answers:
-        return "no canary has answered"
-    if not pooled.images:
-        return f"it runs on {canaries(len(answers))}, without images to compare it on"
-    correct, previous, images = pooled.correct, pooled.previous_correct or 0, pooled.images
-    return (
-        f"accuracy {correct / images:.1%} ({correct}/{images}) on {canaries(len(answers))}, "
-        f"{previous / images:.1%} ({previous}/{images}) with the previous head"
-    )
-
-
-def canaries(count: int) -> str:
-    """Return a number of canaries in words."""
-    return "1 canary" if count == 1 else f"{count} canaries"
-
-
-def _answers(trial: Trial) -> list[CanaryResult]:
-    return [trial.answers[device] for device in trial.canaries if device in trial.answers]
-
-
-def _pooled(trial: Trial) -> CanaryResult:
-    """Return the sum over all canaries that evaluated both heads."""
-    comparable = [result for result in _answers(trial) if result.previous_correct is not None]
-    return CanaryResult(
-        correct=sum(result.correct for result in comparable),
-        images=sum(result.images for result in comparable),
-        previous_correct=sum(result.previous_correct or 0 for result in comparable),
-    )
+def summary_of(trial: Trial, settings: Settings) -> str:
+    """Return the candidate's accuracy on the canaries that count, beside the previous head's."""
+    answers = [trial.answers[device] for device in trial.canaries if device in trial.answers]
+    return summary(answers, tolerated_fraction=settings.tolerated_fraction)
 
 
 def _activated(state: State, version: int) -> State:

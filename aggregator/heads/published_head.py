@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from aggregator.coordination import canary_rollout
+from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.graphs.fused_model import fuse
 from aggregator.heads.operator_commands import usable_heads
 from aggregator.storage.heads import HeadRecord
@@ -58,14 +59,15 @@ class Releases:
             return
         self._poll_s = time.monotonic() + POLL_S
         self._carry_out_commands()
-        if self._state.trial is not None:
-            self._step(canary_rollout.Ticked(time.time(), self._store.devices.online()))
+        if (trial := self._state.trial) is not None:
+            devices = self._heads[trial.version].devices
+            self._step(canary_rollout.Ticked(time.time(), self._store.devices.online(), devices))
         self._publish()
 
     def evaluate(self, device: str, evaluation: Evaluation) -> None:
         """Apply a device's evaluation of a head; raises StateError if a change cannot be stored."""
         correct = sum(evaluation.correct)
-        result = canary_rollout.CanaryResult(
+        result = CanaryResult(
             correct=correct,
             images=correct + sum(evaluation.incorrect),
             previous_correct=sum(evaluation.previous_correct) if evaluation.previous_correct else None,

@@ -102,7 +102,7 @@ def _rollout(state: canary_rollout.State, *, requested: int | None) -> model.Rol
             canaries=trial.canaries,
             awaited=trial.awaited,
             since_s=trial.since_s,
-            summary=canary_rollout.summary_of(trial),
+            summary=canary_rollout.summary_of(trial, canary_rollout.Settings()),
         )
     return model.Rollout(current=state.current, candidate=candidate, requested=requested)
 

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from aggregator.coordination.canary_rollout import canaries
+from aggregator.coordination.canary_comparison import canaries
 from aggregator.heads.trained_heads import ADD_IMAGES
 from aggregator.status.model import Candidate, Device, Enrollment, FailedTraining, Head, Round, Status
 from aggregator.training.jobs import FEW_PROTOTYPES

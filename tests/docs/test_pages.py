@@ -65,7 +65,13 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
     "robust": {"detect_outliers": False, "threshold": 1.0, "combine": "median"},
     "limits": {"heads_per_hour": 7, "downloads_per_hour": 7, "kept_heads": 70},
-    "rollout": {"canary_fraction": 0.5, "margin": 0.5, "canary_timeout_s": 1.0},
+    "rollout": {
+        "canary_fraction": 0.5,
+        "min_canaries": 1,
+        "tolerated_fraction": 0.25,
+        "margin": 0.5,
+        "canary_timeout_s": 1.0,
+    },
     "privacy.perturbation": {"on": "images", "noise": "laplace", "scale": 0.5, "shrink": 0.5},
     "privacy.dp": {"epsilon": 4.0, "delta": 1e-6, "clip_norm": 2.0, "max_epsilon": 9.0},
 }

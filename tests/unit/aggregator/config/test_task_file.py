@@ -134,7 +134,7 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     ("zzz = 3", 3, "`zzz`: unknown setting; known: classes, backbones, fleet"),
     ("\n[trainings]", 4, "`trainings`: unknown setting; did you mean `training`?"),
     ("[client]\n# x\nalfa = 1", 5, "`client.alfa`: unknown setting; did you mean `alpha`?"),
-    ("[rollout]\ncanary = 2", 4, "`rollout.canary`: unknown setting; known: canary_fraction, margin"),
+    ("[rollout]\ncanary = 2", 4, "`rollout.canary`: unknown setting; known: canary_fraction, min_canaries"),
     (ROUNDS + "[fpl]\nround = 3", 5, "`fpl.round`: unknown setting; did you mean `rounds`?"),
     ("[privacy]\nepsilon = 1", 4, "`privacy.epsilon`: unknown setting; known: perturbation, dp"),
     (DP + "shrnk = 1", 7, "`privacy.dp.shrnk`: unknown setting; known: epsilon, delta"),

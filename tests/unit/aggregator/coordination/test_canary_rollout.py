@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.canary_rollout import (
     RETAINED_HEADS,
     Action,
     Activate,
-    CanaryResult,
     CommandKind,
     CommandReceived,
     Evaluated,
@@ -32,7 +32,7 @@ from aggregator.coordination.canary_rollout import (
 )
 from protocol.wire.canary_rank import canary_rank
 
-CANARY = Settings(canary_fraction=0.2, margin=0.02, canary_timeout_s=600.0)
+CANARY = Settings(canary_fraction=0.2, min_canaries=1, margin=0.02, canary_timeout_s=600.0)
 FLEET = frozenset(f"d{number}" for number in range(10))
 GOOD = CanaryResult(correct=90, images=100, previous_correct=91)
 WORSE = CanaryResult(correct=88, images=100, previous_correct=91)
@@ -129,18 +129,100 @@ def test_accuracy_over_all_canaries_decides(answers: tuple[CanaryResult, CanaryR
 )
 def test_decision_has_the_summary(answer: CanaryResult, decision: Action) -> None:
     state, trial = trying()
-    assert summary_of(trial) == "no canary has answered"
+    assert summary_of(trial, CANARY) == "no canary has answered"
     assert play(state, *[Evaluated(device, 2, answer) for device in trial.canaries])[1] == [decision]
 
 
-def test_head_that_a_canary_cannot_use_is_rejected_at_once() -> None:
-    """Without waiting for the others; a device that is no canary does not count."""
+def test_head_that_one_of_two_canaries_cannot_use_is_rejected_at_once() -> None:
+    """Without waiting for the other; a device that is no canary does not count."""
     state, trial = trying()
     bystander, canary = ranked(2)[5], trial.canaries[0]
     state, done = play(state, Evaluated(bystander, 2, BROKEN))
     assert done == []
     state, done = play(state, Evaluated(canary, 2, BROKEN))
     assert done == [Reject(2, f"{canary} cannot use it: it gives NaN")]
+
+
+QUORUM = Settings(canary_fraction=0.2)
+
+
+def of_quorum(
+    answers: Sequence[CanaryResult], *, online: frozenset[str] = FLEET, by: Settings = QUORUM
+) -> tuple[State, list[Action]]:
+    """Return the decision of canaries with these answers."""
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, online, len(online)), by=by)
+    assert state.trial is not None
+    assert len(state.trial.canaries) == len(answers)
+    events = [Evaluated(device, 2, each) for device, each in zip(state.trial.canaries, answers, strict=True)]
+    return play(state, *events, by=by)
+
+
+LIARS = {
+    "a problem": BROKEN,
+    "all incorrect": CanaryResult(0, 10**7, 10**7),
+    "all correct": CanaryResult(10**7, 10**7, 0),
+}
+
+
+@pytest.mark.parametrize("lie", LIARS.values(), ids=LIARS.keys())
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
+def test_one_canary_of_three_does_not_decide(
+    lie: CanaryResult, honest: CanaryResult, current: int, place: int
+) -> None:
+    """Whatever it answers, and first or last: the head is the one that the two others would have."""
+    answers = [honest, honest]
+    answers.insert(place, lie)
+    state, _ = of_quorum(answers)
+    assert (state.current, state.trial) == (current, None)
+
+
+def test_problem_of_a_tolerated_canary_is_in_the_reason() -> None:
+    _, (action,) = of_quorum([GOOD, BROKEN, GOOD])
+    assert isinstance(action, Activate)
+    assert action.reason.startswith("accuracy 90.0% (180/200) on 2 canaries, 91.0% (182/200) with")
+    assert action.reason.endswith(" cannot use it: it gives NaN")
+    assert of_quorum([BROKEN, BROKEN, GOOD])[0].rejected.keys() == {2}
+
+
+def test_tolerated_fraction_is_a_setting() -> None:
+    """Of ten canaries two by default; with 0, each one decides."""
+    by = msgspec.structs.replace(QUORUM, canary_fraction=1.0)
+    assert of_quorum([BROKEN] * 2 + [GOOD] * 8, by=by)[0].current == 2
+    assert of_quorum([BROKEN] * 3 + [GOOD] * 7, by=by)[0].current == 1
+    strict = msgspec.structs.replace(by, tolerated_fraction=0.0)
+    assert of_quorum([BROKEN] + [GOOD] * 9, by=strict)[0].current == 1
+
+
+def test_images_that_a_canary_claims_hardly_count() -> None:
+    """Beyond ten times the median canary's, and not at all if it is the best or the worst."""
+    same, better = CanaryResult(9_100_000, 10**7, 9_100_000), CanaryResult(99, 100, 91)
+    by = msgspec.structs.replace(QUORUM, canary_fraction=0.5)
+    state, done = of_quorum([better, GOOD, same, WORSE, better], by=by)
+    assert state.current == 2
+    assert isinstance(done[-1], Activate)
+    assert done[-1].reason.startswith("accuracy 91.6% (1099/1200) on 3 of 5 canaries, 91.0% (1092/1200)")
+
+
+def test_few_devices_online_do_not_decide_for_many() -> None:
+    """The candidate waits for `min_canaries` devices, and after the timeout decides with those online."""
+    alone = frozenset(ranked(2)[:1])
+    state, done = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, alone, 10), by=QUORUM)
+    assert (state.trial, done) == (Trial(2, 0.0), [])
+    enough, _ = play(state, Ticked(2.0, FLEET, 10), by=QUORUM)
+    assert enough.trial is not None
+    assert len(enough.trial.canaries) == 3
+    late, done = play(state, Ticked(600.0, alone, 10), by=QUORUM)
+    assert late.trial is not None
+    assert late.trial.canaries == tuple(alone)
+    more, _ = play(late, Ticked(1200.0, FLEET, 10), by=QUORUM)
+    assert more.trial is not None
+    assert len(more.trial.canaries) == 3
+
+
+def test_fleet_of_two_devices_does_not_wait_for_a_third() -> None:
+    state, _ = of_quorum([GOOD, GOOD], online=frozenset(ranked(2)[:2]))
+    assert state.current == 2
 
 
 def test_silent_canaries_are_replaced() -> None:
@@ -155,7 +237,9 @@ def test_silent_canaries_are_replaced() -> None:
     assert state.trial.canaries == (first.canaries[0], ranked(2)[3])
     assert state.trial.rank_limit == canary_rank(ranked(2)[3], 2) + 1
     again, done = play(state, Evaluated(slow, 2, GOOD), Ticked(1201.0, frozenset()))
-    assert done == [Activate(2, summary_of(replace(first, answers=dict.fromkeys(first.canaries, GOOD))))]
+    assert done == [
+        Activate(2, summary_of(replace(first, answers=dict.fromkeys(first.canaries, GOOD)), CANARY))
+    ]
     assert again.current == 2
 
 
@@ -266,12 +350,13 @@ ANSWERS = st.one_of(
     answers=st.lists(ANSWERS, min_size=5, max_size=5),
     order=st.permutations(range(5)),
     again=st.lists(st.integers(0, 4), max_size=4),
+    tolerated=st.sampled_from([0.0, 0.2, 0.4]),
 )
 def test_order_of_answers_does_not_matter(
-    answers: list[CanaryResult], order: list[int], again: list[int]
+    answers: list[CanaryResult], order: list[int], again: list[int], tolerated: float
 ) -> None:
     """Nor repetitions or restarts: the outcome is the same."""
-    by = Settings(canary_fraction=0.5)
+    by = Settings(canary_fraction=0.5, tolerated_fraction=tolerated)
     state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, FLEET), by=by)
     assert state.trial is not None
     events = [

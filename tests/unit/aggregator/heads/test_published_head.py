@@ -33,7 +33,8 @@ from tests.support.aggregator_process import (
 from tests.support.submissions import SERVED, evaluation, submission
 
 CANARY = (
-    "quorum = 1\ndeadline_s = 1000\n[training]\nepochs = 1\n[rollout]\ncanary_fraction = 0.5\nmargin = 0.05"
+    "quorum = 1\ndeadline_s = 1000\n[training]\nepochs = 1\n"
+    "[rollout]\ncanary_fraction = 0.5\nmin_canaries = 1\nmargin = 0.05"
 )
 FIRST, SECOND = sorted("ab", key=lambda device: canary_rank(device, 2))
 """Of two devices, the canary of head 2 and the other one."""

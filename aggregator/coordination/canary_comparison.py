@@ -1,0 +1,97 @@
+"""The comparison of a head with the previous one on several devices, none of which decides alone. Pure.
+
+A fraction of the devices is tolerated: so many may fail to use a head that is activated, and so many of the best and of
+the worst comparisons do not count. Of the others, each counts with at most MAX_MULTIPLE times the images of the median
+device.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_MULTIPLE = 10
+"""Times the images of the median device with which a device counts at most."""
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class CanaryResult:
+    """A device's evaluation of a head on its held-out images."""
+
+    correct: int
+    images: int
+    previous_correct: int | None = None
+    """Images that the previous head classified correctly; None if there was none."""
+    problem: str = ""
+    """Why the device cannot use the head; empty if it can."""
+
+    @property
+    def gain(self) -> float:
+        """The accuracy less the previous head's, for a device that has evaluated both."""
+        return (self.correct - (self.previous_correct or 0)) / self.images
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Images that count, and those that the head and the previous one classify correctly."""
+
+    images: float
+    correct: float
+    previous_correct: float
+    counted: int
+    """Devices that count."""
+    devices: int
+    """Devices that have evaluated both heads on images."""
+
+
+def tolerated(number: int, fraction: float) -> int:
+    """Return how many of a number of devices do not decide: a fraction of them, at least one of three or more."""
+    if not fraction:
+        return 0
+    return min(max(1, math.floor(fraction * number + _ROUNDING)), max(number - 1, 0) // 2)
+
+
+def compare(results: Sequence[CanaryResult], tolerated_fraction: float) -> Comparison:
+    """Return the comparison over all devices without the tolerated number of the best and of the worst.
+
+    Law: the order of the results does not matter.
+    """
+    found = sorted(
+        (each for each in results if each.previous_correct is not None and each.images),
+        key=lambda each: (each.gain, each.images),
+    )
+    omitted = tolerated(len(found), tolerated_fraction)
+    counted = found[omitted : len(found) - omitted]
+    limit = MAX_MULTIPLE * statistics.median_low([each.images for each in found]) if found else 0
+    weighted = [(min(1.0, limit / each.images), each) for each in counted]
+    return Comparison(
+        images=sum(weight * each.images for weight, each in weighted),
+        correct=sum(weight * each.correct for weight, each in weighted),
+        previous_correct=sum(weight * (each.previous_correct or 0) for weight, each in weighted),
+        counted=len(counted),
+        devices=len(found),
+    )
+
+
+def summary(results: Sequence[CanaryResult], *, tolerated_fraction: float) -> str:
+    """Return the head's accuracy on the devices that count, beside the previous head's."""
+    found = compare(results, tolerated_fraction)
+    if not results:
+        return "no canary has answered"
+    if not found.images:
+        running = sum(not each.problem for each in results)
+        return f"it runs on {canaries(running)}, without images to compare it on"
+    correct, previous, images = found.correct, found.previous_correct, found.images
+    of_all = canaries(found.devices)
+    number = of_all if found.counted == found.devices else f"{found.counted} of {of_all}"
+    return (
+        f"accuracy {correct / images:.1%} ({correct:.0f}/{images:.0f}) on {number}, "
+        f"{previous / images:.1%} ({previous:.0f}/{images:.0f}) with the previous head"
+    )
+
+
+def canaries(count: int) -> str:
+    """Return a number of canaries in words."""
+    return "1 canary" if count == 1 else f"{count} canaries"
