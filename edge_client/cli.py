@@ -5,6 +5,8 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -239,24 +241,19 @@ def predict_command(
     top: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Classify IMAGES with the installed head, offline."""
-    from edge_client.inference import open_installed, predict
-    from edge_client.runtime.backbone import open_backbone
+    from edge_client.inference import open_in_use, predict
     from edge_client.runtime.session import require_runtime
-    from edge_client.storage.stored_values import Heads
+    from protocol.errors import StateError
 
     require_runtime()
     store = _open_state(state, fleet, read_only=True)
-    installed = store.get(Heads).installed
-    if installed is None:
-        text = f"no head in {store.folder}: run `edge-client --broker HOST` until one is installed"
-        raise ConfigError(text)
-    files = [store.blobs.path(digest) for digest in installed.backbones]
-    backbones = [open_backbone(file, provider=provider, threads=threads) for file in files]
+    with suppress(StateError):  # a disk that is read-only, on which failures of the head are not counted
+        store = _open_state(state, fleet)
+    installed, backbones, head = open_in_use(store, provider=provider, threads=threads)
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
-    head = open_installed(store.blobs, installed, backbones)
     failed = 0
-    for prediction in predict(images, backbones, head, top=top):
+    for prediction in predict(images, backbones, head, top=top, run_head=partial(store.run_head, installed)):
         if prediction.error:
             failed += 1
             say(f"error: {prediction.error}", err=True)
@@ -339,6 +336,7 @@ def _status(store: "DeviceState") -> dict[str, Any]:
     problems = (
         store.get(stored.TaskProblem).text,
         store.get(stored.BuildProblem).text,
+        store.get(stored.HeadProblem).text,
         store.get(stored.UploadProblem).text,
     )
     return {

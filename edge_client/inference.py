@@ -1,6 +1,7 @@
 """Heads on the device: opened, tested, evaluated, and used to predict, offline."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +10,14 @@ from numpy.typing import NDArray
 
 from edge_client.data.extraction import Refusal, feature_batches
 from edge_client.data.images import unlabeled
-from edge_client.runtime.backbone import Backbone
+from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.onnx_model import OnnxModel, Tensors, describe, open_model
 from edge_client.runtime.program_graph import open_graph
+from edge_client.runtime.session import Provider
+from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import InstalledHead
 from edge_client.training.local_round import LocalModel, read_tensors, unpack
-from protocol.errors import BackboneMismatch, GraphRefused
+from protocol.errors import BackboneMismatch, BlobLost, ConfigError, GraphRefused, StateError
 from protocol.onnx_metadata import HeadMetadata, read_metadata
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import BlobRef
@@ -85,6 +88,33 @@ def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequen
         feature_size=installed.feature_size,
         classes=installed.classes,
     )
+
+
+def open_in_use(
+    store: DeviceState, *, provider: Provider, threads: int | None
+) -> tuple[InstalledHead, list[Backbone], Head]:
+    """Open the head in use and its backbones; the previous head if the one in use has failed too often in a row.
+
+    Raises:
+        ConfigError: there is no head.
+        StateError: a file was damaged on disk.
+        GraphRefused: the head cannot be used.
+    """
+    installed = store.heads_in_use().installed
+    if installed is None:
+        text = f"no head in {store.folder}: run `edge-client --broker HOST` until one is installed"
+        raise ConfigError(text)
+    try:
+        backbones = [
+            open_backbone(
+                store.blobs.verified_path(digest), provider=provider, threads=threads, digest=digest
+            )
+            for digest in installed.backbones
+        ]
+        with store.run_head(installed):
+            return installed, backbones, open_installed(store.blobs, installed, backbones)
+    except BlobLost as error:
+        raise StateError(f"{error}: a running edge-client downloads it again") from error
 
 
 def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[str] | None = None) -> Head:
@@ -185,18 +215,22 @@ def predict(
     *,
     top: int,
     batch_size: int = 16,
+    run_head: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Prediction]:
     """Yield a prediction for each image, in order, with the `top` classes; for an unusable image, with the reason.
 
-    Two batches of images are in memory at a time.
+    Two batches of images are in memory at a time. The head runs within the context of `run_head`.
     """
     images = map(unlabeled, paths)
     for batch in feature_batches(images, backbones, batch_size=batch_size, workers=2):
-        for image, feature in batch:
-            if isinstance(feature, Refusal):
-                yield Prediction(image.path, error=f"{image.path}: {feature.reason}")
-            else:
-                yield Prediction(image.path, _best(head, feature, top))
+        with run_head():
+            predictions = [
+                Prediction(image.path, error=f"{image.path}: {feature.reason}")
+                if isinstance(feature, Refusal)
+                else Prediction(image.path, _best(head, feature, top))
+                for image, feature in batch
+            ]
+        yield from predictions
 
 
 def _best(head: Head, feature: NDArray[np.float32], top: int) -> tuple[tuple[str, float], ...]:

@@ -5,6 +5,13 @@ class ProtofleetError(Exception):
     """An expected failure, shown as one line."""
 
 
+class Interrupted(Exception):
+    """Work on a device that is no longer wanted; what was computed is stored.
+
+    It is no ProtofleetError: an interruption is no result, and must not be stored or uploaded as a failure.
+    """
+
+
 class ConfigError(ProtofleetError):
     """A setting, task file or image folder that cannot be used."""
 
@@ -33,6 +40,10 @@ class GraphRefused(ProtofleetError):
     """A received ONNX graph that is not executed, or tensors that do not fit it."""
 
 
+class CrashedBefore(GraphRefused):
+    """A graph that is not executed because it has ended the program before."""
+
+
 class UnreadableImage(ProtofleetError):
     """An image that cannot be decoded."""
 
@@ -51,3 +62,11 @@ class ThreadFailed(ProtofleetError):
 
 class StateError(ProtofleetError):
     """The state directory cannot be read or written."""
+
+
+class BlobLost(StateError):
+    """A blob that is missing or was damaged on disk, by its digest; it can be downloaded or made again."""
+
+    def __init__(self, digest: bytes, text: str) -> None:
+        super().__init__(text)
+        self.digest = digest

@@ -1,5 +1,7 @@
 """Events and actions: what `state_machine.step` takes and returns; received messages are events as well."""
 
+from typing import Literal
+
 import msgspec
 
 from edge_client.agent.state import State, UploadItem
@@ -86,11 +88,27 @@ class SubmissionBuilt(Occurrence, frozen=True):
 
 
 class HeadInstalled(Occurrence, frozen=True):
-    """A head is in use, or was refused for a reason; `report` is its evaluation, `head` its `head_key`."""
+    """A head is in use, or was refused for a reason; `report` is its evaluation, `head` its `head_key`.
+
+    There is no report if the reason is this device's own.
+    """
 
     head: bytes
-    report: UploadItem
+    report: UploadItem | None
     reason: str = ""
+
+
+class HeadReturned(Occurrence, frozen=True):
+    """The head in use has failed, and the previous one, by its `head_key`, is in use again."""
+
+    head: bytes | None
+
+
+class BlobsMissing(Occurrence, frozen=True):
+    """Blobs are missing or were damaged on disk; `during` is the job that ended for lack of them, if there was one."""
+
+    digests: frozenset[bytes]
+    during: Literal["build", "install", ""] = ""
 
 
 class ImagesChanged(Occurrence, frozen=True):

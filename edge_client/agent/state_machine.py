@@ -70,6 +70,10 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
             return _built(state, event)
         case events.HeadInstalled():
             return _installed(state, event)
+        case events.HeadReturned(head=head):
+            return replace(state, installed=head), ()
+        case events.BlobsMissing():
+            return _download_again(state, event), ()
         case events.ImagesChanged():
             return replace(state, images_changed=True), ()
     return state, ()
@@ -165,10 +169,22 @@ def _built(state: State, built: events.SubmissionBuilt) -> events.Step:
     return uploads.start(state, built.item), ()
 
 
+def _download_again(state: State, missing: events.BlobsMissing) -> State:
+    """Forget that blobs are stored, and repeat the job that ended for lack of them once they are."""
+    state = replace(state, stored=state.stored - missing.digests)
+    if missing.during == "install":
+        return replace(state, installing=None)
+    if missing.during == "build":
+        return replace(state, building=False, images_changed=True, joined_round=None)
+    return state
+
+
 def _installed(state: State, installed: events.HeadInstalled) -> events.Step:
     if installed.head != state.installing:
         return state, ()
-    state = uploads.start(replace(state, installing=None), installed.report)
+    state = replace(state, installing=None)
+    if installed.report is not None:
+        state = uploads.start(state, installed.report)
     if not installed.reason:
         return replace(state, installed=installed.head), ()
     # The previous head stays in use. With --once the program exits with this reason after the upload.

@@ -19,18 +19,11 @@ from edge_client.data.images import LabeledImage, decode
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import PrivacyRefused, ProtofleetError, UnreadableImage
+from protocol.errors import Interrupted, PrivacyRefused, ProtofleetError, UnreadableImage
 from protocol.log import event
 from protocol.preprocessing import Preprocessing, preprocess
 
 log = logging.getLogger(__name__)
-
-
-class Interrupted(Exception):
-    """`should_stop` returned true; what was computed is stored.
-
-    It is no ProtofleetError: an interruption is no result, and must not be stored or uploaded as a failure.
-    """
 
 
 ISOLATED = "+isolated"
@@ -77,6 +70,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     workers: int,
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
+    on_stored: Callable[[], None] = lambda: None,
     alter: tuple[str, Alter] | None = None,
     isolated: bool = False,
 ) -> Extraction:
@@ -87,9 +81,10 @@ def extract(  # noqa: PLR0913 - features depend on nine things
 
     `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
     every run. `on_progress` is called for each backbone with the number of images for which there is nothing to compute
-    and 0, then after every batch with 0 and the images in it. `alter` is a change to the images, and the tag of the
-    changed images' features in the cache. With `isolated`, backbones run on one image at a time, and where one fails,
-    the image is unusable: no image influences another one's features, nor whether they exist.
+    and 0, then after every batch with 0 and the images in it. `on_stored` is called after every batch of which anything
+    is in the cache now. `alter` is a change to the images, and the tag of the changed images' features in the cache.
+    With `isolated`, backbones run on one image at a time, and where one fails, the image is unusable: no image
+    influences another one's features, nor whether they exist.
 
     Raises:
         Interrupted: `should_stop` returned true.
@@ -122,6 +117,8 @@ def extract(  # noqa: PLR0913 - features depend on nine things
             refused |= useless
             computed += len(batch) - len(useless)
             on_progress(0, len(batch))
+            if not all(isinstance(made, Refusal) and made.may_pass for _, made in batch):
+                on_stored()
         release_memory()
     return Extraction(computed=computed, cached=cached, refused=tuple(sorted(refused.items())))
 
@@ -224,22 +221,16 @@ def _compute_each(
     computed: list[Outcome] = []
     for image, made in loaded:
         try:
-            outcome = (
-                made if isinstance(made, Refusal) else _finite(_features(backbones, [made], limited=True)[0])
-            )
+            outcome = made if isinstance(made, Refusal) else _finite(_features(backbones, [made])[0])
         except ProtofleetError as error:
             outcome = Refusal(str(error), may_pass=True)
         computed.append((image, outcome))
     return computed
 
 
-def _features(
-    backbones: Sequence[Backbone], pixels: Sequence[_Pixels], *, limited: bool = False
-) -> NDArray[np.float32]:
+def _features(backbones: Sequence[Backbone], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
     parts = [
-        backbone.features(
-            np.stack([made[backbone.metadata.preprocessing] for made in pixels]), limited=limited
-        )
+        backbone.features(np.stack([made[backbone.metadata.preprocessing] for made in pixels]))
         for backbone in backbones
     ]
     return np.concatenate(parts, axis=1)

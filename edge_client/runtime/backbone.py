@@ -13,6 +13,12 @@ from protocol.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
 from protocol.wire.messages import MAX_BLOB_BYTES
 
+MAX_IMAGE_S = 120.0
+"""Time limit for a batch, for each image in it: far above what the slowest device needs."""
+
+MAX_LOAD_S, MAX_ENGINE_S = 600.0, 3600.0
+"""Time limits for loading a backbone, and for TensorRT, which builds an engine first."""
+
 
 @dataclass(frozen=True)
 class Backbone:
@@ -23,17 +29,16 @@ class Backbone:
     metadata: BackboneMetadata
     model: OnnxModel
 
-    def features(self, images: NDArray[np.uint8], *, limited: bool = False) -> NDArray[np.float32]:
+    def features(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the features, float32 (n, L), of images as `preprocess` makes them, uint8 (n, H, W, 3).
-
-        How long a batch may take depends on the device: only with `limited` there is a time limit.
 
         Raises:
             BackboneMismatch: the features are not of the declared shape.
             ProtofleetError: the run fails, for example for lack of memory.
         """
         try:
-            features: NDArray[np.float32] = self.model.run({"image": images}, limited=limited)["feature"]
+            limit_s = MAX_IMAGE_S * len(images)
+            features: NDArray[np.float32] = self.model.run({"image": images}, limit_s=limit_s)["feature"]
         except GraphRefused as error:
             raise ProtofleetError(
                 f"{error} ({len(images)} images on {self.model.provider}): a smaller --batch-size needs less memory"
@@ -44,8 +49,10 @@ class Backbone:
         return features
 
 
-def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | None = None) -> Backbone:
-    """Open an ONNX file written by `export-backbone`, as `open_session` does.
+def open_backbone(
+    path: Path, *, provider: Provider = "auto", threads: int | None = None, digest: bytes = b""
+) -> Backbone:
+    """Open an ONNX file written by `export-backbone`, as `open_session` does; `digest` is its sha256, if it is known.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
@@ -59,6 +66,7 @@ def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | Non
             threads=threads,
             max_bytes=MAX_BLOB_BYTES,
             deterministic=True,
+            max_load_s=MAX_ENGINE_S if provider == "tensorrt" else MAX_LOAD_S,
         )
     except GraphRefused as error:
         raise BackboneMismatch(f"cannot load {path.name}: {error}") from error
@@ -71,4 +79,4 @@ def open_backbone(path: Path, *, provider: Provider = "auto", threads: int | Non
             f"{path.name} must take {describe(inputs)} and give {describe(outputs)}, but takes "
             f"{describe(model.inputs)} and gives {describe(model.outputs)}: make it with export-backbone"
         )
-    return Backbone(sha256=file_digest(path).hex(), metadata=metadata, model=model)
+    return Backbone(sha256=(digest or file_digest(path)).hex(), metadata=metadata, model=model)

@@ -1,7 +1,11 @@
 """An ONNX model: validated, opened in ONNX Runtime, and run under a watchdog."""
 
 import contextlib
+import faulthandler
+import logging
 import mmap
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +19,18 @@ from numpy.typing import NDArray
 from edge_client.runtime.onnx_validation import MAX_GRAPH_BYTES, check_graph
 from edge_client.runtime.session import Provider, first_line, open_session, require_runtime
 from protocol.errors import GraphRefused
+from protocol.log import event
+
+log = logging.getLogger(__name__)
 
 MAX_RUN_S = 120.0
 """Time limit for one batch of a head or a program's graph, which normally takes milliseconds."""
+
+MAX_LOAD_S = 120.0
+"""Time limit for loading one, likewise. ONNX Runtime cannot be interrupted there: the program ends."""
+
+GRACE_S = 60.0
+"""How long a run may go on after its time limit, in an operator that cannot be interrupted, before the program ends."""
 
 POLL_S = 0.25
 
@@ -63,15 +76,15 @@ class OnnxModel:
     _session: Any = field(repr=False)
 
     def run(
-        self, feeds: Tensors, outputs: Sequence[str] | None = None, *, limited: bool = True
+        self, feeds: Tensors, outputs: Sequence[str] | None = None, *, limit_s: float | None = None
     ) -> dict[str, NDArray[Any]]:
-        """Return the named outputs, or all of them; `limited` ends a run that exceeds the time limit.
+        """Return the named outputs, or all of them; ends a run after the time limit, `MAX_RUN_S` by default.
 
         Raises:
             GraphRefused: it fails on these inputs, or exceeds the time limit.
         """
         names = list(self.outputs if outputs is None else outputs)
-        given = self._guarded(lambda options: self._session.run(names, dict(feeds), options), limited=limited)
+        given = self._guarded(lambda options: self._session.run(names, dict(feeds), options), limit_s)
         return dict(zip(names, given, strict=True))
 
     def bind(self, inputs: Tensors, outputs: Tensors) -> Callable[[], None]:
@@ -87,11 +100,9 @@ class OnnxModel:
             binding.bind_ortvalue_output(name, to_value(outputs[name]))
         return lambda: self._guarded(lambda options: self._session.run_with_iobinding(binding, options))
 
-    def _guarded(self, run: Callable[[Any], Any], *, limited: bool = True) -> Any:
+    def _guarded(self, run: Callable[[Any], Any], limit_s: float | None = None) -> Any:
         try:
-            if not limited:
-                return run(None)
-            with _time_limit() as options:
+            with _time_limit(MAX_RUN_S if limit_s is None else limit_s) as options:
                 return run(options)
         except Exception as error:  # ONNX Runtime has no error class of its own
             raise GraphRefused(f"the {self.name} fails on its inputs: {first_line(error)}") from error
@@ -105,12 +116,14 @@ def open_model(
     threads: int | None = 1,
     max_bytes: int = MAX_GRAPH_BYTES,
     deterministic: bool = False,
+    max_load_s: float | None = None,
     accept: Callable[[Mapping[str, str]], object] = lambda _: None,
 ) -> OnnxModel:
     """Validate an ONNX file, given by its path or bytes, and open it as `open_session` does.
 
     `accept` is called with the file's properties before ONNX Runtime loads it, and raises to refuse the file.
-    `deterministic` refuses random operators.
+    `deterministic` refuses random operators. A load that exceeds the time limit, `MAX_LOAD_S` by default, ends the
+    program.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
@@ -119,7 +132,8 @@ def open_model(
     content = _content(source) if isinstance(source, Path) else source
     properties = check_graph(content, max_bytes=max_bytes, deterministic=deterministic)
     accept(properties)
-    session, used_provider, note = open_session(source, provider=provider, threads=threads)
+    with _load_limit(MAX_LOAD_S if max_load_s is None else max_load_s):
+        session, used_provider, note = open_session(source, provider=provider, threads=threads)
     return OnnxModel(
         name=name,
         properties=properties,
@@ -171,44 +185,72 @@ def _slots(values: list[Any]) -> dict[str, Slot]:
     }
 
 
+@dataclass
+class _Run:
+    """A run's ONNX Runtime options, and its time limit, a time of the monotonic clock."""
+
+    options: Any
+    until_s: float
+
+
 class _Watchdog(threading.Thread):
     """Ends runs that exceed their time limit; a thread for each run would often cost more than the run."""
 
     def __init__(self) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._changed = threading.Condition()
-        self._runs: dict[int, tuple[Any, float]] = {}
+        self._runs: dict[int, _Run] = {}
 
-    def watch(self, options: Any, until_s: float) -> None:
-        """Terminate the run with these options at a time of the monotonic clock."""
+    def watch(self, run: _Run) -> None:
+        """Terminate a run at its time limit, and the program if that has no effect."""
         with self._changed:
             if not self.is_alive():
                 self.start()
-            self._runs[id(options)] = (options, until_s)
+            self._runs[id(run)] = run
             self._changed.notify()
 
-    def release(self, options: Any) -> None:
+    def release(self, run: _Run) -> None:
         with self._changed:
-            del self._runs[id(options)]
+            del self._runs[id(run)]
+
+    def interrupt(self) -> None:
+        """Make the time limit of all runs now."""
+        with self._changed:
+            for run in self._runs.values():
+                run.until_s = min(run.until_s, time.monotonic())
 
     def run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._runs)
-                for options, until_s in self._runs.values():
-                    if time.monotonic() > until_s:
-                        options.terminate = True
+                for run in self._runs.values():
+                    late_s = time.monotonic() - run.until_s
+                    run.options.terminate = run.options.terminate or late_s > 0
+                    if late_s > GRACE_S:
+                        _end_program()
             time.sleep(POLL_S)
 
 
 _WATCHDOG = _Watchdog()
 
 
+def interrupt_runs() -> None:
+    """End all runs in progress, which raise GraphRefused: their results are no longer needed."""
+    _WATCHDOG.interrupt()
+
+
+def _end_program() -> None:
+    text = "a graph does not end and cannot be interrupted: the program ends, and counts it"
+    event(log, logging.CRITICAL, text, grace_s=GRACE_S)
+    os._exit(1)
+
+
 @contextlib.contextmanager
-def _time_limit() -> Iterator[Any]:
-    """Yield ONNX Runtime options that end a run after `MAX_RUN_S`, between two operators or iterations of a loop."""
-    options, limit_s = require_runtime().RunOptions(), MAX_RUN_S
-    _WATCHDOG.watch(options, time.monotonic() + limit_s)
+def _time_limit(limit_s: float) -> Iterator[Any]:
+    """Yield ONNX Runtime options that end a run after a time, between two operators or iterations of a loop."""
+    options = require_runtime().RunOptions()
+    run = _Run(options, time.monotonic() + limit_s)
+    _WATCHDOG.watch(run)
     try:
         yield options
     except Exception as error:
@@ -216,4 +258,17 @@ def _time_limit() -> Iterator[Any]:
             raise TimeoutError(f"it exceeded the time limit of {limit_s:.0f} s") from error
         raise
     finally:
-        _WATCHDOG.release(options)
+        _WATCHDOG.release(run)
+
+
+@contextlib.contextmanager
+def _load_limit(limit_s: float) -> Iterator[None]:
+    """End the program with a traceback if the body takes longer: it may hold Python's lock, so no thread can."""
+    with contextlib.ExitStack() as opened:
+        # There is no standard error without a terminal or a service manager.
+        file = sys.__stderr__ or opened.enter_context(Path(os.devnull).open("w", encoding="ascii"))
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()

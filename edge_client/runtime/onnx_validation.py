@@ -14,11 +14,15 @@ MAX_FIELDS = 2**18
 MAX_ENTRY_FIELDS = 16
 """Fields of a metadata property, which has two."""
 
+MAX_DIMENSIONS_BYTES = 320
+"""Of a tensor's dimensions that are read: more than ONNX Runtime accepts."""
+
 MAX_DEPTH = 100
 """Nested messages: the limit of protobuf, and so of ONNX Runtime."""
 
 # The fields of ONNX's messages, by number, that lead to operators or tensors.
-_DOMAIN, _EXTERNAL, _ENTRY = "domain", "external", "entry"
+_DOMAIN, _EXTERNAL, _ENTRY, _SPARSE = "domain", "external", "entry", "sparse"
+_TENSOR = "tensor"
 RANDOM = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
@@ -30,15 +34,21 @@ _TRAINING_MODE_INPUTS = 3
 
 _NESTED: dict[str, dict[int, str]] = {
     "model": {7: "graph", 8: "opset", 14: _ENTRY, 20: "training", 25: "function"},
-    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "graph": {1: "node", 5: _TENSOR, 15: _SPARSE},
     "node": {5: "attribute", 7: _DOMAIN},
-    "attribute": {5: "tensor", 6: "graph", 10: "tensor", 11: "graph", 22: "sparse", 23: "sparse"},
-    "tensor": {13: _EXTERNAL, 14: _EXTERNAL},
-    "sparse": {1: "tensor", 2: "tensor"},
+    "attribute": {5: _TENSOR, 6: "graph", 10: _TENSOR, 11: "graph", 22: _SPARSE, 23: _SPARSE},
+    _TENSOR: {13: _EXTERNAL, 14: _EXTERNAL},
     "opset": {1: _DOMAIN},
     "training": {1: "graph", 2: "graph"},
     "function": {7: "node", 9: "opset", 10: _DOMAIN, 11: "attribute"},
 }
+
+_FORBIDDEN = {
+    _EXTERNAL: "expected a graph in one file, got one that keeps tensors in other files",
+    _SPARSE: "expected dense tensors, got a sparse one, which may take any memory",
+}
+_ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
+"""Bytes of a value by the number of its type in ONNX; of any other type 16."""
 
 
 def check_graph(
@@ -50,21 +60,22 @@ def check_graph(
     overwrite it with a later one, and encodings that readers could interpret in two ways are refused.
 
     Raises:
-        GraphRefused: it is too large, broken, has operators other than ONNX's own, or refers to other files; or
-            `deterministic` is set, and it has random operators.
+        GraphRefused: it is too large, broken, has operators other than ONNX's own, refers to other files, or has
+            tensors that are sparse or larger than the file may be; or `deterministic` is set, and it has random
+            operators.
     """
     if len(file) > max_bytes:
         raise GraphRefused(f"expected a graph of at most {max_bytes} bytes, got {len(file)}")
     properties: dict[str, str] = {}
-    seen = 0
+    seen = tensor_bytes = 0
     open_messages = [("model", _fields(memoryview(file)))]
     while open_messages:
         message, fields = open_messages[-1]
         for number, value in fields:
             seen += 1
             kind = _NESTED[message].get(number)
-            if kind == _EXTERNAL and value:
-                raise GraphRefused("expected a graph in one file, got one that keeps tensors in other files")
+            if value and kind in _FORBIDDEN:
+                raise GraphRefused(_FORBIDDEN[kind])
             if kind is None or isinstance(value, int):
                 continue
             if kind == _DOMAIN:
@@ -72,17 +83,44 @@ def check_graph(
             elif kind == _ENTRY:
                 properties.update(_own_property(value))
             else:
-                if deterministic and kind == "node":
-                    _check_deterministic(value)
+                tensor_bytes += _checked_bytes(kind, value, deterministic=deterministic)
                 open_messages.append((kind, _fields(value)))
                 break
         else:
             open_messages.pop()
+        if tensor_bytes > max_bytes:
+            raise GraphRefused(f"expected tensors of at most {max_bytes} bytes together, got {tensor_bytes}")
         if seen > MAX_FIELDS or len(open_messages) > MAX_DEPTH:
             raise GraphRefused(
                 f"expected a graph of at most {MAX_FIELDS} fields, nested at most {MAX_DEPTH} deep"
             )
     return properties
+
+
+def _checked_bytes(kind: str, message: memoryview, *, deterministic: bool) -> int:
+    """Check a node, or return the bytes of a tensor."""
+    if deterministic and kind == "node":
+        _check_deterministic(message)
+    return _tensor_bytes(message) if kind == _TENSOR else 0
+
+
+def _tensor_bytes(tensor: memoryview) -> int:
+    """Return the bytes that a tensor takes in memory, by its dimensions and type."""
+    elements, item_bytes = 1, 16
+    for number, value in itertools.islice(_fields(tensor), MAX_FIELDS):
+        if number == 1:
+            for length in [value] if isinstance(value, int) else _varints(value):
+                elements = min(elements * length, 2**63)
+        elif number == 2 and isinstance(value, int):
+            item_bytes = _ITEM_BYTES.get(value, 16)
+    return elements * item_bytes
+
+
+def _varints(data: memoryview) -> Iterator[int]:
+    at = 0
+    while at < min(len(data), MAX_DIMENSIONS_BYTES):
+        value, at = _varint(data, at)
+        yield value
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:

@@ -146,7 +146,14 @@ def _create(
         options.profile_file_prefix = str(profile)
     source = str(file) if isinstance(file, Path) else file
     try:
-        session = runtime.InferenceSession(source, options, providers=list(providers), enable_fallback=0)
+        session = runtime.InferenceSession(
+            source,
+            options,
+            providers=list(providers),
+            enable_fallback=0,
+            # No operator runs while a file is loaded, where nothing limits its time and memory.
+            disabled_optimizers=["ConstantFolding"],
+        )
         for end in (*session.get_inputs(), *session.get_outputs()):
             _ = end.name, end.shape  # raises if it is not valid UTF-8
         _ = session.get_modelmeta().custom_metadata_map

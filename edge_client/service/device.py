@@ -15,12 +15,13 @@ from edge_client.service.receiver import Received, Receiver
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import BuildProblem, EvaluatedHead, Heads, TaskProblem, UploadProblem
+from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.builder import ShowDryRun
 from protocol.cli import plain
-from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
+from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, StateError
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
-from protocol.wire.messages import DeviceInfo, Presence, RoundManifest
+from protocol.wire.messages import DeviceInfo, Presence, RoundManifest, TaskManifest
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,21 @@ class Device:
         except queue.Empty:
             if time.monotonic() >= self._next_scan_s and not self._state.building:
                 self._next_scan_s = time.monotonic() + self._settings.rescan_s
+                self._check_stored()
                 self._worker.check_images()
             return events.Ticked()
+
+    def _check_stored(self) -> None:
+        """Download again what was deleted from disk, and leave a head that fails in `edge-client predict`."""
+        state = self._state
+        if missing := state.stored.difference(self._store.blobs.digests()):
+            self._step(events.BlobsMissing(missing))
+        if self._is_dry_run or state.installing is not None or state.installed is None:
+            return
+        head = self._store.heads_in_use().installed
+        if (key := head.key if head else None) != state.installed:
+            self._step(events.HeadReturned(key))
+            self._send_info()
 
     def _handle(self, event: _Event) -> None:  # noqa: C901, PLR0912 - one case per event
         match event:
@@ -113,6 +127,10 @@ class Device:
                     self._store.set(BuildProblem(reason))
                 self._step(event)
                 self._announce()
+            case events.BlobsMissing() if self._settings.broker is None:
+                raise StateError(
+                    "a blob was missing or damaged on disk: pass --broker HOST[:PORT] to download it"
+                )
             case events.HeadInstalled():
                 self._step(event)
                 self._state = replace(self._state, stored=self._downloads.delete_unused(self._state))
@@ -146,20 +164,29 @@ class Device:
         if isinstance(received, events.TaskSeen):
             self._set_task_problem("")
         if isinstance(received, events.TaskSeen) and received.digest != self._state.task:
-            self._worker.task = received.digest
+            self._worker.follow(received.digest)
             self._state = replace(self._state, stored=frozenset(self._store.blobs.digests()))
         if isinstance(received, RoundManifest) and received != self._state.round:
             self._worker.round = received.number
         self._step(received)
 
     def _recall(self) -> None:
-        """Start with the stored task and round; a dry run with a broker waits for the current ones."""
+        """Start with the stored task and round; a dry run with a broker waits for the current ones.
+
+        So does a device whose stored task has ended the program too often: the broker may have another one.
+        """
         if not self._is_dry_run or self._settings.broker is None:
             for recalled in self._receiver.recall():
+                if isinstance(recalled, events.TaskSeen) and self._has_failed(recalled.manifest):
+                    log.error("the stored task ended the program %d times: waiting for the broker", MAX_ENDS)
+                    return
                 self._take(recalled)
         if self._settings.broker is None and not self._state.can_build:
             text = "not every blob of the task is stored: pass --broker HOST[:PORT] to download them"
             raise ConfigError(text)
+
+    def _has_failed(self, manifest: TaskManifest) -> bool:
+        return not self._is_dry_run and self._store.trials.ends(task_key(manifest)) >= MAX_ENDS
 
     def _step(self, event: events.Event) -> None:
         self._state, actions = state_machine.step(self._state, event, now_s=time.monotonic())
@@ -223,7 +250,7 @@ def _stored_state(settings: Settings, store: DeviceState) -> State:
         store.set(UploadProblem(), TaskProblem())
         if damaged := store.outbox.drop_damaged():
             log_event(log, logging.WARNING, "deleted damaged items from the outbox", items=damaged)
-    head, evaluated = store.get(Heads).installed, store.get(EvaluatedHead).key
+    head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key
     key = head.key if head else None
     reported = {evaluated, *(item.head for item in store.outbox.items())}
     return State(

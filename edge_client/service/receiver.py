@@ -1,5 +1,6 @@
 """Verifies and decodes received messages, and translates them into the agent's events."""
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from edge_client.config import Settings
 from edge_client.service.blob_downloads import import_backbones
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentRound, CurrentTask
-from protocol.errors import BadSignature, MalformedMessage
+from protocol.errors import BadSignature, BlobLost, MalformedMessage
 from protocol.log import event
 from protocol.wire.codec import decode, digest_of
 from protocol.wire.messages import (
@@ -85,12 +86,14 @@ class Receiver:
             self._on_refused()
 
     def recall(self) -> Sequence[Received]:
-        """Return the events of the stored task and round, so that a start without a broker is not idle."""
+        """Return the events of the stored task and round, so that a start without a broker is not idle.
+
+        Those that are missing or damaged come from the broker again.
+        """
         task, opened, blobs = self._store.get(CurrentTask), self._store.get(CurrentRound), self._store.blobs
-        if task.digest not in blobs:
-            return ()
-        recalled = self._task_events(blobs.read(task.digest), recalled=True)
-        if opened.digest in blobs:
+        recalled: Sequence[Received] = ()
+        with contextlib.suppress(BlobLost):
+            recalled = self._task_events(blobs.read(task.digest), recalled=True)
             recalled = (*recalled, self._round_manifest(blobs.read(opened.digest)))
         return recalled
 

@@ -3,20 +3,21 @@
 import contextlib
 import logging
 import queue
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from edge_client.agent import events
-from edge_client.agent.state import head_key
+from edge_client.agent.state import MAX_DAMAGED, head_key
 from edge_client.config import Settings
-from edge_client.data.extraction import Interrupted
+from edge_client.runtime.onnx_model import interrupt_runs
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
 from edge_client.submission.head_installer import HeadInstaller
 from edge_client.submission.image_features import Workspace
 from edge_client.submission.round_submission import RoundTraining
-from protocol.errors import ProtofleetError, StateError
+from protocol.errors import BlobLost, Interrupted, ProtofleetError, StateError
 from protocol.log import event
 from protocol.threads import start_thread
 from protocol.wire.messages import TaskManifest
@@ -52,6 +53,7 @@ class Worker:
         self._builder = SubmissionBuilder(self._workspace, rounds, show)
         self._installer = HeadInstaller(self._workspace, rounds)
         self._newest_head: bytes | None = None
+        self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
         self._images: tuple[str, ...] | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -61,12 +63,20 @@ class Worker:
         """Start the thread; raises ThreadFailed if it cannot be started."""
         self._thread = start_thread(self._run, name="worker", on_failure=self._emit)
 
+    def follow(self, task: bytes | None) -> None:
+        """Make a task the current one, and end runs of the previous one's graphs."""
+        self.task = task
+        if self._thread is not None:
+            interrupt_runs()
+
     def stop(self) -> None:
-        """Drop all jobs and wait up to 5 s for the running one."""
-        self.task = None
+        """Drop all jobs and wait up to 5 s for the running one, whose end is no fault of what it runs."""
+        self.follow(None)
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(timeout=5)
+        with contextlib.suppress(StateError):
+            self._workspace.store.trials.stop()
 
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission; emits SubmissionBuilt, unless another task or round becomes current."""
@@ -106,18 +116,35 @@ class Worker:
         self._manifest = build.manifest
         self._images = self._find_images(build.manifest)
         try:
-            built = self._builder.build(build, should_stop=lambda: not self._is_current(build))
-        except StateError:
-            if self._is_current(build):
-                raise
-            return  # its blobs may have been deleted
+            built: events.Event = self._builder.build(build, should_stop=lambda: not self._is_current(build))
+        except StateError as error:
+            if not self._is_current(build):
+                return  # its blobs may have been deleted
+            built = self._missing(error, "build")
         if self._is_current(build):
             self._emit(built)
 
     def _install(self, install: events.InstallHead) -> None:
         if install.task != self.task or head_key(install.head) != self._newest_head:
             return  # an older head's blobs may have been deleted
-        self._emit(self._installer.install(install, should_stop=lambda: install.task != self.task))
+        try:
+            installed: events.Event = self._installer.install(
+                install, should_stop=lambda: install.task != self.task
+            )
+        except StateError as error:
+            installed = self._missing(error, "install")
+        self._emit(installed)
+
+    def _missing(self, error: StateError, during: Literal["build", "install"]) -> events.BlobsMissing:
+        """Return the event that a blob is to be downloaded again; raises the error if that does not help."""
+        if not isinstance(error, BlobLost):
+            raise error
+        self._lost[error.digest] += 1
+        if self._lost[error.digest] > MAX_DAMAGED:
+            raise error
+        text = "blob missing or damaged on disk, downloaded or made again: check the disk"
+        event(log, logging.ERROR, text, error=error)
+        return events.BlobsMissing(frozenset({error.digest}), during)
 
     def _check_images(self) -> None:
         if self._manifest is None or self._images is None:

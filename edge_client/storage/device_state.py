@@ -1,11 +1,14 @@
 """A device's state directory: facts, the outbox and the privacy ledger in SQLite, blobs in files."""
 
+import contextlib
+import logging
 import os
 import platform
 import re
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,12 +19,17 @@ from edge_client.storage.stored_values import (
     DeviceName,
     Epoch,
     Fact,
+    HeadProblem,
+    Heads,
+    InstalledHead,
     Secret,
     SubmissionSequence,
     read_fact,
     write_facts,
 )
+from edge_client.storage.trials import MAX_ENDS, Trials
 from protocol.errors import StateError
+from protocol.log import event
 from protocol.storage.blobstore import BlobStore
 from protocol.storage.database import Database
 from protocol.storage.folder_lock import FolderLock
@@ -29,6 +37,8 @@ from protocol.storage.state_folder import make_state_folder
 from protocol.wire.codec import digest_of
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import is_name
+
+log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 
@@ -46,6 +56,8 @@ BEGIN DELETE FROM payloads WHERE id = OLD.payload; END;
 CREATE TABLE releases (
     number INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, noise_multiplier REAL NOT NULL, key BLOB, content BLOB
 ) STRICT;
+-- Starts of what a task or a head ships, by its digest, since it last worked; `place` orders them by the newest start.
+CREATE TABLE trials (digest BLOB PRIMARY KEY, starts INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
 """
 
 
@@ -81,6 +93,7 @@ class DeviceState:
         outbox_bytes: int = DEFAULT_MB * MIB,
     ) -> None:
         self.folder = folder
+        self._read_only = read_only
         file = folder / "device.sqlite"
         if not read_only:
             make_state_folder(folder)
@@ -100,6 +113,7 @@ class DeviceState:
         )
         self.ledger = Ledger(self._database, folder / "releases")
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
+        self.trials = Trials(self._database)
 
     def get(self, kind: type[Fact]) -> Fact:
         """Return the stored fact of a type, or its default."""
@@ -109,6 +123,38 @@ class DeviceState:
         """Store facts, all of them or none."""
         with self._database.transaction():
             write_facts(self._database, *facts)
+
+    def heads_in_use(self) -> Heads:
+        """Return the heads, after a return to the previous one if the one in use has failed too often in a row.
+
+        A read-only state directory stays as it is.
+        """
+        heads = self.get(Heads)
+        if self._read_only:
+            return heads
+        while (failed := heads.installed) is not None and self.trials.ends(failed.key) >= MAX_ENDS:
+            heads = Heads(heads.previous)
+            returned = heads.installed.version if heads.installed else None
+            text = f"head {failed.version} failed {MAX_ENDS} times in use"
+            self.set(heads, HeadProblem(text))
+            event(log, logging.ERROR, text, back_to_head=returned)
+        return heads
+
+    @contextlib.contextmanager
+    def run_head(self, head: InstalledHead) -> Iterator[None]:
+        """Count a run of the head in use, which also counts if the head is refused, unless the directory is read-only.
+
+        Of several programs that run it at the same time, one counts.
+        """
+        lock = FolderLock(self.folder, "predict.lock")
+        if self._read_only or not lock.take(wait_s=0):
+            yield
+            return
+        try:
+            with self.trials.run(head.key, what="the head", counts_refusal=True):
+                yield
+        finally:
+            lock.release()
 
     def secret(self, *, keep: bool = True) -> bytes:
         """Return the device's secret, 32 random bytes, generated if there is none; `keep` stores it."""

@@ -68,6 +68,12 @@ class BuildProblem(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+class HeadProblem(msgspec.Struct, frozen=True):
+    """Why the newest head is not in use; empty if it is."""
+
+    text: str = ""
+
+
 class UploadProblem(msgspec.Struct, frozen=True):
     """Why the device cannot upload; empty if it can."""
 
@@ -185,13 +191,6 @@ class Heads(msgspec.Struct, frozen=True):
 
     installed: InstalledHead | None = None
     previous: InstalledHead | None = None
-
-
-class HeadTrial(msgspec.Struct, frozen=True):
-    """The head being installed, and how often in a row; a trial that ends the program leaves its record."""
-
-    head: bytes = b""
-    attempts: int = 0
 
 
 class EvaluatedHead(msgspec.Struct, frozen=True):

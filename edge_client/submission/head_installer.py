@@ -1,36 +1,37 @@
 """Installs heads: checks them, evaluates them on held-out images, and puts the evaluation into the outbox."""
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from edge_client.agent.events import HeadInstalled, InstallHead
 from edge_client.agent.state import UploadItem, head_key
-from edge_client.data.extraction import Interrupted
-from edge_client.data.holdout import held_out
-from edge_client.data.images import find_images
-from edge_client.inference import Head, evaluate, open_installed
+from edge_client.inference import open_installed
 from edge_client.privacy.policy import HEAD_REFUSED, is_private
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead
-from edge_client.submission.image_features import FoundImages, Workspace, backbone_digests
+from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead
+from edge_client.submission.head_evaluation import balanced, count_correct, evaluate_head, held_out_images
+from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
-from protocol.balanced_accuracy import balanced_accuracy
 from protocol.cli import plain
-from protocol.errors import ConfigError, GraphRefused, ProtofleetError, StateError
+from protocol.errors import ConfigError, CrashedBefore, GraphRefused, Interrupted, ProtofleetError, StateError
 from protocol.log import event
 from protocol.wire.codec import encode
-from protocol.wire.messages import Evaluation, TaskManifest
+from protocol.wire.messages import Evaluation
 
 log = logging.getLogger(__name__)
 
-MAX_CRASHES = 3
-"""Consecutive program ends during the trial of a head, after which the head is refused; power loss counts as well."""
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A head that is to be tried, the task's open backbones, none in a task with rounds, and the held-out images."""
+
+    described: InstalledHead
+    backbones: Sequence[Backbone]
+    members: Sequence[Sequence[str]]
 
 
 class HeadInstaller:
@@ -44,21 +45,32 @@ class HeadInstaller:
     def install(self, install: InstallHead, should_stop: Callable[[], bool]) -> HeadInstalled:
         """Install and evaluate a head; a head that cannot be used is refused with a report.
 
+        There is no report if this device cannot run any head of the task: it has no vote on this one.
+
         Raises:
             Interrupted: `should_stop` returned True.
-            StateError: the disk fails.
+            StateError: the disk fails, or has lost a file.
         """
-        key, problem = head_key(install.head), install.problem
+        key, problem, has_vote = head_key(install.head), install.problem, True
         try:
             if not problem:
-                # Not a part of the trial: a device that is stopped meanwhile has not tried the head.
-                found = self._find_images(install, should_stop)
-                with self._counting_crashes(key):
-                    return HeadInstalled(key, self._install(install, found, should_stop))
+                has_vote = False
+                candidate = self._prepare(install, should_stop)
+                has_vote = True
+                return HeadInstalled(key, self._try(install, candidate, should_stop))
         except StateError:
             raise
         except ProtofleetError as error:
+            if should_stop():
+                raise Interrupted("the trial of the head was interrupted") from error
             problem = plain(str(error))
+            # A graph of the task that is bound to the head's tensors refuses those.
+            has_vote |= isinstance(error, GraphRefused) and not isinstance(error, CrashedBefore)
+        reason = f"head {install.head.version} refused, the previous head stays in use: {problem}"
+        self._store.set(HeadProblem(reason))
+        return HeadInstalled(key, self._report(install, problem) if has_vote else None, reason)
+
+    def _report(self, install: InstallHead, problem: str) -> UploadItem:
         zeros = (0,) * len(install.manifest.classes)
         evaluation = Evaluation(
             task=install.task,
@@ -67,50 +79,46 @@ class HeadInstaller:
             incorrect=zeros,
             problem=HEAD_REFUSED if is_private(install.manifest) else problem[:256],
         )
-        report = self._store.outbox.keep("evaluation", encode(evaluation), task=install.task, about=key.hex())
-        reason = f"head {install.head.version} refused, the previous head stays in use: {problem}"
-        return HeadInstalled(key, report, reason)
+        about = head_key(install.head).hex()
+        return self._store.outbox.keep("evaluation", encode(evaluation), task=install.task, about=about)
 
-    @contextlib.contextmanager
-    def _counting_crashes(self, key: bytes) -> Iterator[None]:
-        """Record that a head is on trial, so that one that crashes the program is not tried at every start."""
-        last = self._store.get(HeadTrial)
-        attempts = last.attempts + 1 if last.head == key else 1
-        self._store.set(HeadTrial(key, attempts))
-        try:
-            if attempts > MAX_CRASHES:
-                raise GraphRefused(f"the program ended {MAX_CRASHES} times while testing it")
-            yield
-        finally:
-            self._store.set(HeadTrial())
+    def _prepare(self, install: InstallHead, should_stop: Callable[[], bool]) -> _Candidate:
+        """Run what a head needs of the task: not a part of its trial, because it is no fault of the head."""
+        found = self._find_images(install, should_stop)
+        described = self._describe(install, found)
+        backbones = [] if install.head.tensors else self._workspace.backbones(install.manifest)
+        members = held_out_images(self._workspace, install.manifest)
+        return _Candidate(described, backbones, members)
 
-    def _install(
-        self, install: InstallHead, found: FoundImages, should_stop: Callable[[], bool]
+    def _try(
+        self, install: InstallHead, candidate: _Candidate, should_stop: Callable[[], bool]
     ) -> UploadItem:
-        reference, heads = install.head, self._store.get(Heads)
-        installed = self._describe(install, found)
+        reference, heads, installed = install.head, self._store.get(Heads), candidate.described
         # The task's head in use before this one; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
         previous = next(
             (head for head in before if head.task == install.task and head.key != installed.key), None
         )
-        backbones = [] if reference.tensors else self._workspace.backbones(install.manifest)
-        head = open_installed(self._store.blobs, installed, backbones)
-        evaluation = evaluate_head(
-            self._workspace,
-            head,
-            task=install.task,
-            manifest=install.manifest,
-            version=reference.version,
-            previous=self._open_previous(previous, backbones),
-            should_stop=should_stop,
-        )
+        with self._store.trials.run(installed.key, what="the head"):
+            head = open_installed(self._store.blobs, installed, candidate.backbones)
+            evaluation = evaluate_head(
+                self._workspace,
+                head,
+                task=install.task,
+                manifest=install.manifest,
+                version=reference.version,
+                members=candidate.members,
+                should_stop=should_stop,
+            )
         correct, total = sum(evaluation.correct), sum(evaluation.correct) + sum(evaluation.incorrect)
+        if previous is not None:
+            previous_correct = self._evaluate_previous(install, previous, candidate, should_stop)
+            evaluation = msgspec.structs.replace(evaluation, previous_correct=previous_correct)
         installed = msgspec.structs.replace(
             installed,
             correct=correct,
             total=total,
-            balanced=_balanced(evaluation, head, install.manifest),
+            balanced=balanced(evaluation, head, install.manifest),
             known=len(head.known_classes),
         )
         report = self._store.outbox.keep(
@@ -118,7 +126,7 @@ class HeadInstaller:
             encode(evaluation),
             task=install.task,
             about=installed.key.hex(),
-            facts=(Heads(installed, previous),),
+            facts=(Heads(installed, previous), HeadProblem()),
         )
         event(
             log,
@@ -132,12 +140,32 @@ class HeadInstaller:
         )
         return report
 
-    def _open_previous(self, previous: InstalledHead | None, backbones: Sequence[Backbone]) -> Head | None:
+    def _evaluate_previous(
+        self,
+        install: InstallHead,
+        previous: InstalledHead,
+        candidate: _Candidate,
+        should_stop: Callable[[], bool],
+    ) -> tuple[int, ...]:
+        """Return the correct predictions of the previous head per class; none if it has ended the program once.
+
+        It has its own trial: a previous head that fails is no obstacle to its successor.
+        """
         try:
-            return open_installed(self._store.blobs, previous, backbones) if previous else None
+            with self._store.trials.run(previous.key, what="the previous head", max_ends=1):
+                head = open_installed(self._store.blobs, previous, candidate.backbones)
+                return count_correct(
+                    self._workspace,
+                    head,
+                    install.manifest,
+                    members=candidate.members,
+                    should_stop=should_stop,
+                )
         except ProtofleetError as error:
+            if should_stop():
+                raise Interrupted("the comparison with the previous head was interrupted") from error
             event(log, logging.WARNING, "no comparison with the previous head", error=error)
-            return None
+            return ()
 
     def _describe(self, install: InstallHead, found: FoundImages) -> InstalledHead:
         """Return the stored description of a head, with the local model to which it is bound."""
@@ -179,79 +207,3 @@ class HeadInstaller:
             except ConfigError as error:
                 event(log, logging.WARNING, "no image to fit the head to", error=error)
         return FoundImages((), ())
-
-
-def evaluate_head(
-    workspace: Workspace,
-    head: Head,
-    *,
-    task: bytes,
-    manifest: TaskManifest,
-    version: int,
-    previous: Head | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Evaluation:
-    """Count correct and incorrect predictions per class on the held-out images, also of the previous head.
-
-    Only images whose features are cached count. If the data folder does not match the task, none counts: that is no
-    fault of the head. Under differential privacy none counts, because even a failure on an image is private.
-
-    Raises:
-        GraphRefused: the head fails on these images.
-        Interrupted: `should_stop`, called before every run, returned True.
-    """
-    members = _held_out_images(workspace, manifest)
-
-    def features(of_class: Sequence[str]) -> Iterator[NDArray[np.float32]]:
-        for chunk in workspace.cache.chunks(of_class, *backbone_digests(manifest)):
-            if should_stop():
-                raise Interrupted("the evaluation was interrupted")
-            yield chunk
-
-    def count_correct(head: Head) -> tuple[int, ...]:
-        return tuple(
-            evaluate(head, features(of_class), label=label) for label, of_class in enumerate(members)
-        )
-
-    correct = count_correct(head)
-    previous_correct: tuple[int, ...] = ()
-    if previous is not None:
-        with contextlib.suppress(GraphRefused):
-            previous_correct = count_correct(previous)
-    return Evaluation(
-        task=task,
-        head_version=version,
-        correct=correct,
-        incorrect=tuple(len(of_class) - count for of_class, count in zip(members, correct, strict=True)),
-        previous_correct=previous_correct,
-    )
-
-
-def _balanced(evaluation: Evaluation, head: Head, manifest: TaskManifest) -> float | None:
-    """Return a personal model's accuracy over all classes that the fleet knows; None if the model is the fleet's.
-
-    No other device can evaluate it: classes of which this one has no held-out images count as not recognized.
-    """
-    if manifest.program is None or not manifest.program.persistent:
-        return None
-    return balanced_accuracy(evaluation.correct, evaluation.incorrect, head.known_classes)
-
-
-def _held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[str]]:
-    """Return the identities of the images to evaluate on, by class."""
-    members: list[list[str]] = [[] for _ in manifest.classes]
-    if is_private(manifest):
-        return members
-    try:
-        images = find_images(workspace.settings.data, manifest.classes)
-    except ConfigError as error:
-        event(log, logging.WARNING, "no image to evaluate the head on", error=error)
-        return members
-    known, kept = (
-        workspace.cache.known(*backbone_digests(manifest)),
-        held_out(images, workspace.settings.holdout),
-    )
-    for image in images:
-        if image.identity in known and image.relative in kept:
-            members[image.label].append(image.identity)
-    return members

@@ -19,8 +19,9 @@ from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
+from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.extraction_progress import ProgressReporter
-from protocol.errors import PrivacyRefused
+from protocol.errors import Interrupted, PrivacyRefused
 from protocol.log import event
 from protocol.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -61,12 +62,27 @@ class Workspace:
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[str, Backbone] = field(default_factory=dict, init=False)
 
+    def run_task(self, manifest: TaskManifest) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Count a start of a task's graphs, as `Trials.run` does; a dry run is how the operator tries it again.
+
+        Raises:
+            CrashedBefore: they have ended the program too often.
+        """
+        what = "the task's graphs: waiting for another task; to try it again, run edge-client with --dry-run"
+        max_ends = None if self.dry_run else MAX_ENDS
+        return self.store.trials.run(task_key(manifest), what=what, max_ends=max_ends)
+
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
-        """Return the task's open backbones; they stay open until another task needs others."""
+        """Return the task's open backbones; they stay open until another task needs others.
+
+        Raises:
+            CrashedBefore: as in `run_task`.
+        """
         wanted = {blob.digest.hex(): blob for blob in manifest.backbones}
         if self._backbones.keys() != wanted.keys():
             self._backbones = {}
-            self._backbones = {digest: self._open(blob) for digest, blob in wanted.items()}
+            with self.run_task(manifest):
+                self._backbones = {digest: self._open(blob) for digest, blob in wanted.items()}
         return [self._backbones[digest] for digest in backbone_digests(manifest)]
 
     def find_images(self, manifest: TaskManifest) -> tuple[LabeledImage, ...]:
@@ -106,6 +122,8 @@ class Workspace:
             ConfigError: as in `find_images`.
             Interrupted: `should_stop` returned True.
             PrivacyRefused: the task perturbs images, and there is no secret.
+            CrashedBefore: as in `run_task`.
+            BlobLost: a backbone was damaged on disk.
         """
         blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
         if manifest.program is None:
@@ -127,7 +145,7 @@ class Workspace:
         reporter = ProgressReporter(
             None if self.dry_run else self.store, images=len(images), backbones=len(manifest.backbones)
         )
-        with contextlib.closing(reporter):
+        with contextlib.closing(reporter), self.run_task(manifest) as progress:
             for is_altered, part in parts.items():
                 extraction = extract(
                     part,
@@ -139,11 +157,14 @@ class Workspace:
                     batch_size=settings.batch_size,
                     workers=settings.workers,
                     on_progress=reporter.advance,
+                    on_stored=progress,
                     should_stop=should_stop,
                     alter=alter if is_altered else None,
                     isolated=is_private(manifest),
                 )
                 unusable += extraction.refused
+        if should_stop():  # a run that was ended for it may have passed for an image's failure
+            raise Interrupted("extraction was interrupted; what was computed is stored")
         useless = {path for path, _ in unusable}
         usable = tuple(image for image in images if image.path not in useless)
         return FoundImages(usable, tuple(sorted(unusable)), kept)
@@ -167,8 +188,10 @@ class Workspace:
         return self.cache.matrix([image.identity for image in images], *keys, size=size)
 
     def _open(self, blob: BlobRef) -> Backbone:
-        file, settings = self.store.blobs.path(blob.digest), self.settings
-        backbone = open_backbone(file, provider=settings.provider, threads=settings.threads)
+        file, settings = self.store.blobs.verified_path(blob.digest), self.settings
+        backbone = open_backbone(
+            file, provider=settings.provider, threads=settings.threads, digest=blob.digest
+        )
         event(log, logging.INFO, "backbone opened", name=blob.name, provider=backbone.model.provider)
         if backbone.model.note:
             log.warning("%s", backbone.model.note)

@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.extraction import Interrupted
 from edge_client.data.images import LabeledImage
 from edge_client.privacy.accountant import epsilon_of
 from edge_client.privacy.gaussian_mechanism import (
@@ -26,7 +25,7 @@ from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import ClassReport, PrivacySpent
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import PreparedSubmission
-from protocol.errors import PrivacyRefused
+from protocol.errors import Interrupted, PrivacyRefused
 from protocol.log import event
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.extraction import Interrupted
 from edge_client.runtime.onnx_model import Slot, Tensors, fit
 from edge_client.runtime.program_graph import FREE, Graph
-from protocol.errors import GraphRefused, ProtofleetError
+from protocol.errors import GraphRefused, Interrupted, ProtofleetError
 
 CHUNK_ROWS = 64
 """Features projected at once."""

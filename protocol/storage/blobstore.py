@@ -5,6 +5,7 @@ its digest is verified.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from protocol.errors import StateError, TransferError
+from protocol.errors import BlobLost, StateError, TransferError
 from protocol.wire.codec import digest_of
 
 MAX_WRITE_S = 3600.0
@@ -156,16 +157,40 @@ class BlobStore:
         """Return a blob after verifying its digest.
 
         Raises:
-            StateError: the blob does not exist, or was damaged on disk; a damaged one is deleted.
+            BlobLost: the blob does not exist, or was damaged on disk; a damaged one is deleted.
+            StateError: it cannot be read for another reason.
         """
-        with state_errors(self.path(digest)):
+        with self._lost(digest):
             data = self.path(digest).read_bytes()
         if digest_of(data) != digest:
-            # So that it is downloaded again.
-            with contextlib.suppress(OSError):
-                self.path(digest).unlink()
-            raise StateError(f"{self.path(digest)} was damaged on disk and has been deleted: start again")
+            raise self._deleted(digest)
         return data
+
+    def verified_path(self, digest: bytes) -> Path:
+        """Return a blob's path after verifying its digest; raises what `read` does."""
+        with self._lost(digest), self.path(digest).open("rb") as file:
+            got = hashlib.file_digest(file, "sha256").digest()
+        if got != digest:
+            raise self._deleted(digest)
+        return self.path(digest)
+
+    @contextlib.contextmanager
+    def _lost(self, digest: bytes) -> Iterator[None]:
+        """Convert an OSError of the body: a file that is missing or unreadable on the disk is lost."""
+        try:
+            yield
+        except OSError as error:
+            text = f"cannot use {self.path(digest)}: {error.strerror or error}"
+            if error.errno == errno.EIO:
+                raise self._deleted(digest) from error
+            is_missing = error.errno in (errno.ENOENT, errno.EISDIR)
+            raise (BlobLost(digest, text) if is_missing else StateError(text)) from error
+
+    def _deleted(self, digest: bytes) -> BlobLost:
+        """Delete a damaged blob, so that it is downloaded again, and return the error to raise."""
+        with contextlib.suppress(OSError):
+            self.path(digest).unlink()
+        return BlobLost(digest, f"{self.path(digest)} was damaged on disk and has been deleted")
 
     def partial_bytes(self, digest: bytes) -> int:
         """Return the size of an unfinished download, which is the offset to resume at."""

@@ -15,17 +15,17 @@ TAKE_TIMEOUT_S = 0.5
 
 
 class FolderLock:
-    """A lock file in a folder that one program may use at a time; raises StateError if it cannot be used."""
+    """A lock file in a folder that one program may hold at a time; raises StateError if it cannot be used."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = folder / "lock"
+    def __init__(self, folder: Path, name: str = "lock") -> None:
+        self._file = folder / name
         self._held: IO[bytes] | None = None
 
-    def take(self) -> bool:
+    def take(self, *, wait_s: float = TAKE_TIMEOUT_S) -> bool:
         """Lock the folder until `release` or the end of the process; returns whether it was free."""
         with state_errors(self._file):
             held = self._file.open("ab")
-        deadline = time.monotonic() + TAKE_TIMEOUT_S
+        deadline = time.monotonic() + wait_s
         while not _lock(held, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 held.close()

@@ -60,13 +60,17 @@ class HeadBench:
         write_images(folder / "data", count=20)
         self.manifest = make_manifest()
         self.task = self.store.blobs.put(encode(self.manifest))
-        self.emitted: list[events.Event | BaseException] = []
-        self.worker = Worker(
-            make_settings(folder, holdout=0.5, **settings), self.store, emit=self.emitted.append, show=None
-        )
-        self.worker.task = self.task
+        self._settings = make_settings(folder, holdout=0.5, **settings)
+        self.start()
         self.worker._build(events.BuildSubmission(self.task, self.manifest))
         self.emitted.clear()
+
+    def start(self) -> None:
+        """Start the program on the state directory."""
+        self.store = DeviceState(self.store.folder)
+        self.emitted: list[events.Event | BaseException] = []
+        self.worker = Worker(self._settings, self.store, emit=self.emitted.append, show=None)
+        self.worker.task = self.task
 
     def head(self, version: int, weights: NDArray[np.float64], file: bytes | None = None) -> HeadRef:
         """Return a reference to a linear head, or to a file."""
@@ -85,6 +89,7 @@ class HeadBench:
         run_jobs(self.worker, 1)
         installed = self.emitted.pop()
         assert isinstance(installed, events.HeadInstalled)
+        assert installed.report is not None
         payload = payload_of(self.store, installed.report)
         return installed, decode(payload, Evaluation, max_bytes=len(payload))
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.data.extraction import Extraction, Interrupted, extract, feature_batches
+from edge_client.data.extraction import Extraction, extract, feature_batches
 from edge_client.data.images import LabeledImage, decode, find_images
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
+from protocol.errors import Interrupted
 from protocol.preprocessing import preprocess
 from tests.support.device_factory import CLASSES, choosy, tiny, write_images
 from tests.support.machine_faults import not_root, open_folder

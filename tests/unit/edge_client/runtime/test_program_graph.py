@@ -1,6 +1,8 @@
 """Graphs from the network: opened, refused, and bound to tensors."""
 
 import contextlib
+import itertools
+import resource
 import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.runtime.onnx_model import Slot, Tensors, fit
+from edge_client.runtime.onnx_model import Slot, Tensors, fit, open_model
 from edge_client.runtime.onnx_validation import MAX_DEPTH, MAX_FIELDS, MAX_GRAPH_BYTES, check_graph
 from edge_client.runtime.program_graph import Role, open_graph
 from protocol.errors import GraphRefused
@@ -90,16 +92,11 @@ def test_onnx_domain_by_name_is_accepted() -> None:
     check_graph(made.SerializeToString())
 
 
-SPARSE = onnx.SparseTensorProto(values=OUTSIDE)
 IN_TENSOR = in_attribute(AttributeProto.TENSOR, "t", OUTSIDE)
 EXTERNAL: dict[str, Change] = {
     "initializer": lambda made: made.graph.initializer.append(OUTSIDE),
     "attribute": in_node(AttributeProto.TENSOR, "t", OUTSIDE),
     "attributes": in_node(AttributeProto.TENSORS, "tensors", OUTSIDE),
-    "sparse values": lambda made: made.graph.sparse_initializer.add().values.CopyFrom(OUTSIDE),
-    "sparse indices": lambda made: made.graph.sparse_initializer.add().indices.CopyFrom(OUTSIDE),
-    "sparse attribute": in_node(AttributeProto.SPARSE_TENSOR, "sparse_tensor", SPARSE),
-    "sparse attributes": in_node(AttributeProto.SPARSE_TENSORS, "sparse_tensors", SPARSE),
     "subgraph": in_node(AttributeProto.GRAPH, "g", subgraph(tensors=[OUTSIDE])),
     "function": lambda made: made.functions.add().node.add().attribute.append(IN_TENSOR),
     "function's default": lambda made: made.functions.add().attribute_proto.append(IN_TENSOR),
@@ -113,6 +110,50 @@ def test_tensors_in_other_files_are_refused_everywhere(place: str) -> None:
     EXTERNAL[place](made)
     with pytest.raises(GraphRefused, match="one file"):
         check_graph(made.SerializeToString())
+
+
+SPARSE = onnx.SparseTensorProto(dims=[2**40])
+LARGE = TensorProto(data_type=TensorProto.INT64, dims=[2**12, 2**12])
+EXPANDING: dict[str, Change] = {
+    "sparse initializer": lambda made: made.graph.sparse_initializer.append(SPARSE),
+    "sparse attribute": in_node(AttributeProto.SPARSE_TENSOR, "sparse_tensor", SPARSE),
+    "sparse attributes": in_node(AttributeProto.SPARSE_TENSORS, "sparse_tensors", SPARSE),
+    "initializer": lambda made: made.graph.initializer.append(LARGE),
+    "attribute": in_node(AttributeProto.TENSOR, "t", LARGE),
+    "several": lambda made: made.graph.initializer.extend(
+        TensorProto(data_type=TensorProto.FLOAT, dims=[2**11, 2**11]) for _ in range(5)
+    ),
+}
+
+
+@pytest.mark.parametrize("place", EXPANDING)
+def test_tensors_larger_than_a_file_may_be_are_refused_everywhere(place: str) -> None:
+    """A few bytes of a file can declare any number of values: the memory of all tensors together is bounded."""
+    made = model("step")
+    EXPANDING[place](made)
+    with pytest.raises(GraphRefused, match=r"expected (dense )?tensors"):
+        check_graph(made.SerializeToString())
+
+
+def constants(graph: onnx.ModelProto, *, products: int) -> bytes:
+    """Return a graph that multiplies constant matrices of 48 MB each, before it reads any input."""
+    names = [f"held_{number}" for number in range(products + 1)]
+    nodes = [helper.make_node("ConstantOfShape", ["edges"], names[:1])]
+    nodes += [
+        helper.make_node("MatMul", [first, names[0]], [second]) for first, second in itertools.pairwise(names)
+    ]
+    graph.graph.node.extend(nodes)
+    graph.graph.output.append(helper.make_tensor_value_info(names[-1], TensorProto.FLOAT, None))
+    graph.graph.initializer.append(numpy_helper.from_array(np.array([3500, 3500]), "edges"))
+    return bytes(graph.SerializeToString())
+
+
+def test_no_operator_runs_while_a_graph_is_loaded() -> None:
+    """ONNX Runtime would compute constants then, where the time limit of runs does not apply."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    opened = open_model(constants(model("head"), products=40), name="head")
+    assert "held_40" in opened.outputs
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40_000
 
 
 def test_overwritten_field_counts() -> None:

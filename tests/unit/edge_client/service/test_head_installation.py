@@ -8,13 +8,11 @@ import pytest
 
 from edge_client.agent import events
 from edge_client.agent.state import head_key
-from edge_client.inference import Head
 from edge_client.runtime.backbone import Backbone
 from edge_client.service.device import Device
-from edge_client.storage.stored_values import Heads, HeadTrial, InstalledHead, StoredLocalModel
+from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
 from edge_client.submission import head_installer
 from edge_client.training.local_round import initial_model, pack
-from protocol.errors import GraphRefused
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
 from tests.support.device_factory import TINY, linear_head, make_manifest, make_settings, run_jobs
 from tests.support.graphs import tiny_backbone
@@ -194,28 +192,3 @@ def test_going_back_to_a_rounds_head_restores_its_local_model(rounds: RoundsBenc
         installed = store.get(Heads).installed
         assert isinstance(installed, InstalledHead)
         assert (installed.version, installed.local_model) == (number + 1, models[bound])
-
-
-def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
-    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The previous head stays in use all the time, and another head is installed afterwards."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
-    before, deadly = bench.store.get(Heads), bench.head(2, CONSTANT["cat"], b"deadly")
-    trials: list[HeadTrial] = []
-
-    def end(*_: object) -> Head:
-        trials.append(bench.store.get(HeadTrial))
-        raise GraphRefused("the process is killed here")
-
-    monkeypatch.setattr(head_installer, "open_installed", end)
-    for _ in range(4):
-        installed, evaluation = bench.install(deadly)
-        assert bench.store.get(Heads) == before
-        # A killed process leaves the record of its trial.
-        bench.store.set(trials[-1])
-    assert [trial.attempts for trial in trials] == [1, 2, 3]
-    assert evaluation.problem == "the program ended 3 times while testing it"
-    assert installed.reason.endswith(f"the previous head stays in use: {evaluation.problem}")
-    monkeypatch.undo()
-    assert not bench.install(bench.head(2, CONSTANT["dog"]))[0].reason

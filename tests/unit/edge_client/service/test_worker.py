@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 from edge_client.agent import events
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.stored_values import Heads, HeadTrial, LeftOut, SubmissionReport
+from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission.image_features import FoundImages
-from protocol.errors import StateError
 from protocol.wire.codec import encode
 from tests.support.device_factory import image_file, make_manifest, run_jobs, tiny, write_images
 from tests.support.round_factory import TASK as ROUNDS_TASK
@@ -77,7 +76,7 @@ def test_an_unusable_image_outside_utf8_is_reported(tmp_path: Path) -> None:
 
 
 def test_an_outdated_build_may_miss_its_blobs(rounds: RoundsBench) -> None:
-    """The tensors of a closed round are deleted: its build ends silently, a current one raises."""
+    """The tensors of a closed round are deleted: its build ends silently, a current one waits for them."""
     opened, worker = open_round(rounds.store.blobs), rounds.worker
     rounds.store.blobs.path(opened.tensors.digest).unlink()
     workspace = worker._builder._workspace
@@ -93,8 +92,8 @@ def test_an_outdated_build_may_miss_its_blobs(rounds: RoundsBench) -> None:
 
     build(1)
     assert rounds.emitted == []
-    with pytest.raises(StateError):
-        build(0)
+    build(0)
+    assert rounds.emitted == [events.BlobsMissing(frozenset({opened.tensors.digest}), "build")]
 
 
 def test_only_the_newest_pending_head_is_installed(rounds: RoundsBench) -> None:
@@ -113,19 +112,19 @@ def test_only_the_newest_pending_head_is_installed(rounds: RoundsBench) -> None:
 def test_an_interrupted_installation_has_no_result(rounds: RoundsBench, tmp_path: Path) -> None:
     """A device that trained in no round computes features first: stopped there, it has not tried the head."""
     write_images(tmp_path / "data", count=9, classes=("cat",))
-    worker, trials = rounds.worker, []
+    worker, trials, tensors = rounds.worker, [], rounds.tensors(0.1)
 
     def stop_and_load(_: object) -> Backbone:
-        trials.append(rounds.store.get(HeadTrial))
+        trials.append(rounds.store.trials.ends(tensors.digest))
         worker.task = None
         return tiny(tmp_path)
 
     worker._workspace._open = stop_and_load  # type: ignore[method-assign, assignment]
-    rounds.install(1, rounds.tensors(0.1))
+    rounds.install(1, tensors)
     run_jobs(worker)
     assert rounds.store.outbox.items() == ()
     assert rounds.emitted == []
-    assert trials == [HeadTrial()]
+    assert trials == [0]
 
 
 def test_an_interrupted_evaluation_has_no_result(bench: HeadBench) -> None:
@@ -140,7 +139,8 @@ def test_an_interrupted_evaluation_has_no_result(bench: HeadBench) -> None:
     cache.chunks = stop_and_read  # type: ignore[method-assign]
     bench.worker.install(events.InstallHead(task, bench.manifest, head))
     run_jobs(bench.worker)
-    assert (bench.emitted, bench.store.get(Heads), bench.store.get(HeadTrial)) == ([], Heads(), HeadTrial())
+    ends = bench.store.trials.ends(head.head.digest)
+    assert (bench.emitted, bench.store.get(Heads), ends) == ([], Heads(), 0)
     assert all(item.kind == "submission" for item in bench.store.outbox.items())
     cache.chunks, bench.worker.task = chunks, task  # type: ignore[method-assign]
     assert bench.install(head)[0].reason == ""

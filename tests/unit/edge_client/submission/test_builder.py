@@ -11,7 +11,7 @@ from edge_client.data.holdout import held_out
 from edge_client.data.images import NoImages, find_images
 from edge_client.inference import open_head
 from edge_client.storage.stored_values import Secret
-from edge_client.submission.head_installer import evaluate_head
+from edge_client.submission.head_evaluation import evaluate_head, held_out_images
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     encode_submission,
@@ -118,7 +118,9 @@ def _evaluate(folder: Path, **local: Any) -> Evaluation:
     backbone = tiny(folder)
     head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
     workspace = make_workspace(folder, **local)
-    return evaluate_head(workspace, head, task=TASK, manifest=make_manifest(), version=1)
+    manifest = make_manifest()
+    members = held_out_images(workspace, manifest)
+    return evaluate_head(workspace, head, task=TASK, manifest=manifest, version=1, members=members)
 
 
 def test_an_evaluation_counts_held_out_images_only(tmp_path: Path) -> None:

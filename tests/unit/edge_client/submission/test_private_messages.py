@@ -98,6 +98,7 @@ def test_a_private_evaluation_counts_no_image(bench: PrivateBench, *, works: boo
     run_jobs(bench.worker)
     installed = bench.emitted.pop()
     assert isinstance(installed, events.HeadInstalled)
+    assert installed.report is not None
     payload = payload_of(bench.store, installed.report)
     evaluation = decode(payload, Evaluation, max_bytes=len(payload))
     assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))

@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 from edge_client.agent.state import UploadItem
-from edge_client.data.extraction import Interrupted
 from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage
 from edge_client.storage.device_state import DeviceState
@@ -22,7 +21,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission, encod
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
 from edge_client.training.trainer import Diverged
-from protocol.errors import GraphRefused, ProtofleetError, StateError
+from protocol.errors import GraphRefused, Interrupted, ProtofleetError, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
 from tests.support.device_factory import make_settings, payload_of

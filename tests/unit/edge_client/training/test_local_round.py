@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edge_client.data.extraction import Interrupted
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.training.local_round import (
     LocalModel,
@@ -27,7 +26,7 @@ from edge_client.training.local_round import (
     unpack_checkpoint,
 )
 from edge_client.training.trainer import Checkpoint, Diverged, TrainingHooks, TrainingSet
-from protocol.errors import GraphRefused, StateError
+from protocol.errors import GraphRefused, Interrupted, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_array
 from protocol.wire.messages import Receipt, RoundManifest, TaskManifest

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from edge_client.data.extraction import Interrupted
 from edge_client.runtime.onnx_model import Tensors
 from edge_client.runtime.program_graph import Graph
 from edge_client.training.trainer import (
@@ -23,7 +22,7 @@ from edge_client.training.trainer import (
     project,
     train,
 )
-from protocol.errors import GraphRefused
+from protocol.errors import GraphRefused, Interrupted
 from tests.support.round_factory import same_bits
 from tests.support.step_graphs import MOMENTUM, data, opened, round_tensors
 

@@ -1,0 +1,97 @@
+"""Abnormal ends of the program while it ran something from outside: a task's graphs or a head, counted on disk.
+
+ONNX Runtime runs in the device's own process, so a graph can end it: by a fault in an operator, or by memory that the
+system does not have. The count is written before a graph runs and deleted after it worked, as a boot counter is.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from protocol.errors import CrashedBefore, GraphRefused, Interrupted, ProtofleetError
+from protocol.storage.database import Database
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import TaskManifest
+
+MAX_ENDS = 3
+"""Ends in a row after which something is not run again; power loss counts as well."""
+
+MAX_ROWS = 64
+"""Counts that are kept, the newest; those of replaced tasks and heads are never deleted otherwise."""
+
+
+def task_key(manifest: TaskManifest) -> bytes:
+    """Return the digest by which the graphs of a task are counted."""
+    return digest_of(encode(manifest))
+
+
+class Trials:
+    """Counts how often the program has ended while it ran a task's graphs or a head."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._running: bytes | None = None
+
+    def ends(self, digest: bytes) -> int:
+        """Return how often in a row the program has ended while it ran a task's graphs or a head."""
+        rows = self._database.read("SELECT starts FROM trials WHERE digest = ?", digest)
+        return int(rows[0][0]) - (digest == self._running) if rows else 0
+
+    @contextlib.contextmanager
+    def run(
+        self, digest: bytes, *, what: str, max_ends: int | None = MAX_ENDS, counts_refusal: bool = False
+    ) -> Iterator[Callable[[], None]]:
+        """Count a start before the body runs something, and delete the count after it worked.
+
+        Yields a function to call when results are on disk: what ends the program later is counted anew.
+        `max_ends` is None if it is to run however often it has ended the program. A graph that is refused, which ends
+        no program, counts with `counts_refusal` only.
+
+        Raises:
+            CrashedBefore: it has ended the program `max_ends` times.
+        """
+        ends = self.ends(digest)
+        if max_ends is not None and ends >= max_ends:
+            times = "once" if ends == 1 else f"{ends} times"
+            raise CrashedBefore(f"the program ended {times} while it ran {what}")
+        self._write(digest, ends + 1)
+        self._running, starts = digest, ends + 1
+
+        def progress() -> None:
+            nonlocal starts
+            if starts > 1:
+                starts = 1
+                self._write(digest, starts)
+
+        try:
+            yield progress
+        except Exception as error:
+            refused = isinstance(error, GraphRefused)
+            if isinstance(error, (ProtofleetError, Interrupted)) and not (refused and counts_refusal):
+                self.forget(digest)
+            raise  # any other error, such as one of memory, ends the program
+        except BaseException:
+            self.forget(digest)  # stopped by its user
+            raise
+        else:
+            self.forget(digest)
+        finally:
+            self._running = None
+
+    def stop(self) -> None:
+        """Uncount what still runs: the program ends for another reason."""
+        if (digest := self._running) is not None:
+            self._database.write(
+                "UPDATE trials SET starts = starts - 1 WHERE digest = ? AND starts > 0", digest
+            )
+
+    def forget(self, digest: bytes) -> None:
+        """Delete a count."""
+        self._database.write("DELETE FROM trials WHERE digest = ?", digest)
+
+    def _write(self, digest: bytes, starts: int) -> None:
+        with self._database.transaction() as database:
+            place = "SELECT ?, ?, coalesce(max(place), 0) + 1 FROM trials"
+            database.execute("INSERT OR REPLACE INTO trials " + place, (digest, starts))
+            database.execute(
+                "DELETE FROM trials WHERE place <= (SELECT max(place) FROM trials) - ?", (MAX_ROWS,)
+            )

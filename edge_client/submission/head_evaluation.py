@@ -1,0 +1,93 @@
+"""Evaluates heads on the device's held-out images."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.data.holdout import held_out
+from edge_client.data.images import find_images
+from edge_client.inference import Head, evaluate
+from edge_client.privacy.policy import is_private
+from edge_client.submission.image_features import Workspace, backbone_digests
+from protocol.balanced_accuracy import balanced_accuracy
+from protocol.errors import ConfigError, Interrupted
+from protocol.log import event
+from protocol.wire.messages import Evaluation, TaskManifest
+
+log = logging.getLogger(__name__)
+
+
+def evaluate_head(
+    workspace: Workspace,
+    head: Head,
+    *,
+    task: bytes,
+    manifest: TaskManifest,
+    version: int,
+    members: Sequence[Sequence[str]],
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """Count correct and incorrect predictions per class on `members`, the held-out images by class.
+
+    Raises:
+        GraphRefused: the head fails on these images.
+        Interrupted: `should_stop`, called before every run, returned True.
+    """
+    correct = count_correct(workspace, head, manifest, members=members, should_stop=should_stop)
+    incorrect = (len(of_class) - count for of_class, count in zip(members, correct, strict=True))
+    return Evaluation(task=task, head_version=version, correct=correct, incorrect=tuple(incorrect))
+
+
+def count_correct(
+    workspace: Workspace,
+    head: Head,
+    manifest: TaskManifest,
+    *,
+    members: Sequence[Sequence[str]],
+    should_stop: Callable[[], bool],
+) -> tuple[int, ...]:
+    """Return a head's correct predictions per class; the arguments and errors are those of `evaluate_head`."""
+
+    def features(of_class: Sequence[str]) -> Iterator[NDArray[np.float32]]:
+        for chunk in workspace.cache.chunks(of_class, *backbone_digests(manifest)):
+            if should_stop():
+                raise Interrupted("the evaluation was interrupted")
+            yield chunk
+
+    return tuple(evaluate(head, features(of_class), label=label) for label, of_class in enumerate(members))
+
+
+def balanced(evaluation: Evaluation, head: Head, manifest: TaskManifest) -> float | None:
+    """Return a personal model's accuracy over all classes that the fleet knows; None if the model is the fleet's.
+
+    No other device can evaluate it: classes of which this one has no held-out images count as not recognized.
+    """
+    if manifest.program is None or not manifest.program.persistent:
+        return None
+    return balanced_accuracy(evaluation.correct, evaluation.incorrect, head.known_classes)
+
+
+def held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[str]]:
+    """Return the identities of the images to evaluate on, by class: held-out ones whose features are cached.
+
+    If the data folder does not match the task, there are none: that is no fault of a head. Under differential privacy
+    there are none, because even a failure on an image is private.
+    """
+    members: list[list[str]] = [[] for _ in manifest.classes]
+    if is_private(manifest):
+        return members
+    try:
+        images = find_images(workspace.settings.data, manifest.classes)
+    except ConfigError as error:
+        event(log, logging.WARNING, "no image to evaluate the head on", error=error)
+        return members
+    known, kept = (
+        workspace.cache.known(*backbone_digests(manifest)),
+        held_out(images, workspace.settings.holdout),
+    )
+    for image in images:
+        if image.identity in known and image.relative in kept:
+            members[image.label].append(image.identity)
+    return members
