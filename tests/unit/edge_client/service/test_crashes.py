@@ -52,7 +52,7 @@ def build(bench: HeadBench | RoundsBench, build: events.BuildSubmission) -> even
 def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device reports it, does not recall the task at its start, and follows another task or the operator's dry run."""
+    """The device reports it, waits for the broker at its start, and follows another task or a dry run."""
     bench = HeadBench(tmp_path)
     deadly = replace_seed(bench, seed=1)
     monkeypatch.setattr(image_features, "open_backbone", die)
