@@ -15,7 +15,8 @@ Later submissions belong to the next collection. The newest submission of a devi
 arrive, so the same submissions give the same training set. A submission takes constant time, whatever the number of
 devices; a training, and a decision about devices, take time for each.
 
-A failed training is repeated after a delay that grows with each failure, or at once with other submissions.
+A failed training is repeated after a delay that grows with each failure, or at once with other submissions. One that
+fails because submissions cannot be read any more is repeated at once without these.
 """
 
 import math
@@ -154,7 +155,15 @@ class TrainingFailed:
     now_s: float = 0.0
 
 
-Event = SubmissionReceived | Ticked | Trained | TrainingFailed | DeviceDecisions
+@dataclass(frozen=True)
+class SubmissionsLost:
+    """The training has ended without a head, because these devices' submissions cannot be read; it is `now_s`."""
+
+    digests: Mapping[str, bytes]
+    now_s: float = 0.0
+
+
+Event = SubmissionReceived | Ticked | Trained | TrainingFailed | SubmissionsLost | DeviceDecisions
 
 
 @dataclass(frozen=True)
@@ -176,7 +185,9 @@ class Train:
 Action = SubmissionVerdict | Train
 
 
-def step(state: State, event: Event, *, settings: Settings) -> tuple[State, tuple[Action, ...]]:
+def step(  # noqa: PLR0911 - one case per event
+    state: State, event: Event, *, settings: Settings
+) -> tuple[State, tuple[Action, ...]]:
     """Apply an event. At most one training runs at a time, and each device is in it at most once."""
     match event:
         case SubmissionReceived(device=device, entry=entry):
@@ -195,6 +206,14 @@ def step(state: State, event: Event, *, settings: Settings) -> tuple[State, tupl
             retry_s = now_s + retry_delay_s(state.failures)
             failed, failures = state.training, state.failures + 1
             return replace(state, training=None, failed=failed, failures=failures, retry_s=retry_s), ()
+        case SubmissionsLost(digests=lost, now_s=now_s):
+            left = {
+                device: entry
+                for device, entry in state.submissions.items()
+                if lost.get(device) != entry.digest
+            }
+            state = replace(state, submissions=MappingProxyType(left), training=None, failed=None)
+            return _close(state, now_s, settings, again=True)
         case DeviceDecisions() if event != state.decisions:
             return replace(state, decisions=event), ()
     return state, ()
@@ -300,7 +319,10 @@ def _with_item(submissions: Mapping[str, Entry], device: str, entry: Entry) -> M
     return HashTrieMap.convert(submissions).insert(device, entry)
 
 
-def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple[Action, ...]]:
+def _close(
+    state: State, now_s: float, settings: Settings, *, again: bool = False
+) -> tuple[State, tuple[Action, ...]]:
+    """Close the collection if it is due, or `again` without submissions that were lost, if there are enough."""
     if state.training is not None:
         return state, ()
     collection = state.collection
@@ -308,9 +330,9 @@ def _close(state: State, now_s: float, settings: Settings) -> tuple[State, tuple
     if collection is None or not is_known or (now_s >= collection.closes_s and not collection.is_exact):
         collection = _collection(state, settings)
     state = replace(state, collection=collection)
-    if not _is_due(collection, now_s, state, settings) or (
-        state.is_rate_limited and not collection.must_retrain
-    ):
+    is_again = again and collection.count >= max(settings.min_devices, 1)
+    is_limited = state.is_rate_limited and not collection.must_retrain
+    if not is_again and (is_limited or not _is_due(collection, now_s, state, settings)):
         return state, ()
     members = dict(sorted(counting(state, settings).items()))
     if not members or (state.failed == members and now_s < state.retry_s):

@@ -52,6 +52,21 @@ def store_head(
     return record
 
 
+def log_head(head: HeadRecord, state: rounds.State, settings: rounds.Settings) -> None:
+    """Log a new head, and the end of its round if there are rounds."""
+    metrics, total = head.metrics, settings.rounds
+    made = {"devices": len(head.members), "prototypes": head.prototypes, "seconds": metrics["seconds"]}
+    if total is None:
+        made["onnx_max_difference"] = metrics["onnx_max_difference"]
+        event(log, logging.INFO, "head trained", version=head.version, **made)
+        return
+    carried, classes = int(metrics["carried"]), int(metrics["classes"])
+    figures = {**made, "carried": carried, "classes": classes, "head": head.version}
+    event(log, logging.INFO, "round closed", round=head.version - 1, rounds=total, **figures)
+    if rounds.is_over(state, settings):
+        event(log, logging.INFO, "last round closed", rounds=total, head=head.version)
+
+
 def update_quarantine(store: Store, head: HeadRecord, result: Result) -> None:
     """Quarantine the devices that a training excluded, and end the quarantine of those that it did not.
 

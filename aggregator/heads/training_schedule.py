@@ -9,14 +9,14 @@ from typing import Any
 
 from aggregator.coordination import rounds
 from aggregator.heads.head_rate import HeadRate
+from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.pending_training import job_of, put_failure, put_pending, put_stopped, was_killed
-from aggregator.heads.trained_heads import store_head
-from aggregator.storage.heads import HeadRecord
+from aggregator.heads.trained_heads import log_head, store_head
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import FailedTraining, TrainingProgress
+from aggregator.storage.stored_values import FailedTraining, PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
-from aggregator.tasks.retention import delete_lost_submissions, needed_blobs
+from aggregator.tasks.retention import delete_carried_submissions, needed_blobs
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CompileJob
 from aggregator.training.runner import Finished, Progress, Trainer
@@ -49,7 +49,10 @@ class HeadTraining:
         self._replaced_bytes = 0
         self._rate = HeadRate(task, store)
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
-        delete_lost_submissions(task, store)
+        delete_carried_submissions(task, store)
+        self.lost = LostSubmissions(task, store)
+        state = store.round_state(task.digest)
+        self.lost.remove(rounds.counting(state, self._settings))
         self.state = store.round_state(task.digest)
         heads = store.heads.all(task.digest)
         self._head = heads[-1] if heads else None
@@ -139,17 +142,27 @@ class HeadTraining:
                 head = store_head(self._task, self._store, finished.job, finished.result, members)
             except StateError as error:
                 reason = str(error)
-        if head is None:
+        if head is None and not self._close_without_lost(members or {}):
             self._fail(reason)
-        else:
+        elif head is not None:
             self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
             self._head = head
-            self._log_head(head)
+            log_head(head, self.state, self._settings)
         with contextlib.suppress(StateError):  # `status` may show outdated progress
             self._store.facts.delete(TrainingProgress)
             if head is not None:
                 self._store.facts.delete(FailedTraining)
         return head is not None
+
+    def _close_without_lost(self, members: Mapping[str, rounds.Entry]) -> bool:
+        """Repeat the training without the submissions that are lost; return False if none is."""
+        lost: dict[str, bytes] = {}
+        with contextlib.suppress(StateError):  # the training is repeated, and then this
+            lost = self.lost.remove(members)
+            if lost:
+                self._store.facts.delete(PendingHead)
+                self._step(rounds.SubmissionsLost(lost, time.time()))
+        return bool(lost)
 
     def retry(self) -> None:
         """Retry a failed training at the next tick."""
@@ -214,16 +227,3 @@ class HeadTraining:
             put_failure(self._store, self._task.digest, self.state, reason)
             if members is not None:
                 put_pending(self._store, self._task.digest, version, members, is_running=False)
-
-    def _log_head(self, head: HeadRecord) -> None:
-        metrics, total = head.metrics, self._settings.rounds
-        made = {"devices": len(head.members), "prototypes": head.prototypes, "seconds": metrics["seconds"]}
-        if total is None:
-            made["onnx_max_difference"] = metrics["onnx_max_difference"]
-            event(log, logging.INFO, "head trained", version=head.version, **made)
-            return
-        carried, classes = int(metrics["carried"]), int(metrics["classes"])
-        figures = {**made, "carried": carried, "classes": classes, "head": head.version}
-        event(log, logging.INFO, "round closed", round=head.version - 1, rounds=total, **figures)
-        if rounds.is_over(self.state, self._settings):
-            event(log, logging.INFO, "last round closed", rounds=total, head=head.version)

@@ -134,6 +134,8 @@ class Aggregator:
         self._announcements.publish_new_head()
         with self._receiver.guard():
             self._training.tick()
+            for device, request in self._training.lost.requests():
+                self._publisher.publish_to_device(device, "ack", request)
 
     def _handle_messages(self, messages: list[mqtt.Received]) -> None:
         """Store all messages durably, or none; then answer them, and acknowledge them to the broker."""

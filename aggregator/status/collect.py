@@ -49,6 +49,7 @@ def collect_status(store: Store) -> model.Status:
         training=store.facts.get(TrainingProgress),
         failed_training=_failed_training(store, task, state, settings),
         submissions=len(submissions),
+        lost_submissions=tuple(store.submissions.lost(task)),
         waiting=len(rounds.waiting(state, settings)),
         closes_at_s=rounds.closes_at_s(state, settings),
         rate_limited_until_s=limit.until_s if limit is not None else None,

@@ -8,6 +8,7 @@ from msgspec import Meta
 from aggregator.ingest.intake_status import Intake
 from aggregator.storage.devices import QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.stored_values import TrainingProgress
+from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
 
 HeadState = Literal["current", "candidate", "rejected", ""]
@@ -150,6 +151,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     training: TrainingProgress | None
     failed_training: Annotated[FailedTraining | None, Meta(description="Null once the next head is trained.")]
     submissions: int
+    lost_submissions: Annotated[
+        tuple[LostSubmission, ...],
+        Meta(description="Not in any further head until the device uploads again."),
+    ]
     waiting: Annotated[int, Meta(description="Submissions that are in no head yet.")]
     closes_at_s: Annotated[
         UnixSeconds | None, Meta(description="When the round or the collection closes at the latest.")

@@ -68,6 +68,7 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
     """Yield label, text and style of each line below the devices."""
     for device in status.devices:
         yield from _problems(device)
+    yield from _lost(status)
     yield "", _coverage(status)
     yield from _few_prototypes(status)
     if progress := _progress(status):
@@ -129,6 +130,12 @@ def _device_table(devices: Sequence[Device]) -> Table:
             accuracy += f"\nover all {device.balanced:.1%}"
         table.add_row(device.device, device.state, *map(str, cells), str(device.head or ""), accuracy)
     return table
+
+
+def _lost(status: Status) -> Iterator[tuple[str, ...]]:
+    for lost in status.lost_submissions:
+        text = f"of {lost.device} since {_clock(lost.since_s)}: damaged on disk, the device is asked for it again"
+        yield "submission lost", text, "red"
 
 
 def _coverage(status: Status) -> str:

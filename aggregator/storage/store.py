@@ -34,6 +34,10 @@ MIGRATIONS = (
         task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, record TEXT NOT NULL,
         PRIMARY KEY (task, device)
     ) STRICT;
+    CREATE TABLE lost_submissions (
+        task BLOB NOT NULL, device TEXT NOT NULL, digest BLOB NOT NULL, since_s REAL NOT NULL,
+        PRIMARY KEY (task, device)
+    ) STRICT;
     CREATE TABLE evaluations (
         task BLOB NOT NULL, device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL,
         received_s REAL NOT NULL, message TEXT NOT NULL, PRIMARY KEY (task, device, head_version)
@@ -58,6 +62,11 @@ MIGRATIONS = (
 """SQL scripts, each from one schema version to the next."""
 
 
+def open_blobs(folder: Path) -> BlobStore:
+    """Return the blobs of a state directory; damaged ones are moved to a folder beside it."""
+    return BlobStore(folder, damaged=folder.with_name("damaged"))
+
+
 class Store:
     """The aggregator's state directory, created if missing; `read_only` reads the state of a running aggregator.
 
@@ -75,7 +84,7 @@ class Store:
             raise StateError(f"no aggregator state in {folder}: give the --state of `aggregator run`")
         if not read_only:
             make_state_folder(folder)
-            self.blobs = BlobStore(folder / "blobs")
+            self.blobs = open_blobs(folder / "blobs")
         self.database = Database(
             file,
             program="aggregator run",

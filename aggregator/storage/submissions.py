@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from aggregator.coordination.rounds import Entry
+from aggregator.storage.devices import UnixSeconds
 from protocol.storage.database import Database
 
 
@@ -22,14 +25,25 @@ class SubmissionRecord:
     """Prototypes per class index."""
 
 
+class LostSubmission(msgspec.Struct, frozen=True):
+    """An accepted submission that cannot be read from the disk any more."""
+
+    device: str
+    sha256: str
+    since_s: Annotated[UnixSeconds, Meta(description="When this was noticed.")]
+
+
 class Submissions:
-    """The table `submissions`."""
+    """The tables `submissions` and `lost_submissions`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     def put(self, task: bytes, record: SubmissionRecord) -> None:
-        """Store a device's submission in place of its previous one."""
+        """Store a device's submission in place of its previous one, or of one that was lost."""
+        self._database.write(
+            "DELETE FROM lost_submissions WHERE task = ? AND device = ?", task, record.device
+        )
         self._database.write(
             "INSERT OR REPLACE INTO submissions VALUES (?, ?, ?, ?)",
             *(task, record.device, record.entry.digest, msgspec.json.encode(record).decode()),
@@ -51,8 +65,23 @@ class Submissions:
         """Delete a device's submission to a task."""
         self._database.write("DELETE FROM submissions WHERE task = ? AND device = ?", task, device)
 
+    def add_lost(self, task: bytes, device: str, digest: bytes, *, now_s: float) -> None:
+        """Store that a device's submission is lost."""
+        self._database.write(
+            "INSERT OR REPLACE INTO lost_submissions VALUES (?, ?, ?, ?)", task, device, digest, now_s
+        )
+
+    def lost(self, task: bytes) -> list[LostSubmission]:
+        """Return the lost submissions whose devices have not submitted since."""
+        rows = self._database.read(
+            "SELECT device, lower(hex(digest)), since_s FROM lost_submissions WHERE task = ? ORDER BY device",
+            task,
+        )
+        return [LostSubmission(*row) for row in rows]
+
     def delete_device(self, device: str) -> None:
         """Delete a device's submissions to all tasks."""
+        self._database.write("DELETE FROM lost_submissions WHERE device = ?", device)
         self._database.write("DELETE FROM submissions WHERE device = ?", device)
 
     def reset_sequence(self, device: str) -> None:

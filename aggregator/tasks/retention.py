@@ -10,7 +10,6 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.task_preparation import Task
-from protocol.log import event
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +42,16 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
     )
 
 
-def delete_lost_submissions(task: Task, store: Store) -> None:
-    """Delete stored submissions whose blobs are missing, so that the devices upload them again."""
+def delete_carried_submissions(task: Task, store: Store) -> None:
+    """Delete stored submissions of earlier rounds whose blobs are missing.
+
+    They were deleted when all rounds were over, before the task got more rounds.
+    """
     state, settings = store.round_state(task.digest), task.file.settings
     for device, entry in state.submissions.items():
-        if entry.digest in store.blobs or not still_counts(entry, state, settings):
-            continue
-        # Those of earlier rounds were deleted when all rounds were over, before the task got more.
-        if entry.round >= state.head_version:
-            event(log, logging.WARNING, "submission lost from disk, requesting it again", device=device)
-        store.submissions.delete(task.digest, device)
+        is_missing = entry.digest not in store.blobs and still_counts(entry, state, settings)
+        if is_missing and settings.rounds is not None and entry.round < state.head_version:
+            store.submissions.delete(task.digest, device)
 
 
 def _retained(heads: Sequence[HeadRecord], state: canary_rollout.State) -> list[HeadRecord]:

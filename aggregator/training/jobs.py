@@ -17,9 +17,10 @@ from aggregator.ingest.validation import (
     check_submission,
     read_message,
 )
-from protocol.errors import BackboneMismatch, ProtofleetError, StateError
+from aggregator.storage.store import open_blobs
+from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.onnx_metadata import HeadMetadata
-from protocol.storage.blobstore import BlobStore, write_atomically
+from protocol.storage.blobstore import write_atomically
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Submission, TaskManifest
 
@@ -38,21 +39,29 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def manifest(self) -> TaskManifest:
         """Read the task manifest."""
-        data = BlobStore(Path(self.blobs)).read(bytes.fromhex(self.task))
+        data = open_blobs(Path(self.blobs)).read(bytes.fromhex(self.task))
         return decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
 
     def submissions(self) -> Iterator[tuple[str, Submission]]:
-        """Yield each device and its submission, one in memory at a time.
+        """Yield each device and its submission, one in memory at a time; those that are lost are missing.
 
         Raises:
-            ProtofleetError: a blob is missing, or is no submission.
+            BlobLost: after the last one, if some were lost.
+            ProtofleetError: a blob is no submission.
         """
-        blobs = BlobStore(Path(self.blobs))
+        blobs, lost = open_blobs(Path(self.blobs)), None
         for device, digest in self.members.items():
-            message = read_message(blobs.read(bytes.fromhex(digest)))
+            try:
+                payload = blobs.read(bytes.fromhex(digest))
+            except BlobLost as error:
+                lost = error
+                continue
+            message = read_message(payload)
             if not isinstance(message, Submission):
                 raise ProtofleetError("expected a stored submission, got an evaluation")
             yield device, message
+        if lost is not None:
+            raise lost
 
     def metadata(self, manifest: TaskManifest, training: dict[str, float]) -> HeadMetadata:
         """Return the head's metadata."""
@@ -70,7 +79,7 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
         from aggregator.graphs.fused_model import fuse  # onnx, which `aggregator release` does not need
 
         write_atomically(Path(self.folder) / "head.onnx", head)
-        blobs = BlobStore(Path(self.blobs))
+        blobs = open_blobs(Path(self.blobs))
         with contextlib.suppress(BackboneMismatch, StateError):  # the aggregator tries it again, and logs why
             backbones = [blobs.read(backbone.digest) for backbone in manifest.backbones]
             write_atomically(Path(self.folder) / "model.onnx", fuse(backbones, head))

@@ -15,10 +15,11 @@ from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_tensors
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.ingest.validation import Expectation, Prototypes
+from aggregator.storage.store import open_blobs
 from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
 from aggregator.training.weights import limited
 from protocol.errors import ProtofleetError
-from protocol.storage.blobstore import BlobStore, write_atomically
+from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import Submission
 
 
@@ -29,7 +30,7 @@ def run(job: RoundJob) -> Result:
         ProtofleetError: the submissions cannot be aggregated, or the result is not finite.
     """
     started_s = time.perf_counter()
-    blobs, manifest = BlobStore(Path(job.blobs)), job.manifest()
+    blobs, manifest = open_blobs(Path(job.blobs)), job.manifest()
     algorithm, program = job.task_file.learning, manifest.program
     if algorithm is None or program is None:
         raise ProtofleetError(f"{job.task_file.algorithm} has no rounds")

@@ -98,10 +98,12 @@ def unsendable(state: State, reason: str, now_s: float) -> events.Step:
 
 
 def receipt(state: State, receipt: Receipt, now_s: float) -> events.Step:
-    """Handle the aggregator's answer to an upload."""
+    """Handle the aggregator's answer to an upload, or its message that it has lost the submission."""
     upload = next((upload for upload in state.uploads if upload.digest == receipt.digest), None)
     if upload is None:
-        return state, ()
+        received = state.received_submission
+        is_lost = receipt.status == "missing" and received is not None and received.digest == receipt.digest
+        return confirm(state) if is_lost else state, ()
     if receipt.status == "missing":
         return _send_missing(state, upload, receipt.missing, now_s)
     if receipt.reason == "no_space":

@@ -18,6 +18,9 @@ from pathlib import Path
 from protocol.errors import BlobLost, StateError, TransferError
 from protocol.wire.codec import digest_of
 
+MAX_DAMAGED = 16
+"""Damaged blobs that are kept."""
+
 MAX_WRITE_S = 3600.0
 """Temporary files older than this were left by a process that has ended."""
 
@@ -117,10 +120,14 @@ def file_digest(path: Path) -> bytes:
 
 
 class BlobStore:
-    """A folder of blobs, which is created if it does not exist; raises StateError if it cannot be used."""
+    """A folder of blobs, which is created if it does not exist; raises StateError if it cannot be used.
 
-    def __init__(self, folder: Path) -> None:
+    Damaged blobs are moved to the folder `damaged`, which keeps the last `MAX_DAMAGED`, and without one deleted.
+    """
+
+    def __init__(self, folder: Path, *, damaged: Path | None = None) -> None:
         self.folder = folder
+        self._damaged = damaged
         self._partial = folder / "partial"
         with state_errors(folder):
             self._partial.mkdir(parents=True, exist_ok=True)
@@ -151,13 +158,16 @@ class BlobStore:
             batch.add(self.path(digest), data)
 
     def _is_whole(self, digest: bytes) -> bool:
-        return digest in self and file_digest(self.path(digest)) == digest
+        with contextlib.suppress(BlobLost):
+            self.verified_path(digest)
+            return True
+        return False
 
     def read(self, digest: bytes) -> bytes:
         """Return a blob after verifying its digest.
 
         Raises:
-            BlobLost: the blob does not exist, or was damaged on disk; a damaged one is deleted.
+            BlobLost: the blob does not exist, or was damaged on disk; a damaged one is deleted or moved.
             StateError: it cannot be read for another reason.
         """
         with self._lost(digest):
@@ -187,10 +197,19 @@ class BlobStore:
             raise (BlobLost(digest, text) if is_missing else StateError(text)) from error
 
     def _deleted(self, digest: bytes) -> BlobLost:
-        """Delete a damaged blob, so that it is downloaded again, and return the error to raise."""
+        """Delete a damaged blob or move it, so that it is downloaded again, and return the error to raise."""
+        path, done = self.path(digest), "deleted"
         with contextlib.suppress(OSError):
-            self.path(digest).unlink()
-        return BlobLost(digest, f"{self.path(digest)} was damaged on disk and has been deleted")
+            if self._damaged is None:
+                path.unlink()
+            else:
+                self._damaged.mkdir(exist_ok=True)
+                path.replace(self._damaged / path.name)
+                done = f"moved to {self._damaged}"
+                moved = sorted(self._damaged.iterdir(), key=lambda file: file.stat().st_ctime)
+                for old in moved[:-MAX_DAMAGED]:
+                    old.unlink()
+        return BlobLost(digest, f"{path} was damaged on disk and has been {done}")
 
     def partial_bytes(self, digest: bytes) -> int:
         """Return the size of an unfinished download, which is the offset to resume at."""

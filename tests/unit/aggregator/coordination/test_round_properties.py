@@ -13,6 +13,7 @@ from aggregator.coordination.rounds import (
     Settings,
     State,
     SubmissionReceived,
+    SubmissionsLost,
     SubmissionVerdict,
     Ticked,
     Train,
@@ -58,7 +59,7 @@ class World:
             assert not verdicts
         for action in actions:
             if isinstance(action, Train):
-                assert before.training is None
+                assert before.training is None or isinstance(event, SubmissionsLost)
                 self._check(action)
                 self.training = self.pending = dict(action.members)
 
@@ -98,6 +99,16 @@ class World:
         else:
             self.feed(TrainingFailed(self.now_s))
 
+    def lose(self) -> None:
+        """Find while training that a member's submission cannot be read."""
+        training, self.training, self.pending = self.training, None, None
+        if not training:
+            return
+        device, entry = next(iter(training.items()))
+        if self.stored.get(device) == entry:
+            del self.stored[device]
+        self.feed(SubmissionsLost({device: entry.digest}, self.now_s))
+
     def restart(self) -> None:
         """Restore what is stored: of a head's members only the digests. A failed training is repeated."""
         self.training = self.pending
@@ -120,6 +131,8 @@ class World:
                 self.tick(seconds)
             case "trained" | "failed":
                 self.end_training(succeeds=happening == "trained")
+            case "lost":
+                self.lose()
             case _ if restarts:
                 self.restart()
 
@@ -142,7 +155,7 @@ _without_rounds = st.builds(
 )
 _submission = st.tuples(st.sampled_from("abcd"), st.integers(0, 4), st.integers(1, 2))
 _calm = st.one_of(_submission, st.floats(0, 12), st.sampled_from(["trained", "restart"]))
-_rough = st.one_of(_calm, st.just("failed"))
+_rough = st.one_of(_calm, st.sampled_from(["failed", "lost"]))
 
 
 @given(_settings, st.lists(_rough, max_size=40))

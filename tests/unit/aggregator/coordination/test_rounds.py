@@ -10,6 +10,7 @@ from aggregator.coordination.rounds import (
     Event,
     Settings,
     State,
+    SubmissionsLost,
     SubmissionVerdict,
     Ticked,
     Trained,
@@ -90,6 +91,18 @@ def test_failed_training_is_repeated_after_a_growing_delay() -> None:
         state, trainings, _ = run(Ticked(now_s), state=state)
         assert trainings == [(1, ["a0.1", "b0.1", "c0.1"])]
     assert run(Trained(1), state=state)[0].failures == 0
+
+
+def test_training_is_repeated_without_lost_submissions() -> None:
+    """At once, with what counts by then and whatever the quorum; a device that submits again makes the next head."""
+    state, trainings, _ = run(SubmissionsLost({"b": b"b0.1"}), state=run(*ABC)[0])
+    assert trainings == [(1, ["a0.1", "c0.1"])]
+    state, trainings, verdicts = run(submitted("b"), Trained(1), submitted("d"), state=state)
+    assert (verdicts, trainings) == (["new", "new"], [(2, ["a0.1", "b0.1", "c0.1", "d0.1"])])
+    renewed, _, _ = run(submitted("b", sequence=2), state=run(*ABC)[0])
+    assert run(SubmissionsLost({"b": b"b0.1"}), state=renewed)[1] == [(1, ["a0.1", "b0.2", "c0.1"])]
+    lost = SubmissionsLost({device: f"{device}0.1".encode() for device in "abc"})
+    assert run(lost, Ticked(10**6), state=run(*ABC)[0])[1] == []
 
 
 @pytest.mark.parametrize("event", [Trained(7), TrainingFailed()])

@@ -26,6 +26,7 @@ from aggregator.training.jobs import HeadJob, RoundJob
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import Receipt
 from tests.support.submissions import EXPECTATION, MANIFEST, round_submission
 
 Events = queue.SimpleQueue[Progress | Finished]
@@ -122,6 +123,39 @@ def test_killed_training_is_repeated(task: Task, store: Store) -> None:
     assert restarted.finish(_end(after))
     assert store.failed_training(task.digest, 1) is None
     assert [len(head.members) for head in store.heads.all()] == [2]
+
+
+def test_damaged_submission_is_moved_apart_and_requested(task: Task, store: Store) -> None:
+    """The head is made of the others; the device's upload is accepted again, and counts."""
+    events: Events = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    _submit(training, task, "a")
+    training.flush()
+    blob = store.blobs.path(training.state.submissions["a"].digest)
+    blob.write_bytes(bytes([blob.read_bytes()[0] ^ 1]) + blob.read_bytes()[1:])
+    _take(training, task, "b")
+    assert not training.finish(_end(events))
+    assert [path.name for path in (store.folder / "damaged").iterdir()] == [blob.name]
+    assert store.failed_training(task.digest, 1) is None
+    (lost,) = store.submissions.lost(task.digest)
+    assert (lost.device, lost.sha256) == ("a", blob.name)
+    assert training.lost.requests() == [("a", Receipt(digest=bytes.fromhex(blob.name), status="missing"))]
+    assert training.lost.requests() == []
+    assert not store.holds("a", bytes.fromhex(blob.name))
+    training.tick()
+    assert training.finish(_end(events))
+    assert [list(head.members) for head in store.heads.all()] == [["b"]]
+    assert _take(training, task, "a").verdict == "new"
+    assert store.submissions.lost(task.digest) == []
+
+
+def test_missing_submission_is_requested_at_the_start(task: Task, store: Store) -> None:
+    training = HeadTraining(task, store, on_event=lambda _: None)
+    _take(training, task, "a")
+    store.blobs.path(training.state.submissions["a"].digest).unlink()
+    again = HeadTraining(task, store, on_event=lambda _: None)
+    assert dict(again.state.submissions) == {}
+    assert [device for device, _ in again.lost.requests()] == ["a"]
 
 
 def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, store: Store) -> None:

@@ -53,14 +53,18 @@ def _accuracy(head: bytes) -> float:
 
 
 def test_head_is_trained_and_survives_a_restart(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Quorum, training, head, evaluation; after a restart all of it is there, and a late device counts."""
+    """Quorum, training, head, evaluation; after a restart all of it is there, and a late device counts.
+
+    A submission that was damaged on the disk is requested from its device, and the head made without it meanwhile.
+    """
     task_file = write_task(tmp_path, "quorum = 2\ndeadline_s = 1000\n[training]\nepochs = 5")
     with Device(amqtt_broker, "a") as a, Device(amqtt_broker, "b") as b:
         with aggregator(task_file, amqtt_broker) as daemon:
             a.aggregator_is("online")
             task = digest_of(a.task())
             assert a.upload(_separable(task)).status == "received"
-            assert b.upload(_separable(task, seed=1)).status == "received"
+            lost = b.send_payload(encode(_separable(task, seed=1)))
+            assert b.receipt(lost).status == "received"
             manifest = a.head()
             assert (manifest.version, manifest.devices, manifest.prototypes) == (1, 2, 120)
             head = a.fetch(manifest.head)
@@ -71,14 +75,21 @@ def test_head_is_trained_and_survives_a_restart(amqtt_broker: BrokerAddress, tmp
             assert read_metadata(properties, HeadMetadata).classes == ("cat", "dog", "fox")
             assert a.upload(evaluation(task=task)).status == "received"
         assert daemon.process.returncode == 0
+        stored = daemon.state / "blobs" / lost.hex()
+        stored.write_bytes(stored.read_bytes().replace(b"prototypes", b"prototypez"))
         with aggregator(task_file, amqtt_broker) as daemon:
             with Device(amqtt_broker, "c") as c:
                 assert c.head() == manifest
                 c.aggregator_is("online")
                 assert c.upload(_separable(task, seed=2)).status == "received"
-                assert c.head(2).devices == 3
+                assert c.head(2).devices == 2
+                assert b.receipt(lost).status == "missing"
+                assert daemon.status()["lost_submissions"][0]["device"] == "b"
+                assert b.upload(_separable(task, seed=1)).status == "received"
+                assert c.head(3).devices == 3
             summary = daemon.status()
-            assert [head["version"] for head in summary["heads"]] == [1, 2]
+            assert [head["version"] for head in summary["heads"]] == [1, 2, 3]
+            assert summary["lost_submissions"] == []
             held_out = {"correct": 9, "incorrect": 1, "accuracy": 0.9, "balanced": 0.9, "devices": 1}
             assert summary["heads"][0]["held_out"] == held_out
             assert (summary["submissions"], summary["waiting"]) == (3, 0)

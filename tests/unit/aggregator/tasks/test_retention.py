@@ -11,7 +11,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, PendingHead
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.retention import delete_lost_submissions, needed_blobs, served_blobs
+from aggregator.tasks.retention import delete_carried_submissions, needed_blobs, served_blobs
 from aggregator.tasks.task_preparation import Task
 from protocol.wire.messages import BlobRef
 from tests.support.submissions import EXPECTATION, MANIFEST, ROUNDS_EXPECTATION, ROUNDS_TASK, TASK
@@ -115,9 +115,9 @@ def test_served_blobs() -> None:
     assert served_blobs(ONE_SHOT, [], State()) == {bytes(32)}
 
 
-def test_submission_without_its_blob_is_deleted(store: Store) -> None:
-    """So that the device uploads it again; one that cannot count any more stays."""
-    store.submissions.put(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 3)))
-    delete_lost_submissions(ROUNDS, store)
-    assert sorted(store.submissions.all(ROUNDS_TASK)) == ["here", "r0", "r1"]
+def test_submission_of_an_earlier_round_without_its_blob_is_deleted(store: Store) -> None:
+    """If it would count; one of the open round is requested instead."""
+    store.submissions.put(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 2)))
+    delete_carried_submissions(ROUNDS, store)
+    assert sorted(store.submissions.all(ROUNDS_TASK)) == ["here", "r0", "r1", "r3"]
     assert sorted(store.submissions.all(TASK)) == ["a", "b"]

@@ -197,6 +197,19 @@ def test_a_removed_item_is_not_sent() -> None:
         assert state.uploads == ()
 
 
+def test_a_lost_submission_is_sent_again() -> None:
+    """When the aggregator reports a received one missing; what it sends meanwhile changes nothing."""
+    state, _ = play(begin(), Receipt(digest=ITEM.digest, status="received"))
+    assert play(state, Receipt(digest=b"o" * 32, status="missing"))[1] == []
+    for receipt in ("received", "refused"):
+        assert play(state, Receipt(digest=ITEM.digest, status=receipt, reason="malformed"))[1] == []
+    state, windows = play(state, Receipt(digest=ITEM.digest, status="missing"))
+    assert windows == [(QUERY,)]
+    assert play(state, Receipt(digest=ITEM.digest, status="missing"))[1] == []
+    state, windows = play(state, Receipt(digest=ITEM.digest, status="missing", missing=((0, 6),)))
+    assert windows == [((0, 6), QUERY)]
+
+
 REPORT = item_of(b"report", kind="evaluation", about="aa")
 
 
