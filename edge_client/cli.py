@@ -180,7 +180,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     start_logging(verbose=verbose)
     if once and dry_run:
         raise click.UsageError("--once and --dry-run cannot be used together")
-    access, signing_key = read_access(**access_given), None
+    access, signing_key, enrolled_s = read_access(**access_given), None, 0.0
     if enrollment is not None:
         enrolled = read_enrollment(enrollment)
         device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
@@ -188,7 +188,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         broker = broker or enrolled.broker or None
         access = merged_access(access, enrolled)
         aggregator_key = aggregator_key or enrolled.aggregator_key
-        signing_key = enrolled.signing_key
+        signing_key, enrolled_s = enrolled.signing_key, enrolled.enrolled_s
     require_runtime()
     if not data.exists():
         raise ConfigError(
@@ -223,6 +223,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         strict=strict,
         aggregator_key=aggregator_key,
         signing_key=signing_key,
+        enrolled_s=enrolled_s,
     )
     stop_on_terminate()
     return Device(settings, store, show=_show_dry_run if dry_run else None).run()
@@ -335,6 +336,7 @@ def _status(store: "DeviceState") -> dict[str, Any]:
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
     problems = (
         store.get(stored.TaskProblem).text,
+        store.get(stored.ManifestProblem).text,
         store.get(stored.BuildProblem).text,
         store.get(stored.HeadProblem).text,
         store.get(stored.UploadProblem).text,

@@ -29,6 +29,7 @@ class Settings:
         strict: refuse folders and labels that are no class of the task, instead of leaving their images out.
         aggregator_key: the aggregator's public key, 32 bytes; None trusts the first key received.
         signing_key: the device's private key, 32 bytes; None uses the one in the state directory.
+        enrolled_s: when the device was enrolled, unix seconds; the time is later than that, whatever the clock says.
     """
 
     broker: BrokerAddress | None
@@ -48,6 +49,7 @@ class Settings:
     strict: bool = False
     aggregator_key: bytes | None = None
     signing_key: bytes | None = field(default=None, repr=False)
+    enrolled_s: float = 0.0
 
 
 def enrolled_name(what: str, *, given: str | None, enrolled: str) -> str:

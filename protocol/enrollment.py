@@ -47,6 +47,8 @@ class Enrollment:
     """Private, 32 bytes."""
     aggregator_key: bytes
     """Public, 32 bytes."""
+    enrolled_s: float
+    """Date of the certificate, unix seconds."""
 
 
 def card_text(card: EnrollmentCard) -> str:
@@ -100,6 +102,7 @@ def read_enrollment(folder: Path) -> Enrollment:
         ),
         signing_key=signing_key,
         aggregator_key=bytes.fromhex(card.aggregator_key),
+        enrolled_s=certificate.not_valid_before_utc.timestamp(),
     )
 
 

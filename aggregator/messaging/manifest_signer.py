@@ -2,6 +2,7 @@
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.security.identity import identity_folder, locked_identity
@@ -11,10 +12,27 @@ from protocol.errors import BadSignature, MalformedMessage
 from protocol.log import event
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.codec import digest_of
+from protocol.wire.presence import MAX_CLOCK_SKEW_S
 from protocol.wire.signing import open_manifest, public_key, sign_manifest
 from protocol.wire.topics import FleetChannel
 
 log = logging.getLogger(__name__)
+
+
+VALIDITY_S = 30 * 86400
+"""A device takes no new work from a manifest that is older: an attacker may withhold newer ones."""
+
+REFRESH_S = 86400
+"""A manifest is signed again after this time, long before it expires."""
+
+
+@dataclass(frozen=True)
+class _Last:
+    """The last signed manifest of a channel."""
+
+    digest: bytes
+    payload: bytes
+    issued_s: int
 
 
 def identity_of(state: Path) -> bytes:
@@ -35,7 +53,7 @@ class ManifestSigner:
         self._fleet = fleet
         stored = store.facts.get(ManifestNumbers)
         self._releases = dict(stored.numbers) if stored is not None else {}
-        self._signed: dict[FleetChannel, tuple[bytes, bytes]] = {}
+        self._signed: dict[FleetChannel, _Last] = {}
         self._is_unkept = False
         found, before = SigningKey(public_key(key).hex()), store.facts.get(SigningKey)
         if before is not None and before != found:
@@ -50,20 +68,33 @@ class ManifestSigner:
         store.facts.put(found)
 
     def sign(self, channel: FleetChannel, body: bytes) -> bytes:
-        """Return a signed manifest, with a new number if it differs from the last one or is the first of this start.
+        """Return a signed manifest, with a new number if it differs from the last one, is the first or is due.
 
         `keep` makes the number durable.
         """
-        digest, payload = self._signed.get(channel, (b"", b""))
-        if digest == digest_of(body):
-            return payload
+        last, now_s = self._signed.get(channel), int(time.time())
+        if last is not None and last.digest == digest_of(body) and not _is_due(last, now_s):
+            return last.payload
         # It follows the clock, so that a lost or restored state gives no smaller number.
-        release = max(self._releases.get(channel, 0) + 1, int(time.time()))
-        payload = sign_manifest(body, key=self._key, fleet=self._fleet, channel=channel, release=release)
+        release = max(self._releases.get(channel, 0) + 1, now_s)
+        payload = sign_manifest(
+            body,
+            key=self._key,
+            fleet=self._fleet,
+            channel=channel,
+            release=release,
+            issued_s=now_s,
+            expires_s=now_s + VALIDITY_S,
+        )
         self._releases[channel] = release
-        self._signed[channel] = digest_of(body), payload
+        self._signed[channel] = _Last(digest_of(body), payload, now_s)
         self._is_unkept = True
         return payload
+
+    def due(self) -> list[FleetChannel]:
+        """Return the channels whose manifests are to be signed and published again."""
+        now_s = int(time.time())
+        return [channel for channel, last in self._signed.items() if _is_due(last, now_s)]
 
     def has_signed(self, channel: FleetChannel, payload: bytes) -> bool:
         """Return True if this aggregator's key has signed a manifest.
@@ -77,8 +108,8 @@ class ManifestSigner:
             return False
         if found.key != public_key(self._key):
             return False
-        _, signed = self._signed.get(channel, (b"", b""))
-        if payload != signed and found.release >= self._releases.get(channel, 0):
+        last = self._signed.get(channel)
+        if (last is None or payload != last.payload) and found.release >= self._releases.get(channel, 0):
             self._releases[channel] = found.release
             self._signed.pop(channel, None)
         return True
@@ -91,3 +122,8 @@ class ManifestSigner:
         if self._is_unkept:
             self._store.facts.put(ManifestNumbers(self._releases))
             self._is_unkept = False
+
+
+def _is_due(last: _Last, now_s: int) -> bool:
+    """Return whether a manifest is a day old, or dated in the future by a clock that has been corrected since."""
+    return not -MAX_CLOCK_SKEW_S <= now_s - last.issued_s < REFRESH_S

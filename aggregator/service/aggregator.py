@@ -132,6 +132,7 @@ class Aggregator:
         with self._receiver.guard():
             self._releases.tick(self._training.state.head_version)
         self._announcements.publish_new_head()
+        self._announcements.refresh()
         with self._receiver.guard():
             self._training.tick()
             for device, request in self._training.lost.requests():

@@ -66,6 +66,12 @@ class Announcements:
         if self.releases.manifest != self._head:
             self._publish("head")
 
+    def refresh(self) -> None:
+        """Sign and publish again what would expire."""
+        if self.is_connected:
+            for channel in filter(self._published.get, self._signer.due()):
+                self._publish(channel)
+
     def _publish(self, channel: FleetChannel) -> None:
         """Publish a signed manifest, or clear its topic if there is none; also while nothing can be stored."""
         if channel == "head":

@@ -5,6 +5,7 @@ digest of its content, so that a repetition is distinguished from other content 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
@@ -26,11 +27,14 @@ class ManifestTrust(msgspec.Struct, frozen=True):
     """A device's knowledge of its aggregator.
 
     `key` is its public key, 32 bytes, or None before the first manifest. `seen` has the greatest release of each
-    channel and the sha256 of its content.
+    channel and the sha256 of its content, `expires_s` its end, and `issued_s` the date of the last new manifest, in
+    unix seconds.
     """
 
     key: bytes | None = None
     seen: Mapping[str, tuple[int, bytes]] = {}
+    expires_s: Mapping[str, int] = {}
+    issued_s: int = 0
 
 
 def with_operator_key(trust: ManifestTrust, key: bytes | None) -> ManifestTrust:
@@ -57,4 +61,32 @@ def verify(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> Manif
         raise UntrustedManifest(
             "replayed", f"the {channel} has release {signed.release}, but release {release} was seen before"
         )
-    return msgspec.structs.replace(trust, key=signed.key, seen={**trust.seen, channel: new})
+    if signed.release == release:
+        return trust
+    return ManifestTrust(
+        key=signed.key,
+        seen={**trust.seen, channel: new},
+        expires_s={**trust.expires_s, channel: signed.expires_s},
+        issued_s=signed.issued_s,
+    )
+
+
+def expired(trust: ManifestTrust, *, now_s: float) -> frozenset[str]:
+    """Return the channels whose newest manifest has expired: an attacker may withhold newer ones."""
+    return frozenset(channel for channel, end_s in trust.expires_s.items() if end_s < now_s)
+
+
+@dataclass(frozen=True)
+class TimeEstimate:
+    """The time as a device knows it that may have no battery-backed clock.
+
+    `floor_s` is the date of the last new manifest or of the enrollment, in unix seconds, and `since_s` when it was
+    learned, on a monotonic clock.
+    """
+
+    floor_s: float
+    since_s: float
+
+    def now_s(self, *, clock_s: float, monotonic_s: float) -> float:
+        """Return the clock's time, or the floor and the time since then if the clock is behind."""
+        return max(clock_s, self.floor_s + monotonic_s - self.since_s)

@@ -119,6 +119,7 @@ class State:
         refused: key of the last head that was refused, and why.
         uploads: the uploads, the current one first.
         blocked_reason: what prevents uploads; empty if nothing does.
+        expired: channels whose newest manifest has expired.
     """
 
     mode: Mode
@@ -143,6 +144,17 @@ class State:
     download: Download | None = None
     uploads: tuple[Upload, ...] = ()
     blocked_reason: str = ""
+    expired: frozenset[str] = frozenset()
+
+    @property
+    def stale_manifests(self) -> frozenset[str]:
+        """The expired manifests among those that the device follows: it takes no new work from them."""
+        followed = {
+            "task": self.task is not None,
+            "round": self.current_round is not None,
+            "head": self.current_head is not None,
+        }
+        return frozenset(channel for channel in self.expired if followed[channel])
 
     @property
     def current_head(self) -> HeadRef | None:

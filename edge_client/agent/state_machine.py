@@ -86,6 +86,9 @@ def _install_and_build(state: State, _now_s: float) -> events.Step:
         return state, ()
     actions: tuple[events.Action, ...] = ()
     blobs = state.prediction_blobs
+    stale = state.stale_manifests
+    if stale & {"task", "head"}:
+        blobs = ()
     if head is not None and blobs and all(blob.digest in state.stored for blob in blobs):
         key, as_canary = head_key(head), state.head is not None and head == state.head.candidate
         if key not in (state.installed, state.installing):
@@ -96,7 +99,7 @@ def _install_and_build(state: State, _now_s: float) -> events.Step:
         is_due = state.images_changed and not state.building
     else:
         is_due = seen is not None and seen.number != state.joined_round
-    if not is_due or not state.can_build:
+    if not is_due or not state.can_build or stale & {"task", "round"}:
         return state, actions
     number = seen.number if seen else state.joined_round
     state = replace(state, joined_round=number, images_changed=False, building=True)
@@ -107,6 +110,8 @@ def _exit_if_done(state: State, _now_s: float) -> events.Step:
     head = state.current_head
     if state.mode is Mode.DRY_RUN and state.are_rounds_over:
         return state, (events.Exit(1, "all rounds are over: nothing is left to upload"),)
+    if state.mode is Mode.ONCE and state.task_confirmed and "task" in state.expired:
+        return state, (events.Exit(1, "the task's manifest has expired; see the log"),)
     if state.mode is not Mode.ONCE or head is None or state.uploads or state.building:
         return state, ()
     if state.refused is not None and state.is_refused(head):

@@ -14,7 +14,14 @@ from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Received, Receiver
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import BuildProblem, EvaluatedHead, Heads, TaskProblem, UploadProblem
+from edge_client.storage.stored_values import (
+    BuildProblem,
+    EvaluatedHead,
+    Heads,
+    ManifestProblem,
+    TaskProblem,
+    UploadProblem,
+)
 from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.builder import ShowDryRun
 from protocol.cli import plain
@@ -26,6 +33,12 @@ from protocol.wire.messages import DeviceInfo, Presence, RoundManifest, TaskMani
 log = logging.getLogger(__name__)
 
 TICK_S = 0.5
+
+EXPIRED = (
+    "expired: {}; the broker withholds newer ones, the aggregator has not run for a month, or this device's clock is "
+    "ahead: the head in use stays, nothing new is built or installed"
+)
+"""The problem of a device whose manifests have expired."""
 
 _Event = mqtt.Event | events.Event | BaseException
 
@@ -48,6 +61,7 @@ class Device:
         self._next_scan_s = 0.0
         self._problem = ""
         self._task_problem = ""
+        self._expiry_problem = ""
         self._state = _stored_state(settings, store)
 
     def run(self) -> int:
@@ -77,6 +91,8 @@ class Device:
                 self._next_scan_s = time.monotonic() + self._settings.rescan_s
                 self._check_stored()
                 self._worker.check_images()
+            self._check_expiry()
+            self._report_expiry()
             return events.Ticked()
 
     def _check_stored(self) -> None:
@@ -98,10 +114,13 @@ class Device:
             case mqtt.Received(topic=topic, payload=payload, retained=retained):
                 log_event(log, logging.DEBUG, "message received", topic=topic, bytes=len(payload))
                 try:
-                    for received in self._receiver.receive(topic, payload, retained=retained):
+                    found = self._receiver.receive(topic, payload, retained=retained)
+                    self._check_expiry()
+                    for received in found:
                         self._take(received)
                 except BackboneMismatch as error:
                     self._wait_for_another_task(error)
+                self._report_expiry()
             case mqtt.Connected(max_packet_bytes=limit, address=ip):
                 broker, device = self._settings.broker, self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
@@ -137,6 +156,22 @@ class Device:
                 self._send_info()
             case _:
                 self._step(event)
+
+    def _check_expiry(self) -> None:
+        """Note which manifests have expired, before anything follows from them."""
+        if not self._is_dry_run:
+            self._state = replace(self._state, expired=self._receiver.expired())
+
+    def _report_expiry(self) -> None:
+        stale = sorted(self._state.stale_manifests)
+        problem = EXPIRED.format(", ".join(stale)) if stale else ""
+        if bool(problem) == bool(self._expiry_problem):
+            return
+        if problem:
+            log_event(log, logging.ERROR, problem, manifests=",".join(stale), clock=time.strftime("%Y-%m-%d"))
+        self._expiry_problem = problem
+        self._store.set(ManifestProblem(problem))
+        self._send_info()
 
     def _wait_for_another_task(self, error: BackboneMismatch) -> None:
         """Keep the current task; a program that ends here would be restarted, and end again, for ever."""
@@ -175,6 +210,7 @@ class Device:
 
         So does a device whose stored task has ended the program too often: the broker may have another one.
         """
+        self._check_expiry()
         if not self._is_dry_run or self._settings.broker is None:
             for recalled in self._receiver.recall():
                 if isinstance(recalled, events.TaskSeen) and self._has_failed(recalled.manifest):
@@ -232,10 +268,11 @@ class Device:
 
     def _info(self) -> DeviceInfo:
         refused = self._receiver.refused
-        problem, duplicate = self._task_problem or self._problem, self._own_topic.problem
-        return self._publisher.info(
-            self._state, problem=problem, refused_messages=refused, duplicate=duplicate
+        problem, warning = (
+            self._task_problem or self._problem,
+            self._expiry_problem or self._own_topic.problem,
         )
+        return self._publisher.info(self._state, problem=problem, refused_messages=refused, warning=warning)
 
     def _store_receipt(self, item: UploadItem) -> None:
         head = self._store.get(Heads).installed
@@ -247,7 +284,7 @@ class Device:
 def _stored_state(settings: Settings, store: DeviceState) -> State:
     """Return the state at the start; a head without an evaluation is installed again."""
     if settings.mode is not Mode.DRY_RUN:
-        store.set(UploadProblem(), TaskProblem())
+        store.set(UploadProblem(), TaskProblem(), ManifestProblem())
         if damaged := store.outbox.drop_damaged():
             log_event(log, logging.WARNING, "deleted damaged items from the outbox", items=damaged)
     head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key

@@ -96,11 +96,11 @@ class Publisher:
         return True
 
     def info(
-        self, state: State, *, problem: str, refused_messages: Mapping[str, int], duplicate: str = ""
+        self, state: State, *, problem: str, refused_messages: Mapping[str, int], warning: str = ""
     ) -> DeviceInfo:
         """Return the device's info; what it says of images depends on the task's privacy.
 
-        `duplicate` names another program with this device's key, which reveals nothing about images.
+        `warning` is about keys or manifests, which reveals nothing about images.
         """
         report, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
         # Before there is a task, its privacy is unknown.
@@ -113,7 +113,7 @@ class Publisher:
             backbones=tuple(sorted(state.stored))[:64],
             images={} if is_silent else {entry.name: entry.images for entry in report.classes},
             unusable_images=0 if is_silent else len(report.unusable),
-            problem=(policy.public_problem(problem, state.manifest) or duplicate or blocked)[:256],
+            problem=(policy.public_problem(problem, state.manifest) or warning or blocked)[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
             refused_messages=dict(refused_messages),
         )

@@ -2,11 +2,12 @@
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from edge_client.agent import events, manifest_trust
-from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest
+from edge_client.agent.manifest_trust import ManifestTrust, TimeEstimate, UntrustedManifest
 from edge_client.agent.state import Mode
 from edge_client.config import Settings
 from edge_client.service.blob_downloads import import_backbones
@@ -53,6 +54,7 @@ class Receiver:
         self._round: RoundManifest | None = None
         stored = store.get(ManifestTrust)
         self._trust = manifest_trust.with_operator_key(stored, settings.aggregator_key)
+        self._time = TimeEstimate(max(self._trust.issued_s, settings.enrolled_s), time.monotonic())
         if self._trust != stored and self._writes:
             store.set(self._trust)
         fleet, device = settings.fleet, settings.device_id
@@ -84,6 +86,11 @@ class Receiver:
         event(log, level, "message refused", topic=topic, reason=reason, error=error)
         if count & (count - 1) == 0:
             self._on_refused()
+
+    def expired(self) -> frozenset[str]:
+        """Return the channels whose newest manifest has expired."""
+        now_s = self._time.now_s(clock_s=time.time(), monotonic_s=time.monotonic())
+        return manifest_trust.expired(self._trust, now_s=now_s)
 
     def recall(self) -> Sequence[Received]:
         """Return the events of the stored task and round, so that a start without a broker is not idle.
@@ -128,6 +135,7 @@ class Receiver:
                 text = "trusting the first aggregator key received: pass --aggregator-key to require a key"
                 event(log, logging.WARNING, text, key=signed.key)
             self._trust = trust
+            self._time = TimeEstimate(max(trust.issued_s, self._settings.enrolled_s), time.monotonic())
         return signed.body
 
     def _task_events(self, payload: bytes, *, recalled: bool = False) -> Sequence[Received]:

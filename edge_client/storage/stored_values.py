@@ -62,6 +62,12 @@ class TaskProblem(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+class ManifestProblem(msgspec.Struct, frozen=True):
+    """Why the device takes no new work from its manifests; empty if they are valid."""
+
+    text: str = ""
+
+
 class BuildProblem(msgspec.Struct, frozen=True):
     """Why no submission could be built; empty if one was."""
 

@@ -126,6 +126,8 @@ class Signed(Message, frozen=True, kw_only=True, tag="signed"):
 
     key: PublicKey
     release: Positive
+    issued_s: Natural
+    expires_s: Natural
     signature: Signature
     body: Annotated[bytes, Meta(max_length=MAX_MANIFEST_BYTES)]
 

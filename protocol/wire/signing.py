@@ -21,14 +21,34 @@ def public_key(key: bytes) -> bytes:
     return _private(key).public_key().public_bytes_raw()
 
 
-def sign_manifest(body: bytes, *, key: bytes, fleet: str, channel: FleetChannel, release: int) -> bytes:
+NEVER_S = 2**53
+"""An `expires_s` in the far future."""
+
+
+def sign_manifest(
+    body: bytes,
+    *,
+    key: bytes,
+    fleet: str,
+    channel: FleetChannel,
+    release: int,
+    issued_s: int = 0,
+    expires_s: int = NEVER_S,
+) -> bytes:
     """Return an encoded manifest, signed with the aggregator's private key (32 bytes) for one fleet and topic.
 
-    `release` is greater than that of every earlier message on the topic.
+    `release` is greater than that of every earlier message on the topic; times are in unix seconds.
     """
-    signed = _manifest(body, fleet=fleet, channel=channel, release=release)
-    signature = _private(key).sign(signed)
-    return encode(Signed(key=public_key(key), release=release, signature=signature, body=body))
+    signed = Signed(
+        key=public_key(key),
+        release=release,
+        issued_s=issued_s,
+        expires_s=expires_s,
+        signature=bytes(64),
+        body=body,
+    )
+    signature = _private(key).sign(_manifest(signed, fleet=fleet, channel=channel))
+    return encode(msgspec.structs.replace(signed, signature=signature))
 
 
 def open_manifest(payload: bytes, *, fleet: str, channel: FleetChannel) -> Signed:
@@ -39,7 +59,7 @@ def open_manifest(payload: bytes, *, fleet: str, channel: FleetChannel) -> Signe
         BadSignature: the signature is not valid for this fleet and topic.
     """
     signed = decode(payload, Signed, max_bytes=MAX_SIGNED_BYTES)
-    content = _manifest(signed.body, fleet=fleet, channel=channel, release=signed.release)
+    content = _manifest(signed, fleet=fleet, channel=channel)
     if not _verify(signed.key, signed.signature, content):
         raise BadSignature(f"the {channel} is not signed by the key {signed.key.hex()[:16]} that it names")
     return signed
@@ -76,8 +96,9 @@ def _presence(presence: Presence, topic: str) -> bytes:
     return text.encode()
 
 
-def _manifest(body: bytes, *, fleet: str, channel: str, release: int) -> bytes:
-    return f"protofleet 1 manifest {fleet} {channel} {release}\n".encode() + body
+def _manifest(signed: Signed, *, fleet: str, channel: str) -> bytes:
+    numbers = f"{signed.release} {signed.issued_s} {signed.expires_s}"
+    return f"protofleet 1 manifest {fleet} {channel} {numbers}\n".encode() + signed.body
 
 
 def _transfer(fleet: str, device: str, digest: bytes, size_bytes: int) -> bytes:

@@ -42,7 +42,14 @@ WIRE_TYPES: list[type[msgspec.Struct]] = [
 _DIGEST = bytes(range(32))
 
 SAMPLES: tuple[Message | Frame, ...] = (
-    Signed(key=_DIGEST, release=1_700_000_000, signature=bytes(range(64)), body=b"bytes of a manifest"),
+    Signed(
+        key=_DIGEST,
+        release=1_700_000_000,
+        issued_s=1_700_000_000,
+        expires_s=1_702_592_000,
+        signature=bytes(range(64)),
+        body=b"bytes of a manifest",
+    ),
     TaskManifest(
         fleet="default",
         algorithm="fedtc",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
+from aggregator.messaging.manifest_signer import REFRESH_S, VALIDITY_S, ManifestSigner, identity_of
 from aggregator.security.identity import locked_identity
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
@@ -51,6 +51,27 @@ def test_every_start_signs_with_a_greater_number(
     manifest(start(tmp_path, monkeypatch, at_s=1000.0), b"one")
     after = manifest(start(tmp_path, monkeypatch, at_s=at_s), b"one")
     assert after.release == max(1001, int(at_s))
+
+
+def test_a_manifest_is_signed_again_long_before_it_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every day, for a month each time; at once if the clock was ahead when it was signed."""
+    signer = start(tmp_path, monkeypatch, at_s=10_000.0)
+    first = manifest(signer, b"one")
+    assert (first.issued_s, first.expires_s) == (10_000, 10_000 + VALIDITY_S)
+    monkeypatch.setattr(time, "time", lambda: 10_000 + REFRESH_S - 1)
+    assert signer.due() == []
+    assert manifest(signer, b"one") == first
+    monkeypatch.setattr(time, "time", lambda: 10_000 + REFRESH_S)
+    assert signer.due() == ["head"]
+    assert manifest(signer, b"one").issued_s == 10_000 + REFRESH_S
+    assert signer.due() == []
+    monkeypatch.setattr(time, "time", lambda: 500)
+    assert signer.due() == ["head"]
+    again = manifest(signer, b"one")
+    assert again.issued_s == 500
+    assert again.release > 10_000 + REFRESH_S
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["lost", "restored from a backup"])

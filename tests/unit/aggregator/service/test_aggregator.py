@@ -2,6 +2,7 @@
 
 import queue
 import resource
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,13 @@ from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.errors import ThreadFailed
-from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing
 from protocol.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
 from protocol.wire.messages import Submission, TaskManifest
+from protocol.wire.topics import fleet_topic
 from tests.support.aggregator_process import (
+    FLEET,
     MAX_BYTES,
     PATIENT,
     Daemon,
@@ -221,4 +224,25 @@ def test_end_of_a_thread_ends_the_program(tmp_path: Path) -> None:
     daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1), events=events)
     with pytest.raises(ThreadFailed, match="embedded-broker"):
         daemon.run()
+    store.close()
+
+
+def test_manifests_are_published_again_before_they_expire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a day, without any event; a channel without a manifest stays empty."""
+    store = Store(tmp_path / "state")
+    task = prepare_task(*load_task(write_task(tmp_path)), store=store)
+    daemon, now_s = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1)), time.time()
+    sent: list[Outgoing] = []
+    monkeypatch.setattr(daemon._publisher._session, "send", sent.append)
+    daemon.handle([Connected(None)])
+    first = [each for each in sent if each.topic == fleet_topic(FLEET, "task")]
+    for days in (0.9, 1.1, 1.2):
+        sent.clear()
+        later_s = now_s + days * 86400
+        monkeypatch.setattr(time, "time", lambda later_s=later_s: later_s)
+        daemon.handle([])
+        again = [(each.topic, each.payload != first[0].payload) for each in sent]
+        assert again == ([(first[0].topic, True)] if days == 1.1 else [])
     store.close()

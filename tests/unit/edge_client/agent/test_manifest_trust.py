@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify, with_operator_key
+from edge_client.agent.manifest_trust import (
+    ManifestTrust,
+    TimeEstimate,
+    UntrustedManifest,
+    expired,
+    verify,
+    with_operator_key,
+)
 from protocol.wire.messages import Signed
 from protocol.wire.topics import FleetChannel
 
@@ -17,7 +24,14 @@ CHANNELS: tuple[FleetChannel, ...] = ("task", "round", "head")
 
 def signed(release: int, body: bytes = b"", *, key: bytes = KEY) -> Signed:
     """Return a manifest whose signature was verified before."""
-    return Signed(key=key, release=release, signature=bytes(64), body=body)
+    return Signed(
+        key=key,
+        release=release,
+        issued_s=100 * release,
+        expires_s=100 * release + 1000,
+        signature=bytes(64),
+        body=body,
+    )
 
 
 def stored(known: ManifestTrust) -> ManifestTrust:
@@ -86,3 +100,22 @@ def test_an_operator_key_replaces_the_stored_one() -> None:
     assert verify(other, "head", signed(1, key=OTHER)).key == OTHER
     with pytest.raises(UntrustedManifest):
         verify(other, "head", signed(1))
+
+
+def test_a_manifest_expires_unless_a_newer_one_arrives() -> None:
+    """Each channel for itself; a repetition of the last one changes nothing."""
+    known = verify(verify(ManifestTrust(KEY), "task", signed(5)), "head", signed(7))
+    assert stored(known) == known
+    assert known.issued_s == 700
+    assert expired(known, now_s=1500) == frozenset()
+    assert expired(known, now_s=1501) == {"task"}
+    assert expired(known, now_s=1701) == {"task", "head"}
+    assert verify(known, "task", signed(5)) == known
+    assert expired(verify(known, "task", signed(8)), now_s=1701) == {"head"}
+
+
+@pytest.mark.parametrize(("clock_s", "now_s"), [(0.0, 1060.0), (1030.0, 1060.0), (5000.0, 5000.0)])
+def test_a_clock_that_is_behind_is_corrected_by_the_last_date(clock_s: float, now_s: float) -> None:
+    """A device without a battery-backed clock starts in 1970; the time since the date passes all the same."""
+    estimate = TimeEstimate(floor_s=1000.0, since_s=40.0)
+    assert estimate.now_s(clock_s=clock_s, monotonic_s=100.0) == now_s

@@ -394,3 +394,24 @@ def test_a_restarted_aggregator_is_asked_for_missing_ranges() -> None:
     store, send = events.StoreReceipt(ITEM), events.SendFrames(ITEM, ((0, 9), *QUERY.ranges))
     assert actions == [store, QUERY, send, store]
     assert state.uploads == ()
+
+
+@pytest.mark.parametrize(("expired", "builds", "installs"), [("task", 0, 0), ("head", 1, 0), ("round", 1, 1)])
+def test_nothing_new_follows_from_an_expired_manifest(expired: str, builds: int, installs: int) -> None:
+    """Only from the one that has expired, and only of those that the device follows; work goes on with a newer one."""
+    stored = frozenset({digest_of(BACKBONE), digest_of(HEAD)})
+    state = State(mode=Mode.SERVICE, stored=stored, expired=frozenset({expired}))
+    state, actions = _play(state, events.TaskSeen(TASK, MANIFEST), HEAD_MANIFEST)
+    build = events.BuildSubmission(TASK, MANIFEST)
+    assert (actions.count(build), actions.count(INSTALL)) == (builds, installs)
+    _, actions = _play(replace(state, expired=frozenset()), HEAD_MANIFEST)
+    assert (actions.count(build), actions.count(INSTALL)) == (1 - builds, 1 - installs)
+
+
+def test_a_single_run_ends_if_the_task_has_expired() -> None:
+    """It does not end because of the stored task, before the broker has delivered one."""
+    state = State(mode=Mode.ONCE, expired=frozenset({"task"}))
+    state, actions = _play(state, events.TaskSeen(TASK, MANIFEST, recalled=True))
+    assert not [action for action in actions if isinstance(action, events.Exit)]
+    _, actions = _play(state, events.TaskSeen(TASK, MANIFEST))
+    assert events.Exit(1, "the task's manifest has expired; see the log") in actions

@@ -1,6 +1,7 @@
 """Device: what it stores, deletes, publishes and refuses."""
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,14 @@ from edge_client.agent import events
 from edge_client.agent.state import Mode
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import CurrentTask, Heads, InstalledHead, StoredLocalModel, TaskProblem
+from edge_client.storage.stored_values import (
+    CurrentTask,
+    Heads,
+    InstalledHead,
+    ManifestProblem,
+    StoredLocalModel,
+    TaskProblem,
+)
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, ThreadFailed
@@ -23,6 +31,7 @@ from protocol.wire.presence import Duplicate
 from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
 from tests.support.device_factory import make_manifest, make_settings
+from tests.support.graphs import tiny_backbone
 from tests.support.round_factory import TASK, make_task, open_round
 from tests.support.step_graphs import file
 
@@ -281,6 +290,64 @@ def test_a_copied_device_stays_out_until_it_takes_over(
         older, newer = newer, connected(states[0])
         newer._handle(said(newer))
         states.reverse()
+
+
+def test_a_broker_that_withholds_is_noticed(
+    tmp_path: Path, store: DeviceState, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device builds nothing from an expired task, reports it after a restart too, and goes on with a newer one."""
+    body = encode(make_manifest())
+    store.blobs.put(tiny_backbone())
+    jobs: list[object] = []
+    releases = iter(range(1, 100))
+
+    def task(*, issued_s: int) -> Received:
+        signed: dict[str, Any] = {
+            "issued_s": issued_s,
+            "expires_s": issued_s + 1000,
+            "release": next(releases),
+        }
+        payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", **signed)
+        return Received(fleet_topic("f", "task"), payload)
+
+    def start(at_s: float) -> Device:
+        monkeypatch.setattr(time, "time", lambda: at_s)
+        device = Device(make_settings(tmp_path, enrolled_s=500.0), store)
+        capture(device)
+        monkeypatch.setattr(device._worker, "build", jobs.append)
+        if store.get(CurrentTask).digest:
+            device._recall()
+        return device
+
+    device = start(100_000.0)
+    device._handle(task(issued_s=98_000))
+    assert device._info().problem.startswith("expired: task; the broker withholds newer ones")
+    assert store.get(ManifestProblem).text == device._expiry_problem
+    device = start(100_000.0)
+    device._next_event()
+    assert (len(jobs), device._info().problem[:13]) == (0, "expired: task")
+    device._handle(task(issued_s=99_999))
+    assert (len(jobs), device._info().problem) == (1, "")
+    assert store.get(ManifestProblem).text == ""
+    assert caplog.text.count("expired: task") == 2
+    # Without a battery-backed clock, the time is at least the date of the last manifest.
+    device = start(0.0)
+    assert device._receiver.expired() == frozenset()
+    later_s = time.monotonic() + 2000
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert device._receiver.expired() == {"task"}
+
+
+def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_enrollment(
+    tmp_path: Path, store: DeviceState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker that shows a new device an old task, which the aggregator signed."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    device = Device(make_settings(tmp_path, enrolled_s=9000.0), store)
+    body, times = encode(make_manifest()), {"issued_s": 5000, "expires_s": 6000}
+    payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=5000, **times)
+    device._handle(Received(fleet_topic("f", "task"), payload))
+    assert device._state.stale_manifests == {"task"}
 
 
 def test_end_of_a_thread_ends_the_program(tmp_path: Path, store: DeviceState) -> None:

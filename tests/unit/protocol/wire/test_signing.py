@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hypothesis import given
@@ -9,12 +10,12 @@ from hypothesis import strategies as st
 
 from protocol.errors import BadSignature
 from protocol.wire.codec import encode
-from protocol.wire.messages import MAX_MANIFEST_BYTES, MAX_SIGNED_BYTES, Frame, Signed
+from protocol.wire.messages import MAX_MANIFEST_BYTES, MAX_SIGNED_BYTES, Frame
 from protocol.wire.signing import is_own_transfer, open_manifest, public_key, sign_frame, sign_manifest
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 BODY = b"a manifest"
-SIGNED = sign_manifest(BODY, key=KEY, fleet="barn", channel="head", release=7)
+SIGNED = sign_manifest(BODY, key=KEY, fleet="barn", channel="head", release=7, issued_s=1000, expires_s=2000)
 DIGEST = b"d" * 32
 FRAME = Frame(v=1, digest=DIGEST, size_bytes=9, offset=0, data=b"")
 SIGNATURE = sign_frame(FRAME, key=KEY, fleet="barn", device="cam").signature
@@ -28,7 +29,7 @@ def is_own(public: bytes, signature: bytes, **changed: Any) -> bool:
 def test_signed_bytes_are_as_documented() -> None:
     signed = open_manifest(SIGNED, fleet="barn", channel="head")
     key = Ed25519PublicKey.from_public_bytes(signed.key)
-    key.verify(signed.signature, b"protofleet 1 manifest barn head 7\n" + BODY)
+    key.verify(signed.signature, b"protofleet 1 manifest barn head 7 1000 2000\n" + BODY)
     key.verify(SIGNATURE, b"protofleet 1 transfer barn cam 9\n" + DIGEST)
 
 
@@ -41,7 +42,9 @@ def test_signed_manifest_is_opened(body: bytes, release: int) -> None:
 
 def test_largest_manifest_fits() -> None:
     body = bytes(MAX_MANIFEST_BYTES)
-    payload = sign_manifest(body, key=KEY, fleet="f" * 64, channel="round", release=2**63 - 1)
+    payload = sign_manifest(
+        body, key=KEY, fleet="f" * 64, channel="round", release=2**63 - 1, expires_s=2**63 - 1
+    )
     assert len(payload) <= MAX_SIGNED_BYTES
     assert open_manifest(payload, fleet="f" * 64, channel="round").body == body
 
@@ -52,6 +55,8 @@ def test_largest_manifest_fits() -> None:
         ("key", public_key(OTHER)),
         ("key", bytes(32)),
         ("release", 8),
+        ("issued_s", 1001),
+        ("expires_s", 2001),
         ("signature", bytes(64)),
         ("body", b"b manifest"),
         ("body", b""),
@@ -59,9 +64,9 @@ def test_largest_manifest_fits() -> None:
 )
 def test_changed_signed_message_is_refused(field: str, value: bytes | int) -> None:
     signed = open_manifest(SIGNED, fleet="barn", channel="head")
-    fields = {name: getattr(signed, name) for name in ("key", "release", "signature", "body")}
+    changed = msgspec.structs.replace(signed, **{field: value})
     with pytest.raises(BadSignature, match="head is not signed"):
-        open_manifest(encode(Signed(**{**fields, field: value})), fleet="barn", channel="head")
+        open_manifest(encode(changed), fleet="barn", channel="head")
 
 
 def test_signature_is_bound_to_fleet_and_topic() -> None:
