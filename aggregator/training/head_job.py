@@ -69,6 +69,7 @@ def run(job: HeadJob) -> Result:
         data.values,
         data.labels,
         data.counts,
+        weights=data.weights,
         num_classes=len(manifest.classes),
         recipe=recipe_of(
             job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory

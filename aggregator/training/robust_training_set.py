@@ -1,18 +1,27 @@
 """The training set of a head, pure: the prototypes of several submissions as one labeled data set."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
-
-MIN_DEVICES = 3
-"""Devices that a class needs for its median to outweigh one of them."""
+from aggregator.training.weights import MIN_DEVICES, limited, prototype_weights
 
 TRIMMED_SHARE = 0.2
-"""Share of each class's prototypes that `trimmed` omits."""
+"""Share of each class, by weight, that `trimmed` omits."""
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightedPrototypes(Prototypes):
+    """Prototypes of several devices."""
+
+    weights: NDArray[np.float64]
+    """(m,), how much each counts."""
 
 
 def pool(parts: Sequence[Prototypes]) -> Prototypes:
@@ -32,28 +41,33 @@ def half_of(part: Prototypes) -> Prototypes:
     return Prototypes(part.values[chosen], part.labels[chosen], part.counts[chosen])
 
 
-def combine(parts: Sequence[Prototypes], *, by: Literal["none", "trimmed", "median"]) -> Prototypes:
+def combine(parts: Sequence[Prototypes], *, by: Literal["none", "trimmed", "median"]) -> WeightedPrototypes:
     """Return the training set of one part per device, optionally with little influence of a few bad prototypes.
 
-    `trimmed` omits the fifth of each class that is farthest from the median of the devices' means; `median` shifts each
-    device's prototypes of a class so that their mean is that median. A class of fewer than MIN_DEVICES devices stays
-    unchanged.
+    No device weighs more than a multiple of the median device. `trimmed` omits the fifth of each class that is farthest
+    from the median of the devices' means; `median` shifts each device's prototypes of a class so that their mean is
+    that median. A class of fewer than MIN_DEVICES devices is neither trimmed nor shifted.
     """
-    if by == "none":
-        return pool(parts)
+    weights = np.concatenate(prototype_weights(parts))
+    parts = limited(parts)
     labels = np.unique(np.concatenate([part.labels for part in parts]))
-    medians = {int(label): median for label in labels if (median := _median(parts, label)) is not None}
-    if by == "median":
-        return pool([_shifted(part, medians) for part in parts])
-    data = pool(parts)
+    medians = {
+        int(label): median
+        for label in labels
+        if by != "none" and (median := _median(parts, label)) is not None
+    }
+    data = pool([_shifted(part, medians) for part in parts] if by == "median" else parts)
     included = np.ones(len(data.labels), dtype=np.bool_)
-    for label, median in medians.items():
+    for label, median in medians.items() if by == "trimmed" else ():
         members = np.flatnonzero(data.labels == label)
         # A prototype of n images is expected to be n times nearer.
         distances = data.counts[members] * ((data.values[members] - median) ** 2).sum(axis=1)
-        order = np.argsort(distances, kind="stable")
-        included[members[order[len(members) - int(TRIMMED_SHARE * len(members)) :]]] = False
-    return Prototypes(data.values[included], data.labels[included], data.counts[included])
+        farthest = members[np.argsort(-distances, kind="stable")]
+        omitted = np.cumsum(weights[farthest]) <= TRIMMED_SHARE * weights[farthest].sum() + ROUNDING
+        included[farthest[omitted]] = False
+    return WeightedPrototypes(
+        data.values[included], data.labels[included], data.counts[included], weights=weights[included]
+    )
 
 
 def _median(parts: Sequence[Prototypes], label: int) -> NDArray[np.float32] | None:

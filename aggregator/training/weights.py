@@ -1,18 +1,19 @@
 """How much each device counts: no more than a multiple of the median device. Pure, and the same for all algorithms.
 
-A device states how many images it has, and the aggregator cannot verify it. So a device's images of a class count up to
-MAX_MULTIPLE times those of the median device that has the class, and its images of all classes up to MAX_MULTIPLE times
-those of the median device. The rest of them does not count.
+A device states how many images it has, and the aggregator cannot verify it. So a device's images count up to
+MAX_MULTIPLE times those of the median device, and of a class up to MAX_MULTIPLE times those of the median device that
+has the class. The rest of them does not count.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
 
-MAX_MULTIPLE = 10.0
+MAX_MULTIPLE = 5.0
 """Times the images of the median device that a device's images count at most."""
 
 MIN_DEVICES = 3
@@ -20,28 +21,48 @@ MIN_DEVICES = 3
 
 
 def limited(parts: Sequence[Prototypes]) -> list[Prototypes]:
-    """Return one part per device without the images that do not count.
-
-    Of a class with more images than count, the first prototypes stay, at least one; a single one counts fewer images.
-    """
-    classes = 1 + max(int(part.labels.max(initial=-1)) for part in parts)
-    images = np.array([np.bincount(part.labels, part.counts, minlength=classes) for part in parts])
-    counted = counted_images(images)
+    """Return one part per device whose prototypes state at most the device's images of their class that count."""
     return [
-        part if (row == stated).all() else _limited(part, row)
-        for part, row, stated in zip(parts, counted, images, strict=True)
+        replace(part, counts=np.minimum(part.counts, np.maximum(row.astype(np.int64), 1)[part.labels]))
+        for part, row in zip(parts, counted_images(_images(parts)), strict=True)
     ]
+
+
+def prototype_weights(parts: Sequence[Prototypes]) -> list[NDArray[np.float64]]:
+    """Return the weights of each part's prototypes (m,), 1 on average over all parts.
+
+    A class weighs as much as the images of all devices together, each with at most MAX_MULTIPLE times the median
+    device's; within the class, each device as much as its images that count.
+    """
+    images = _images(parts)
+    of_class = _within_totals(images).sum(axis=0)
+    counted = counted_images(images)
+    share = counted / np.maximum(counted.sum(axis=0), 1)
+    of_image = share * of_class / np.maximum(images, 1)
+    weights = [row[part.labels] for part, row in zip(parts, of_image, strict=True)]
+    mean = float(np.concatenate(weights).mean())
+    return [each / mean for each in weights]
 
 
 def counted_images(images: NDArray[np.number]) -> NDArray[np.float64]:
     """Return the images of each device and class (K, C) that count, of those stated (K, C).
 
-    Laws: the order of devices does not matter; what counts of the others does not grow with what one device states
-    beyond the median.
+    Laws: the order of devices does not matter; what a device states beyond the limit changes nothing.
     """
-    counted = np.array([np.minimum(column, _limit(column)) for column in images.T], dtype=np.float64).T
-    most = _limit(counted.sum(axis=1))
-    return np.array([np.minimum(row, _level(row, most)) for row in counted]).reshape(counted.shape)
+    columns = _within_totals(images).T
+    return np.array([np.minimum(column, _limit(column)) for column in columns]).reshape(columns.shape).T
+
+
+def _images(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
+    """Return the images of each device and class (K, C)."""
+    classes = 1 + max(int(part.labels.max(initial=-1)) for part in parts)
+    return np.array([np.bincount(part.labels, part.counts, minlength=classes) for part in parts], np.float64)
+
+
+def _within_totals(images: NDArray[np.number]) -> NDArray[np.float64]:
+    """Return the images (K, C) without those beyond the limit of a device; its largest classes lose them."""
+    most = _limit(images.sum(axis=1))
+    return np.array([np.minimum(row, _level(row.astype(np.float64), most)) for row in images], np.float64)
 
 
 def _limit(images: NDArray[np.number]) -> float:
@@ -59,13 +80,3 @@ def _level(images: NDArray[np.float64], most: float) -> float:
     ascending = np.sort(images)
     levels = (most - (np.cumsum(ascending) - ascending)) / np.arange(len(images), 0, -1)
     return float(levels[np.argmax(levels <= ascending)])
-
-
-def _limited(part: Prototypes, counted: NDArray[np.float64]) -> Prototypes:
-    included, counts = np.ones(len(part.labels), dtype=np.bool_), part.counts.copy()
-    for label in np.unique(part.labels):
-        members = np.flatnonzero(part.labels == label)
-        included[members] = np.cumsum(part.counts[members]) <= counted[label]
-        included[members[0]] = True
-        counts[members[0]] = min(counts[members[0]], max(int(counted[label]), 1))
-    return Prototypes(part.values[included], part.labels[included], counts[included], part.tensors)

@@ -18,7 +18,7 @@ from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
-from aggregator.training.robust_training_set import pool
+from aggregator.training.robust_training_set import WeightedPrototypes, combine, pool
 from benchmarks.data.features import Features, averaged
 from benchmarks.data.partitions import Partition, share_out
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
@@ -76,7 +76,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     """Divide the images, encode every client's submission, train on the decoded ones, and evaluate the head."""
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed).values()
-    taken = pool([decoded(payload, expectation) for payload in payloads])
+    taken = combine([decoded(payload, expectation) for payload in payloads], by="none")
     started_s = time.perf_counter()
     trained = train_on(taken, features, recipe=settings.recipe, device=settings.device, seed=seed)
     seconds = time.perf_counter() - started_s
@@ -208,6 +208,7 @@ def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: st
             data.values,
             data.labels,
             data.counts,
+            weights=data.weights if isinstance(data, WeightedPrototypes) else None,
             num_classes=features.classes,
             recipe=recipe,
             seed=seed,

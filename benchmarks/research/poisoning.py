@@ -13,7 +13,7 @@ from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.head_job import recipe_of
 from aggregator.training.outlier_detection import judge
-from aggregator.training.robust_training_set import combine
+from aggregator.training.robust_training_set import combine, pool
 from benchmarks.accuracy.fedtc import partitions_of
 from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, fleet_prototypes, train_on
 from benchmarks.data.features import BACKBONES, Features, load_features
@@ -21,14 +21,18 @@ from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition
 from benchmarks.report import Table, json_option, write_json
 
-ATTACKS = ("flip", "noise")
+ATTACKS = ("flip", "noise", "volume")
 PARTITIONS = ("dirichlet:0.5",)
 SHARES = (0.0, 0.1, 0.2, 0.3)
 NOISE_SCALE = 3.0
 """Deviations of a noisy device's prototypes, in those of all prototypes' values."""
 
-Method = Literal["none", "check", "trimmed", "median"]
-METHODS: tuple[Method, ...] = ("none", "check", "trimmed", "median")
+VOLUME = 50
+"""Times that a device with the attack `volume` repeats its prototypes."""
+
+Method = Literal["unlimited", "none", "check", "trimmed", "median"]
+METHODS: tuple[Method, ...] = ("unlimited", "none", "check", "trimmed", "median")
+"""`unlimited` lets each device count as much as it states, all others at most MAX_MULTIPLE times the median device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,14 @@ class Result:
 @click.option(
     "--share", "shares", type=click.FloatRange(0, 1), multiple=True, default=SHARES, show_default=True
 )
+@click.option(
+    "--attack",
+    "attacks",
+    type=click.Choice(ATTACKS),
+    multiple=True,
+    default=ATTACKS,
+    help="May be repeated.  [default: all]",
+)
 @click.option("--threshold", type=float, default=Robust().threshold, show_default=True)
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @click.option("--train/--no-train", default=True, show_default=True, help="Or only detect attackers.")
@@ -86,6 +98,7 @@ def command(
     partitions: list[Partition],
     clients: int,
     shares: tuple[float, ...],
+    attacks: tuple[str, ...],
     threshold: float,
     epochs: int | None,
     train: bool,
@@ -111,7 +124,7 @@ def command(
     results: list[Result] = []
     for partition in partitions:
         for share in shares:
-            for attack in ATTACKS if share else ("",):
+            for attack in attacks if share else ("",):
                 runs = [
                     run(
                         *(features, partition, settings),
@@ -156,8 +169,14 @@ def run(
         if method == "check" and not quarantined:
             accuracies[method] = accuracies["none"]
             continue
-        by = "none" if method == "check" else method
-        data = combine(included if method == "check" else list(uploaded.values()), by=by)
+        data = (
+            pool(list(uploaded.values()))
+            if method == "unlimited"
+            else combine(
+                included if method == "check" else list(uploaded.values()),
+                by="none" if method == "check" else method,
+            )
+        )
         trained = train_on(data, features, recipe=settings.recipe, device=settings.device, seed=seed)
         accuracies[method] = accuracy_of(trained.layers, features)
     return Result(
@@ -174,9 +193,10 @@ def run(
 
 
 def falsified(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prototypes:
-    """Return the prototypes with the label of the next class, or noise in their place."""
-    if attack == "flip":
-        return Prototypes(part.values, (part.labels + 1) % classes, part.counts)
+    """Return the prototypes with the label of the next class, repeated for `volume`; or noise in their place."""
+    if attack in ("flip", "volume"):
+        rows = np.tile(np.arange(len(part.labels)), VOLUME if attack == "volume" else 1)
+        return Prototypes(part.values[rows], (part.labels[rows] + 1) % classes, part.counts[rows])
     noise = np.random.default_rng(seed).normal(size=part.values.shape)
     scale = NOISE_SCALE * float(part.values.std())
     return Prototypes((scale * noise).astype(np.float32), part.labels, part.counts)

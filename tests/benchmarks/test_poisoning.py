@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from aggregator.ingest.validation import Prototypes
 from benchmarks.__main__ import cli
-from benchmarks.research.poisoning import METHODS, falsified
+from benchmarks.research.poisoning import METHODS, VOLUME, falsified
 from tests.benchmarks.feature_factory import domain, fill_cache
 
 
@@ -19,6 +19,7 @@ def test_poisoning_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pyte
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     file = tmp_path / "report.json"
     arguments = ["--images", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
+    arguments += ["--attack", "flip", "--attack", "noise"]
     result = CliRunner().invoke(
         cli, ["research", "poisoning", *arguments, "--seed", "0", "--json", str(file)]
     )
@@ -56,6 +57,9 @@ def test_false_prototypes() -> None:
     flip = falsified(part, "flip", classes=3, seed=0)
     assert flip.labels.tolist() == [1, 2, 0]
     assert np.array_equal(flip.values, part.values)
+    volume = falsified(part, "volume", classes=3, seed=0)
+    assert volume.labels.tolist() == [1, 2, 0] * VOLUME
+    assert np.array_equal(volume.values[-3:], part.values)
     noise = falsified(part, "noise", classes=3, seed=0)
     assert noise.labels.tolist() == [0, 1, 2]
     assert noise.values.std() > 2 * part.values.std()

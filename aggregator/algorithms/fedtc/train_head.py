@@ -57,11 +57,12 @@ class _Candidate:
     """On held-out prototypes; NaN if there are none."""
 
 
-def train_head(
+def train_head(  # noqa: PLR0913 - four arrays that belong together
     prototypes: NDArray[np.float32],
     labels: NDArray[np.integer],
     counts: NDArray[np.integer],
     *,
+    weights: NDArray[np.float64] | None = None,
     num_classes: int,
     recipe: Recipe,
     seed: int,
@@ -82,6 +83,7 @@ def train_head(
         prototypes: (m, L) float32, of all devices.
         labels: (m,), in 0 to num_classes - 1.
         counts: (m,), the images in each prototype.
+        weights: (m,), how much each prototype counts; None if all count alike.
         num_classes: C, the classes of the task.
         recipe: how to train.
         seed: of the folds, the first weights, the shuffling and the mixing.
@@ -95,9 +97,9 @@ def train_head(
     def adapter(part: TrainingSet) -> tuple[tuple[Dense, ...], int]:
         from aggregator.algorithms.fedtc.adapter import train_adapter
 
-        return train_adapter(part, recipe=recipe, seed=seed, device=device, report=report)
+        return train_adapter(part.evenly_weighted(), recipe=recipe, seed=seed, device=device, report=report)
 
-    data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore)
+    data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore, weights)
     if recipe.closed_form:
         chosen = _choose(data, adapter if recipe.adapter else None, seed)
     else:
@@ -124,7 +126,9 @@ def _choose(
         temperature, _ = calibrate(logits_of(nearest_mean, data.values), data.labels)
         return _Candidate(nearest_mean, temperature=temperature)
     logits = _cross_validated(data, folds)
-    calibrated = [calibrate(each[tested], data.labels[tested]) for each in logits]
+    held_out = data.part(tested)
+    rows = held_out.even_rows
+    calibrated = [calibrate(each[tested][rows], held_out.labels[rows]) for each in logits]
     best = int(np.argmin([losses.mean() for _, losses in calibrated]))
     temperature, losses = calibrated[best]
     layers = tuple(_discriminants(data, (SHARES[best],)))
@@ -132,9 +136,10 @@ def _choose(
     if adapter is None or first.sum() < MIN_HELD_OUT:
         return linear
     training, held_out = data.part(~first), data.part(first)
+    rows = held_out.even_rows
     trial, _ = adapter(training)
-    temperature, losses = calibrate(logits_of(trial, held_out.extrapolated()), held_out.labels)
-    gain = calibrate(logits[best, first], held_out.labels)[1] - losses
+    temperature, losses = calibrate(logits_of(trial, held_out.extrapolated()[rows]), held_out.labels[rows])
+    gain = calibrate(logits[best, first][rows], held_out.labels[rows])[1] - losses
     if gain.mean() <= gain.std(ddof=1) / math.sqrt(len(gain)):
         return linear
     return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
@@ -168,7 +173,8 @@ def _cross_validated(data: TrainingSet, folds: NDArray[np.int64]) -> NDArray[np.
 
 
 def _discriminants(data: TrainingSet, shares: Sequence[float]) -> Iterator[Dense]:
-    return discriminants(data.centers, data.deviations, data.samples, shares)
+    even = data.evenly_weighted()
+    return discriminants(even.centers, even.deviations, even.samples, shares)
 
 
 def _divided(head: _Candidate, present: NDArray[np.bool_]) -> tuple[Dense, ...]:

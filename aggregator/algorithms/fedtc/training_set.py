@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ class TrainingSet:
         counts: (m,), the images in each prototype.
         num_classes: C, the classes of the task.
         restore: restore the variance that averaging removed.
+        weights: (m,), how much each prototype counts, 1 on average; None if all count alike.
     """
 
     values: NDArray[np.float32]
@@ -30,6 +32,7 @@ class TrainingSet:
     counts: NDArray[np.integer]
     num_classes: int
     restore: bool
+    weights: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         """Check the arrays.
@@ -54,7 +57,38 @@ class TrainingSet:
 
     def part(self, rows: NDArray[np.bool_]) -> "TrainingSet":
         """Return the prototypes of some rows (m,)."""
-        return replace(self, values=self.values[rows], labels=self.labels[rows], counts=self.counts[rows])
+        weights = None if self.weights is None else self.weights[rows]
+        return self._of(rows, weights)
+
+    @cached_property
+    def even_rows(self) -> NDArray[np.intp]:
+        """About as many rows as there are, of each class at least one: each as often as its weight, rounded up or down.
+
+        This is systematic resampling from the middle of each step: equal weights give each row once.
+        """
+        if self.weights is None:
+            return np.arange(len(self.labels))
+        rows = []
+        for label in np.unique(self.labels):
+            members = np.flatnonzero(self.labels == label)
+            ends = np.cumsum(self.weights[members])
+            steps = max(round(ends[-1]), 1)
+            rows.append(members[np.searchsorted(ends, (np.arange(steps) + 0.5) * (ends[-1] / steps))])
+        return np.sort(np.concatenate(rows))
+
+    def evenly_weighted(self) -> "TrainingSet":
+        """Return the prototypes of `even_rows`, which all count alike."""
+        rows = self.even_rows
+        return self if np.array_equal(rows, np.arange(len(self.labels))) else self._of(rows, None)
+
+    def _of(self, rows: NDArray[Any], weights: NDArray[np.float64] | None) -> "TrainingSet":
+        return replace(
+            self,
+            values=self.values[rows],
+            labels=self.labels[rows],
+            counts=self.counts[rows],
+            weights=weights,
+        )
 
     @cached_property
     def centers(self) -> NDArray[np.float32]:

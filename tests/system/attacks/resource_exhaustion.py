@@ -1,17 +1,20 @@
 """Attacks by size and number: values larger than their data, floods of transfers, decompression bombs."""
 
+import math
 import os
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from aggregator.config.schema import Limits
 from aggregator.messaging.blob_sender import SMALLEST_DOWNLOAD_BYTES
-from protocol.wire.codec import decode, digest_of, encode
-from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, TaskManifest
+from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor, to_unsigned
+from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, Privacy, TaskManifest
 from protocol.wire.signing import open_manifest, public_key
 from tests.support.aggregator_process import spoil
 from tests.support.closed_fleet import FLEET
@@ -66,6 +69,34 @@ def declared_sizes(fleet: AttackedFleet) -> Iterator[bool]:
         assert client.publish(own(MALLORY, "up"), fleet.signed(first))
         fleet.wait_until("the refusal", lambda: fleet.refusals()["oversized", MALLORY])
         yield fleet.submitted(MALLORY) != before
+
+
+@attack(
+    "submissions that claim impossible numbers",
+    stopped_by="aggregator",
+    counted=(("malformed", MALLORY), ("dtype", MALLORY), ("implausible", MALLORY)),
+)
+def impossible_numbers(fleet: AttackedFleet) -> Iterator[bool]:
+    """2^63 images, losses and costs that are not finite, values of 3e38, and more prototypes than images give."""
+    submission = fleet.submission()
+    values, counts = to_array(submission.prototypes), to_array(submission.counts)
+    changes: list[dict[str, Any]] = [
+        *({"images": images} for images in (10**9, 2**63 - 1, 2**63)),
+        *({"loss": loss} for loss in (1.7e308, math.inf, math.nan)),
+        {"privacy": Privacy(epsilon=1.0, total_epsilon=math.inf, delta=1e-5, releases=1)},
+        {"prototypes": to_tensor(np.full(values.shape, 3e38, np.float32))},
+        {"counts": to_unsigned(np.full(counts.shape, 10**9))},
+        {"counts": to_unsigned(np.full(counts.shape, 2))},
+    ]
+    before = fleet.submitted(MALLORY)
+    with TrafficMonitor(fleet.open) as monitor, fleet.client_of() as client:
+        for change in changes:
+            monitor.received.clear()
+            for frame in fleet.upload_of(msgspec.structs.replace(submission, sequence=6, **change)):
+                assert client.publish(own(MALLORY, "up"), frame)
+            fleet.wait_until("the answer", lambda: monitor.payloads(own(MALLORY, "ack")))
+            assert b"refused" in monitor.payloads(own(MALLORY, "ack"))[-1]
+            yield fleet.submitted(MALLORY) != before
 
 
 @attack(

@@ -1,10 +1,22 @@
 """Training sets of a head: all prototypes, or robust ones."""
 
+from dataclasses import replace
+from typing import Literal
+
 import numpy as np
 import pytest
 
+from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_training_set import TRIMMED_SHARE, combine, half_of, pool
+from aggregator.training.robust_training_set import (
+    TRIMMED_SHARE,
+    WeightedPrototypes,
+    combine,
+    half_of,
+    pool,
+)
 from tests.support.prototype_sets import fleet, flipped, honest
 
 
@@ -49,8 +61,8 @@ def test_trimmed_omits_the_farthest() -> None:
 
 
 def test_trimmed_weighs_distances_by_images() -> None:
-    """A mean of 100 images that is 1 off is less likely than a single image that is 2 off."""
-    parts = [_one_class([0, 0], [1, 1]), _one_class([0, 0], [1, 1]), _one_class([1, -2], [100, 1])]
+    """A mean of ten images that is 1 off is less likely than a single image that is 2 off."""
+    parts = [_one_class([0, 0], [1, 1]), _one_class([0, 0], [1, 1]), _one_class([1, -2], [10, 1])]
     assert combine(parts, by="trimmed").values.tolist() == [[0], [0], [0], [0], [-2]]
 
 
@@ -80,3 +92,25 @@ def test_class_of_few_devices_is_unchanged(by: str) -> None:
         )
     zero = everything.values[everything.labels == 0]
     assert not np.array_equal(data.values[data.labels == 0], zero)
+
+
+@pytest.mark.parametrize("by", ["none", "trimmed", "median"])
+def test_flood_of_one_device_does_not_decide(by: Literal["none", "trimmed", "median"]) -> None:
+    """A device that sends 3,000 prototypes under false labels, among eight of eighteen."""
+    parts = [*fleet(8).values(), flipped(honest(9, prototypes=1000))]
+    assert _accuracy(combine(parts, by=by)) > 0.95
+    assert _accuracy(pool(parts)) < 0.05
+
+
+def _accuracy(data: Prototypes) -> float:
+    """Return the accuracy of the linear head of a training set on new prototypes."""
+    trained = train_head(
+        *(data.values, data.labels, data.counts),
+        weights=data.weights if isinstance(data, WeightedPrototypes) else None,
+        num_classes=3,
+        recipe=replace(RECIPES["default"], adapter=False),
+        seed=0,
+        device="cpu",
+    )
+    fresh = honest(20, prototypes=50)
+    return float((logits_of(trained.layers, fresh.values).argmax(axis=1) == fresh.labels).mean())

@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.weights import MAX_MULTIPLE, MIN_DEVICES, counted_images, limited
+from aggregator.training.weights import MAX_MULTIPLE, MIN_DEVICES, counted_images, limited, prototype_weights
 
 FLEETS = hnp.arrays(
     np.int64,
@@ -26,21 +25,41 @@ def _part(images: list[int], *, batch: int = 5) -> Prototypes:
     return Prototypes(values, labels, np.full(len(labels), batch))
 
 
-def _images(part: Prototypes) -> list[int]:
-    return [int(images) for images in np.bincount(part.labels, part.counts)]
-
-
 def _lower_median(values: NDArray[np.float64]) -> float:
     present = sorted(values[values > 0])
     return present[(len(present) - 1) // 2] if len(present) >= MIN_DEVICES else np.inf
 
 
-def test_flood_of_prototypes_counts_as_much_as_a_few_devices() -> None:
-    """Twenty thousand prototypes of one device among four of twenty images a class; the others stay as they are."""
-    honest = [_part([20, 20]) for _ in range(4)]
-    *others, flood = limited([*honest, _part([50_000, 50_000])])
-    assert all(after is before for after, before in zip(others, honest, strict=True))
-    assert _images(flood) == [20 * MAX_MULTIPLE, 20 * MAX_MULTIPLE]
+def _shares(parts: list[Prototypes], label: int) -> list[float]:
+    """Return how much of a class's weight each device has."""
+    of_class = [
+        float(weights[part.labels == label].sum())
+        for part, weights in zip(parts, prototype_weights(parts), strict=True)
+    ]
+    return [weight / sum(of_class) for weight in of_class]
+
+
+def test_flood_of_prototypes_weighs_as_much_as_a_few_devices() -> None:
+    """Twenty thousand prototypes of one device among four of twenty images in each of two classes."""
+    parts = [*[_part([20, 20]) for _ in range(4)], _part([50_000, 50_000])]
+    for label in (0, 1):
+        expected = [1, 1, 1, 1, MAX_MULTIPLE]
+        np.testing.assert_allclose(_shares(parts, label), np.array(expected) / sum(expected))
+
+
+def test_prototypes_of_like_devices_weigh_alike() -> None:
+    parts = [_part([20, 40 * device]) for device in range(1, 5)]
+    assert all((weights == 1).all() for weights in prototype_weights(parts))
+
+
+def test_classes_of_unlike_devices_keep_their_weight() -> None:
+    """A large device does not count as much in its class, and the class as much as it has images."""
+    parts = [_part([20, 2000]), _part([2000, 10]), _part([2000, 10])]
+    weights = np.concatenate(prototype_weights(parts))
+    labels = np.concatenate([part.labels for part in parts])
+    of_class = [weights[labels == label].sum() for label in (0, 1)]
+    np.testing.assert_allclose(of_class[0] / of_class[1], 4020 / 2020)
+    np.testing.assert_allclose(_shares(parts, 1)[0], MAX_MULTIPLE / (MAX_MULTIPLE + 2))
 
 
 def test_claimed_images_of_one_prototype_count_less() -> None:
@@ -56,24 +75,23 @@ def test_claimed_images_of_one_prototype_count_less() -> None:
 
 def test_class_of_one_device_counts_in_its_total() -> None:
     """A class that no other device has does not give a device more weight in all classes together."""
-    *_, after = limited([*[_part([20, 20]) for _ in range(4)], _part([20, 20, 50_000])])
-    assert _images(after) == [20, 20, 40 * MAX_MULTIPLE - 40]
+    images = np.array([[20, 20, 0]] * 4 + [[20, 20, 50_000]])
+    assert counted_images(images)[-1].tolist() == [20, 20, 40 * MAX_MULTIPLE - 40]
 
 
 def test_few_devices_count_as_they_are() -> None:
-    parts = [_part([20]), _part([5000])]
-    assert [_images(part) for part in limited(parts)] == [[20], [5000]]
+    assert counted_images(np.array([[20], [5000]])).tolist() == [[20], [5000]]
 
 
 @given(images=FLEETS)
 def test_no_device_counts_more_than_the_multiple(images: NDArray[np.int64]) -> None:
-    """Of the median of each class, and of that of all classes together."""
+    """Of the median device of each class, and of the median device."""
     counted = counted_images(images)
     assert (counted <= images).all()
-    limits = np.array([MAX_MULTIPLE * _lower_median(column.astype(float)) for column in images.T])
-    assert (counted <= limits).all()
-    of_class = np.minimum(images, limits).sum(axis=1)
-    assert (counted.sum(axis=1) <= MAX_MULTIPLE * _lower_median(of_class) * (1 + 1e-9)).all()
+    total = MAX_MULTIPLE * _lower_median(images.sum(axis=1).astype(float))
+    assert (counted.sum(axis=1) <= total * (1 + 1e-9)).all()
+    for column, stated in zip(counted.T, images.T.astype(float), strict=True):
+        assert column.max() <= MAX_MULTIPLE * _lower_median(stated)
 
 
 @given(images=FLEETS, seed=st.integers(0, 9))
@@ -84,14 +102,15 @@ def test_order_of_devices_does_not_matter(images: NDArray[np.int64], seed: int) 
 
 @given(claims=st.lists(st.integers(21, 10**7), min_size=2, max_size=2))
 def test_claims_beyond_the_limit_change_nothing(claims: list[int]) -> None:
-    """What one device of five states beyond the multiple has no effect at all."""
+    """Of one device among five; they have no effect at all."""
     few, many = (
         counted_images(np.array([[20]] * 4 + [[int(20 * MAX_MULTIPLE) + claim]])) for claim in claims
     )
     np.testing.assert_array_equal(few, many)
 
 
-@pytest.mark.parametrize("devices", [1, 5])
-def test_device_without_prototypes_is_possible(devices: int) -> None:
+def test_device_without_prototypes_is_possible() -> None:
     empty = Prototypes(np.zeros((0, 1), np.float32), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    assert len(limited([_part([20])] * devices + [empty])[-1].labels) == 0
+    parts = [*[_part([20])] * 5, empty]
+    assert [len(weights) for weights in prototype_weights(parts)] == [4] * 5 + [0]
+    assert len(limited(parts)[-1].labels) == 0

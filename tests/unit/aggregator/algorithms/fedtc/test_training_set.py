@@ -84,3 +84,35 @@ def test_what_does_not_fit_together_is_refused() -> None:
         TrainingSet(prototypes, labels, counts, 3, restore=True)
     with pytest.raises(ProtofleetError, match="at least one image"):
         TrainingSet(prototypes, labels, np.zeros_like(counts), 4, restore=True)
+
+
+def _weighted(weights: list[float], labels: list[int]) -> TrainingSet:
+    values = np.arange(len(labels), dtype=np.float32)[:, None]
+    counts = np.full(len(labels), 5)
+    return TrainingSet(values, np.array(labels), counts, 3, restore=True, weights=np.array(weights))
+
+
+def test_rows_occur_as_often_as_their_weight() -> None:
+    """In their order; equal weights leave the set as it is."""
+    even = _weighted([1.0] * 6, [0, 1, 0, 2, 1, 0])
+    assert even.evenly_weighted() is even
+    doubled = _weighted([2.0, 0.5, 0.5, 1.0, 0.1], [0, 1, 1, 0, 2]).evenly_weighted()
+    assert doubled.values[:, 0].tolist() in ([0, 0, 1, 3, 4], [0, 0, 2, 3, 4])
+    assert doubled.weights is None
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 50), min_size=1, max_size=40),
+    seed=st.integers(0, 9),
+)
+def test_rows_occur_in_proportion_to_their_weight(weights: list[float], seed: int) -> None:
+    """Rounded up or down, within each class; no class is lost."""
+    labels = np.random.default_rng(seed).integers(0, 3, len(weights)).tolist()
+    data = _weighted(weights, labels)
+    occurrences = np.bincount(data.even_rows, minlength=len(weights))
+    for label in set(labels):
+        mine = data.labels == label
+        total = np.array(weights)[mine].sum()
+        expected = np.array(weights)[mine] * max(round(total), 1) / total
+        assert occurrences[mine].sum() == max(round(total), 1)
+        assert (np.abs(occurrences[mine] - expected) < 1 + 1e-6).all()
