@@ -52,7 +52,7 @@ class Trial:
 
     version: int
     since_s: float
-    """When it was offered to canaries, or last to others (unix seconds)."""
+    """When it was offered to canaries, or last to others (elapsed seconds)."""
     canaries: tuple[str, ...] = ()
     """Devices that must answer, by rank; empty until a device is online."""
     rank_limit: int = 0
@@ -82,7 +82,7 @@ class State:
 
 @dataclass(frozen=True)
 class HeadAdded:
-    """A head was trained; it is `now_s` (unix seconds)."""
+    """A head was trained; it is `now_s` (elapsed seconds)."""
 
     version: int
     now_s: float
@@ -90,7 +90,7 @@ class HeadAdded:
 
 @dataclass(frozen=True)
 class Ticked:
-    """Time has passed: it is `now_s` (unix seconds), and these devices are online."""
+    """Time has passed: it is `now_s` (elapsed seconds), and these devices are online."""
 
     now_s: float
     online: frozenset[str]
@@ -203,7 +203,7 @@ def _ticked(state: State, trial: Trial, tick: Ticked, settings: Settings) -> Ste
         )
     wanted = max(len(trial.canaries), _wanted(tick, settings))
     is_waiting = bool(trial.canaries) or len(tick.online) < min(settings.min_canaries, tick.devices)
-    if is_waiting and tick.now_s < trial.since_s:  # the clock was set back
+    if is_waiting and tick.now_s < trial.since_s:  # a reboot has cost the clock some seconds
         return replace(state, trial=replace(trial, since_s=tick.now_s)), ()
     if is_waiting and tick.now_s < trial.since_s + settings.canary_timeout_s:
         return state, ()

@@ -17,6 +17,8 @@ devices; a training, and a decision about devices, take time for each.
 
 A failed training is repeated after a delay that grows with each failure, or at once with other submissions. One that
 fails because submissions cannot be read any more is repeated at once without these.
+
+Times are elapsed seconds, of a clock that is never set back.
 """
 
 import math
@@ -51,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entry:
-    """A device's submission: its sequence number, digest, time of arrival (unix seconds) and round."""
+    """A device's submission: its sequence number, digest, time of arrival (elapsed seconds) and round."""
 
     sequence: int
     digest: bytes
@@ -93,7 +95,7 @@ class State:
     failed: Mapping[str, Entry] | None = None
     """Those that the last training failed on."""
     retry_s: float = 0.0
-    """When the same set is tried again (unix seconds); another set is tried at once."""
+    """When the same set is tried again (elapsed seconds); another set is tried at once."""
     failures: int = 0
     """Trainings that have failed since the newest head."""
     head_version: int = 0
@@ -120,7 +122,7 @@ class _Collection:
     count: int
     """Devices that have submitted."""
     closes_s: float
-    """It closes no earlier than that by the time (unix seconds); exactly then if `is_exact`."""
+    """It closes no earlier than that by the time (elapsed seconds); exactly then if `is_exact`."""
     is_exact: bool = True
     must_retrain: bool = False
 
@@ -135,7 +137,7 @@ class SubmissionReceived:
 
 @dataclass(frozen=True)
 class Ticked:
-    """Time has passed: it is `now_s` (unix seconds)."""
+    """Time has passed: it is `now_s` (elapsed seconds)."""
 
     now_s: float
 
@@ -150,7 +152,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class TrainingFailed:
-    """The training has failed; it is `now_s` (unix seconds)."""
+    """The training has failed; it is `now_s` (elapsed seconds)."""
 
     now_s: float = 0.0
 
@@ -239,7 +241,7 @@ def waiting(state: State, settings: Settings) -> dict[str, Entry]:
 
 
 def closes_at_s(state: State, settings: Settings) -> float | None:
-    """Return when the open collection closes at the latest (unix seconds); None if it waits for more devices."""
+    """Return when the open collection closes at the latest (elapsed seconds); None if it waits for more devices."""
     received = sorted(entry.received_s for entry in waiting(state, settings).values())
     if len(received) < max(settings.min_devices, 1):
         return None
@@ -348,7 +350,7 @@ def _train(version: int, members: Mapping[str, Entry]) -> Train:
 def _is_due(collection: _Collection, now_s: float, state: State, settings: Settings) -> bool:
     if collection.must_retrain or now_s >= collection.closes_s:
         return True
-    # Whatever the time, also if the clock was set back.
+    # Whatever the time.
     has_quorum = collection.count >= _wanted(state, settings) and not settings.grace_s
     return has_quorum or _is_complete(collection, settings)
 
@@ -387,7 +389,7 @@ def _updated(
     if any(collection.count < threshold <= count for threshold in (least, wanted)):
         closes_s = -math.inf
     elif is_waiting and count >= least:
-        # Earlier only if the clock was set back; other submissions may make the exact time later.
+        # Never too late; other submissions may make the exact time later.
         delay_s = min(settings.deadline_s, settings.grace_s or math.inf if count >= wanted else math.inf)
         closes_s = min(closes_s, entry.received_s + delay_s)
     is_expected = device in (collection.expected or ())

@@ -53,7 +53,7 @@ class Releases:
         if newest > self._state.newest:
             self._heads = self._read_heads()
             for version in sorted(self._heads):
-                self._step(canary_rollout.HeadAdded(version, time.time()))
+                self._step(canary_rollout.HeadAdded(version, self._store.clock.now_s()))
             self._delete_unused()
         if time.monotonic() < self._poll_s:
             return
@@ -61,7 +61,9 @@ class Releases:
         self._carry_out_commands()
         if (trial := self._state.trial) is not None:
             devices = self._heads[trial.version].devices
-            self._step(canary_rollout.Ticked(time.time(), self._store.devices.online(), devices))
+            self._step(
+                canary_rollout.Ticked(self._store.clock.now_s(), self._store.devices.online(), devices)
+            )
         self._publish()
 
     def evaluate(self, device: str, evaluation: Evaluation) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -93,7 +92,7 @@ class HeadTraining:
         if self.state.is_rate_limited:
             self.state = replace(self.state, is_rate_limited=not self._rate.may_train())
         self._step(self._store.decisions(self._task.digest))
-        self._step(rounds.Ticked(time.time()))
+        self._step(rounds.Ticked(self._store.clock.now_s()))
         due, self._due = self._due, []
         for train in due:
             self._start(train)
@@ -161,7 +160,7 @@ class HeadTraining:
             lost = self.lost.remove(members)
             if lost:
                 self._store.facts.delete(PendingHead)
-                self._step(rounds.SubmissionsLost(lost, time.time()))
+                self._step(rounds.SubmissionsLost(lost, self._store.clock.now_s()))
         return bool(lost)
 
     def retry(self) -> None:
@@ -172,9 +171,7 @@ class HeadTraining:
         """Read the submissions again if another process has written: an enrollment may have reset a device."""
         if (version := self._store.data_version()) != self._data_version:
             self._data_version = version
-            stored = self._store.submissions.all(self._task.digest)
-            entries = {device: record.entry for device, record in stored.items()}
-            self.state = replace(self.state, submissions=entries)
+            self.state = replace(self.state, submissions=self._store.entries(self._task.digest))
 
     def _step(self, happened: rounds.Event) -> None:
         self._enter(*rounds.step(self.state, happened, settings=self._settings))
@@ -212,7 +209,7 @@ class HeadTraining:
             self._on_event(Finished(job, None, str(error)))
 
     def _fail(self, reason: str) -> None:
-        members, now_s = self.state.training, time.time()
+        members, now_s = self.state.training, self._store.clock.now_s()
         self._step(rounds.TrainingFailed(now_s))
         version, is_round = self.state.head_version + 1, self._settings.rounds is not None
         event(

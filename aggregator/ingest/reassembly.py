@@ -37,7 +37,7 @@ class Transfer:
     assembly: Assembly
     """The received bytes; `assembly.fresh` is not on the disk yet."""
     seen_s: float
-    """When its last frame arrived, unix seconds."""
+    """When its last frame arrived, elapsed seconds."""
     stored: Ranges = ()
     """The ranges on the disk."""
 
@@ -111,7 +111,7 @@ class Reassembly:
         return Receipt(digest=frame.digest, status="missing", missing=missing)
 
     def expire(self, before_s: float) -> list[Key]:
-        """Drop the transfers without a frame since `before_s`, unix seconds; returns them."""
+        """Drop the transfers without a frame since `before_s`, elapsed seconds; returns them."""
         old = [key for key, transfer in self._transfers.items() if transfer.seen_s < before_s]
         for key in old:
             self._drop(key)

@@ -50,10 +50,13 @@ class Receiver:
 
     def _load(self) -> Reassembly:
         """Continue the transfers on the disk, without those that were accepted meanwhile."""
+        transfers, now_s = self._chunks.load(), self._store.clock.now_s()
+        for each in transfers:
+            each.seen_s = min(each.seen_s, now_s)  # the files may be newer than the database
         reassembly = Reassembly(
             max_bytes=self._max_bytes,
             holds=self._store.holds,
-            transfers=self._chunks.load(),
+            transfers=transfers,
             read=self._chunks.read,
         )
         self._chunks.commit([], reassembly.ended)
@@ -78,7 +81,7 @@ class Receiver:
     def take(self, device: str, frame: Frame) -> Receipt | Complete | None:
         """Add a frame as `Reassembly.take` does; the ranges of a receipt are durable once `commit` has returned."""
         if not self.is_stopped:
-            return self._reassembly.take(device, frame, now_s=time.time())
+            return self._reassembly.take(device, frame, now_s=self._store.clock.now_s())
         if frame.offset + len(frame.data) < frame.size_bytes:
             return None
         if self._store.holds(device, frame.digest):
@@ -120,7 +123,7 @@ class Receiver:
             return now_s >= self._trial_s and self._resume()
         if now_s >= self._expiry_s:
             self._expiry_s = now_s + EXPIRY_S
-            for device, digest in self._reassembly.expire(time.time() - self._unfinished_s):
+            for device, digest in self._reassembly.expire(self._store.clock.now_s() - self._unfinished_s):
                 event(log, logging.INFO, "unfinished upload deleted", device=device, digest=digest)
             with self.guard():
                 self.commit()

@@ -134,6 +134,7 @@ class Aggregator:
         self._announcements.publish_new_head()
         self._announcements.refresh()
         with self._receiver.guard():
+            self._store.clock.keep()
             self._training.tick()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)

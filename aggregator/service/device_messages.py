@@ -157,7 +157,9 @@ class DeviceMessages:
         labels = check_labels(submission, self.task.expectation)
         record = SubmissionRecord(
             device=device,
-            entry=rounds.Entry(submission.sequence, upload.digest, time.time(), submission.round),
+            entry=rounds.Entry(
+                submission.sequence, upload.digest, self.store.clock.now_s(), submission.round
+            ),
             size_bytes=len(upload.payload),
             images=submission.images,
             prototypes=len(labels),

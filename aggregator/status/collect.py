@@ -11,6 +11,7 @@ from aggregator.heads.pending_training import has_half_memory
 from aggregator.ingest import intake_status
 from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
+from aggregator.storage.elapsed_clock import ElapsedClock
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, SigningKey, TrainingProgress
@@ -33,6 +34,7 @@ def collect_status(store: Store) -> model.Status:
     known = {label for record in submissions.values() for label in record.per_class}
     is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
     limit = store.facts.get(HeadRateLimit)
+    closes_s = rounds.closes_at_s(state, settings)
     key, full_model = store.facts.get(SigningKey), store.folder / "model.onnx"
     return model.Status(
         running=store.is_locked(),
@@ -51,10 +53,10 @@ def collect_status(store: Store) -> model.Status:
         submissions=len(submissions),
         lost_submissions=tuple(store.submissions.lost(task)),
         waiting=len(rounds.waiting(state, settings)),
-        closes_at_s=rounds.closes_at_s(state, settings),
+        closes_at_s=None if closes_s is None else store.clock.unix_s(closes_s),
         rate_limited_until_s=limit.until_s if limit is not None else None,
         round=_round(state, settings),
-        rollout=_rollout(used, requested=operator_commands.commanded_version(store, task)),
+        rollout=_rollout(used, store.clock, requested=operator_commands.commanded_version(store, task)),
         devices=tuple(_devices(store, task, submissions, used, known if is_personal else ())),
         coverage=_coverage(served.classes, counted),
         quarantine=tuple(store.quarantine.all(task).values()),
@@ -76,7 +78,7 @@ def _failed_training(
         failures=failed.failures,
         reason=failed.reason,
         failed_s=failed.failed_s,
-        retry_at_s=failed.retry_s,
+        retry_at_s=store.clock.unix_s(failed.retry_s),
         half_memory=settings.rounds is None and has_half_memory(failed.failures),
     )
 
@@ -95,14 +97,14 @@ def _round(state: rounds.State, settings: rounds.Settings) -> model.Round | None
     )
 
 
-def _rollout(state: canary_rollout.State, *, requested: int | None) -> model.Rollout:
+def _rollout(state: canary_rollout.State, clock: ElapsedClock, *, requested: int | None) -> model.Rollout:
     trial, candidate = state.trial, None
     if trial is not None:
         candidate = model.Candidate(
             version=trial.version,
             canaries=trial.canaries,
             awaited=trial.awaited,
-            since_s=trial.since_s,
+            since_s=clock.unix_s(trial.since_s),
             summary=canary_rollout.summary_of(trial, canary_rollout.Settings()),
         )
     return model.Rollout(current=state.current, candidate=candidate, requested=requested)

@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from aggregator.coordination.rounds import DeviceDecisions, Entry, State
 from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
+from aggregator.storage.elapsed_clock import ElapsedClock
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.stored_values import Facts, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
@@ -94,6 +96,11 @@ class Store:
             exclusive=lock,
         )
         self.facts = Facts(self.database)
+        try:
+            self.clock = ElapsedClock(self.facts, read_only=read_only)
+        except BaseException:
+            self.database.close()
+            raise
         self.keys = DeviceKeys(self.database, self.facts)
         self.devices = Devices(self.database, self.keys)
         self.refusals = Refusals(self.database, self.keys)
@@ -175,7 +182,7 @@ class Store:
         is_pending = pending is not None and (pending.task, pending.version) == (task, version + 1)
         failed = self.failed_training(task, version + 1)
         return State(
-            submissions={device: record.entry for device, record in self.submissions.all(task).items()},
+            submissions=self.entries(task),
             covered={
                 device: Entry(sequence=0, digest=bytes.fromhex(digest), received_s=0.0)
                 for device, digest in covered.items()
@@ -186,6 +193,18 @@ class Store:
             excluded=frozenset(newest.quarantined if newest else ()),
             decisions=self.decisions(task),
         )
+
+    def entries(self, task: bytes) -> dict[str, Entry]:
+        """Return the newest submission of each device.
+
+        None has arrived later than now, although a reboot may set the clock back.
+        """
+        now_s = self.clock.now_s()
+        stored = {device: record.entry for device, record in self.submissions.all(task).items()}
+        return {
+            device: entry if entry.received_s <= now_s else replace(entry, received_s=now_s)
+            for device, entry in stored.items()
+        }
 
     def failed_training(self, task: bytes, version: int) -> FailedTraining | None:
         """Return the last failed training of a head; None if none has failed."""

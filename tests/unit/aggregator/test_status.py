@@ -26,6 +26,7 @@ from aggregator.storage.stored_values import HeadRateLimit, ServedTask, Training
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
+from tests.support.clocks import FakeClock
 from tests.support.submissions import TASK, device_info, evaluation
 
 TASK_FILE = TaskFile(
@@ -48,6 +49,7 @@ def _add_head(store: Store, version: int, *, tensors: BlobRef | None = None, **m
 
 def _started(folder: Path, task: TaskFile = TASK_FILE) -> Store:
     store = Store(folder, lock=True)
+    store.clock = FakeClock(1e6)
     served = (TASK, 1, task.fleet, task.algorithm, task.classes)
     store.facts.put(ServedTask(*served, settings=task.settings))
     return store

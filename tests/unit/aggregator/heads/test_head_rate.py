@@ -8,7 +8,7 @@ import pytest
 
 from aggregator.config.schema import Limits, TaskFile
 from aggregator.coordination.rounds import Entry
-from aggregator.heads import head_rate, training_schedule
+from aggregator.heads import head_rate
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit
@@ -17,6 +17,7 @@ from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.wire.codec import digest_of
+from tests.support.clocks import FakeClock
 from tests.support.submissions import EXPECTATION, MANIFEST
 
 HOURLY = 6
@@ -37,6 +38,7 @@ class World:
     """When the running job ends."""
 
     def __post_init__(self) -> None:
+        self.clock = self.store.clock = FakeClock(self.now_s)
         task = Task(file=TASK_FILE, feature_size=16, expectation=EXPECTATION, first_tensors=None)
         self.training = HeadTraining(task, self.store, on_event=lambda _: None)
         self.training._trainer = self  # type: ignore[assignment]  # no process
@@ -63,6 +65,7 @@ class World:
         """Let time pass, with an upload now and then."""
         for number in range(seconds // every_s):
             self.now_s += every_s
+            self.clock.elapsed_s = self.now_s
             upload(number)
             if self.now_s >= self.ends_s:
                 self.ends_s = math.inf
@@ -77,8 +80,7 @@ class World:
 @pytest.fixture
 def world(store: Store, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(store)
-    for module in (head_rate, training_schedule):
-        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(head_rate, "time", made)
     for device in ("honest", "mallory"):
         made.submit(device, 1)
     made.run(60, every_s=10)

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import queue
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +49,7 @@ def _submit(
     payload = encode(
         round_submission(task=task.digest, number=number, sequence=sequence, shapes=shapes, seed=ord(device))
     )
-    entry = rounds.Entry(sequence, digest_of(payload), time.time(), number)
+    entry = rounds.Entry(sequence, digest_of(payload), training._store.clock.now_s(), number)
     return training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
 
 

@@ -15,15 +15,17 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination.rounds import Entry, State
 from aggregator.service.aggregator import Aggregator, Event
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import PendingHead
 from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.errors import ThreadFailed
-from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
 from protocol.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
 from protocol.wire.messages import Submission, TaskManifest
-from protocol.wire.topics import fleet_topic
+from protocol.wire.topics import device_topic, fleet_topic
+from protocol.wire.transfer import frames_of
 from tests.support.aggregator_process import (
     FLEET,
     MAX_BYTES,
@@ -32,9 +34,11 @@ from tests.support.aggregator_process import (
     Device,
     aggregator,
     run_aggregator,
+    signed,
     write_task,
 )
 from tests.support.brokers import amqtt
+from tests.support.clocks import FakeClock
 from tests.support.graphs import tiny_backbone
 from tests.support.submissions import evaluation, submission
 
@@ -213,6 +217,32 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
     failed = daemon._training.state
     assert (failed.submissions, failed.failed, failed.failures) == (entries, entries, 1)
     assert store.heads.all(task.digest) == []
+
+
+def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A submission that arrives while the clock is a year ahead does not wait for a year."""
+    store = Store(tmp_path / "state")
+    store.clock = clock = FakeClock(7.0)
+    task = prepare_task(*load_task(write_task(tmp_path, "quorum = 9\ndeadline_s = 100")), store=store)
+    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
+    now_s, payload = time.time(), encode(_separable(task.digest))
+    monkeypatch.setattr(time, "time", lambda: now_s + 365 * 86400)
+    daemon.handle(
+        [
+            Received(device_topic(FLEET, "dev", "up"), signed(frame))
+            for frame in frames_of(payload, digest=digest_of(payload))
+        ]
+    )
+    assert [entry.received_s for entry in store.entries(task.digest).values()] == [7.0]
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    clock.elapsed_s = 106.0
+    daemon.handle([])
+    assert store.facts.get(PendingHead) is None
+    clock.elapsed_s = 107.0
+    daemon.handle([])
+    assert store.facts.get(PendingHead) is not None
+    daemon._training.stop()
+    store.close()
 
 
 def test_end_of_a_thread_ends_the_program(tmp_path: Path) -> None:

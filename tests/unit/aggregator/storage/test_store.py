@@ -23,7 +23,7 @@ from tests.support.submissions import TASK, device_info, evaluation
 def _row(device: str, sequence: int = 1) -> SubmissionRecord:
     return SubmissionRecord(
         device=device,
-        entry=Entry(sequence, f"{device}{sequence}".encode(), 100.0 + sequence),
+        entry=Entry(sequence, f"{device}{sequence}".encode(), 0.0),
         size_bytes=1234,
         images=40,
         prototypes=8,
