@@ -141,7 +141,8 @@ class HeadTraining:
                 head = store_head(self._task, self._store, finished.job, finished.result, members)
             except StateError as error:
                 reason = str(error)
-        if head is None and not self._close_without_lost(members or {}):
+        has_lost = finished.result is None and self._close_without_lost(members or {})
+        if head is None and not has_lost:
             self._fail(reason)
         elif head is not None:
             self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
