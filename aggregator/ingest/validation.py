@@ -149,13 +149,8 @@ def _check_images(labels: NDArray[Any], counts: NDArray[Any], images: int, manif
         raise Refused("implausible", f"{averaged} images in prototypes of {images} that were read")
     if manifest.program is not None:
         return
-    # A class's images are dealt into full batches; what is left over goes into the last one (FedTC eq. 4).
-    batch, most = manifest.batch_size, int(counts.max())
-    if most > 2 * batch - 1:
-        raise Refused(
-            "implausible",
-            f"expected at most {2 * batch - 1} images in a prototype where batches are of {batch}, got {most}",
-        )
+    # A class's images are in full batches (FedTC eq. 4), or in larger ones of an earlier task, which are never split.
+    batch = manifest.batch_size
     several = np.bincount(labels)[labels] > 1
     if (fewest := int(counts[several].min(initial=batch))) < batch:
         raise Refused(

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 
 from edge_client.data.images import LabeledImage
@@ -12,11 +12,14 @@ FEW_IMAGES = 5
 """Images of a class from which at least one is held out."""
 
 
-def held_out(images: Sequence[LabeledImage], fraction: float) -> frozenset[str]:
+def held_out(
+    images: Sequence[LabeledImage], fraction: float, *, grouped: Collection[str] = frozenset()
+) -> frozenset[str]:
     """Return the relative paths of the images that are held out of the prototypes, to evaluate heads on.
 
-    These are the images of each class with the lowest hashes of their paths. Laws: other classes and the order of the
-    images do not matter; one image more in a class changes the side of at most one of the others.
+    These are the images of each class with the lowest hashes of their paths, without those whose relative paths are in
+    `grouped`: they were in a prototype. Laws: other classes and the order of the images do not matter; one image more
+    in a class changes the side of at most one of the others.
     """
     classes: dict[int, list[str]] = {}
     for image in images:
@@ -24,7 +27,7 @@ def held_out(images: Sequence[LabeledImage], fraction: float) -> frozenset[str]:
     return frozenset(
         path
         for paths in classes.values()
-        for path in sorted(paths, key=_rank)[: held_out_count(len(paths), fraction)]
+        for path in sorted(set(paths) - set(grouped), key=_rank)[: held_out_count(len(paths), fraction)]
     )
 
 

@@ -41,7 +41,7 @@ def batch_prototypes(
             "no prototype averages fewer images than that"
         )
     kept = closest_features(chunks, alpha=alpha)
-    return _average(chunks, _deal(kept, batch_size=batch_size, min_images=min_images, rng=rng))
+    return average(chunks, _deal(kept, batch_size=batch_size, min_images=min_images, rng=rng))
 
 
 def class_means(
@@ -73,8 +73,11 @@ def _deal(
     return dealt
 
 
-def _average(chunks: Chunks, dealt: NDArray[np.intp]) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-    """Return the average of each prototype's features (eq. 4)."""
+def average(chunks: Chunks, dealt: NDArray[np.intp]) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+    """Return the average of each prototype's features (eq. 4) as `batch_prototypes` does.
+
+    `dealt` is the number of each feature's prototype, (n,), or OMITTED.
+    """
     counts = np.bincount(dealt[dealt != OMITTED])
     sums = np.zeros((len(counts), 0))
     start = 0

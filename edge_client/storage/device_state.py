@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from edge_client.storage.image_group_record import ImageGroupRecord
 from edge_client.storage.outbox import DEFAULT_MB, MIB, Outbox
 from edge_client.storage.privacy_ledger import Ledger
 from edge_client.storage.stored_values import (
@@ -56,6 +57,9 @@ BEGIN DELETE FROM payloads WHERE id = OLD.payload; END;
 CREATE TABLE releases (
     number INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, noise_multiplier REAL NOT NULL, key BLOB, content BLOB
 ) STRICT;
+-- Images by a digest of their files, and their groups' numbers; 0 is never used again. Its groups are never split.
+CREATE TABLE grouped_images (image BLOB PRIMARY KEY, number INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE image_groups (number INTEGER PRIMARY KEY, weight INTEGER NOT NULL, is_unmixed INTEGER NOT NULL) STRICT;
 -- Starts of what a task or a head ships, by its digest, since it last worked; `place` orders them by the newest start.
 CREATE TABLE trials (digest BLOB PRIMARY KEY, starts INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
 """
@@ -112,6 +116,7 @@ class DeviceState:
             exclusive=lock,
         )
         self.ledger = Ledger(self._database, folder / "releases")
+        self.image_groups = ImageGroupRecord(self._database)
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
         self.trials = Trials(self._database)
 

@@ -24,11 +24,12 @@ CREATE TABLE backbones (sha256 TEXT PRIMARY KEY, used_s REAL NOT NULL);
 CREATE TABLE features (
     backbone TEXT NOT NULL, identity BLOB NOT NULL, vector BLOB, unusable TEXT, UNIQUE (backbone, identity)
 );
+CREATE TABLE contents (identity BLOB PRIMARY KEY, digest BLOB NOT NULL) WITHOUT ROWID;
 """
 
 
 class FeatureCache:
-    """Features by backbone and image, and the reasons why images are unusable; for one thread at a time.
+    """Features by backbone and image, why images are unusable, and digests of files; for one thread at a time.
 
     The SQLite file is created if it does not exist; a damaged one is renamed and created anew.
 
@@ -54,6 +55,17 @@ class FeatureCache:
         return set.intersection(
             *({_text(row[0]) for row in self._database.read(query, backbone)} for backbone in backbones)
         )
+
+    def contents(self) -> dict[str, bytes]:
+        """Return the stored digests of files by their images' identities."""
+        rows = self._database.read("SELECT identity, digest FROM contents")
+        return {_text(identity): digest for identity, digest in rows}
+
+    def put_contents(self, digests: Iterable[tuple[str, bytes]]) -> None:
+        """Store digests of files by their images' identities."""
+        with self._database.transaction() as database:
+            rows = [(_key(identity), digest) for identity, digest in digests]
+            database.executemany("INSERT OR REPLACE INTO contents VALUES (?, ?)", rows)
 
     def lookup(self, identity: str, backbone: str) -> str | None:
         """Return "" if an image's feature is stored, the reason if it is unusable, or None if it is unknown."""
@@ -117,6 +129,7 @@ class FeatureCache:
                     keys = ((_key(identity),) for identity in identities)
                     database.executemany("INSERT OR IGNORE INTO existing VALUES (?)", keys)
                     database.execute("DELETE FROM features WHERE identity NOT IN existing")
+                    database.execute("DELETE FROM contents WHERE identity NOT IN existing")
                     used = [(backbone, self._clock()) for backbone in backbones]
                     database.executemany("INSERT OR REPLACE INTO backbones VALUES (?, ?)", used)
             finally:

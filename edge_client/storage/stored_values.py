@@ -89,8 +89,8 @@ class UploadProblem(msgspec.Struct, frozen=True):
 class ClassReport(msgspec.Struct, frozen=True):
     """The prototypes of one class in a submission, with the images in each of them (`counts`).
 
-    `images` includes those held out; `waiting` images were added or removed since the last submission, too few to be
-    included yet.
+    `images` includes those held out; `waiting` images are new, or left of prototypes that lost an image, and too few
+    to be included yet.
     """
 
     name: str
@@ -132,12 +132,6 @@ class SubmissionReport(msgspec.Struct, frozen=True):
     classes: tuple[ClassReport, ...] = ()
     unusable: tuple[tuple[str, str], ...] = ()
     size_bytes: int = 0
-
-
-class UploadedImages(msgspec.Struct, frozen=True):
-    """Keys of the images in the newest submission's prototypes, by class name."""
-
-    classes: Mapping[str, frozenset[str]] = {}
 
 
 class PrivacySpent(msgspec.Struct, frozen=True):

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.state import UploadItem
 from edge_client.data.images import NoImages
-from edge_client.privacy.differencing_guard import last_submission
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
-from edge_client.storage.stored_values import SubmissionSequence, UploadedImages
+from edge_client.storage.stored_values import SubmissionSequence
 from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import (
     NoPrototype,
@@ -92,10 +91,7 @@ class SubmissionBuilder:
                     on_progress=progress.update,
                     should_stop=should_stop,
                 )
-        item = self._store.outbox.newest_submission()
-        payload = self._store.outbox.payload(item) if item is not None and item.task == task else None
-        last = last_submission(self._store.get(UploadedImages), payload)
-        return prepare_prototypes(self._workspace, manifest, found, last)
+        return prepare_prototypes(self._workspace, manifest, found)
 
     def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
         """Put a submission into the outbox, or show it; an equal one that is there already stays."""
@@ -121,8 +117,7 @@ class SubmissionBuilder:
         if build.round is not None:
             item = self._rounds.store(build.task, build.round, prepared, payload)
         else:
-            report, images = prepared.report(len(payload)), UploadedImages(prepared.image_keys)
-            facts = (report, images) if cost is None else (report,)
+            facts = (prepared.report(len(payload)),)
             item = outbox.keep("submission", payload, task=build.task, about=about, facts=facts)
         event(
             log,
@@ -155,9 +150,9 @@ class SubmissionBuilder:
             if entry.left_out:
                 warn("class omitted, too few images", name=entry.name, images=entry.images)
             if entry.waiting:
-                # A smaller change than a batch would reveal single images.
-                text = "class unchanged, too few images were added or removed"
-                warn(text, name=entry.name, changed=entry.waiting, needed=manifest.batch_size)
+                # A group of fewer images would reveal single ones.
+                text = "images not included yet, too few for a prototype"
+                warn(text, name=entry.name, waiting=entry.waiting, needed=manifest.batch_size)
         for name in manifest.classes:
             if name not in used and (data / name).is_dir():
                 warn("no usable image", folder=data / name)

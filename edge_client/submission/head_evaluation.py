@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.holdout import held_out
 from edge_client.data.images import find_images
 from edge_client.inference import Head, evaluate
 from edge_client.privacy.policy import is_private
@@ -85,7 +84,7 @@ def held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[s
         return members
     known, kept = (
         workspace.cache.known(*backbone_digests(manifest)),
-        held_out(images, workspace.settings.holdout),
+        workspace.held_out(images),
     )
     for image in images:
         if image.identity in known and image.relative in kept:

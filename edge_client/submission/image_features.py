@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +13,20 @@ from numpy.typing import NDArray
 from edge_client.config import Settings
 from edge_client.data.extraction import ISOLATED, Alter, extract
 from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage, NoImages, name_some, scan_images
+from edge_client.data.images import LabeledImage, NoImages, content_key, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.image_group_record import Key
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
 from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.extraction_progress import ProgressReporter
 from protocol.errors import Interrupted, PrivacyRefused
 from protocol.log import event
 from protocol.preprocessing import Preprocessing
+from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
 
 log = logging.getLogger(__name__)
@@ -137,7 +140,7 @@ class Workspace:
             )
         keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
         self.cache.prune((image.identity for image in images), *keys)
-        kept = held_out(images, 0.0 if is_private(manifest) else settings.holdout)
+        kept = frozenset() if is_private(manifest) else self.held_out(images)
         parts: dict[bool, list[LabeledImage]] = {False: [], True: []}
         for image in images:
             parts[alter is not None and image.relative not in kept].append(image)
@@ -168,6 +171,20 @@ class Workspace:
         useless = {path for path, _ in unusable}
         usable = tuple(image for image in images if image.path not in useless)
         return FoundImages(usable, tuple(sorted(unusable)), kept)
+
+    def held_out(self, images: Sequence[LabeledImage]) -> frozenset[str]:
+        """Return the relative paths of the images that are held out; none that is in a group."""
+        groups, keys = self.store.image_groups.read(), self.content_keys(images)
+        grouped = {image.relative for image in images if keys[image.identity] in groups.number_of}
+        return held_out(images, self.settings.holdout, grouped=grouped)
+
+    def content_keys(self, images: Sequence[LabeledImage]) -> dict[str, Key]:
+        """Return digests of the images' files by their identities, read once; a renamed file keeps its key."""
+        known = self.cache.contents()
+        missing = {image.identity: content_key(image) for image in images if image.identity not in known}
+        self.cache.put_contents((identity, key) for identity, key in missing.items() if key is not None)
+        unread = {identity: digest_of(os.fsencode(identity)) for identity in missing}
+        return {**unread, **known, **{identity: key for identity, key in missing.items() if key is not None}}
 
     def secret(self, manifest: TaskManifest) -> bytes:
         """Return the device's secret, from which shuffles and noise are derived.

@@ -1,6 +1,5 @@
 """A submission before it has a sequence number: its prototypes (FedTC eq. 1-4), and its encoding."""
 
-import hmac
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.images import LabeledImage
-from edge_client.data.prototype_averaging import batch_prototypes
-from edge_client.privacy.differencing_guard import NO_SUBMISSION, LastSubmission, keys_of
+from edge_client.data.prototype_averaging import average
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionReport
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_grouping import ReleasedImages, group_images
 from edge_client.training.local_round import LocalModel
 from protocol.cli import plain
 from protocol.errors import PrivacyRefused, ProtofleetError
@@ -33,8 +31,7 @@ class PreparedSubmission:
     """A device's contribution: m prototypes float16 (m, L), their class indices (m,), and the images in each (m,).
 
     In rounds `changes` are uploaded beside the prototypes, `loss` is the mean over the last epoch of training, if there
-    was one, and `local_model` stays on the device. Without rounds `image_keys` has the keys of the images behind the
-    prototypes by class name. Under differential privacy `privacy` is the cost.
+    was one, and `local_model` stays on the device. Under differential privacy `privacy` is the cost.
     """
 
     prototypes: NDArray[np.float16]
@@ -45,7 +42,6 @@ class PreparedSubmission:
     changes: Mapping[str, Tensor] = field(default_factory=dict)
     loss: float | None = None
     privacy: Privacy | None = None
-    image_keys: Mapping[str, frozenset[str]] = field(default_factory=dict)
     local_model: LocalModel | None = None
 
     @property
@@ -60,40 +56,27 @@ class PreparedSubmission:
         return SubmissionReport(self.classes, unusable, size_bytes)
 
 
-def prepare_prototypes(
-    workspace: Workspace, task: TaskManifest, found: FoundImages, last: LastSubmission = NO_SUBMISSION
-) -> PreparedSubmission:
-    """Filter and average all training images, and perturb the prototypes if the task asks for it.
-
-    A class of which fewer than `batch_size` images were added or removed stays as it was uploaded.
+def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundImages) -> PreparedSubmission:
+    """Filter, group and average the training images, and perturb the prototypes if the task asks for it.
 
     Raises:
         NoPrototype: no class has enough images.
         ProtofleetError: the features exceed float16.
         PrivacyRefused: the task perturbs prototypes, and there is no secret.
     """
-    prototypes, labels, counts, reports, image_keys = [], [], [], [], {}
+    prototypes, labels, counts, reports = [], [], [], []
     secret = workspace.secret(task)
-    for label, name in enumerate(task.classes):
+    for label, released in enumerate(group_images(workspace, task, found)):
         members = found.of_class(label)
         if not members:
             continue
-        training = found.for_training(label)
-        pending = last.waiting(name, training, least=task.batch_size)
-        used = last.stays(name, training) if pending else training
-        rows = last.rows(label) if used is None else None
-        if rows is not None:
-            (values, sizes), image_keys[name] = rows, last.images[name]
-        else:
-            used = training if used is None else used
-            pending = len(training) - len(used)
-            values, sizes = _class_prototypes(workspace, task, label, used, secret)
-            image_keys[name] = keys_of(used)
+        values, sizes = _class_prototypes(workspace, task, label, released, secret)
         prototypes.append(values)
         labels.append(np.full(len(sizes), label, dtype=np.uint32))
         counts.append(sizes)
-        held = len(members) - len(training)
-        reports.append(ClassReport(name, len(members), held, tuple(map(int, sizes)), pending))
+        held = len(members) - len(found.for_training(label))
+        sizes_reported = tuple(map(int, sizes))
+        reports.append(ClassReport(task.classes[label], len(members), held, sizes_reported, released.waiting))
     require_prototype(task, reports, found)
     return PreparedSubmission(
         prototypes=np.concatenate([part for part in prototypes if len(part)]),
@@ -101,7 +84,6 @@ def prepare_prototypes(
         counts=np.concatenate(counts),
         classes=tuple(reports),
         unusable=found.unusable,
-        image_keys=image_keys,
     )
 
 
@@ -150,8 +132,7 @@ def encode_submission(
         private and (prepared.changes or prepared.loss is not None)
     ):
         raise PrivacyRefused(FAILED)
-    # A class that stays as it was uploaded includes images that were deleted since.
-    images = sum(max(each.images, each.held_out + sum(each.counts)) for each in prepared.classes)
+    images = sum(each.images for each in prepared.classes)
     omitted = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
     return encode(
         Submission(
@@ -171,18 +152,12 @@ def encode_submission(
 
 
 def _class_prototypes(
-    workspace: Workspace, task: TaskManifest, label: int, images: Sequence[LabeledImage], secret: bytes
+    workspace: Workspace, task: TaskManifest, label: int, released: ReleasedImages, secret: bytes
 ) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
-    identities = [image.identity for image in images]
-    # The shuffle is the same at every start, so that the same images give the same submission. It depends on the
-    # secret: with known batches, several submissions could be solved for the features of single images.
-    key = hmac.digest(secret, f"{task.seed}/{workspace.settings.device_id}/{label}".encode(), "sha256")
-    values, counts = batch_prototypes(
+    identities = [image.identity for image in released.images]
+    values, counts = average(
         lambda: workspace.cache.chunks(identities, *training_feature_keys(task)),
-        alpha=task.alpha,
-        batch_size=task.batch_size,
-        min_images=task.min_images,
-        rng=np.random.default_rng(list(key)),
+        np.array(released.prototypes, np.intp),
     )
     if values.size and not np.abs(values).max() <= MAX_FLOAT16:
         name = task.classes[label]

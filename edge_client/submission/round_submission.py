@@ -15,6 +15,7 @@ from edge_client.storage.stored_values import (
     SubmissionSequence,
 )
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_grouping import ReleasedImages, group_images
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     outgoing_prototypes,
@@ -63,7 +64,7 @@ class RoundTraining:
         on_progress: Callable[[int, int], None],
         should_stop: Callable[[], bool],
     ) -> PreparedSubmission:
-        """Train on the images that are not held out; an interrupted training continues at its checkpoint.
+        """Train on the images of whole groups; an interrupted training continues at its checkpoint.
 
         Raises:
             GraphRefused: a graph or the round's tensors cannot be used.
@@ -72,8 +73,11 @@ class RoundTraining:
             NoPrototype: no class has enough images.
             CrashedBefore: the task's graphs have ended the program too often.
         """
-        images = found.for_training()
-        reports = _class_reports(manifest, found, images)
+        released = group_images(self._workspace, manifest, found)
+        images = sorted(
+            (image for of_class in released for image in of_class.images), key=lambda image: image.relative
+        )
+        reports = _class_reports(manifest, found, released)
         require_prototype(manifest, reports, found)
         names = "\0".join(f"{image.label} {image.identity}" for image in images)
         images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
@@ -180,12 +184,12 @@ class RoundTraining:
 
 
 def _class_reports(
-    manifest: TaskManifest, found: FoundImages, training: Sequence[LabeledImage]
+    manifest: TaskManifest, found: FoundImages, released: Sequence[ReleasedImages]
 ) -> list[ClassReport]:
     reports = []
-    for label, name in enumerate(manifest.classes):
-        total, size = len(found.of_class(label)), sum(image.label == label for image in training)
+    for label, (name, of_class) in enumerate(zip(manifest.classes, released, strict=True)):
+        total, held = len(found.of_class(label)), len(found.of_class(label)) - len(found.for_training(label))
         if total:
-            counts = (size,) if size >= manifest.min_images else ()
-            reports.append(ClassReport(name, total, total - size, counts))
+            counts = (len(of_class.images),) if of_class.images else ()
+            reports.append(ClassReport(name, total, held, counts, of_class.waiting))
     return reports

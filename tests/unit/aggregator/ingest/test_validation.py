@@ -120,11 +120,6 @@ REFUSED: dict[str, tuple[Submission, str, str]] = {
     "no image": (_changed(counts=_integers(5, 5, 0, 5)), "malformed", "got 0 to 5"),
     "huge count": (_changed(counts=_integers(5, 5, 5, 2**32 - 1)), "malformed", "to 4294967295"),
     "images not read": (_changed(images=19), "implausible", "20 images in prototypes of 19"),
-    "more than a batch": (
-        _changed(counts=_integers(5, 9, 10, 5), images=99),
-        "implausible",
-        "at most 9 images in a prototype where batches are of 5, got 10",
-    ),
     "more prototypes than images give": (
         _changed(counts=_integers(5, 4, 5, 5)),
         "implausible",

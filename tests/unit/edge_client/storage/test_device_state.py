@@ -22,14 +22,13 @@ def test_facts_survive_a_restart(tmp_path: Path) -> None:
         stored_values.SubmissionReport(
             (stored_values.ClassReport("a", 9, 2, (7,)),), (("a/1.png", "broken"),), 77
         ),
-        stored_values.UploadedImages({"a": frozenset({"01", "02"})}),
         Heads(head, msgspec.structs.replace(head, tensors=b"r" * 32)),
     )
     state.set(*stored)
     again = DeviceState(tmp_path, read_only=True)
     assert tuple(again.get(type(fact)) for fact in stored) == stored
     assert again.get(stored_values.PrivacySpent) == stored_values.PrivacySpent()
-    assert [one.key for one in (stored[3].installed, stored[3].previous) if one] == [head.head, b"r" * 32]
+    assert [one.key for one in (stored[2].installed, stored[2].previous) if one] == [head.head, b"r" * 32]
 
 
 def test_fact_of_another_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

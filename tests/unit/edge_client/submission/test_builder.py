@@ -54,17 +54,17 @@ def test_held_out_images_are_in_no_prototype(tmp_path: Path) -> None:
 
 def test_the_same_images_give_the_same_submission(tmp_path: Path) -> None:
     """Another device shuffles differently."""
-    write_images(tmp_path / "data", count=12)
+    data = write_images(tmp_path / "data", count=12)
     first = _prepare(tmp_path)
     assert _prepare(tmp_path).fingerprint == first.fingerprint
-    other = _prepare(tmp_path, device_id="other")
+    other = _prepare(tmp_path / "other", device_id="other", data=data)
     assert other.fingerprint != first.fingerprint
 
 
 def test_the_shuffle_depends_on_the_devices_secret(tmp_path: Path) -> None:
     """Task, device and class, which the aggregator knows, do not determine it."""
-    write_images(tmp_path / "data", count=12)
-    first, other = (_prepare(tmp_path, secret=bytes([i] * 32)) for i in range(2))
+    data = write_images(tmp_path / "data", count=12)
+    first, other = (_prepare(tmp_path / str(i), secret=bytes([i] * 32), data=data) for i in range(2))
     assert first.counts.tolist() == other.counts.tolist()
     assert first.fingerprint != other.fingerprint
 
@@ -104,13 +104,12 @@ def test_the_stated_number_of_images_is_sufficient(
 ) -> None:
     """One image fewer is not."""
     manifest = {"alpha": alpha, "min_images": min_images}
-    data = write_images(tmp_path / "data", count=needed)
-    assert len(_prepare(tmp_path, holdout=0.0, manifest=manifest).counts) == len(CLASSES)
+    write_images(tmp_path / "enough" / "data", count=needed)
+    assert len(_prepare(tmp_path / "enough", holdout=0.0, manifest=manifest).counts) == len(CLASSES)
     if needed > 1:
-        for name in CLASSES:
-            (data / name / "0000.png").unlink()
+        write_images(tmp_path / "fewer" / "data", count=needed - 1)
         with pytest.raises(ProtofleetError, match=f" {needed} training images are needed: add images$"):
-            _prepare(tmp_path, holdout=0.0, manifest=manifest)
+            _prepare(tmp_path / "fewer", holdout=0.0, manifest=manifest)
 
 
 def _evaluate(folder: Path, **local: Any) -> Evaluation:

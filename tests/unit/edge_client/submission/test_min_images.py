@@ -58,7 +58,9 @@ def _behind(payload: bytes) -> list[tuple[int, int, int]]:
     ]
 
 
-def _class_means(manifest: TaskManifest, _: object, *, data: TrainingSet, **__: object) -> RoundResult:
+def class_means_of_features(
+    manifest: TaskManifest, _: object, *, data: TrainingSet, **__: object
+) -> RoundResult:
     """Stand in for a training whose projection is the feature itself."""
     values, labels, counts = class_means(
         data.feature, data.labels, num_classes=len(CLASSES), min_images=manifest.min_images
@@ -81,7 +83,7 @@ def _sent(
             prepared = prepare_prototypes(workspace, manifest, found)
         else:
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(local_round, "train_round", _class_means)
+                patched.setattr(local_round, "train_round", class_means_of_features)
                 patched.setattr(local_round, "feature_size", lambda *_: SIZE)
                 prepared = round_submission.RoundTraining(workspace).train(
                     b"t" * 32,

@@ -38,6 +38,9 @@ from tests.support.round_factory import (
 from tests.support.step_graphs import PROJECTION
 
 STEPS_PER_EPOCH = 5
+
+GROUP = 5
+"""Images in a group, as `make_task` sets it."""
 """18 images in batches of 4."""
 
 
@@ -171,7 +174,10 @@ def test_an_interrupted_training_resumes(
 
 
 CHANGES: dict[str, Callable[[list[LabeledImage]], list[LabeledImage]]] = {
-    "added": lambda images: [*images, LabeledImage(Path("data"), "2/new.png", 2, 100, 1_000)],
+    "added": lambda images: [
+        *images,
+        *(LabeledImage(Path("data"), f"2/new-{n}.png", 2, 100, 1_000) for n in range(GROUP)),
+    ],
     "modified": lambda images: [replace(images[0], mtime_ns=2_000), *images[1:]],
     "relabeled": lambda images: [replace(images[0], label=1), *images[1:]],
     "removed": lambda images: images[:-1],
@@ -186,7 +192,17 @@ def test_training_restarts_after_an_image_changed(
     device.interrupt(manifest, opened)
     again = Device(device.folder)
     again.train(manifest, opened, images=CHANGES[change](take_images()))
-    assert again.steps == list(range(1, 2 * STEPS_PER_EPOCH + 1))
+    assert again.steps[0] == 1
+
+
+def test_a_training_goes_on_while_few_images_were_added(
+    device: Device, manifest: TaskManifest, opened: RoundManifest
+) -> None:
+    """They wait until they are a group."""
+    device.interrupt(manifest, opened)
+    again = Device(device.folder)
+    again.train(manifest, opened, images=CHANGES["added"](take_images())[: 1 - GROUP])
+    assert again.steps[0] > 1
 
 
 def test_training_restarts_for_another_round(
@@ -220,14 +236,14 @@ def test_training_restarts_after_a_damaged_checkpoint(
 
 
 def test_a_class_below_min_images_has_no_prototype(device: Device) -> None:
-    """It is reported as left out, and trained on all the same."""
+    """It is reported as left out, and not trained on."""
     manifest = make_task(device.store.blobs, min_images=6)
     prepared = device.train(manifest, open_round(device.store.blobs))
     assert (prepared.labels.tolist(), prepared.counts.tolist()) == ([0, 1], [7, 6])
     reports = [(entry.counts, entry.left_out) for entry in prepared.classes]
     assert reports == [((7,), False), ((6,), False), ((), True)]
     assert model_of(prepared).counts.tolist() == [7, 6, 0]
-    assert len(device.steps) == 2 * STEPS_PER_EPOCH
+    assert len(device.steps) == 2 * (STEPS_PER_EPOCH - 1)
     with pytest.raises(ProtofleetError, match="no class has enough images"):
         device.train(make_task(device.store.blobs, min_images=8), open_round(device.store.blobs))
     assert device.steps == []

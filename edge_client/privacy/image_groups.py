@@ -1,0 +1,141 @@
+"""Groups of images: an image stays in its group for ever, and a group is in what leaves the device whole or not. Pure.
+
+The values that a device uploads for one backbone are sums over whole groups, divided by their counts. An attacker who
+has all of them, of any number of submissions and tasks, can compute linear combinations of these sums.
+
+**Law.** Take what was released to tasks whose `min_images` was at least m. Each linear combination of it is zero, or
+contains at least m images with a factor other than zero.
+
+**Proof.** Of the groups in a combination, take the one that was formed last. Images that were in no group before it
+are in no other group of the combination: their factors are its factor. Of an unmixed group that lost the images M, and
+whose other images L are in this one now, an image of L has the sum of both groups' factors and one of M has the earlier
+group's: they are not both zero, which leaves all of L or all of M. A group's weight counts the former, and the smaller
+of L and M of the latter, and only groups with a weight of at least m are released. A group of smaller weight was never
+released to these tasks; it is merged into one that is just being formed, whose own weight is sufficient. Whole groups
+are merged with each other only when `min_images` exceeds that of all tasks before, and only groups that all those tasks
+might use: then each of them has a sufficient weight for any combination with the others.
+
+The law is about linear combinations. A backbone that an attacker has designed can put single images into places of
+their own in the features, which no averaging hides: `docs/privacy.md`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+
+from edge_client.storage.image_group_record import Group, Key, Partition
+
+
+def regroup(
+    partition: Partition,
+    present: frozenset[Key],
+    new: Sequence[Key],
+    *,
+    batch_size: int,
+    min_images: int,
+    rng: np.random.Generator,
+) -> Partition:
+    """Return the groups after a class has changed; its new images are those in no group.
+
+    What is left of groups that lost images, and new images, form groups with weights of at least `batch_size`; the
+    remainder joins the last one. A class without any whole group may have one of `min_images`. Groups of earlier
+    tasks that are too small for `min_images` are merged, and never split.
+
+    Args:
+        partition: all groups of the device.
+        present: the class's images that are not held out.
+        new: the images to group, without outliers.
+        batch_size: images in a prototype, B.
+        min_images: of the task, at most `batch_size`.
+        rng: deals the new images.
+    """
+    groups = partition.touching(present)
+    whole = {number: group for number, group in groups.items() if group.images <= present}
+    broken = {number: group for number, group in groups.items() if number not in whole}
+    items = [_left(group, present) for group in broken.values()]
+    items += [Group(frozenset({new[at]}), 1) for at in rng.permutation(len(new))]
+    formed: list[Group] = []
+    weight = _weight(items)
+    if weight >= batch_size or (weight >= min_images and not whole):
+        formed = [_union(dealt) for dealt in _deal(items, size=batch_size)]
+        lost = frozenset(key for group in broken.values() for key in group.images - present)
+        partition = replace(_without(partition, broken), retired=partition.retired | lost)
+    return _merge_small(partition, whole, formed, min_images=min_images)
+
+
+def pack(groups: Iterable[frozenset[Key]], *, batch_size: int) -> list[frozenset[Key]]:
+    """Return prototypes of whole groups with at least `batch_size` images each; one of fewer if there are no more."""
+    packed: list[frozenset[Key]] = []
+    for group in groups:
+        if packed and len(packed[-1]) < batch_size:
+            packed[-1] |= group
+        else:
+            packed.append(group)
+    if len(packed) > 1 and len(packed[-1]) < batch_size:
+        last = packed.pop()
+        packed[-1] |= last
+    return packed
+
+
+def _merge_small(
+    partition: Partition, whole: Mapping[int, Group], formed: list[Group], *, min_images: int
+) -> Partition:
+    """Return the partition with formed groups, and merge whole ones that are too small for the task."""
+    small = {number: group for number, group in whole.items() if group.weight < min_images}
+    # Groups that all tasks so far might use; smaller ones join only a group that was never released.
+    equal = {number: group for number, group in small.items() if group.weight >= partition.largest_min_images}
+    merged: list[Group] = []
+    if min_images > partition.largest_min_images and _weight(equal.values()) >= min_images:
+        dealt = _deal(list(equal.values()), size=min_images)
+        merged = [replace(_union(groups), is_unmixed=len(groups) == 1) for groups in dealt]
+        small = {number: group for number, group in small.items() if number not in equal}
+        partition = _without(partition, equal)
+    if formed and small:
+        formed = [*formed[:-1], replace(_union([formed[-1], *small.values()]), is_unmixed=False)]
+        partition = _without(partition, small)
+    return _with(partition, [*merged, *formed])
+
+
+def _left(group: Group, present: frozenset[Key]) -> Group:
+    """Return what is left of a group, with the weight that it adds to another one."""
+    left = group.images & present
+    weight = min(len(left), len(group.images - present)) if group.is_unmixed else 0
+    return Group(left, weight, is_unmixed=False)
+
+
+def _deal(items: Sequence[Group], *, size: int) -> list[list[Group]]:
+    """Cut items into runs with weights of at least `size`; a remainder joins the last one."""
+    dealt: list[list[Group]] = [[]]
+    filled, rest = 0, _weight(items)
+    for item in items:
+        if filled >= size and rest >= size:
+            dealt.append([])
+            filled = 0
+        dealt[-1].append(item)
+        filled += item.weight
+        rest -= item.weight
+    return dealt
+
+
+def _union(groups: Sequence[Group]) -> Group:
+    return Group(
+        frozenset().union(*(group.images for group in groups)),
+        _weight(groups),
+        all(group.is_unmixed for group in groups),
+    )
+
+
+def _weight(groups: Iterable[Group]) -> int:
+    return sum(group.weight for group in groups)
+
+
+def _with(partition: Partition, groups: Sequence[Group]) -> Partition:
+    numbers = count(max(partition.groups, default=0) + 1)
+    return replace(partition, groups={**partition.groups, **dict(zip(numbers, groups, strict=False))})
+
+
+def _without(partition: Partition, numbers: Collection[int]) -> Partition:
+    kept = {number: group for number, group in partition.groups.items() if number not in numbers}
+    return replace(partition, groups=kept)

@@ -1,0 +1,97 @@
+"""The groups of images that submissions and rounds are made of."""
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from edge_client.data.images import LabeledImage
+from edge_client.data.outlier_filter import closest_features
+from edge_client.privacy.image_groups import pack, regroup
+from edge_client.storage.image_group_record import Key, Partition
+from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from protocol.wire.messages import TaskManifest
+
+
+@dataclass(frozen=True)
+class ReleasedImages:
+    """The images of one class that are released: those of whole groups."""
+
+    images: tuple[LabeledImage, ...]
+    prototypes: tuple[int, ...]
+    """The prototype that each of them is in."""
+    waiting: int
+    """Training images that wait until they are enough for a group; 0 if nothing of the class is released."""
+
+
+def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[ReleasedImages]:
+    """Group the training images, record the groups, and return the released images of each class.
+
+    Images of the same file are one image. A dry run records nothing.
+
+    Raises:
+        ProtofleetError: a feature is not finite.
+        StateError: the disk fails.
+    """
+    before = partition = workspace.store.image_groups.read()
+    released = []
+    for label in range(len(task.classes)):
+        training = found.for_training(label)
+        keys = workspace.content_keys(training)
+        by_key = {keys[image.identity]: image for image in reversed(training)}
+        partition, new = _regroup(workspace, task, label, by_key, partition)
+        groups = partition.released(frozenset(by_key), min_images=task.min_images)
+        packed = pack(groups, batch_size=task.batch_size)
+        prototype_of = {key: number for number, group in enumerate(packed) for key in group}
+        members = [(image, prototype_of[key]) for key, image in by_key.items() if key in prototype_of]
+        members.sort(key=lambda member: member[0].relative)
+        waiting = sum(key in new or partition.number_of.get(key, 0) > 0 for key in by_key) - len(members)
+        released.append(
+            ReleasedImages(
+                tuple(image for image, _ in members),
+                tuple(number for _, number in members),
+                waiting if members else 0,
+            )
+        )
+    largest = max(partition.largest_min_images, task.min_images)
+    partition = replace(partition, largest_min_images=largest)
+    if not workspace.dry_run:
+        workspace.store.image_groups.write(before, partition)
+    return released
+
+
+def _regroup(
+    workspace: Workspace,
+    task: TaskManifest,
+    label: int,
+    by_key: dict[Key, LabeledImage],
+    partition: Partition,
+) -> tuple[Partition, set[Key]]:
+    """Return the partition after a class has changed, and the images that were in no group before."""
+    images = sorted(by_key.items(), key=lambda each: each[1].relative)
+    known = [(key, image) for key, image in images if partition.number_of.get(key) != 0]
+    new = [key for key, _ in known if key not in partition.number_of]
+    if new and task.program is None:
+        closest = _closest(workspace, task, [image for _, image in known])
+        new = [key for (key, _), is_close in zip(known, closest, strict=True) if is_close and key in set(new)]
+    # The groups are the same at every start until they are recorded. The shuffle depends on the secret: with known
+    # groups, several submissions could be solved for the sums of single ones.
+    secret = workspace.secret(task)
+    key = hmac.digest(secret, f"{task.seed}/{workspace.settings.device_id}/{label}".encode(), "sha256")
+    partition = regroup(
+        partition,
+        frozenset(by_key),
+        new,
+        batch_size=max(task.batch_size, task.min_images),
+        min_images=task.min_images,
+        rng=np.random.default_rng(list(key)),
+    )
+    return partition, set(new)
+
+
+def _closest(workspace: Workspace, task: TaskManifest, images: Sequence[LabeledImage]) -> Sequence[bool]:
+    """Mark the images that the task's outlier filter keeps."""
+    identities = [image.identity for image in images]
+    keys = training_feature_keys(task)
+    return list(closest_features(lambda: workspace.cache.chunks(identities, *keys), alpha=task.alpha))

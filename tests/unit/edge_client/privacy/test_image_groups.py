@@ -1,0 +1,161 @@
+"""Groups of images: no combination of what a device releases contains fewer images than a prototype may have."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edge_client.privacy.image_groups import pack, regroup
+from edge_client.storage.image_group_record import Group, Partition
+from tests.support.linear_attacker import fewest_images
+
+Images = frozenset[bytes]
+
+
+def test_the_attacker_finds_what_there_is() -> None:
+    """One image between two sums, two in the difference of differences, and none where all share."""
+    a, b = [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]
+    assert fewest_images(np.array([a, b], float), below=4) == 1
+    assert fewest_images(np.array([[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0]], float), below=4) == 2
+    assert fewest_images(np.array([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 0]], float), below=4) == 1
+    assert fewest_images(np.array([[1, 1, 1, 1, 0, 0]] * 2, float), below=4) == 4
+
+
+@dataclass(frozen=True)
+class Upload:
+    """One submission: the settings of its task, the images that there are, and those that no filter leaves out."""
+
+    batch_size: int
+    min_images: int
+    present: Sequence[Images]
+    kept: Images
+    seed: int
+
+
+@dataclass
+class FakeDevice:
+    """A device's classes over time, and the sums that left it, with the `min_images` of their tasks."""
+
+    partition: Partition = field(default_factory=Partition)
+    sums: list[tuple[int, Images]] = field(default_factory=list)
+
+    def upload(self, upload: Upload) -> None:
+        for present in upload.present:
+            new = sorted(key for key in present & upload.kept if key not in self.partition.number_of)
+            self.partition = regroup(
+                self.partition,
+                present,
+                new,
+                batch_size=upload.batch_size,
+                min_images=upload.min_images,
+                rng=np.random.default_rng(upload.seed),
+            )
+            released = self.partition.released(present, min_images=upload.min_images)
+            for prototype in pack(released, batch_size=upload.batch_size):
+                assert len(prototype) >= upload.min_images
+                self.sums.append((upload.min_images, prototype))
+        largest = max(self.partition.largest_min_images, upload.min_images)
+        self.partition = replace(self.partition, largest_min_images=largest)
+
+
+IMAGES = [bytes([number]) for number in range(18)]
+some_images = st.frozensets(st.sampled_from(IMAGES), min_size=10)
+
+
+@st.composite
+def uploads(draw: st.DrawFn) -> Upload:
+    """Draw a submission of two classes; images move between them, disappear and return."""
+    batch_size = draw(st.integers(2, 5))
+    present = draw(some_images)
+    second = draw(st.frozensets(st.sampled_from(IMAGES), max_size=7))
+    return Upload(
+        batch_size=batch_size,
+        min_images=draw(st.integers(2, batch_size)),
+        present=(present - second, present & second),
+        kept=draw(some_images),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(uploads(), min_size=2, max_size=7))
+def test_no_combination_of_releases_has_fewer_images_than_a_prototype(sequence: list[Upload]) -> None:
+    """For any tasks and changes of the images: of the tasks with `min_images` of at least m, at least m images."""
+    device = FakeDevice()
+    for upload in sequence:
+        device.upload(upload)
+    for least in {upload.min_images for upload in sequence}:
+        released = {images for min_images, images in device.sums if min_images >= least}
+        sums = np.array([[key in images for key in IMAGES] for images in released], float)
+        if released:
+            assert fewest_images(sums, below=least) == least
+
+
+def _regroup(partition: Partition, present: Iterable[bytes], *, least: int = 2, size: int = 5) -> Partition:
+    images = frozenset(present)
+    new = sorted(key for key in images if key not in partition.number_of)
+    rng = np.random.default_rng(0)
+    partition = regroup(partition, images, new, batch_size=size, min_images=least, rng=rng)
+    return replace(partition, largest_min_images=max(partition.largest_min_images, least))
+
+
+@pytest.mark.parametrize(("images", "sizes"), [(1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])])
+def test_first_groups_are_the_batches_of_fedtc(images: int, sizes: list[int]) -> None:
+    """A remainder joins the last one, and a class below B is one group if it has `min_images`."""
+    groups = _regroup(Partition(), IMAGES[:images]).groups.values()
+    assert [len(group.images) for group in groups] == sizes
+
+
+def test_images_stay_in_their_groups() -> None:
+    """New images form groups of their own once there are B of them; a removed group leaves the others as they are."""
+    partitions = [_regroup(Partition(), IMAGES[:10])]
+    for images in (IMAGES[:14], IMAGES[:15], IMAGES[:18]):
+        partitions.append(_regroup(partitions[-1], images))
+    assert [len(each.groups) for each in partitions] == [2, 2, 3, 3]
+    for before, after in pairwise(partitions):
+        assert before.groups.items() <= after.groups.items()
+
+
+def test_image_that_returns_completes_its_group() -> None:
+    partition = _regroup(Partition(), IMAGES[:10])
+    without = _regroup(partition, IMAGES[1:10])
+    assert without == partition
+    assert len(without.released(frozenset(IMAGES[1:10]), min_images=2)) == 1
+    assert len(without.released(frozenset(IMAGES[:10]), min_images=2)) == 2
+
+
+def test_images_of_broken_groups_are_used_with_enough_new_ones() -> None:
+    """The deleted image is never used again, even if it returns."""
+    partition = _regroup(Partition(), IMAGES[:10])
+    (broken,) = (group for group in partition.groups.values() if IMAGES[0] in group.images)
+    # One image was lost: four new ones and that one are five in any combination.
+    assert _regroup(partition, IMAGES[1:13]) == partition
+    after = _regroup(partition, IMAGES[1:14])
+    assert after.retired == {IMAGES[0]}
+    (formed,) = (group for group in after.groups.values() if IMAGES[13] in group.images)
+    assert formed == Group(broken.images - {IMAGES[0]} | set(IMAGES[10:14]), 5, is_unmixed=False)
+    assert _regroup(after, IMAGES[:14]) == after
+
+
+def test_a_larger_min_images_merges_groups_for_good() -> None:
+    partition = _regroup(Partition(), IMAGES[:18], size=3, least=3)
+    assert Counter(len(group.images) for group in partition.groups.values()) == {3: 6}
+    raised = _regroup(partition, IMAGES[:18], size=6, least=6)
+    assert Counter(len(group.images) for group in raised.groups.values()) == {6: 3}
+    assert _regroup(raised, IMAGES[:18], size=2, least=2) == raised
+
+
+@given(st.lists(st.integers(1, 12), max_size=9), st.integers(1, 12))
+def test_prototypes_are_unions_of_groups(sizes: list[int], batch_size: int) -> None:
+    """Each has at least B images, unless the class has fewer."""
+    groups = [frozenset(bytes([at, n]) for n in range(size)) for at, size in enumerate(sizes)]
+    packed = pack(groups, batch_size=batch_size)
+    assert frozenset().union(*packed) == frozenset().union(*groups)
+    assert sum(map(len, packed)) == sum(sizes)
+    assert all(len(each) >= batch_size for each in packed) or len(packed) == 1
+    assert all(any(group <= each for each in packed) for group in groups)

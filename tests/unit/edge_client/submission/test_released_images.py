@@ -1,0 +1,232 @@
+"""Several submissions of one device: no combination of them contains fewer images than a prototype may have."""
+
+import hmac
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from aggregator.ingest.validation import Expectation, check_submission, read_message
+from edge_client.data.images import LabeledImage
+from edge_client.data.prototype_averaging import batch_prototypes
+from edge_client.submission import round_submission
+from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.prepared_submission import (
+    PreparedSubmission,
+    encode_submission,
+    prepare_prototypes,
+)
+from edge_client.training import local_round
+from protocol.errors import ProtofleetError
+from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
+from tests.support.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
+from tests.support.linear_attacker import fewest_images
+from tests.unit.edge_client.submission.test_min_images import SIZE, class_means_of_features
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+TASK = b"t" * 32
+PROGRAM = Program(
+    init=TINY, step=TINY, project=TINY, head=TINY, persistent=(), uploaded=(), batch_size=4
+)  # fmt: skip
+OTHER_BACKBONE = BlobRef(digest=b"o" * 32, size_bytes=1, name="other")
+
+
+class Victim:
+    """A device whose features show which images are in a prototype: one value per image, in each backbone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.workspace = make_workspace(folder)
+        self.sums: list[NDArray[np.bool_]] = []
+
+    def upload(self, numbers: Iterable[int], **task: Any) -> None:
+        """Release images of one class, if the task can be uploaded to."""
+        manifest = make_manifest(**task)
+        images = [LabeledImage(Path(), f"cat/{number:02}", 0, size_bytes=1, mtime_ns=1) for number in numbers]
+        (key,) = training_feature_keys(manifest)
+        # A few images are far from the others, and an outlier filter leaves them out first.
+        features = np.eye(SIZE, dtype=np.float32) + np.float32(0.01)
+        features[::7] *= -1
+        made = [(image.identity, features[int(image.relative[-2:])]) for image in images]
+        self.workspace.cache.put(key, made, [])
+        found = FoundImages(tuple(images), ())
+        try:
+            prepared = self._prepare(manifest, found)
+        except ProtofleetError:
+            return
+        sums = prepared.prototypes.astype(np.float64) * prepared.counts[:, None]
+        self.sums += list(abs(sums) > 0.5)
+
+    def _prepare(self, manifest: TaskManifest, found: FoundImages) -> PreparedSubmission:
+        if manifest.program is None:
+            return prepare_prototypes(self.workspace, manifest, found)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(local_round, "train_round", class_means_of_features)
+            patched.setattr(local_round, "feature_size", lambda *_: SIZE)
+            return round_submission.RoundTraining(self.workspace).train(
+                TASK,
+                manifest,
+                RoundManifest(task=TASK, number=0, rounds=1, epochs=1, tensors=TINY),
+                found=found,
+                on_progress=lambda *_: None,
+                should_stop=lambda: False,
+            )
+
+
+ALL = range(40)
+Uploads = Sequence[tuple[Iterable[int], dict[str, Any]]]
+ATTACKS: dict[str, Uploads] = {
+    "another alpha": [(ALL, {"alpha": alpha}) for alpha in (1.0, 0.975, 0.95, 0.9)],
+    "a deleted image and another seed": [(ALL, {}), (set(ALL) - {7}, {"seed": 1})],
+    "a deleted image in a task with rounds": [(ALL, {}), (set(ALL) - {7}, {"program": PROGRAM})],
+    "rounds while images come": [(range(count), {"program": PROGRAM}) for count in range(20, 40)],
+    "another image each day": [(range(count), {"seed": count}) for count in range(10, 40)],
+    "another batch size": [(ALL, {"batch_size": size}) for size in (20, 5, 7, 12)],
+    "another backbone and a deleted image": [
+        (ALL, {"backbones": (OTHER_BACKBONE,)}),
+        (set(ALL) - {3}, {}),
+        (set(ALL) - {4}, {"backbones": (OTHER_BACKBONE,), "seed": 2}),
+    ],
+    "images that go and return": [
+        (set(range(20)) - {day % 20, (3 * day) % 20} | set(range(20, 20 + day)), {"alpha": 1 - day / 99})
+        for day in range(20)
+    ],
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_combination_of_submissions_has_fewer_images_than_a_prototype(tmp_path: Path, attack: str) -> None:
+    """Whatever the task changes and whichever images come and go: differences are of at least five images."""
+    victim = Victim(tmp_path)
+    for numbers, task in ATTACKS[attack]:
+        victim.upload(numbers, **{"batch_size": 5, "min_images": 5, **task})
+    assert len(victim.sums) > 5 or "rounds" in attack
+    assert fewest_images(np.array(victim.sums, float), below=5) == 5
+
+
+def test_attacks_would_be_found(tmp_path: Path) -> None:
+    """If a device that has lost its record averages again, the difference is one image."""
+    victim = Victim(tmp_path / "before")
+    victim.upload(ALL, program=PROGRAM)
+    again = Victim(tmp_path / "after")
+    again.upload(set(ALL) - {7}, program=PROGRAM)
+    assert fewest_images(np.array([*victim.sums, *again.sums], float), below=5) == 1
+
+
+class Folder:
+    """A device with a folder of real files."""
+
+    def __init__(self, folder: Path, *, images: int = 12, holdout: float = 0.0) -> None:
+        self.data = write_images(folder / "data", count=images)
+        self.workspace = make_workspace(folder, holdout=holdout)
+
+    def upload(self, **task: Any) -> PreparedSubmission:
+        manifest = make_manifest(**task)
+        found = self.workspace.extract(manifest, should_stop=lambda: False)
+        prepared = prepare_prototypes(self.workspace, manifest, found)
+        payload = encode_submission(prepared, task=TASK, manifest=manifest, sequence=1)
+        message = read_message(payload)
+        assert isinstance(message, Submission)
+        check_submission(message, Expectation(TASK, manifest, prepared.prototypes.shape[1]))
+        return prepared
+
+    def add(self, count: int, *, start: int = 100) -> None:
+        for number in range(start, start + count):
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+            Image.fromarray(pixels).save(self.data / CLASSES[0] / f"{number}.png")
+
+
+def test_first_submission_is_fedtcs(tmp_path: Path) -> None:
+    """The groups of a device that has uploaded nothing are the batches of `batch_prototypes`, bit by bit."""
+    device = Folder(tmp_path, images=23)
+    prepared = device.upload(alpha=0.9)
+    found = device.workspace.extract(make_manifest(), should_stop=lambda: False)
+    features = device.workspace.features(found.of_class(1), training_feature_keys(make_manifest()), 16)
+    key = hmac.digest(device.workspace.store.secret(), b"0/device/1", "sha256")
+    values, counts = batch_prototypes(
+        lambda: [features], alpha=0.9, batch_size=5, min_images=2, rng=np.random.default_rng(list(key))
+    )
+    assert prepared.classes[1].counts == tuple(counts)
+    np.testing.assert_array_equal(prepared.prototypes[prepared.labels == 1], values.astype(np.float16))
+
+
+def test_few_new_images_wait_and_enough_count(tmp_path: Path) -> None:
+    """The prototypes that were uploaded stay as they were, also under another seed."""
+    device = Folder(tmp_path)
+    first = device.upload()
+    device.add(4)
+    waiting = device.upload(seed=1)
+    assert waiting.fingerprint == first.fingerprint
+    assert (waiting.classes[0].images, waiting.classes[0].waiting) == (16, 4)
+    device.add(1, start=200)
+    second = device.upload()
+    assert second.classes[0].counts == (*first.classes[0].counts, 5)
+    assert second.classes[0].waiting == 0
+    mine = second.labels == 0
+    np.testing.assert_array_equal(second.prototypes[mine][:-1], first.prototypes[first.labels == 0])
+
+
+def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
+    """The others stay as they were; its other images wait for new ones."""
+    device = Folder(tmp_path)
+    first = device.upload()
+    (device.data / CLASSES[0] / "0003.png").unlink()
+    second = device.upload()
+    rows = {tuple(row) for row in first.prototypes[first.labels == 0]}
+    left = {tuple(row) for row in second.prototypes[second.labels == 0]}
+    assert left < rows
+    assert len(rows - left) == 1
+    assert second.classes[0].waiting == 11 - sum(second.classes[0].counts)
+    device.add(4)
+    assert sum(device.upload().classes[0].counts) == 15
+
+
+def _rename(path: Path) -> None:
+    path.rename(path.with_name("renamed.png"))
+
+
+def _touch(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def _copy(path: Path) -> None:
+    path.with_name("copy.png").write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("change", [_rename, _touch, _copy])
+def test_an_image_is_its_files_content(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    """Renamed, copied again or twice there, it stays in its group, and counts once."""
+    device = Folder(tmp_path)
+    first = device.upload()
+    change(device.data / CLASSES[0] / "0003.png")
+    device.workspace.cache.close()
+    device.workspace = make_workspace(tmp_path)
+    second = device.upload()
+    assert second.counts.tolist() == first.counts.tolist()
+    np.testing.assert_allclose(second.prototypes, first.prototypes, rtol=2e-3)
+
+
+def test_images_of_prototypes_are_not_held_out_later(tmp_path: Path) -> None:
+    """New images make the share larger; the ones held out for it are new."""
+    device = Folder(tmp_path, images=20, holdout=0.2)
+    first = device.upload()
+    device.add(10)
+    second = device.upload()
+    assert [report.held_out for report in second.classes] == [6, 4]
+    rows = second.prototypes[second.labels == 0][: len(first.classes[0].counts)]
+    np.testing.assert_array_equal(rows, first.prototypes[first.labels == 0])
+
+
+def test_a_dry_run_records_no_group(tmp_path: Path) -> None:
+    device = Folder(tmp_path)
+    shown = Workspace(device.workspace.settings, device.workspace.store, device.workspace.cache, dry_run=True)
+    found = shown.extract(make_manifest(), should_stop=lambda: False)
+    prepared = prepare_prototypes(shown, make_manifest(), found)
+    assert device.workspace.store.image_groups.read().groups == {}
+    assert device.upload().counts.tolist() == prepared.counts.tolist()
+    assert len(device.workspace.store.image_groups.read().groups) == len(prepared.counts)
