@@ -224,4 +224,23 @@ def run(command: click.Command, *, program: str, extras: str | None = None) -> N
         # The reader of a pipe has ended; without stdout, Python does not fail again on the flush at exit.
         sys.stdout = None
         sys.exit(1)
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        log.debug("the system failed", exc_info=error)
+        if not (problem := _problem_of_system(error)):
+            raise
+        say(f"error: {problem}", err=True)
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _problem_of_system(error: Exception) -> str:
+    """Return what the operating system refused, in one line; empty if the error is the program's own."""
+    if isinstance(error, MemoryError):
+        return "out of memory: stop other programs, or raise the limit of this one"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot use {error.filename or 'a file or connection'}: {error.strerror}"
+    if isinstance(error, ImportError) and error.path is not None:
+        return f"cannot load {error.path}: {error}"
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return "cannot start a thread: raise the number of threads or the memory that the system allows"
+    return ""

@@ -18,6 +18,7 @@ from aggregator.ingest.reassembly import Key, Transfer
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, sync
 from protocol.storage.database import Database
+from protocol.threads import submit
 from protocol.wire.transfer import Assembly, Ranges
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class ChunkStore:
         with state_errors(self._folder):
             has_new = not all(path.exists() for path in paths)
             written = [
-                self._pool.submit(_write, path, each.assembly.fresh)
+                submit(self._pool, _write, path, each.assembly.fresh)
                 for path, each in zip(paths, arrived, strict=True)
             ]
             wait(written)

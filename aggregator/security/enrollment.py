@@ -206,10 +206,12 @@ def _new_folder(
         yield publish
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            marker.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if not folder.exists():
+                marker.unlink(missing_ok=True)
         raise
-    marker.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the next command deletes it
+        marker.unlink(missing_ok=True)
 
 
 def _finish_interrupted(store: Store) -> None:

@@ -13,7 +13,7 @@ from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.stored_values import Facts, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
-from protocol.storage.blobstore import BlobStore, state_errors
+from protocol.storage.blobstore import BlobStore, delete_temporary_files, state_errors
 from protocol.storage.database import Database
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import make_state_folder
@@ -95,6 +95,8 @@ class Store:
             lock=self._lock,
             exclusive=lock,
         )
+        if lock:
+            delete_temporary_files(folder)
         self.facts = Facts(self.database)
         try:
             self.clock = ElapsedClock(self.facts, read_only=read_only)

@@ -31,7 +31,7 @@ from edge_client.storage.stored_values import (
 from edge_client.storage.trials import MAX_ENDS, Trials
 from protocol.errors import StateError
 from protocol.log import event
-from protocol.storage.blobstore import BlobStore
+from protocol.storage.blobstore import BlobStore, delete_temporary_files
 from protocol.storage.database import Database
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import make_state_folder
@@ -115,6 +115,8 @@ class DeviceState:
             lock=self._lock,
             exclusive=lock,
         )
+        if lock:
+            delete_temporary_files(folder)
         self.ledger = Ledger(self._database, folder / "releases")
         self.image_groups = ImageGroupRecord(self._database)
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)

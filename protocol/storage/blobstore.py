@@ -11,11 +11,13 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from io import BufferedReader
 from pathlib import Path
 
 from protocol.errors import BlobLost, StateError, TransferError
+from protocol.threads import submit
 from protocol.wire.codec import digest_of
 
 MAX_DAMAGED = 16
@@ -23,6 +25,9 @@ MAX_DAMAGED = 16
 
 MAX_WRITE_S = 3600.0
 """Temporary files older than this were left by a process that has ended."""
+
+TEMPORARY = ".*-????????"
+"""Pattern of the names of temporary files."""
 
 
 @contextlib.contextmanager
@@ -42,9 +47,27 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         StateError: the disk is full, or the folder cannot be written.
     """
     temporary = _write_beside(path, data, mode)
-    with state_errors(path):
+    with state_errors(path), _deleted_on_failure(temporary):
         temporary.replace(path)
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def _deleted_on_failure(temporary: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def delete_temporary_files(folder: Path) -> None:
+    """Delete the files below a folder that killed processes were writing; raises StateError if it cannot be read."""
+    with state_errors(folder):
+        for file in folder.rglob(TEMPORARY):
+            if not _is_being_written(file):
+                file.unlink(missing_ok=True)
 
 
 def _write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: bool = False) -> Path:
@@ -53,18 +76,17 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: b
     With `is_for_later` the file leaves the page cache, which the next file can then use: on a virtual machine,
     allocating new memory takes longer than the write.
     """
-    with state_errors(path), contextlib.ExitStack() as unfinished:
+    with state_errors(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}-")
         temporary = Path(name)
-        unfinished.callback(temporary.unlink, missing_ok=True)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            if is_for_later and sys.platform == "linux":
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        temporary.chmod(mode)  # mkstemp makes it readable by its owner only
-        unfinished.pop_all()
+        with _deleted_on_failure(temporary):
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                if is_for_later and sys.platform == "linux":
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            temporary.chmod(mode)  # mkstemp makes it readable by its owner only
     return temporary
 
 
@@ -76,9 +98,9 @@ class WriteBatch:
         self._written: dict[Path, Future[Path]] = {}
 
     def add(self, path: Path, data: bytes) -> None:
-        """Start to write a file, which `finish` renames to its path."""
+        """Start to write a file, which `finish` renames to its path; raises StateError without a thread to do so."""
         if path not in self._written:
-            self._written[path] = self._pool.submit(_write_beside, path, data, is_for_later=True)
+            self._written[path] = submit(self._pool, _write_beside, path, data, is_for_later=True)
 
     def finish(self) -> None:
         """Wait until all files are durable, and rename them; raises StateError, and renames none, if one failed."""
@@ -87,7 +109,9 @@ class WriteBatch:
             self.discard()
             raise failures[0]
         written, self._written = self._written, {}
-        with state_errors(Path()):
+        with state_errors(Path()), contextlib.ExitStack() as stack:
+            for each in written.values():
+                stack.enter_context(_deleted_on_failure(each.result()))
             for path, each in written.items():
                 each.result().replace(path)
             for folder in {path.parent for path in written}:
@@ -95,7 +119,7 @@ class WriteBatch:
 
     def discard(self) -> None:
         """Delete the files that were added since `finish`."""
-        with contextlib.suppress(StateError):
+        with contextlib.suppress(OSError, StateError):
             self._written = {path: each for path, each in self._written.items() if not each.cancel()}
             wait(self._written.values())
             for each in self._written.values():
@@ -141,7 +165,9 @@ class BlobStore:
 
     def digests(self) -> Iterator[bytes]:
         """Yield the digest of every blob."""
-        for file in self.folder.iterdir():
+        with state_errors(self.folder):
+            files = list(self.folder.iterdir())
+        for file in files:
             with contextlib.suppress(ValueError):
                 yield bytes.fromhex(file.name)
 
@@ -170,27 +196,26 @@ class BlobStore:
             BlobLost: the blob does not exist, or was damaged on disk; a damaged one is deleted or moved.
             StateError: it cannot be read for another reason.
         """
-        with self._lost(digest):
-            data = self.path(digest).read_bytes()
+        data = self._read(digest, lambda file: file.read())
         if digest_of(data) != digest:
             raise self._deleted(digest)
         return data
 
     def verified_path(self, digest: bytes) -> Path:
         """Return a blob's path after verifying its digest; raises what `read` does."""
-        with self._lost(digest), self.path(digest).open("rb") as file:
-            got = hashlib.file_digest(file, "sha256").digest()
-        if got != digest:
+        if self._read(digest, lambda file: hashlib.file_digest(file, "sha256").digest()) != digest:
             raise self._deleted(digest)
         return self.path(digest)
 
-    @contextlib.contextmanager
-    def _lost(self, digest: bytes) -> Iterator[None]:
-        """Convert an OSError of the body: a file that is missing or unreadable on the disk is lost."""
+    def _read(self, digest: bytes, read: Callable[[BufferedReader], bytes], *, attempts: int = 2) -> bytes:
+        """Read from a file; one that is missing, or that the disk fails to read twice, is lost."""
         try:
-            yield
+            with self.path(digest).open("rb") as file:
+                return read(file)
         except OSError as error:
             text = f"cannot use {self.path(digest)}: {error.strerror or error}"
+            if error.errno == errno.EIO and attempts > 1:
+                return self._read(digest, read, attempts=attempts - 1)
             if error.errno == errno.EIO:
                 raise self._deleted(digest) from error
             is_missing = error.errno in (errno.ENOENT, errno.EISDIR)
@@ -214,7 +239,8 @@ class BlobStore:
     def partial_bytes(self, digest: bytes) -> int:
         """Return the size of an unfinished download, which is the offset to resume at."""
         partial = self._partial / digest.hex()
-        return partial.stat().st_size if partial.is_file() else 0
+        with state_errors(partial):
+            return partial.stat().st_size if partial.is_file() else 0
 
     def append(self, digest: bytes, data: bytes) -> None:
         """Append bytes to a download."""
@@ -227,7 +253,8 @@ class BlobStore:
         partial = self._partial / digest.hex()
         got = file_digest(partial)
         if got != digest:
-            partial.unlink(missing_ok=True)
+            with state_errors(partial):
+                partial.unlink(missing_ok=True)
             raise TransferError(f"expected sha256 {digest.hex()}, got {got.hex()}: downloading it again")
         with state_errors(partial), partial.open("rb+") as file:
             os.fsync(file.fileno())
@@ -239,7 +266,9 @@ class BlobStore:
         """Delete all other blobs and unfinished downloads, except for files that are being written."""
         names = {digest.hex() for digest in digests}
         for folder in (self.folder, self._partial):
-            for file in folder.iterdir():
+            with state_errors(folder):
+                files = list(folder.iterdir())
+            for file in files:
                 with contextlib.suppress(OSError):
                     if file.is_file() and file.name not in names and not _is_being_written(file):
                         file.unlink()

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from protocol.errors import ConfigError
-from protocol.storage.blobstore import state_errors
+from protocol.storage.blobstore import state_errors, write_atomically
 
 IGNORE_FILE = ".gitignore"
 """In every folder with private keys, so that `git add .` does not add them."""
@@ -36,7 +36,7 @@ def make_state_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ignore = folder / IGNORE_FILE
         if not ignore.exists():
-            ignore.write_text(IGNORE_ALL, encoding="ascii")
+            write_atomically(ignore, IGNORE_ALL.encode())
 
 
 def refuse_source_folder(folder: Path, *, option: str) -> None:

@@ -23,18 +23,46 @@ if __name__ == "__main__":
 """
 
 
+FAILURES: dict[str | None, Exception] = {
+    "disk": OSError(5, "Input/output error", "/state/blobs"),
+    "memory": MemoryError(),
+    "library": ImportError("failed to map segment from shared object", path="/lib/rpds.so"),
+    "threads": RuntimeError("can't start new thread"),
+    "missing": ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn"),
+    "own": ModuleNotFoundError("No module named 'protocol.gone'", name="protocol.gone"),
+    "bug": ZeroDivisionError("a bug"),
+}
+
+
 @click.command()
 @config_option
 @click.option("--broker", default="localhost", envvar="PROTOFLEET_BROKER")
 @click.option("--batch-size", type=int, default=5)
 @click.option(
     "--fail",
-    type=click.Choice(["expected", "hostile", "usage", "exit", "interrupt", "bug", "missing", "own"]),
+    type=click.Choice(
+        [
+            "expected",
+            "hostile",
+            "usage",
+            "exit",
+            "interrupt",
+            "bug",
+            "missing",
+            "own",
+            "disk",
+            "memory",
+            "library",
+            "threads",
+        ]
+    ),
 )
 @click.option("--wait", is_flag=True)
 @verbose_option
 def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verbose: bool) -> int | None:
     """Show settings, or fail in some way."""
+    if fail in FAILURES:
+        raise FAILURES[fail]
     match fail:
         case "expected":
             raise ConfigError("the folder is empty: put images in it")
@@ -46,12 +74,6 @@ def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verb
             raise KeyboardInterrupt
         case "exit":
             return 3
-        case "missing":
-            raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
-        case "own":
-            raise ModuleNotFoundError("No module named 'protocol.gone'", name="protocol.gone")
-        case "bug":
-            raise ZeroDivisionError("a bug")
     click.echo(f"{broker} {batch_size}")
     if wait:
         start_logging(verbose=verbose)
@@ -84,6 +106,22 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--fail", "expected"], 1, "error: the folder is empty: put images in it\n"),
         (["--fail", "hostile"], 1, "error: \\x1b[31mred\\nand more\n"),
         (["--fail", "missing"], 1, "error: torch is not installed: pip install 'protofleet[example,cpu]'\n"),
+        (["--fail", "disk"], 1, "error: cannot use /state/blobs: Input/output error\n"),
+        (
+            ["--fail", "memory"],
+            1,
+            "error: out of memory: stop other programs, or raise the limit of this one\n",
+        ),
+        (
+            ["--fail", "library"],
+            1,
+            "error: cannot load /lib/rpds.so: failed to map segment from shared object\n",
+        ),
+        (
+            ["--fail", "threads"],
+            1,
+            "error: cannot start a thread: raise the number of threads or the memory that the system allows\n",
+        ),
         (["--fail", "usage"], 2, "Error: one of the two, please\n"),
         (["--batch-size", "many"], 2, "'--batch-size': 'many' is not a valid integer.\n"),
         (["--unknown"], 2, "Error: No such option '--unknown'.\n"),

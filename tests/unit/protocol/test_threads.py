@@ -2,11 +2,12 @@
 
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from protocol.errors import ThreadFailed
-from protocol.threads import start_thread
+from protocol.errors import StateError, ThreadFailed
+from protocol.threads import start_thread, submit
 
 
 def test_error_is_reported_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -38,3 +39,19 @@ def test_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(ThreadFailed, match="cannot start the thread worker: can't start new thread: raise"):
         start_thread(lambda: None, name="worker", on_failure=lambda _: None)
+
+
+def test_function_that_no_thread_was_started_for_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool queues it although it raises; a later thread must not run it."""
+    ran: list[str] = []
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(StateError, match="cannot start a thread that writes to the disk"):
+                submit(pool, ran.append, "first")
+        submit(pool, ran.append, "second").result()
+    assert ran == ["second"]

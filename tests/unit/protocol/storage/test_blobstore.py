@@ -1,8 +1,10 @@
 """Blobs on disk: atomic, resumed, verified, and disk errors named."""
 
+import errno
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BlobLost, StateError, TransferError
-from protocol.storage.blobstore import MAX_DAMAGED, BlobStore, WriteBatch, file_digest, write_atomically
+from protocol.storage.blobstore import (
+    MAX_DAMAGED,
+    MAX_WRITE_S,
+    BlobStore,
+    WriteBatch,
+    delete_temporary_files,
+    file_digest,
+    write_atomically,
+)
 from protocol.wire.codec import digest_of
 from tests.support.machine_faults import full_disk, open_folder, read_only
 
@@ -210,3 +220,59 @@ def test_discarded_batch_leaves_nothing(tmp_path: Path) -> None:
     together.discard()
     together.finish()
     assert _files(tmp_path) == []
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, name: str, *, times: int) -> None:
+    """Make a method of Path fail with EIO so often."""
+    original, left = getattr(Path, name), iter(range(times))
+
+    def fail(self: Path, *arguments: object, **options: object) -> object:
+        if next(left, None) is not None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, name, fail)
+
+
+def test_blob_that_the_disk_fails_to_read_once_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second failure means that the file is unreadable: only then is it deleted."""
+    store = BlobStore(tmp_path)
+    store.put(DATA)
+    with monkeypatch.context() as patch:
+        _failing(patch, "open", times=1)
+        assert store.read(DIGEST) == DATA
+    with monkeypatch.context() as patch:
+        _failing(patch, "open", times=2)
+        with pytest.raises(BlobLost):
+            store.read(DIGEST)
+    assert DIGEST not in store
+
+
+def test_failed_rename_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of one file nor those of a batch, which may hold keys and submissions."""
+    _failing(monkeypatch, "replace", times=2)
+    with pytest.raises(StateError, match="Input/output error"):
+        write_atomically(tmp_path / "signing.key", DATA)
+    batch = WriteBatch()
+    for name in ("one", "two"):
+        batch.add(tmp_path / name, DATA)
+    with pytest.raises(StateError, match="Input/output error"):
+        batch.finish()
+    assert _files(tmp_path) == []
+
+
+def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path) -> None:
+    """Wherever they are; one that another process may be writing stays, and so does every other file."""
+    (tmp_path / "identity").mkdir()
+    old, young, other = (
+        tmp_path / "identity" / name for name in (".signing.key-abcd1234", ".ca.key-abcd1234", ".gitignore")
+    )
+    for file in (old, young, other):
+        file.write_bytes(b"key")
+    long_ago_s = time.time() - 2 * MAX_WRITE_S
+    for file in (old, other):
+        os.utime(file, (long_ago_s, long_ago_s))
+    delete_temporary_files(tmp_path)
+    assert _files(tmp_path) == sorted([young.name, other.name])
