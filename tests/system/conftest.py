@@ -1,9 +1,9 @@
-"""The tables of faults and attacks at the end of a run."""
+"""The tables of faults, attacks and injections at the end of a run."""
 
 import pytest
 
 from tests.system.suites import ATTACKS, FAULTS
-from tests.system.tables import AttackRow, FaultRow, markdown, with_total, write
+from tests.system.tables import AttackRow, FaultRow, InjectionRow, markdown, with_total, write
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -22,3 +22,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("attacks")
         terminalreporter.write_line(text := markdown("attacks", tried))
         write("attacks", tried, text)
+    injections = [InjectionRow(**row) for key, rows in recorded if key == "injections" for row in rows]
+    injections = [row for row in injections if row.lives]
+    if injections:
+        terminalreporter.section("injections")
+        terminalreporter.write_line(text := markdown("injections", with_total(injections)))
+        write("injections", injections, text)

@@ -2,16 +2,25 @@
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-OUT = {"faults": "PROTOFLEET_FAULTS_OUT", "attacks": "PROTOFLEET_ATTACKS_OUT"}
+OUT = {
+    "faults": "PROTOFLEET_FAULTS_OUT",
+    "attacks": "PROTOFLEET_ATTACKS_OUT",
+    "injections": "PROTOFLEET_INJECTIONS_OUT",
+}
 """Environment variables that name a file: the table is written to it as JSON, and as Markdown beside it."""
+
+INJECTED = ("EIO", "ENOSPC", "EINTR", "ENOMEM", "SIGKILL")
+"""What is injected into system calls."""
 
 HEADINGS = {
     "faults": ("fault", "provoked", "submissions sent", "counted once", "lost", "counted twice"),
     "attacks": ("attack", "tried", "succeeded", "stopped by", "where an operator sees it"),
+    "injections": ("program", "call", "calls", *INJECTED, "lost"),
 }
 
 
@@ -39,6 +48,29 @@ class AttackRow:
 
 
 @dataclass(frozen=True)
+class InjectionRow:
+    """One system call of a program: calls in its life, lives with each fault, and those that broke the invariant."""
+
+    program: str
+    call: str
+    calls: int
+    eio: int
+    enospc: int
+    eintr: int
+    enomem: int
+    sigkill: int
+    lost: int
+
+    @property
+    def lives(self) -> int:
+        return self.eio + self.enospc + self.eintr + self.enomem + self.sigkill
+
+
+Row = FaultRow | AttackRow | InjectionRow
+R = TypeVar("R", FaultRow, InjectionRow)
+
+
+@dataclass(frozen=True)
 class Reference:
     """Result of a run without faults."""
 
@@ -52,14 +84,16 @@ class Reference:
         return self.heads[0]
 
 
-def with_total(rows: Iterable[FaultRow]) -> list[FaultRow]:
-    """Return the rows, and below them the sum of each column."""
-    rows = list(rows)
-    sums = (sum(column) for column in zip(*(astuple(row)[1:] for row in rows), strict=True))
-    return [*rows, FaultRow("all", *sums)]
+def with_total(rows: Iterable[R]) -> list[R]:
+    """Return the rows, and below them the sum of each column of numbers."""
+    listed: list[R] = list(rows)
+    kind: Any = type(listed[0])
+    columns = zip(*map(astuple, listed), strict=True)
+    sums = [sum(column) if isinstance(column[0], int) else "" for column in columns]
+    return [*listed, kind("all", *sums[1:])]
 
 
-def markdown(kind: str, rows: Iterable[FaultRow | AttackRow]) -> str:
+def markdown(kind: str, rows: Iterable[Row]) -> str:
     """Return the rows as a Markdown table; columns of numbers are aligned to the right."""
     values = [astuple(row) for row in rows]
     rule = ["---:" if isinstance(cell, int) else "---" for cell in values[0]]
@@ -67,7 +101,7 @@ def markdown(kind: str, rows: Iterable[FaultRow | AttackRow]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (HEADINGS[kind], rule, *cells))
 
 
-def write(kind: str, rows: list[FaultRow] | list[AttackRow], text: str) -> None:
+def write(kind: str, rows: Sequence[Row], text: str) -> None:
     if out := os.environ.get(OUT[kind]):
         Path(out).with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         Path(out).with_suffix(".md").write_text(text + "\n")

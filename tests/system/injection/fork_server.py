@@ -1,0 +1,201 @@
+"""Starts programs as forks of one process that has imported all their modules, which takes a tenth of the time.
+
+`python -m tests.system.injection.fork_server` reads requests from stdin, one JSON line each, and writes the process id
+of each program, and later its exit status, to stdout. A program waits for SIGCONT before it begins.
+"""
+
+import gc
+import importlib
+import json
+import os
+import queue
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from edge_client.runtime import onnx_model
+
+PRELOADED = (
+    "aggregator.cli",
+    "aggregator.service.aggregator",
+    "aggregator.status.collect",
+    "aggregator.tasks.task_preparation",
+    "aggregator.training.head_job",
+    "aggregator.graphs.fused_model",
+    "edge_client.cli",
+    "edge_client.inference",
+    "edge_client.service.device",
+    "protocol.enrollment",
+    "scipy.optimize",
+    "onnxruntime",
+    "rpds",
+    "PIL.PngImagePlugin",
+)
+
+
+class Program:
+    """A program that was started; it waits until `resume`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.status: int | None = None
+        self.ended = threading.Event()
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Return the exit status, negative for a signal, or None after `timeout_s`."""
+        self.ended.wait(timeout_s)
+        return self.status
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal unless the program has ended."""
+        if not self.ended.is_set():
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """The process that forks; as a context, it ends with its programs."""
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        self._programs: dict[int, Program] = {}
+        self._started: queue.SimpleQueue[Program] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for program in self._programs.values():
+            program.send(signal.SIGKILL)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def start(self, module: str, *arguments: str | Path, log: Path) -> Program:
+        """Fork a program, whose output is appended to `log`."""
+        request = {"module": module, "arguments": [str(each) for each in arguments], "log": str(log)}
+        with self._lock:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            return self._started.get(timeout=120)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            pid, status = json.loads(line)
+            if status is None:
+                self._programs[pid] = Program(pid)
+                self._started.put(self._programs[pid])
+            else:
+                program = self._programs.pop(pid)
+                program.status = status
+                program.ended.set()
+
+
+class _ForkedJob(subprocess.Popen[Any]):
+    """`subprocess.Popen` that forks where a Python module is to be run."""
+
+    def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
+        if list(args[:2]) != [sys.executable, "-m"]:
+            super()._execute_child(args, executable, *rest)  # type: ignore[misc]
+            return
+        # The arguments that CPython passes on: pipes for the child and for itself.
+        read_in, write_in, read_out, write_out, read_err, write_err = rest[8:14]
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run_job(args, read_in, write_out, write_err)
+        self._child_created = True
+        self._close_pipe_fds(read_in, write_in, read_out, write_out, read_err, write_err)  # type: ignore[attr-defined]
+
+
+def _run_job(args: list[str], *handles: int) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        for number, handle in enumerate(handles):
+            os.dup2(handle, number)
+        os.closerange(3, 1024)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.argv = args[2:]
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        try:
+            runpy.run_module(args[2], run_name="__main__")
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _prepare_child(request: dict[str, Any]) -> None:
+    os.setsid()
+    for number, name, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT),
+    ):
+        handle = os.open(name, flags, 0o644)
+        os.dup2(handle, number)
+        os.close(handle)
+    os.dup2(1, 2)
+    sys.argv = [request["module"], *request["arguments"]]
+    subprocess.Popen = _ForkedJob  # type: ignore[misc]
+    # A thread that was made before a fork cannot be started after it.
+    onnx_model._WATCHDOG = onnx_model._Watchdog()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _report(pid: int, status: int | None) -> None:
+    sys.stdout.write(json.dumps([pid, status]) + "\n")
+    sys.stdout.flush()
+
+
+def _serve() -> dict[str, Any] | None:
+    """Fork for each request; returns the request in the child, and None in the server at its end."""
+    with open(0, "rb", buffering=0, closefd=False) as requests:
+        while True:
+            if select.select([requests], [], [], 0.02)[0]:
+                line = requests.readline()
+                if not line:
+                    return None
+                pid = os.fork()
+                if pid == 0:
+                    return dict(json.loads(line))
+                os.waitpid(pid, os.WUNTRACED)
+                _report(pid, None)
+            _reap()
+
+
+def _reap() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        _report(pid, os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()
+    child = _serve()
+    if child is not None:
+        _prepare_child(child)
+        importlib.import_module(child["module"]).main()

@@ -1,0 +1,166 @@
+"""Short lives of the programs, each with a fault, a restart without it, and the invariant of tests/system/faults."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.system.injection.fork_server import ForkServer, Program
+from tests.system.injection.strace import Injection, Tracer, calls_below, injected
+
+LIMIT_S = 150.0
+"""A program that neither ends nor completes its life by then hangs; longer than any retry delay in one."""
+
+LASTING_S = 4.0
+"""How long a full disk lasts, if the program does not end before."""
+
+OLD_S = 7200.0
+"""Age given to temporary files of a killed program: younger ones may belong to a running one."""
+
+DIGEST_LETTERS = 64
+
+TRACES = (
+    "Traceback (most recent call last)",
+    "--- Logging error ---",
+    "Exception ignored in",
+    "terminate called",
+)
+
+
+@dataclass
+class Outcome:
+    """What one life has shown.
+
+    Attributes:
+        injected: faults in calls on its files, or in mmap.
+        elsewhere: faults in other calls, whose log is not judged.
+        ended: the program ended because of the fault.
+        sent: devices that have submitted.
+        violations: what contradicts the invariant.
+    """
+
+    injected: int = 0
+    elsewhere: int = 0
+    ended: bool = False
+    sent: int = 0
+    violations: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Life:
+    """One run of one program in a folder of its own.
+
+    Attributes:
+        folder: contains its files and nothing else that the program uses.
+        trace: strace's log; of all calls if nothing is injected.
+    """
+
+    server: ForkServer
+    program: str
+    folder: Path
+    injection: Injection | None
+    outcome: Outcome = field(default_factory=Outcome)
+    _tracers: list[Tracer] = field(default_factory=list)
+
+    @property
+    def trace(self) -> Path:
+        return self.folder.with_suffix(".strace")
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
+    def check(self, holds: bool, problem: str) -> None:  # noqa: FBT001 - an assertion that is collected
+        if not holds:
+            self.fail(problem)
+
+    def fail(self, problem: str) -> None:
+        self.outcome.violations.append(problem)
+
+    def start(self, module: str, *arguments: str | Path) -> Program:
+        """Start the program with the fault."""
+        program = self.server.start(module, *arguments, log=self.log)
+        self._tracers.append(Tracer(program.pid, self.trace, self.injection))
+        program.resume()
+        return program
+
+    def restart(self, module: str, *arguments: str | Path) -> Program:
+        """Start the program without a fault."""
+        program = self.server.start(module, *arguments, log=self.log)
+        program.resume()
+        return program
+
+    def detach(self) -> None:
+        """End the injection, and count its faults."""
+        while self._tracers:
+            self._tracers.pop().detach()
+            if self.injection:
+                inside, outside = injected(self.trace, self.folder)
+                self.outcome.injected, self.outcome.elsewhere = inside, outside
+
+    def wait(self, program: Program, done: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for the end of the program or of its life; returns False if it hangs, and kills it."""
+        deadline_s = time.monotonic() + LIMIT_S
+        lasts_until_s = time.monotonic() + LASTING_S
+        while program.status is None and not done():
+            if time.monotonic() > deadline_s:
+                self.fail(f"neither ended nor complete within {LIMIT_S:.0f} s")
+                program.send(signal.SIGKILL)
+                program.wait(30)
+                return False
+            if self.injection and self.injection.lasts and time.monotonic() > lasts_until_s:
+                self.detach()
+            program.wait(0.05)
+        return True
+
+    def judge_end(self, status: int | None, *, allowed: Sequence[int] = (0, 1)) -> None:
+        """Check the exit status and the log of the program that had the fault."""
+        killed = [-signal.SIGKILL] if self.injection and self.injection.fault == "SIGKILL" else []
+        self.outcome.ended = status not in {None, 0}
+        self.check(status in {None, *allowed, *killed}, f"exit status {status}")
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        if self.outcome.elsewhere:
+            return
+        for trace in TRACES:
+            self.check(trace not in text, f"{trace!r} in the log: {text.strip().splitlines()[-1:]}")
+        if status == 1:
+            last = text.strip().splitlines()[-1:]
+            self.check(last != [] and last[0].startswith("error: "), f"no error message: {last}")
+
+    def age_temporary_files(self) -> None:
+        """Make the temporary files of a killed program older than any write takes."""
+        then_s = time.time() - OLD_S
+        for file in self.folder.rglob(".*"):
+            with contextlib.suppress(OSError):
+                os.utime(file, (then_s, then_s))
+
+    def delete(self) -> None:
+        """Delete all files of this life."""
+        for path in self.folder.parent.glob(f"{self.folder.name}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def calls(self) -> dict[str, list[int]]:
+        """Return the numbers of the calls on its files, of a life without a fault."""
+        return calls_below(self.trace, self.folder)
+
+
+def names_of(folder: Path) -> set[str]:
+    """Return the files below a folder, with one name for all blobs of a kind and all kinds of leftovers."""
+    names = set()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            relative = file.relative_to(folder)
+            is_digest = len(file.name) == DIGEST_LETTERS
+            names.add(str(relative.parent / "DIGEST" if is_digest else relative))
+    return names
+
+
+def leftovers(folder: Path, expected: set[str]) -> list[str]:
+    """Return files that an undisturbed life does not leave, without SQLite's logs and damaged files moved aside."""
+    known = re.compile(r".*(-wal|-shm|\.damaged)|damaged/.*")
+    return sorted(name for name in names_of(folder) - expected if not known.fullmatch(name))

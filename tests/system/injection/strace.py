@@ -1,0 +1,123 @@
+"""Faults injected into system calls by strace, and the system calls of a program that it counts."""
+
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+CALLS = (
+    "openat", "newfstatat", "getdents64", "read", "pread64", "write", "pwrite64", "pwritev", "fsync", "fdatasync",
+    "ftruncate", "rename", "unlink", "mkdir", "mmap",
+)  # fmt: skip
+"""The system calls by which the programs use files and memory."""
+
+_WRITING = frozenset({"openat", "write", "pwrite64", "pwritev", "ftruncate", "mkdir", "rename"})
+_INTERRUPTIBLE = frozenset({"openat", "read", "pread64", "write", "pwrite64", "fsync", "fdatasync"})
+
+_LINE = re.compile(r"^(\d+) +(\w+)\((.*)$")
+_PATH = re.compile(r'^(?:AT_FDCWD<[^>]*>, )?"([^"]*)"|^-?\d+<([^>]*)>')
+
+
+@dataclass(frozen=True, order=True)
+class Injection:
+    """A fault of the `when`th such call of each thread; ENOSPC lasts from there on, as a full disk does."""
+
+    program: str
+    call: str
+    fault: str
+    when: int
+
+    def options(self) -> list[str]:
+        kind = "signal" if self.fault == "SIGKILL" else "error"
+        lasting = "+" if self.lasts else ""
+        return ["-e", f"inject={self.call}:{kind}={self.fault}:when={self.when}{lasting}"]
+
+    @property
+    def lasts(self) -> bool:
+        return self.fault == "ENOSPC"
+
+    def __str__(self) -> str:
+        return f"{self.fault} at {self.call} {self.when}{'+' if self.lasts else ''} of {self.program}"
+
+
+def faults_of(call: str) -> tuple[str, ...]:
+    """Return the faults to inject into a system call."""
+    if call == "mmap":
+        return ("ENOMEM", "SIGKILL")
+    errors = ("EIO", *(("ENOSPC",) if call in _WRITING else ()))
+    return (*errors, *(("EINTR",) if call in _INTERRUPTIBLE else ()), "SIGKILL")
+
+
+class Tracer:
+    """strace, attached to a stopped program and all that it starts.
+
+    Raises:
+        PermissionError: this system does not permit it.
+    """
+
+    def __init__(self, pid: int, log: Path, injection: Injection | None = None) -> None:
+        calls = injection.call if injection else ",".join(CALLS)
+        options = [*(injection.options() if injection else []), "-e", f"trace={calls}"]
+        command = ["strace", "-f", "-y", "-s", "0", "-o", str(log), *options, "-p", str(pid)]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.log = log
+        assert self._process.stderr is not None
+        line = self._process.stderr.readline()
+        if "attached" not in line:
+            self._process.wait()
+            raise PermissionError(line.strip())
+
+    def detach(self) -> None:
+        """End the injection; the program continues."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+        self._process.communicate()
+
+
+def unavailable() -> str:
+    """Return why nothing can be injected on this system; empty if it can."""
+    if shutil.which("strace") is None:
+        return "strace is not installed: apt-get install strace"
+    command = ["strace", "-o", "/dev/null", sys.executable, "-S", "-c", ""]
+    traced = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"strace is not permitted here: {traced.stderr.strip()}" if traced.returncode else ""
+
+
+def calls_below(log: Path, folder: Path) -> dict[str, list[int]]:
+    """Return the numbers within their threads of the calls on files below a folder, and of all calls of mmap."""
+    counts: Counter[tuple[str, str]] = Counter()
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for line in log.read_text(errors="replace").splitlines():
+        if match := _LINE.match(line):
+            thread, call, rest = match.groups()
+            counts[thread, call] += 1
+            if call == "mmap" or is_below(rest, folder):
+                found[call].add(counts[thread, call])
+    return {call: sorted(numbers) for call, numbers in found.items()}
+
+
+def is_below(arguments: str, folder: Path) -> bool:
+    path = _PATH.match(arguments)
+    return path is not None and Path(path[1] or path[2] or "/").is_relative_to(folder)
+
+
+def injected(log: Path, folder: Path) -> tuple[int, int]:
+    """Return how often a fault was injected: below a folder or into mmap, and elsewhere; a kill counts once."""
+    lines = log.read_text(errors="replace").splitlines()
+    if any("+++ killed by SIGKILL" in line for line in lines):
+        return 1, 0
+    inside = outside = 0
+    begun: dict[str, str] = {}
+    for line in lines:
+        if match := _LINE.match(line):
+            begun[match[1]] = match[3] if match[2] != "mmap" else f'"{folder}"'
+        if "(INJECTED)" in line:
+            below = is_below(begun.get(line.split(maxsplit=1)[0], ""), folder)
+            inside += below
+            outside += not below
+    return inside, outside

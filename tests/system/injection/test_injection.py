@@ -1,0 +1,88 @@
+"""After a fault in a system call, each program loses nothing: a seeded sample of `python -m tests.system.injection`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.support.brokers import mosquitto_program
+from tests.system.injection.lives import Outcome
+from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
+from tests.system.injection.programs import PROGRAMS, Programs
+from tests.system.injection.strace import Injection, faults_of, injected, is_below, unavailable
+
+SEED = 20261122
+LIVES = {
+    "edge-client": 12,
+    "edge-client predict": 3,
+    "aggregator run": 8,
+    "aggregator enroll": 6,
+    "aggregator status": 3,
+}
+"""Lives of each program; all of them together take 25 s of processor time."""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Programs and a fleet; skips where nothing can be injected."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    if mosquitto_program() is None:
+        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    with Programs(tmp_path_factory.mktemp("injection")) as programs:
+        yield programs
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_fault_of_a_call_loses_anything(
+    programs: Programs, program: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The program fails with one line or not at all; started again, it completes, and everything counts once."""
+    calls = count_calls(programs, [program])
+    sample = plan(calls, seed=SEED)[: LIVES[program]]
+    outcomes = list(run_all(programs, sample))
+    record_property("injections", [asdict(row) for row in rows_of(calls, outcomes)])
+    assert {str(each): outcome.violations for each, outcome in outcomes if outcome.violations} == {}
+    assert sum(outcome.injected > 0 for _, outcome in outcomes) > len(sample) / 2
+
+
+def test_plan_is_of_the_seed() -> None:
+    """A seed gives one order, whose beginning has each call and fault once."""
+    calls: Calls = {"edge-client": {"fsync": [1, 2, 3], "pwrite64": [1, 4]}}
+    planned = plan(calls, seed=1)
+    assert planned == plan(calls, seed=1) != plan(calls, seed=2)
+    kinds = [(call, fault) for call in ("fsync", "pwrite64") for fault in faults_of(call)]
+    assert {(each.call, each.fault) for each in planned[: len(kinds)]} == set(kinds)
+    assert len(planned) == len(set(planned)) == 3 * len(faults_of("fsync")) + 2 * len(faults_of("pwrite64"))
+    assert Injection("edge-client", "pwrite64", "ENOSPC", 4) in planned
+
+
+def test_faults_are_found_in_the_log_of_strace(tmp_path: Path) -> None:
+    """A fault counts where its file is below the folder; one that is resumed counts by the call that began it."""
+    log = tmp_path / "strace"
+    log.write_text(
+        f'7 openat(AT_FDCWD</x>, "{tmp_path}/a", O_RDONLY) = -1 EIO (Input/output error) (INJECTED)\n'
+        f"8 fsync(3<{tmp_path}/state> <unfinished ...>\n"
+        "7 write(2</x/log>, ..., 5) = -1 EIO (Input/output error) (INJECTED)\n"
+        "8 <... fsync resumed>) = -1 EIO (Input/output error) (INJECTED)\n"
+    )
+    assert injected(log, tmp_path) == (2, 1)
+    assert not is_below("2</x/log>, ...", tmp_path)
+    log.write_text(
+        "7 fsync(3</x> <unfinished ...>\n7 +++ killed by SIGKILL +++\n8 +++ killed by SIGKILL +++\n"
+    )
+    assert injected(log, tmp_path) == (1, 0)
+
+
+def test_rows_count_lives_in_which_the_fault_was_met() -> None:
+    """A life whose program made fewer calls is not counted; one that broke the invariant is lost."""
+    calls: Calls = {"edge-client": {"fsync": [1, 2]}}
+    fault = Injection("edge-client", "fsync", "EIO", 1)
+    outcomes = [
+        (fault, Outcome(injected=1)),
+        (fault, Outcome(injected=1, violations=["2 heads"])),
+        (fault, Outcome()),
+    ]
+    (row,) = rows_of(calls, outcomes)
+    assert (row.calls, row.eio, row.sigkill, row.lost) == (2, 2, 0, 1)
