@@ -170,7 +170,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     from edge_client.agent.state import Mode
-    from edge_client.config import Settings, enrolled_name, merged_access
+    from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
     from edge_client.runtime.session import require_runtime
     from edge_client.service.device import Device
     from edge_client.storage.stored_values import CurrentTask
@@ -180,15 +180,14 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     start_logging(verbose=verbose)
     if once and dry_run:
         raise click.UsageError("--once and --dry-run cannot be used together")
-    access, signing_key, enrolled_s = read_access(**access_given), None, 0.0
+    access, identity = read_access(**access_given), dict[str, Any]()
     if enrollment is not None:
         enrolled = read_enrollment(enrollment)
         device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
         fleet = enrolled_name("fleet", given=fleet, enrolled=enrolled.fleet)
         broker = broker or enrolled.broker or None
         access = merged_access(access, enrolled)
-        aggregator_key = aggregator_key or enrolled.aggregator_key
-        signing_key, enrolled_s = enrolled.signing_key, enrolled.enrolled_s
+        identity = enrolled_identity(enrolled, aggregator_key=aggregator_key)
     require_runtime()
     if not data.exists():
         raise ConfigError(
@@ -221,9 +220,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         backbones=backbone,
         rescan_s=rescan_s,
         strict=strict,
-        aggregator_key=aggregator_key,
-        signing_key=signing_key,
-        enrolled_s=enrolled_s,
+        **{"aggregator_key": aggregator_key, **identity},
     )
     stop_on_terminate()
     return Device(settings, store, show=_show_dry_run if dry_run else None).run()

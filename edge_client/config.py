@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from edge_client.agent.state import Mode
 from protocol.enrollment import Enrollment
@@ -28,6 +28,8 @@ class Settings:
         rescan_s: seconds between scans of the data folder.
         strict: refuse folders and labels that are no class of the task, instead of leaving their images out.
         aggregator_key: the aggregator's public key, 32 bytes; None trusts the first key received.
+        aggregator_key_number: that of the certificate of `aggregator_key`.
+        root_key: the public key that signs the aggregator's later keys, 32 bytes; None if it is not known.
         signing_key: the device's private key, 32 bytes; None uses the one in the state directory.
         enrolled_s: when the device was enrolled, unix seconds; the time is later than that, whatever the clock says.
     """
@@ -48,6 +50,8 @@ class Settings:
     rescan_s: float
     strict: bool = False
     aggregator_key: bytes | None = None
+    aggregator_key_number: int = 0
+    root_key: bytes | None = None
     signing_key: bytes | None = field(default=None, repr=False)
     enrolled_s: float = 0.0
 
@@ -72,3 +76,16 @@ def merged_access(access: BrokerAccess, enrollment: Enrollment) -> BrokerAccess:
     if access.certificate is None:
         access = replace(access, certificate=own.certificate, key=own.key)
     return replace(access, tls=True, ca=access.ca or own.ca)
+
+
+def enrolled_identity(enrollment: Enrollment, *, aggregator_key: bytes | None) -> dict[str, Any]:
+    """Return the settings that an enrollment gives, with another aggregator's key if one was given."""
+    own = {"signing_key": enrollment.signing_key, "enrolled_s": enrollment.enrolled_s}
+    if aggregator_key not in (None, enrollment.aggregator_key):
+        return {**own, "aggregator_key": aggregator_key}
+    return {
+        **own,
+        "aggregator_key": enrollment.aggregator_key,
+        "aggregator_key_number": enrollment.aggregator_key_number,
+        "root_key": enrollment.root_key,
+    }

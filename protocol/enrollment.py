@@ -18,6 +18,7 @@ from cryptography.x509.oid import NameOID
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAccess
 from protocol.storage.keyfile import read_key
+from protocol.wire.messages import Natural
 from protocol.wire.signing import public_key
 
 FORMAT = 1
@@ -33,6 +34,8 @@ class EnrollmentCard(msgspec.Struct, frozen=True, kw_only=True):
     broker: str = ""
     key: str
     aggregator_key: str
+    aggregator_key_number: Natural = 0
+    root_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ class Enrollment:
     """Private, 32 bytes."""
     aggregator_key: bytes
     """Public, 32 bytes."""
+    aggregator_key_number: int
+    """Of its certificate; 0 if it is the aggregator's first."""
+    root_key: bytes | None
+    """Public, 32 bytes: it signs the aggregator's later keys. None if the fleet has none."""
     enrolled_s: float
     """Date of the certificate, unix seconds."""
 
@@ -64,6 +71,7 @@ def read_card(folder: Path) -> EnrollmentCard:
     try:
         card = msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), EnrollmentCard)
         keys = [bytes.fromhex(key) for key in (card.key, card.aggregator_key)]
+        keys += [bytes.fromhex(card.root_key)] if card.root_key else []
     except OSError as error:
         raise ConfigError(f"no enrollment in {folder}: cannot read {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -102,6 +110,8 @@ def read_enrollment(folder: Path) -> Enrollment:
         ),
         signing_key=signing_key,
         aggregator_key=bytes.fromhex(card.aggregator_key),
+        aggregator_key_number=card.aggregator_key_number,
+        root_key=bytes.fromhex(card.root_key) or None,
         enrolled_s=certificate.not_valid_before_utc.timestamp(),
     )
 

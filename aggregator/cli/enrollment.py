@@ -1,4 +1,4 @@
-"""`aggregator enroll`, `enroll-broker`, `revoke` and `reset-key`."""
+"""`aggregator enroll`, `enroll-broker`, `revoke`, `reset-key`, `rotate-key` and `issue-key`."""
 
 import contextlib
 from pathlib import Path
@@ -117,6 +117,49 @@ def reset_key_command(*, device: str, state: Path) -> None:
     click.echo(f"the next key used under the name {device} will be stored")
 
 
+@click.command("rotate-key")
+@click.option(
+    "--issued",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Folder made by `aggregator issue-key` where the root key is kept.",
+)
+@state_option
+def rotate_key_command(*, issued: Path | None, state: Path) -> None:
+    """Replace the key that signs manifests; devices follow by themselves. Stop the aggregator first.
+
+    Without --issued, the old key signs the new one. With it, the root key has signed the new one: from the first time
+    on, devices accept only keys that this root key has signed.
+    """
+    from aggregator.security.key_rotation import rotate_key
+
+    require_owner(state)
+    with existing_state(state) as store:
+        public = rotate_key(store, fleet=store.served_task().fleet, issued=issued)
+    click.echo(
+        f"the aggregator's key is now {public.hex()}: start the aggregator, and back up its identity folder"
+    )
+
+
+@click.command("issue-key")
+@click.option(
+    "--root",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="File of the root key, created if it does not exist. It is never needed on the aggregator's machine.",
+)
+@click.option("--fleet", required=True, help="Name of the fleet.")
+@_out_option
+def issue_key_command(*, root: Path, fleet: str, out: Path) -> None:
+    """Create a signing key for an aggregator, signed with a root key that is kept off its machine.
+
+    Copy the folder to the aggregator's machine, and give it to `aggregator rotate-key --issued`.
+    """
+    from aggregator.security.key_rotation import issue_key
+
+    public = issue_key(root, fleet=fleet, out=out)
+    click.echo(f"signed with the root key {public.hex()}; delete {out} here once it is installed")
+
+
 def _explain_revocation_list(state: Path) -> None:
     from aggregator.security.identity import identity_folder
     from aggregator.security.mosquitto_config import FOLDER
@@ -163,4 +206,11 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
             )
 
 
-COMMANDS = (enroll_command, enroll_broker_command, revoke_command, reset_key_command)
+COMMANDS = (
+    enroll_command,
+    enroll_broker_command,
+    revoke_command,
+    reset_key_command,
+    rotate_key_command,
+    issue_key_command,
+)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.security.identity import identity_folder, locked_identity
+from aggregator.security.key_rotation import key_certificates
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ManifestNumbers, SigningKey
 from protocol.errors import BadSignature, MalformedMessage
@@ -55,6 +56,7 @@ class ManifestSigner:
         self._releases = dict(stored.numbers) if stored is not None else {}
         self._signed: dict[FleetChannel, _Last] = {}
         self._is_unkept = False
+        self._certificates = key_certificates(store.folder, public_key(key))
         found, before = SigningKey(public_key(key).hex()), store.facts.get(SigningKey)
         if before is not None and before != found:
             event(
@@ -85,6 +87,7 @@ class ManifestSigner:
             release=release,
             issued_s=now_s,
             expires_s=now_s + VALIDITY_S,
+            certificates=self._certificates,
         )
         self._releases[channel] = release
         self._signed[channel] = _Last(digest_of(body), payload, now_s)

@@ -24,6 +24,7 @@ from aggregator.security.identity import (
     open_ca,
     write_revocation_list,
 )
+from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
@@ -81,6 +82,7 @@ def enroll(
         key = Ed25519PrivateKey.generate()
         public = key.public_key().public_bytes_raw()
         signing_key = read_or_make_key(identity_folder(store.folder) / "signing.key")
+        certificates = key_certificates(store.folder, public_key(signing_key))
         card = EnrollmentCard(
             format=FORMAT,
             device=device,
@@ -88,6 +90,8 @@ def enroll(
             broker=broker,
             key=public.hex(),
             aggregator_key=public_key(signing_key).hex(),
+            aggregator_key_number=certificates[-1].number if certificates else 0,
+            root_key=root_of(certificates).hex(),
         )
         files = {
             "enrollment.toml": card_text(card).encode(),

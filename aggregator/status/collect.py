@@ -9,6 +9,7 @@ from aggregator.coordination import canary_rollout, rounds
 from aggregator.heads import operator_commands
 from aggregator.heads.pending_training import has_half_memory
 from aggregator.ingest import intake_status
+from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
 from aggregator.storage.elapsed_clock import ElapsedClock
@@ -40,6 +41,7 @@ def collect_status(store: Store) -> model.Status:
         running=store.is_locked(),
         intake=intake_status.read(store.folder),
         aggregator_key=key.public if key is not None else "",
+        root_key=root_of(key_certificates(store.folder, bytes.fromhex(key.public))).hex() if key else "",
         duplicate=store.facts.get(Duplicate),
         enrollment=model.Enrollment(closed=store.keys.is_closed(), **counts(store.keys.all().values())),
         fleet=served.fleet,

@@ -138,6 +138,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     running: bool
     intake: Intake
     aggregator_key: Annotated[str, Meta(description="Public key in hex: `edge-client --aggregator-key`.")]
+    root_key: Annotated[
+        str, Meta(description="Public key in hex that signs the later ones; empty if none does.")
+    ]
     duplicate: Annotated[
         Duplicate | None, Meta(description="Another aggregator with this key that has run at the same time.")
     ]

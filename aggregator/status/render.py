@@ -40,6 +40,8 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
     running = "running" if status.running else "not running"
     yield "fleet", f"{status.fleet}, {status.algorithm}, task {status.task[:12]}, {running}", "bold"
     yield "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}"
+    if status.root_key:
+        yield "root key", status.root_key
     if (other := status.duplicate) is not None:
         yield "duplicate", f"{_clock(other.seen_s)}: {other.summary}", "red"
     if (failed := status.failed_training) is not None:

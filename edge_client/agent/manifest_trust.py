@@ -28,18 +28,57 @@ class ManifestTrust(msgspec.Struct, frozen=True):
 
     `key` is its public key, 32 bytes, or None before the first manifest. `seen` has the greatest release of each
     channel and the sha256 of its content, `expires_s` its end, and `issued_s` the date of the last new manifest, in
-    unix seconds.
+    unix seconds. `number` is that of the key's certificate, or 0; only `root`, if it is known, signs certificates of
+    later keys. `configured` is the key that the operator gave, with the date of the enrollment: the aggregator may have
+    replaced it since.
     """
 
     key: bytes | None = None
+    number: int = 0
+    root: bytes | None = None
+    configured: tuple[bytes, float] | None = None
     seen: Mapping[str, tuple[int, bytes]] = {}
     expires_s: Mapping[str, int] = {}
     issued_s: int = 0
 
 
-def with_operator_key(trust: ManifestTrust, key: bytes | None) -> ManifestTrust:
-    """Return the trust with the key that the operator gave; another key resets the releases seen."""
-    return trust if key is None or key == trust.key else ManifestTrust(key)
+def with_operator_key(
+    trust: ManifestTrust,
+    key: bytes | None,
+    *,
+    number: int = 0,
+    root: bytes | None = None,
+    enrolled_s: float = 0.0,
+) -> ManifestTrust:
+    """Return the trust with the key that the operator gave; another key resets the releases seen.
+
+    A key that was given before, in the same enrollment, changes nothing.
+    """
+    if key is None or (key, enrolled_s) == trust.configured:
+        return trust
+    configured = key, enrolled_s
+    if key != trust.key:
+        return ManifestTrust(key, number, root, configured)
+    number, root = max(number, trust.number), root or trust.root
+    return msgspec.structs.replace(trust, configured=configured, number=number, root=root)
+
+
+def with_certificates(trust: ManifestTrust, signed: Signed) -> ManifestTrust:
+    """Return the trust after the certificates in a manifest, whose signatures are valid.
+
+    A certificate counts if the root has signed it, or the trusted key while no root is known, and if its number is
+    greater than that of the trusted key: an old one cannot bring an old key back.
+    """
+    for each in sorted(signed.certificates, key=lambda each: each.number):
+        is_first_use = trust.key is None and each.key == signed.key
+        if each.number > trust.number and (is_first_use or each.signer == (trust.root or trust.key)):
+            trust = msgspec.structs.replace(
+                trust,
+                key=None if is_first_use else each.key,
+                number=each.number,
+                root=each.root or trust.root,
+            )
+    return trust
 
 
 def verify(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> ManifestTrust:
@@ -48,6 +87,7 @@ def verify(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> Manif
     Raises:
         UntrustedManifest: it has another key, an older release, or other content for the same release.
     """
+    trust = with_certificates(trust, signed)
     if trust.key not in (None, signed.key):
         raise UntrustedManifest(
             "signature",
@@ -63,7 +103,8 @@ def verify(trust: ManifestTrust, channel: FleetChannel, signed: Signed) -> Manif
         )
     if signed.release == release:
         return trust
-    return ManifestTrust(
+    return msgspec.structs.replace(
+        trust,
         key=signed.key,
         seen={**trust.seen, channel: new},
         expires_s={**trust.expires_s, channel: signed.expires_s},

@@ -53,7 +53,13 @@ class Receiver:
         self._task: bytes | None = None
         self._round: RoundManifest | None = None
         stored = store.get(ManifestTrust)
-        self._trust = manifest_trust.with_operator_key(stored, settings.aggregator_key)
+        self._trust = manifest_trust.with_operator_key(
+            stored,
+            settings.aggregator_key,
+            number=settings.aggregator_key_number,
+            root=settings.root_key,
+            enrolled_s=settings.enrolled_s,
+        )
         self._time = TimeEstimate(max(self._trust.issued_s, settings.enrolled_s), time.monotonic())
         if self._trust != stored and self._writes:
             store.set(self._trust)
@@ -134,6 +140,14 @@ class Receiver:
             if self._trust.key is None:
                 text = "trusting the first aggregator key received: pass --aggregator-key to require a key"
                 event(log, logging.WARNING, text, key=signed.key)
+            elif self._trust.key != trust.key:
+                event(
+                    log,
+                    logging.WARNING,
+                    "the aggregator's key was replaced",
+                    key=trust.key,
+                    before=self._trust.key,
+                )
             self._trust = trust
             self._time = TimeEstimate(max(trust.issued_s, self._settings.enrolled_s), time.monotonic())
         return signed.body

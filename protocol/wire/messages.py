@@ -20,8 +20,11 @@ MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
 MAX_MANIFEST_BYTES = 120 * 1024
 """Bytes of a message that is not a frame, and of the body of a signed one."""
 
-MAX_SIGNED_BYTES = MAX_MANIFEST_BYTES + 512
+MAX_SIGNED_BYTES = MAX_MANIFEST_BYTES + 3072
 """Bytes of a signed message."""
+
+MAX_KEY_CERTIFICATES = 8
+"""Replacements of the aggregator's key that a device may have missed."""
 
 MAX_BLOB_BYTES = 2 * 1024**3
 """Bytes of the largest payload that can be transferred."""
@@ -121,6 +124,16 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
 
 
+class KeyCertificate(msgspec.Struct, frozen=True, kw_only=True):
+    """A signed statement that the aggregator signs with another key from now on."""
+
+    number: Positive
+    key: PublicKey
+    root: Annotated[bytes, Meta(max_length=32)] = b""
+    signer: PublicKey
+    signature: Signature
+
+
 class Signed(Message, frozen=True, kw_only=True, tag="signed"):
     """A signed manifest, as it is retained by the broker."""
 
@@ -130,6 +143,7 @@ class Signed(Message, frozen=True, kw_only=True, tag="signed"):
     expires_s: Natural
     signature: Signature
     body: Annotated[bytes, Meta(max_length=MAX_MANIFEST_BYTES)]
+    certificates: Annotated[tuple[KeyCertificate, ...], Meta(max_length=MAX_KEY_CERTIFICATES)] = ()
 
 
 class Perturbation(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from protocol.errors import BadSignature
 from protocol.wire.codec import decode, encode
-from protocol.wire.messages import MAX_SIGNED_BYTES, Frame, Presence, Signed
+from protocol.wire.messages import MAX_SIGNED_BYTES, Frame, KeyCertificate, Presence, Signed
 from protocol.wire.topics import FleetChannel
 
 
@@ -34,10 +34,12 @@ def sign_manifest(
     release: int,
     issued_s: int = 0,
     expires_s: int = NEVER_S,
+    certificates: tuple[KeyCertificate, ...] = (),
 ) -> bytes:
     """Return an encoded manifest, signed with the aggregator's private key (32 bytes) for one fleet and topic.
 
-    `release` is greater than that of every earlier message on the topic; times are in unix seconds.
+    `release` is greater than that of every earlier message on the topic; times are in unix seconds; `certificates` lead
+    from the aggregator's earlier keys to this one.
     """
     signed = Signed(
         key=public_key(key),
@@ -46,6 +48,7 @@ def sign_manifest(
         expires_s=expires_s,
         signature=bytes(64),
         body=body,
+        certificates=certificates,
     )
     signature = _private(key).sign(_manifest(signed, fleet=fleet, channel=channel))
     return encode(msgspec.structs.replace(signed, signature=signature))
@@ -56,13 +59,41 @@ def open_manifest(payload: bytes, *, fleet: str, channel: FleetChannel) -> Signe
 
     Raises:
         MalformedMessage: the payload is not a signed message.
-        BadSignature: the signature is not valid for this fleet and topic.
+        BadSignature: the signature, or that of a certificate, is not valid for this fleet and topic.
     """
     signed = decode(payload, Signed, max_bytes=MAX_SIGNED_BYTES)
     content = _manifest(signed, fleet=fleet, channel=channel)
     if not _verify(signed.key, signed.signature, content):
         raise BadSignature(f"the {channel} is not signed by the key {signed.key.hex()[:16]} that it names")
+    if not all(is_valid_certificate(each, fleet=fleet) for each in signed.certificates):
+        raise BadSignature(
+            f"the {channel} has a certificate of a key that is not signed by the key that it names"
+        )
     return signed
+
+
+def sign_key_certificate(
+    public: bytes, *, number: int, root: bytes, fleet: str, signer: bytes
+) -> KeyCertificate:
+    """Return the certificate of an aggregator's key (32 bytes, public), signed with a private key (32 bytes).
+
+    `number` is greater than that of every earlier key; `root` is the public key that signs all later ones, or empty.
+    """
+    certificate = KeyCertificate(
+        number=number, key=public, root=root, signer=public_key(signer), signature=bytes(64)
+    )
+    signature = _private(signer).sign(_certificate(certificate, fleet))
+    return msgspec.structs.replace(certificate, signature=signature)
+
+
+def is_valid_certificate(certificate: KeyCertificate, *, fleet: str) -> bool:
+    """Return whether a certificate is signed by the key that it names, for this fleet."""
+    return _verify(certificate.signer, certificate.signature, _certificate(certificate, fleet))
+
+
+def _certificate(certificate: KeyCertificate, fleet: str) -> bytes:
+    keys = f"{certificate.key.hex()} {certificate.root.hex()}"
+    return f"protofleet 1 key {fleet} {certificate.number} {keys}".encode()
 
 
 def sign_frame(frame: Frame, *, key: bytes, fleet: str, device: str) -> Frame:

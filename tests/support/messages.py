@@ -19,6 +19,7 @@ from protocol.wire.messages import (
     Frame,
     HeadManifest,
     HeadRef,
+    KeyCertificate,
     Message,
     Perturbation,
     Presence,
@@ -49,6 +50,11 @@ SAMPLES: tuple[Message | Frame, ...] = (
         expires_s=1_702_592_000,
         signature=bytes(range(64)),
         body=b"bytes of a manifest",
+        certificates=(
+            KeyCertificate(
+                number=1_700_000_000, key=_DIGEST, root=_DIGEST, signer=_DIGEST, signature=bytes(range(64))
+            ),
+        ),
     ),
     TaskManifest(
         fleet="default",

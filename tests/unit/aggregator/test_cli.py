@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
+from protocol.storage.keyfile import read_key
+from protocol.wire.signing import public_key
 from tests.support.aggregator_process import PROGRAM, run_aggregator, write_task
 from tests.support.submissions import SERVED
 
@@ -35,6 +38,24 @@ def test_status_imports_no_large_package(tmp_path: Path) -> None:
     assert "0 submissions" in run_aggregator("status", "--state", str(tmp_path)).stdout
 
 
+def test_the_signing_key_is_replaced_by_one_of_a_root_key(tmp_path: Path) -> None:
+    """With two commands, of which the first needs no state; status shows the new key."""
+    store = Store(tmp_path / "state")
+    store.facts.put(SERVED)
+    identity_of(store.folder)
+    store.close()
+    folders = [str(tmp_path / name) for name in ("root.key", "new", "state")]
+    root, new, state = folders
+    issued = run_aggregator("issue-key", "--root", root, "--fleet", SERVED.fleet, "--out", new)
+    assert (issued.returncode, issued.stderr) == (0, "")
+    rotated = run_aggregator("rotate-key", "--issued", new, "--state", state)
+    assert (rotated.returncode, rotated.stderr) == (0, "")
+    shown = run_aggregator("status", "--state", state).stdout
+    assert public_key(identity_of(tmp_path / "state")).hex() in rotated.stdout
+    for key in (identity_of(tmp_path / "state"), read_key(tmp_path / "root.key")):
+        assert public_key(key).hex() in shown
+
+
 TASK = ["--task", "{folder}/task.toml"]
 STATE = ["--state", "{folder}/state"]
 OUT = ["--out", "{folder}/out"]
@@ -58,6 +79,8 @@ OUT = ["--out", "{folder}/out"]
         (["enroll-broker", "a:1", *OUT, *TASK, *STATE], 1, "without a port"),
         (["enroll-broker", *OUT, *STATE], 2, "Missing argument 'HOST...'"),
         (["revoke", "shed-1", *STATE], 1, "error: no aggregator state in"),
+        (["rotate-key", *STATE], 1, "error: no aggregator state in"),
+        (["issue-key", "--root", "{folder}/root", "--fleet", "a b", *OUT], 1, "error: invalid fleet name 'a b'"),
         (["reset-key", "shed-1", *STATE], 1, "error: no aggregator state in"),
         (["release", "shed-1", *STATE], 1, "error: no aggregator state in {folder}/state: give the --state"),
         (["rollback", *STATE], 1, "error: no aggregator state in"),

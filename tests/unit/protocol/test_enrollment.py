@@ -114,7 +114,8 @@ def test_invalid_enrollment_toml_is_refused(folder: Path, pattern: str, text: st
 
 def test_enrollment_toml_is_read_back_and_unknown_keys_ignored(tmp_path: Path) -> None:
     keys = {"key": "0a" * 32, "aggregator_key": "0b" * 32}
-    card = EnrollmentCard(format=FORMAT, device="shed-1", fleet="orchard", broker='a"b\\c', **keys)
+    names = {"device": "shed-1", "fleet": "orchard", "broker": 'a"b\\c', "root_key": "0c" * 32}
+    card = EnrollmentCard(format=FORMAT, aggregator_key_number=7, **names, **keys)
     (tmp_path / "enrollment.toml").write_text(card_text(card) + "added = 1\n")
     assert read_card(tmp_path) == card
 

@@ -344,8 +344,8 @@ def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_en
     """A broker that shows a new device an old task, which the aggregator signed."""
     monkeypatch.setattr(time, "time", lambda: 0.0)
     device = Device(make_settings(tmp_path, enrolled_s=9000.0), store)
-    body, times = encode(make_manifest()), {"issued_s": 5000, "expires_s": 6000}
-    payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=5000, **times)
+    times: dict[str, Any] = {"release": 5000, "issued_s": 5000, "expires_s": 6000}
+    payload = sign_manifest(encode(make_manifest()), key=b"k" * 32, fleet="f", channel="task", **times)
     device._handle(Received(fleet_topic("f", "task"), payload))
     assert device._state.stale_manifests == {"task"}
 

@@ -58,8 +58,8 @@ def test_every_uploaded_field_has_a_decision() -> None:
     for message, fields in DECISIONS.items():
         assert fields.keys() == set(message.__struct_fields__), message
     aggregators = {
-        "Signed", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program", "Perturbation",
-        "DifferentialPrivacy", "HeadRef", "BlobRef",
+        "Signed", "KeyCertificate", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program",
+        "Perturbation", "DifferentialPrivacy", "HeadRef", "BlobRef",
     }  # fmt: skip
     sent = {message.__name__ for message in WIRE_TYPES} - aggregators
     assert sent == {message.__name__ for message in DECISIONS}

@@ -24,6 +24,7 @@ from protocol.wire.messages import (
     Frame,
     HeadManifest,
     HeadRef,
+    KeyCertificate,
     Message,
     Perturbation,
     Presence,
@@ -62,7 +63,7 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 
 def test_every_wire_type_has_a_sample() -> None:
-    inner = {BlobRef, HeadRef, Program, Perturbation, DifferentialPrivacy, Privacy, Tensor}
+    inner = {BlobRef, HeadRef, KeyCertificate, Program, Perturbation, DifferentialPrivacy, Privacy, Tensor}
     assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 

@@ -1,0 +1,118 @@
+"""Replacing the aggregator's signing key: by the old one, by a root key, and after an interruption."""
+
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
+from aggregator.security import key_rotation
+from aggregator.security.enrollment import enroll
+from aggregator.security.key_rotation import issue_key, rotate_key
+from aggregator.storage.store import Store
+from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify, with_operator_key
+from protocol.enrollment import read_enrollment
+from protocol.errors import ConfigError
+from protocol.wire.signing import open_manifest, public_key
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path / "state")
+    identity_of(made.folder)
+    yield made
+    made.close()
+
+
+def seen_by(device: ManifestTrust, store: Store) -> ManifestTrust:
+    """Return a device's trust after a start of the aggregator."""
+    signer = ManifestSigner(store, key=identity_of(store.folder), fleet="barn")
+    payload = signer.sign("task", b"task")
+    signer.keep()
+    return verify(device, "task", open_manifest(payload, fleet="barn", channel="task"))
+
+
+def test_devices_follow_a_key_that_the_old_one_has_signed(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once and again; one that was away, a new one, and an enrolled one."""
+    device = away = seen_by(ManifestTrust(), store)
+    for _ in range(2):
+        public = rotate_key(store, fleet="barn")
+        assert public == public_key(identity_of(store.folder)) != device.key
+        device = seen_by(device, store)
+        assert device.key == public
+    assert seen_by(away, store).key == seen_by(ManifestTrust(), store).key == public
+    assert not caplog.messages  # devices need no visit
+    identity = store.folder / "identity"
+    assert {stat.S_IMODE(file.stat().st_mode) for file in identity.glob("*key*")} == {0o600}
+
+
+def test_a_root_key_that_is_kept_elsewhere_replaces_a_stolen_key(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was named once, only its keys are accepted, and the command says so."""
+    device = seen_by(ManifestTrust(), store)
+    for number in (1, 2):
+        root = issue_key(tmp_path / "stick" / "root.key", fleet="barn", out=tmp_path / f"new-{number}")
+        public = rotate_key(store, fleet="barn", issued=tmp_path / f"new-{number}")
+        device = seen_by(device, store)
+        assert (device.key, device.root) == (public, root)
+        with pytest.raises(ConfigError, match="aggregator issue-key"):
+            rotate_key(store, fleet="barn")
+        later_s = time.time() + 1  # certificates are numbered by the second
+        monkeypatch.setattr(time, "time", lambda later_s=later_s: later_s)
+    assert not list(store.folder.rglob("root*"))
+    with pytest.raises(ConfigError, match="was issued before the current key"):
+        rotate_key(store, fleet="barn", issued=tmp_path / "new-1")
+    issue_key(tmp_path / "other.key", fleet="barn", out=tmp_path / "other")
+    with pytest.raises(ConfigError, match="is signed with the root key"):
+        rotate_key(store, fleet="barn", issued=tmp_path / "other")
+    issue_key(tmp_path / "stick" / "root.key", fleet="shed", out=tmp_path / "shed")
+    with pytest.raises(ConfigError, match="no valid certificate for fleet 'barn'"):
+        rotate_key(store, fleet="barn", issued=tmp_path / "shed")
+    enroll(store, "cam", fleet="barn", out=tmp_path / "cam")
+    card = read_enrollment(tmp_path / "cam")
+    assert (card.aggregator_key, card.root_key) == (public, root)
+    enrolled = with_operator_key(
+        ManifestTrust(), card.aggregator_key, number=card.aggregator_key_number, root=card.root_key
+    )
+    assert seen_by(enrolled, store).number == device.number
+
+
+def test_an_interrupted_rotation_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Certificates without their key are not published; the next rotation works."""
+    device = seen_by(ManifestTrust(), store)
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(key_rotation, "write_private", kill)
+        with pytest.raises(KeyboardInterrupt):
+            rotate_key(store, fleet="barn")
+    assert seen_by(device, store).number == 0
+    assert seen_by(device, store).key == device.key
+    public = rotate_key(store, fleet="barn")
+    assert seen_by(device, store).key == public
+
+
+def test_a_running_aggregator_keeps_its_key(store: Store) -> None:
+    running = Store(store.folder, lock=True)
+    with pytest.raises(ConfigError, match="stop it first"):
+        rotate_key(store, fleet="barn")
+    running.close()
+
+
+def test_a_device_that_knows_a_newer_key_refuses_a_restored_older_one(store: Store) -> None:
+    """Back up the identity folder after each rotation."""
+    old = identity_of(store.folder)
+    device = seen_by(ManifestTrust(), store)
+    rotate_key(store, fleet="barn")
+    device = seen_by(device, store)
+    signer = ManifestSigner(store, key=old, fleet="barn")
+    payload = signer.sign("task", b"other")
+    with pytest.raises(UntrustedManifest):
+        verify(device, "task", open_manifest(payload, fleet="barn", channel="task"))
