@@ -42,8 +42,8 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
 
     detect_outliers: bool = True
     """Quarantine devices whose prototypes are far from the other devices'."""
-    threshold: Annotated[float, Meta(gt=0, le=1e9)] = 8.0
-    """Distance that counts as far, in robust standard deviations."""
+    false_alarm_rate: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
+    """Greatest share of trainings of honest devices in which one of them is quarantined."""
     combine: Literal["none", "trimmed", "median"] = "none"
     """How the prototypes of a class are combined before training."""
 

@@ -42,6 +42,7 @@ def store_head(
         tensors=tensors,
         file=file.digest,
         quarantined={device: digest for device, digest in digests.items() if device in result.quarantined},
+        warning=result.warning,
     )
     with store.transaction():
         store.heads.add(record)
@@ -87,4 +88,4 @@ def update_quarantine(store: Store, head: HeadRecord, result: Result) -> None:
             store.quarantine.delete(head.task, device)
             event(log, logging.INFO, "device no longer quarantined", device=device)
     if result.warning:
-        event(log, logging.WARNING, "outlier detection without effect", reason=result.warning)
+        event(log, logging.WARNING, "outliers not quarantined", reason=result.warning)

@@ -220,6 +220,7 @@ def _head(
         metrics=dict(head.metrics),
         state=_head_state(head.version, used),
         reason=used.rejected.get(head.version, ""),
+        warning=head.warning,
         held_out=model.HeldOut(
             **_accuracy(evaluations),
             balanced=_balanced_of_head(evaluations, known, is_personal=is_personal),

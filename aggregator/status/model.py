@@ -129,6 +129,7 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
     state: HeadState
     reason: Annotated[str, Meta(description="Why it was rejected.")]
+    warning: Annotated[str, Meta(description="Why outlier devices were not quarantined for it; or empty.")]
     held_out: HeldOut
 
 

@@ -79,11 +79,7 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
         yield "", _head(head)
     if status.rollout.candidate is not None:
         yield "", _candidate(status.rollout.candidate)
-    for entry in status.quarantine:
-        if entry.released_s is None:
-            yield "quarantined", f"{entry.device} since {_clock(entry.since_s)}: {entry.reason}", "yellow"
-        else:
-            yield "released", f"{entry.device} since {_clock(entry.released_s)}: {entry.reason}"
+    yield from _outliers(status)
     if status.rollout.requested is not None:
         when = "soon" if status.running else "when the aggregator is started"
         yield "", f"head {status.rollout.requested} will be current {when}, by an operator's command"
@@ -92,6 +88,16 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
         yield "refused", text, "yellow"
     if status.head_path:
         yield "", f"current: {status.head_path}"
+
+
+def _outliers(status: Status) -> Iterator[tuple[str, ...]]:
+    for entry in status.quarantine:
+        if entry.released_s is None:
+            yield "quarantined", f"{entry.device} since {_clock(entry.since_s)}: {entry.reason}", "yellow"
+        else:
+            yield "released", f"{entry.device} since {_clock(entry.released_s)}: {entry.reason}"
+    if status.heads and status.heads[-1].warning:
+        yield "outliers", f"of head {status.heads[-1].version}: {status.heads[-1].warning}", "yellow"
 
 
 def _plain(value: Any) -> Any:

@@ -29,6 +29,8 @@ class HeadRecord:
     """Digest of the ONNX file that needs only features."""
     quarantined: Mapping[str, str] = field(default_factory=dict)
     """Like `members`, for the submissions that outlier detection excluded."""
+    warning: str = ""
+    """Why outliers were not quarantined."""
     former_members: int = 0
     """Number of members of an older head."""
 

@@ -59,8 +59,12 @@ def run(job: HeadJob) -> Result:
         parts, invalid = checked_parts(job.submissions(), expectation)
     judgment = Judgment({})
     if job.robust.detect_outliers:
-        threshold = job.robust.threshold
-        judgment = judge(parts, classes=manifest.classes, threshold=threshold, released=job.released)
+        judgment = judge(
+            parts,
+            classes=manifest.classes,
+            false_alarm_rate=job.robust.false_alarm_rate,
+            released=job.released,
+        )
     included = [part for device, part in parts.items() if device not in judgment.quarantined]
     data = combine(included, by=job.robust.combine)
     report_progress({"prototypes": len(data.labels)})

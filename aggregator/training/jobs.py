@@ -145,7 +145,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: dict[str, str] = {}
     """Devices that the head was made without, with reasons."""
     warning: str = ""
-    """Why no device was quarantined although some are outliers; empty if none is."""
+    """Why outliers were not quarantined; empty if all of them were."""
     few_prototypes: dict[str, int] = {}
     """Classes with fewer than FEW_PROTOTYPES prototypes, and how many they have."""
 

@@ -1,52 +1,50 @@
-"""Outlier detection, pure: finds devices whose prototypes differ from the others', by robust statistics per class.
+"""Outlier detection, pure: the devices whose prototypes differ from the other devices' more than chance explains.
 
 A device's mean of a class is compared with the other devices'. It varies with the number of images, and from place to
-place: an honest device in another place is no outlier among devices in different places. Medians replace means, so
-that fewer than half of the devices cannot shift the reference.
+place: an honest device in another place is no outlier among devices in different places.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
+from aggregator.training.outlier_statistics import (
+    Floats,
+    Test,
+    class_means,
+    distances,
+    lengths,
+    scatters,
+)
 
 MIN_DEVICES = 5
 """Devices that a class needs for one of them to be an outlier."""
 
-LEAST_DEVIATION = 0.1
-"""Smallest deviation, relative to the median: in many dimensions, distances are nearly equal."""
+MIN_REFERENCE = 3
+"""Devices, no outliers, whose median another device is compared with to find out what it resembles."""
 
-PRECISION = 1e-3
-"""Relative difference of values that float16 rounding and a new draw of images explain."""
-
-MAX_REPORTED = 10_000
-"""Robust standard deviations beyond which the number is not reported."""
+MAX_REPORTED = 1000
+"""Factor beyond which the number is not reported."""
 
 MAX_SHARE = 0.5
 """Share of devices above which none is quarantined: then it is unknown which devices are the outliers."""
 
+SIMILAR = 0.5
+"""Squared distance of two devices, over the mean of their squared distances from the median, that makes them alike."""
+
+SHOWN_DEVICES = 5
+
 
 @dataclass(frozen=True)
 class Finding:
-    """A device's distance from the others in robust standard deviations, and a description."""
+    """A device's greatest deviation, relative to the limit, and a description."""
 
-    deviations: float
+    excess: float
     reason: str
-
-
-@dataclass(frozen=True)
-class _Class:
-    """One class on the K devices that have it."""
-
-    devices: tuple[str, ...]
-    means: NDArray[np.float64]
-    """(K, L), weighted by images."""
-    images: NDArray[np.float64]
-    variances: NDArray[np.float64]
-    """Of an image about its device's mean, summed over dimensions, (K,); NaN for a single prototype."""
+    labels: frozenset[int | None] = frozenset()
+    """The classes in which it is far from the median; None for what no other place explains: scatter and length."""
 
 
 @dataclass(frozen=True)
@@ -55,120 +53,131 @@ class Judgment:
 
     quarantined: Mapping[str, str]
     warning: str = ""
-    """Why no device is quarantined although some are outliers; empty if none is."""
+    """Why outliers are not quarantined; empty if all of them are."""
 
 
 def judge(
     parts: Mapping[str, Prototypes],
     *,
     classes: Sequence[str],
-    threshold: float,
+    false_alarm_rate: float,
     released: Collection[str] = (),
 ) -> Judgment:
-    """Return the devices to quarantine, except released ones; none if that would be most of them."""
-    found = outliers(parts, classes=classes, threshold=threshold)
+    """Return the devices to quarantine, except released ones, similar ones, and all if they would be most devices."""
+    found = outliers(parts, classes=classes, false_alarm_rate=false_alarm_rate)
+    worst = max(found, key=lambda device: found[device].excess, default="")
     if len(found) > MAX_SHARE * len(parts):
-        worst = next(iter(found.items()))
         return Judgment(
             {},
             f"{len(found)} of {len(parts)} devices are far from each other, so none is quarantined; "
-            f"{worst[0]}: {worst[1].reason}",
+            f"{worst}: {found[worst].reason}",
         )
-    return Judgment({device: finding.reason for device, finding in found.items() if device not in released})
+    group = _similar(parts, found, classes=len(classes)) - set(released)
+    warning = ""
+    if group:
+        worst = max(group, key=lambda device: found[device].excess)
+        names = ", ".join(sorted(group)[:SHOWN_DEVICES]) + (" …" if len(group) > SHOWN_DEVICES else "")
+        warning = (
+            f"{len(group)} of {len(parts)} devices are far from the others but resemble each other, as in another "
+            f"place, so they are not quarantined: {names}; {worst}: {found[worst].reason}"
+        )
+    excluded = found.keys() - group - set(released)
+    return Judgment({device: found[device].reason for device in sorted(excluded)}, warning)
 
 
 def outliers(
-    parts: Mapping[str, Prototypes], *, classes: Sequence[str], threshold: float
+    parts: Mapping[str, Prototypes], *, classes: Sequence[str], false_alarm_rate: float
 ) -> dict[str, Finding]:
-    """Return the devices that are farther from the others than a threshold, each with its greatest distance.
+    """Return the devices that deviate more than honest devices do, each with its greatest deviation.
 
-    The threshold is in robust standard deviations: median absolute deviations times 1.4826.
+    In at most a share `false_alarm_rate` of all fleets without an outlier, there is one (Bonferroni over all tests).
+    The others are compared again without the outliers, which hide others: without a first one, there is no second pass.
     """
     found: dict[str, Finding] = {}
-
-    def take(devices: Sequence[str], deviations: NDArray[np.float64], *, what: str, how: str) -> None:
-        for device, value in zip(devices, deviations, strict=True):
-            if value > max(threshold, found[device].deviations if device in found else 0.0):
-                far = f"{value:.1f}" if value < MAX_REPORTED else f"over {MAX_REPORTED}"
-                reason = (
-                    f"{what}: {far} robust standard deviations {how} the median of {len(devices)} devices"
-                )
-                found[device] = Finding(float(value), reason)
-
-    for label, name in enumerate(classes):
-        one = _of_class(parts, label)
-        if len(one.devices) >= MIN_DEVICES:
-            what = f"class {name!r}"
-            take(one.devices, _distances(one), what=what, how="from")
-            take(one.devices, _spreads(one), what=what, how="more scattered than")
-    devices = sorted(device for device, part in parts.items() if len(part.labels))
-    if len(devices) >= MIN_DEVICES:
-        take(devices, _lengths([parts[device] for device in devices]), what="all classes", how="longer than")
+    while new := _one_pass(
+        {device: part for device, part in parts.items() if device not in found},
+        classes=classes,
+        false_alarm_rate=false_alarm_rate,
+    ):
+        found |= new
     return dict(sorted(found.items()))
 
 
-def _of_class(parts: Mapping[str, Prototypes], label: int) -> _Class:
-    devices, means, images, variances = [], [], [], []
-    for device, part in sorted(parts.items()):
-        mine = part.labels == label
-        if not mine.any():
+def _one_pass(
+    parts: Mapping[str, Prototypes], *, classes: Sequence[str], false_alarm_rate: float
+) -> dict[str, Finding]:
+    tests = list(_tests(parts, classes))
+    probability = false_alarm_rate / max(sum(len(test.devices) for _, _, test in tests), 1)
+    found: dict[str, Finding] = {}
+    for label, how, test in tests:
+        limits = test.limits(probability)
+        for device, ratio, limit in zip(test.devices, test.ratios, limits, strict=True):
+            if ratio <= limit:
+                continue
+            before = found.get(device, Finding(0.0, ""))
+            labels = before.labels | {label}
+            excess, reason = float(ratio / limit), before.reason
+            if excess > before.excess:
+                factor = float(np.sqrt(ratio))
+                times = f"{factor:.1f}" if factor < MAX_REPORTED else f"over {MAX_REPORTED}"
+                reason = f"{how.format(times)} of {len(test.devices)} devices, limit {np.sqrt(limit):.1f}"
+            found[device] = Finding(max(excess, before.excess), reason, labels)
+    return found
+
+
+def _tests(parts: Mapping[str, Prototypes], classes: Sequence[str]) -> Iterator[tuple[int | None, str, Test]]:
+    """Yield each test, with the class if it is one of distances, and a description of the deviation."""
+    for label, name in enumerate(classes):
+        one = class_means(parts, label)
+        if len(one.devices) < MIN_DEVICES:
             continue
-        values = part.values[mine].astype(np.float64)
-        counts = np.maximum(part.counts[mine], 1).astype(np.float64)
-        mean = np.average(values, axis=0, weights=counts)
-        squares = ((values - mean) ** 2).sum(axis=1)
-        devices.append(device)
-        means.append(mean)
-        images.append(counts.sum())
-        # A prototype of n images has an n-th of the variance of one image.
-        variances.append((counts * squares).sum() / (len(counts) - 1) if len(counts) > 1 else np.nan)
-    return _Class(tuple(devices), np.array(means), np.array(images), np.array(variances))
+        yield label, f"class {name!r}: {{}} times as far as expected from the median", distances(one)
+        scatter = scatters(one)
+        if len(scatter.devices) >= MIN_DEVICES:
+            yield None, f"class {name!r}: {{}} times as scattered as plausible, by the median", scatter
+    length = lengths(parts)
+    if len(length.devices) >= MIN_DEVICES:
+        yield None, "all classes: {} times as long as plausible, by the median", length
 
 
-def _distances(one: _Class) -> NDArray[np.float64]:
-    """Return each mean's distance (K,) from the coordinate-wise median, in robust standard deviations.
+def _similar(parts: Mapping[str, Prototypes], found: Mapping[str, Finding], *, classes: int) -> set[str]:
+    """Return the outliers that resemble another device, and whose images are not another class of the other devices.
 
-    The squared distance of an honest device is expected to be v = t + s / n, with s an image's variance, n its
-    images, and t the variance between places, plus the median's own error, pi / 2 of the usual v over K. A distance
-    over the root of that is near one.
+    Two devices resemble each other if, over their common classes, they are much nearer to each other than to the
+    median of the devices that are no outliers.
     """
-    median = np.median(one.means, axis=0)
-    squares = ((one.means - median) ** 2).sum(axis=1)
-    known = one.variances[np.isfinite(one.variances)]
-    sampling = (np.median(known) if len(known) else 0.0) / one.images
-    between = max(float(np.median(squares - sampling)), 0.0)
-    of_median = np.pi / 2 * float(np.median(between + sampling)) / len(one.devices)
-    expected = between + sampling + of_median + PRECISION**2 * float((median**2).sum())
-    return _standardized(np.sqrt(squares / np.where(expected > 0, expected, np.inf)), unit=1.0)
+    distant = [device for device, one in found.items() if None not in one.labels]
+    if not distant:
+        return set()
+    typical = {device: part for device, part in parts.items() if device not in found}
+    medians = {
+        label: one.median
+        for label in range(classes)
+        if len((one := class_means(typical, label)).devices) >= MIN_REFERENCE
+    }
+    columns = {device: column for column, device in enumerate(sorted(parts))}
+    apart, away = np.zeros((2, len(distant), len(columns)))
+    mislabeled = set()
+    for label, median in medians.items():
+        one = class_means(parts, label)
+        deviations = one.means - median
+        squares = (deviations**2).sum(axis=1)
+        at = [columns[device] for device in one.devices]
+        for row, device in enumerate(distant):
+            if device not in one.devices:
+                continue
+            mine = one.devices.index(device)
+            apart[row, at] += ((deviations - deviations[mine]) ** 2).sum(axis=1)
+            away[row, at] += (squares + squares[mine]) / 2
+            if label in found[device].labels and _is_mislabeled(one.means[mine], label, medians):
+                mislabeled.add(device)
+    for row, device in enumerate(distant):
+        away[row, columns[device]] = 0.0
+    alike = (apart < SIMILAR * away).any(axis=1)
+    return {device for device, each in zip(distant, alike, strict=True) if each} - mislabeled
 
 
-def _spreads(one: _Class) -> NDArray[np.float64]:
-    """Return the excess scatter (K,) of each device's prototypes in robust standard deviations; 0 if unknown."""
-    wider = np.zeros(len(one.devices))
-    known = np.isfinite(one.variances)
-    if known.sum() >= MIN_DEVICES:
-        length = float(np.linalg.norm(np.median(one.means, axis=0)))
-        wider[known] = _standardized(np.sqrt(one.variances[known]), unit=PRECISION * length)
-    return wider
-
-
-def _lengths(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
-    """Return the excess length (K,) of each device's prototypes of all classes, in robust standard deviations."""
-    squares = [float((part.values.astype(np.float64) ** 2).sum(axis=1).mean()) for part in parts]
-    return _standardized(np.sqrt(squares))
-
-
-def _standardized(values: NDArray[np.float64], *, unit: float = 0.0) -> NDArray[np.float64]:
-    """Return the distance of non-negative values (K,) from their median in robust standard deviations.
-
-    Differences below the unit do not count. Law: a common factor of the values and the unit does not matter.
-    """
-    from scipy.stats import median_abs_deviation
-
-    median = float(np.median(values))
-    deviation = float(median_abs_deviation(values, scale="normal"))
-    deviation = max(deviation, LEAST_DEVIATION * max(median, unit))
-    excess = values - median
-    return (
-        np.where(excess == 0, 0.0, excess / deviation) if deviation > 0 else np.where(excess > 0, np.inf, 0.0)
-    )
+def _is_mislabeled(mean: Floats, label: int, medians: Mapping[int, Floats]) -> bool:
+    """Return whether a device's mean of a class is much nearer to the median of another class."""
+    squares = {other: float(((mean - median) ** 2).sum()) for other, median in medians.items()}
+    return min(squares.values()) < SIMILAR * squares[label]

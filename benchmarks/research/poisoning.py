@@ -21,11 +21,14 @@ from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition
 from benchmarks.report import Table, json_option, write_json
 
-ATTACKS = ("flip", "noise", "volume")
+ATTACKS = ("flip", "noise", "scale", "volume")
 PARTITIONS = ("dirichlet:0.5",)
 SHARES = (0.0, 0.1, 0.2, 0.3)
 NOISE_SCALE = 3.0
 """Deviations of a noisy device's prototypes, in those of all prototypes' values."""
+
+SCALE = 3.0
+"""Factor of the prototypes of a device that scales them."""
 
 VOLUME = 50
 """Times that a device with the attack `volume` repeats its prototypes."""
@@ -83,7 +86,12 @@ class Result:
     default=ATTACKS,
     help="May be repeated.  [default: all]",
 )
-@click.option("--threshold", type=float, default=Robust().threshold, show_default=True)
+@click.option(
+    "--false-alarm-rate",
+    type=click.FloatRange(0, 0.5, min_open=True),
+    default=Robust().false_alarm_rate,
+    show_default=True,
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @click.option("--train/--no-train", default=True, show_default=True, help="Or only detect attackers.")
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
@@ -99,7 +107,7 @@ def command(
     clients: int,
     shares: tuple[float, ...],
     attacks: tuple[str, ...],
-    threshold: float,
+    false_alarm_rate: float,
     epochs: int | None,
     train: bool,
     seeds: tuple[int, ...],
@@ -119,7 +127,7 @@ def command(
     columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "wronged": ">9"}
     table = Table(
         {**columns, **dict.fromkeys(methods, ">14")},
-        title=f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, threshold {threshold:g}",
+        title=f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients",
     )
     results: list[Result] = []
     for partition in partitions:
@@ -130,7 +138,7 @@ def command(
                         *(features, partition, settings),
                         attack=attack,
                         share=share,
-                        threshold=threshold,
+                        false_alarm_rate=false_alarm_rate,
                         methods=methods,
                         seed=seed,
                     )
@@ -139,7 +147,7 @@ def command(
                 table.row(*row(runs))
                 results += runs
     every = [dataclasses.asdict(one) for one in results]
-    write_json(json_file, "poisoning", data=data, threshold=threshold, runs=every)
+    write_json(json_file, "poisoning", data=data, false_alarm_rate=false_alarm_rate, runs=every)
 
 
 def run(
@@ -149,7 +157,7 @@ def run(
     *,
     attack: str,
     share: float,
-    threshold: float,
+    false_alarm_rate: float,
     methods: Sequence[Method],
     seed: int,
 ) -> Result:
@@ -162,7 +170,7 @@ def run(
         for device, part in parts.items()
     }
     classes = [str(label) for label in range(features.classes)]
-    quarantined = judge(uploaded, classes=classes, threshold=threshold).quarantined.keys()
+    quarantined = judge(uploaded, classes=classes, false_alarm_rate=false_alarm_rate).quarantined.keys()
     included = [part for device, part in uploaded.items() if device not in quarantined]
     accuracies: dict[str, float] = {}
     for method in methods:
@@ -193,10 +201,12 @@ def run(
 
 
 def falsified(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prototypes:
-    """Return the prototypes with the label of the next class, repeated for `volume`; or noise in their place."""
+    """Return the prototypes with the label of the next class, repeated for `volume`; noise in their place, or multiples of them."""
     if attack in ("flip", "volume"):
         rows = np.tile(np.arange(len(part.labels)), VOLUME if attack == "volume" else 1)
         return Prototypes(part.values[rows], (part.labels[rows] + 1) % classes, part.counts[rows])
+    if attack == "scale":
+        return Prototypes(np.float32(SCALE) * part.values, part.labels, part.counts)
     noise = np.random.default_rng(seed).normal(size=part.values.shape)
     scale = NOISE_SCALE * float(part.values.std())
     return Prototypes((scale * noise).astype(np.float32), part.labels, part.counts)

@@ -301,6 +301,18 @@ def test_waiting_candidate_and_pending_command(tmp_path: Path) -> None:
     assert waits in _text(replace(status, running=False))
 
 
+def test_outliers_that_are_not_quarantined(tmp_path: Path) -> None:
+    """The newest head's warning is shown."""
+    store = _started(tmp_path)
+    digest = store.blobs.put(b"head")
+    for version, warning in ((1, "old"), (2, "2 of [9] devices are far from the others")):
+        store.heads.add(HeadRecord(version, TASK, digest, 99, 50.0, 10, {}, {}, warning=warning))
+    status = collect_status(store)
+    store.close()
+    assert [head.warning for head in status.heads] == ["old", "2 of [9] devices are far from the others"]
+    assert "outliers of head 2: 2 of [9] devices are far from the others" in _text(status)
+
+
 def test_quarantined_and_released_devices(tmp_path: Path) -> None:
     store = _busy(tmp_path)
     for device in "ab":

@@ -35,7 +35,7 @@ def test_minimal_file_uses_defaults(tmp_path: Path) -> None:
     assert task.rollout == RolloutSettings(canary_fraction=0.0, margin=0.02, canary_timeout_s=600.0)
     assert task.client == Client(alpha=0.99, batch_size=5, min_images=2, seed=0)
     assert task.training == Training(recipe="default", restore=None, epochs=None, device="auto", seed=0)
-    assert task.robust == Robust(detect_outliers=True, threshold=8.0, combine="none")
+    assert task.robust == Robust(detect_outliers=True, false_alarm_rate=0.01, combine="none")
     assert (task.privacy, task.learning, task.devices) == (PrivacySettings(), None, None)
 
 
@@ -68,7 +68,7 @@ device = "cuda:1"
 seed = 4
 [robust]
 detect_outliers = false
-threshold = 9
+false_alarm_rate = 0.05
 combine = "median"
 [rollout]
 canary_fraction = 0.25
@@ -86,7 +86,7 @@ shrink = 0.1
     assert (task.max_submission_mb, task.devices) == (1.5, ("a", "b"))
     assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
     assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
-    assert task.robust == Robust(detect_outliers=False, threshold=9.0, combine="median")
+    assert task.robust == Robust(detect_outliers=False, false_alarm_rate=0.05, combine="median")
     assert task.rollout == RolloutSettings(canary_fraction=0.25, margin=0.0, canary_timeout_s=60.0)
     assert task.privacy == PrivacySettings(
         perturbation=Perturbation(on="images", noise="laplace", scale=0.05, shrink=0.1)

@@ -5,17 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.outlier_detection import MIN_DEVICES, _standardized, judge, outliers
-from tests.support.prototype_sets import CLASSES, fleet, flipped, honest
+from aggregator.training.outlier_detection import MIN_DEVICES, judge, outliers
+from aggregator.training.outlier_statistics import class_means, distances, effective_dimensions
+from tests.support.prototype_sets import CLASSES, IMAGES, fleet, flipped, honest
 from tests.support.submissions import FEATURE_SIZE
 
-THRESHOLD = 8.0
+FALSE_ALARM_RATE = 0.01
+OFTEN = 0.5
 
 
 def _judged(parts: dict[str, Prototypes], **more: tuple[str, ...]) -> dict[str, str]:
-    return dict(judge(parts, classes=CLASSES, threshold=THRESHOLD, **more).quarantined)
+    return dict(judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE, **more).quarantined)
 
 
 def _changed(part: Prototypes, factor: float = 1.0, offset: float = 0.0, noise: float = 0.0) -> Prototypes:
@@ -24,9 +27,34 @@ def _changed(part: Prototypes, factor: float = 1.0, offset: float = 0.0, noise: 
     return Prototypes(values.astype(np.float32), part.labels, part.counts)
 
 
-def test_unit_is_the_robust_standard_deviation() -> None:
-    """The median absolute deviation is 1, so the standard deviation of a normal distribution would be 1.4826."""
-    assert _standardized(np.array([1.0, 2, 3, 4, 9]))[-1] == pytest.approx(6 / 1.4826, rel=1e-4)
+def _flat(means: NDArray[np.float64], *, images: int = 10) -> dict[str, Prototypes]:
+    """Return devices with two prototypes of one class, of whose images the mean is given and the variance L."""
+    parts = {}
+    for device, mean in enumerate(means):
+        half = np.sqrt(mean.size / images) * np.eye(mean.size)[device % mean.size]
+        counts = np.full(2, images // 2)
+        parts[f"dev{device:04}"] = Prototypes(
+            np.stack([mean - half, mean + half]).astype(np.float32), np.zeros(2, np.int64), counts
+        )
+    return parts
+
+
+def test_distance_is_relative_to_what_is_expected() -> None:
+    """It is four fifths, since places are expected to differ by a quarter of what images do."""
+    random = np.random.default_rng(0)
+    means = 5 + random.normal(size=(1000, 8)) / np.sqrt(10)
+    test = distances(class_means(_flat(means), 0))
+    assert test.ratios.mean() == pytest.approx(4 / 5, rel=0.1)
+    assert test.ratios.var() == pytest.approx(2 / 8 * (4 / 5) ** 2, rel=0.2)
+
+
+@pytest.mark.parametrize("dimensions", [1, 3, 20])
+def test_effective_dimensions_of_equal_variances(dimensions: int) -> None:
+    """Half of them count."""
+    random = np.random.default_rng(0)
+    deviations = np.zeros((500, 50))
+    deviations[:, :dimensions] = random.normal(size=(500, dimensions))
+    assert effective_dimensions(deviations) == pytest.approx(max(1, dimensions / 2), rel=0.1)
 
 
 @pytest.mark.parametrize("shift", [0, 1])
@@ -43,7 +71,7 @@ def test_flipped_labels_are_found() -> None:
     parts = {**fleet(8), "liar": flipped(honest(9))}
     found = _judged(parts)
     assert found.keys() == {"liar"}
-    assert "robust standard deviations from the median of 9 devices" in found["liar"]
+    assert "times as far as expected from the median of 9 devices, limit " in found["liar"]
     assert found["liar"].startswith("class '")
 
 
@@ -55,7 +83,7 @@ def test_noise_is_found_by_its_scatter() -> None:
         noisy.values[mine] += 5 * (noisy.values[mine] - noisy.values[mine].mean(axis=0))
     found = _judged({**fleet(8), "noisy": noisy})
     assert found.keys() == {"noisy"}
-    assert "more scattered than the median of 9 devices" in found["noisy"]
+    assert "times as scattered as plausible, by the median of 9 devices, limit " in found["noisy"]
 
 
 def test_scale_is_found_without_a_class_on_enough_devices() -> None:
@@ -80,16 +108,12 @@ def test_released_device_is_not_quarantined() -> None:
 
 def test_no_device_is_quarantined_if_most_are_outliers() -> None:
     """A warning has an example."""
-    parts = {f"dev{device}": honest(device, labels=(device // 5,)) for device in range(15)}
-    for device in (*range(3, 5), *range(8, 10), *range(13, 15)):
-        parts[f"dev{device}"] = _changed(parts[f"dev{device}"], offset=100.0 + device)
-    far = outliers(parts, classes=CLASSES, threshold=0.0)
-    judgment = judge(parts, classes=CLASSES, threshold=0.0)
-    assert len(far) > 7
+    parts = fleet(6)
+    for device, part in enumerate(parts.values()):
+        part.values[part.labels == device // 2] += 100.0 + device
+    judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined == {}
-    assert judgment.warning.startswith(
-        f"{len(far)} of 15 devices are far from each other, so none is quarantined"
-    )
+    assert judgment.warning.startswith("6 of 6 devices are far from each other, so none is quarantined; dev")
 
 
 def test_rounding_is_no_outlier_among_equal_devices() -> None:
@@ -100,7 +124,7 @@ def test_rounding_is_no_outlier_among_equal_devices() -> None:
     assert _judged(parts) == {}
     parts["liar"] = flipped(parts["dev0"])
     assert _judged(parts).keys() == {"liar"}
-    assert "over 10000" in _judged({**parts, "liar": _changed(parts["dev0"], offset=1e5)})["liar"]
+    assert "over 1000" in _judged({**parts, "liar": _changed(parts["dev0"], offset=1e5)})["liar"]
 
 
 @st.composite
@@ -122,11 +146,11 @@ def test_order_of_devices_does_not_matter(parts: dict[str, Prototypes], random: 
     """Deviations are positive numbers, never NaN."""
     shuffled = list(parts.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    found = outliers(parts, classes=CLASSES, threshold=0.0)
-    assert outliers(dict(shuffled), classes=CLASSES, threshold=0.0) == found
+    found = outliers(parts, classes=CLASSES, false_alarm_rate=OFTEN)
+    assert outliers(dict(shuffled), classes=CLASSES, false_alarm_rate=OFTEN) == found
     assert found.keys() <= parts.keys()
-    assert all(one.deviations > 0 for one in found.values())
-    judgment = judge(parts, classes=CLASSES, threshold=THRESHOLD)
+    assert all(one.excess > 0 for one in found.values())
+    judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert len(judgment.quarantined) <= len(parts) / 2
 
 
@@ -137,12 +161,12 @@ def test_scale_of_features_does_not_matter(seed: int, exponent: int) -> None:
     parts = {f"dev{device}": honest(seed + device) for device in range(7)} | {
         "liar": flipped(honest(seed + 9))
     }
-    found = outliers(parts, classes=CLASSES, threshold=0.0)
+    found = outliers(parts, classes=CLASSES, false_alarm_rate=OFTEN)
     scaled = {device: _changed(part, factor=2.0**exponent) for device, part in parts.items()}
-    again = outliers(scaled, classes=CLASSES, threshold=0.0)
+    again = outliers(scaled, classes=CLASSES, false_alarm_rate=OFTEN)
     assert again.keys() == found.keys()
     for device, one in found.items():
-        assert again[device].deviations == pytest.approx(one.deviations, rel=1e-6)
+        assert again[device].excess == pytest.approx(one.excess, rel=1e-6)
 
 
 _lie = st.tuples(
@@ -176,3 +200,55 @@ def test_equal_liars_are_found() -> None:
     parts = fleet(7) | {f"liar{number}": _changed(honest(20 + number), offset=100.0) for number in range(3)}
     assert _judged(parts).keys() == {"liar0", "liar1", "liar2"}
     assert next(iter(parts.values())).values.shape[1] == FEATURE_SIZE
+
+
+def _elsewhere(device: int, place: NDArray[np.float64]) -> Prototypes:
+    part = honest(device)
+    return Prototypes((part.values + place).astype(np.float32), part.labels, part.counts)
+
+
+@pytest.mark.parametrize(("usual", "others"), [(12, 8), (14, 6), (18, 2)])
+def test_group_in_another_place_is_reported_and_not_quarantined(usual: int, others: int) -> None:
+    """Also beside an attacker, who is quarantined."""
+    place = 1.5 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
+    parts = fleet(usual) | {f"far{device}": _elsewhere(50 + device, place) for device in range(others)}
+    judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
+    assert judgment.quarantined == {}
+    assert "far0" in judgment.warning or others > usual / 2
+    liar = {"liar": flipped(honest(99))}
+    judgment = judge(parts | liar, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
+    assert judgment.quarantined.keys() == {"liar"}
+
+
+def test_single_device_in_another_place_is_quarantined() -> None:
+    """It cannot be distinguished from an attacker."""
+    place = 1.5 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
+    assert _judged(fleet(12) | {"far": _elsewhere(50, place)}).keys() == {"far"}
+
+
+def test_similar_devices_with_swapped_labels_are_quarantined() -> None:
+    """What resembles them is another class."""
+    parts = fleet(14) | {f"liar{device}": flipped(honest(50 + device)) for device in range(6)}
+    assert _judged(parts).keys() == {f"liar{device}" for device in range(6)}
+
+
+@pytest.mark.parametrize(("devices", "images"), [(5, 10), (8, 20), (20, 100), (200, 10)])
+@pytest.mark.parametrize("directions", [0, 1])
+def test_honest_devices_are_quarantined_in_one_training_of_a_hundred(
+    devices: int, images: int, directions: int
+) -> None:
+    """At most, in one place or in places that differ; `benchmarks research false-alarms` measures it on more."""
+    alarms, fleets = 0, 1600 // devices
+    deviations = np.arange(1, 25) ** -0.75
+    for seed in range(fleets):
+        random = np.random.default_rng([seed, devices, images])
+        places = random.normal(size=(devices, directions)) @ random.normal(size=(directions, 24))
+        parts = {}
+        for device in range(devices):
+            rows = 2 * (images // IMAGES)
+            noise = deviations * random.normal(size=(rows, 24)) / np.sqrt(IMAGES)
+            labels = np.repeat([0, 1], rows // 2)
+            values = 3.0 + labels[:, None] + 0.2 * places[device] + noise
+            parts[f"dev{device:03}"] = Prototypes(values.astype(np.float32), labels, np.full(rows, IMAGES))
+        alarms += bool(judge(parts, classes=("a", "b"), false_alarm_rate=FALSE_ALARM_RATE).quarantined)
+    assert alarms <= 0.01 * fleets

@@ -1,0 +1,192 @@
+"""Test statistics of outlier detection, pure: how far each device's prototypes are from the other devices'.
+
+Every statistic is a sum of squares over what is expected of an honest device, so that its limit follows from the F
+distribution. Medians replace means, so that fewer than half of the devices cannot shift the reference.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.ingest.validation import Prototypes
+
+Floats = NDArray[np.float64]
+
+PRECISION = 1e-3
+"""Relative difference of values that float16 rounding and a new draw of images explain."""
+
+TOLERANCE = 1.5**2
+"""Ratio of squared lengths, or of variances, that honest devices in different places may have."""
+
+EFFICIENCY = 0.37
+"""Degrees of freedom of the reference over those of a mean of all devices: a median is less exact."""
+
+TINY = 1e-30
+"""Keeps the divisor above zero where all values are equal."""
+
+LEAST_BETWEEN = 0.25
+"""Least variance between places, relative to the median device's error: less cannot be estimated."""
+
+COSINE_MARGIN = 0.5
+"""Part of the estimated number of directions that is used."""
+
+STANDARD_ERRORS = 1.0
+"""By which the variance between places may exceed its estimate."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """One F test for each of K devices."""
+
+    devices: Sequence[str]
+    ratios: Floats
+    """(K,), near one for an honest device."""
+    dof: Floats
+    """Degrees of freedom of each ratio's numerator, (K,): two over its variance."""
+    reference_dof: float
+    """Degrees of freedom of the denominator."""
+
+    def limits(self, probability: float) -> Floats:
+        """Return the ratio (K,) that an honest device exceeds with this probability, at most.
+
+        A weighted sum of squares of normal variables of mean one and variance 2 / dof has its heaviest tail if one of
+        them has all the variance: 1 + (z^2 - 1) / sqrt(dof). The F distribution allows for the estimated mean.
+        """
+        from scipy.stats import f
+
+        limits: Floats = 1 + (f.isf(probability, 1, self.reference_dof) - 1) / np.sqrt(self.dof)
+        return limits
+
+
+@dataclass(frozen=True)
+class ClassMeans:
+    """One class on the K devices that have it."""
+
+    devices: Sequence[str]
+    means: Floats
+    """(K, L), weighted by images."""
+    images: Floats
+    prototypes: Floats
+    variances: Floats
+    """Of an image about its device's mean, summed over dimensions, (K,); NaN for a single prototype."""
+    median: Floats
+    """Of the means, by coordinate, (L,)."""
+
+    @property
+    def deviations(self) -> Floats:
+        """Return each mean minus the median, (K, L)."""
+        return self.means - self.median
+
+    @property
+    def variance(self) -> float:
+        """Return the median variance; 0 if unknown."""
+        known = self.variances[np.isfinite(self.variances)]
+        return float(np.median(known)) if len(known) else 0.0
+
+
+def class_means(parts: Mapping[str, Prototypes], label: int) -> ClassMeans:
+    """Return the means and variances of a class on the devices that have it, sorted by device."""
+    devices, means, images, prototypes, variances = [], [], [], [], []
+    for device, part in sorted(parts.items()):
+        mine = part.labels == label
+        if not mine.any():
+            continue
+        values = part.values[mine].astype(np.float64)
+        counts = np.maximum(part.counts[mine], 1).astype(np.float64)
+        mean = np.average(values, axis=0, weights=counts)
+        squares = ((values - mean) ** 2).sum(axis=1)
+        devices.append(device)
+        means.append(mean)
+        images.append(counts.sum())
+        prototypes.append(float(len(counts)))
+        # A prototype of n images has an n-th of the variance of one image.
+        variances.append((counts * squares).sum() / (len(counts) - 1) if len(counts) > 1 else np.nan)
+    stacked = np.array(means)
+    return ClassMeans(
+        tuple(devices),
+        stacked,
+        np.array(images),
+        np.array(prototypes),
+        np.array(variances),
+        np.median(stacked, axis=0) if devices else stacked,
+    )
+
+
+def effective_dimensions(deviations: Floats) -> float:
+    """Return in how many independent directions the deviations (K, L) vary, at least 1.
+
+    For normal vectors of covariance S it is trace(S)^2 / trace(S^2) (Box 1954), the inverse of the expected squared
+    cosine of two of them. That of the median device with all others is used: similar outliers do not count. A part of
+    it is returned, less for few devices: unit vectors understate a direction in which few devices vary widely.
+    """
+    lengths = np.linalg.norm(deviations, axis=1)
+    unit = deviations / np.where(lengths > 0, lengths, 1.0)[:, None]
+    squares = (unit @ unit.T) ** 2
+    squares[lengths == 0] = 1.0
+    squares[:, lengths == 0] = 1.0
+    np.fill_diagonal(squares, 0.0)
+    usual = float(np.median(squares.sum(axis=1))) / max(len(squares) - 1, 1)
+    return max(1.0, COSINE_MARGIN / (usual + 1 / len(squares) ** 2))
+
+
+def distances(one: ClassMeans) -> Test:
+    """Return each mean's squared distance from the median over that expected of an honest device.
+
+    That is s / n + t plus the median's own variance: s is the variance of an image, n the device's images, and t the
+    variance between places, at its upper confidence limit, since few devices do not show it exactly.
+    """
+    squares = (one.deviations**2).sum(axis=1)
+    scatter = np.fmax(one.variance, np.minimum(one.variances, TOLERANCE * one.variance))
+    sampling = scatter / one.images
+    dimensions = effective_dimensions(one.deviations)
+    between = _between(squares - sampling, dimensions=dimensions)
+    expected = sampling + max(between, LEAST_BETWEEN * float(np.median(sampling)))
+    of_median = np.pi / 2 / len(expected) / np.mean(1 / np.sqrt(np.maximum(expected, TINY))) ** 2
+    expected += of_median + PRECISION**2 * float((one.median**2).sum())
+    return Test(
+        one.devices,
+        squares / np.maximum(expected, TINY),
+        np.full(len(squares), dimensions),
+        EFFICIENCY * len(squares) * dimensions,
+    )
+
+
+def _between(excess: Floats, *, dimensions: float) -> float:
+    """Return the upper confidence limit of the variance between places, from what sampling leaves of the squares (K,).
+
+    Only the lower half is used for its error, since outliers are in the upper one.
+    """
+    from scipy.stats import chi2, norm
+
+    lower, median = np.quantile(excess, (0.25, 0.5))
+    # pi / 2: the variance of a median of normal values over that of their mean.
+    error = np.sqrt(np.pi / 2 / len(excess)) * (median - lower) / norm.isf(0.25)
+    return max(float((median + STANDARD_ERRORS * error) * dimensions / chi2.median(dimensions)), 0.0)
+
+
+def scatters(one: ClassMeans) -> Test:
+    """Return each device's variance of a class over TOLERANCE times the median; of devices with two prototypes."""
+    known = np.isfinite(one.variances)
+    floor = (PRECISION * np.linalg.norm(one.median)) ** 2
+    dof = effective_dimensions(one.deviations) * (one.prototypes[known] - 1)
+    devices = tuple(device for device, each in zip(one.devices, known, strict=True) if each)
+    return _variances(devices, one.variances[known], dof, floor=float(floor))
+
+
+def lengths(parts: Mapping[str, Prototypes]) -> Test:
+    """Return the mean squared length of each device's prototypes, of all classes, over TOLERANCE times the median."""
+    devices = tuple(sorted(device for device, part in parts.items() if len(part.labels)))
+    squares = [(parts[device].values.astype(np.float64) ** 2).sum(axis=1) for device in devices]
+    dof = [2 * each.mean() ** 2 / max(each.var(ddof=1), TINY) for each in squares if len(each) > 1]
+    of_prototype = max(float(np.median(dof)), 1.0) if dof else 1.0
+    rows = np.array([float(len(each)) for each in squares])
+    return _variances(devices, np.array([each.mean() for each in squares]), of_prototype * rows)
+
+
+def _variances(devices: Sequence[str], values: Floats, dof: Floats, *, floor: float = 0.0) -> Test:
+    if not devices:
+        return Test(devices, values, dof, 1.0)
+    expected = max(TOLERANCE * float(np.median(values)), floor, TINY)
+    return Test(devices, values / expected, dof, EFFICIENCY * len(devices) * float(np.median(dof)))
