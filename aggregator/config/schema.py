@@ -38,14 +38,16 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Robust(msgspec.Struct, frozen=True, kw_only=True):
-    """`[robust]`: protection of the training against wrong prototypes."""
+    """`[robust]`: protection against wrong prototypes and, in rounds, wrong changes of parameters."""
 
     detect_outliers: bool = True
     """Quarantine devices whose prototypes are far from the other devices'."""
     false_alarm_rate: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
     """Greatest share of trainings of honest devices in which one of them is quarantined."""
     combine: Literal["none", "trimmed", "median"] = "none"
-    """How the prototypes of a class are combined before training."""
+    """How the prototypes of a class, and in rounds the changes of parameters, are combined."""
+    clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
+    """In rounds, distance of values from the others', in those of the median device, to which they are limited."""
 
 
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):

@@ -134,7 +134,7 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
 
 
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    only_rounds, only_fedtc = {"rounds"}, {"retrain_after", "robust"}
+    only_rounds, only_fedtc = {"rounds"}, {"retrain_after"}
     unused = {*ALGORITHMS, *(only_rounds if task.learning is None else only_fedtc)} - {task.algorithm}
     paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
     if task.learning is not None:
@@ -143,6 +143,8 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
         ]
         paths += [("limits", "heads_per_hour")] if "heads_per_hour" in given.get("limits", {}) else []
         paths += [("training", name) for name in sorted(given.get("training", {}).keys() - {"timeout_s"})]
+    robust = {"clip_multiple"} if task.learning is None else {"detect_outliers", "false_alarm_rate"}
+    paths += [("robust", name) for name in sorted(robust & given.get("robust", {}).keys())]
     for path in paths:
         yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
 

@@ -17,6 +17,7 @@ from aggregator.graphs.program_export import bind, untrained
 from aggregator.ingest.validation import Expectation, Prototypes
 from aggregator.storage.store import open_blobs
 from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
+from aggregator.training.robust_rounds import robust_contributions
 from aggregator.training.weights import limited
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
@@ -46,7 +47,11 @@ def run(job: RoundJob) -> Result:
     counted = dict(zip(parts, limited(list(parts.values())), strict=True))
     tensors, failed = aggregated(
         algorithm,
-        [Contribution(device=device, **vars(part)) for device, part in counted.items()],
+        robust_contributions(
+            [Contribution(device=device, **vars(part)) for device, part in counted.items()],
+            clip_multiple=job.task_file.robust.clip_multiple,
+            combine=job.task_file.robust.combine,
+        ),
         previous,
         num_classes=len(manifest.classes),
         seed=manifest.seed + job.version,

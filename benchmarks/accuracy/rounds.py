@@ -2,7 +2,7 @@
 
 import functools
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
+from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import Graphs, build
-from aggregator.ingest.validation import Expectation
+from aggregator.ingest.validation import Expectation, Prototypes
 from aggregator.tasks.manifests import program_of, round_manifest
+from aggregator.training.robust_rounds import robust_contributions
+from aggregator.training.weights import limited
 from benchmarks.accuracy.fedtc_fleet import decoded, task_manifest
 from benchmarks.data.domains import Client
 from edge_client.inference import open_round_head
@@ -29,6 +32,17 @@ from protocol.wire.messages import BlobRef, TaskManifest
 HOOKS = TrainingHooks(
     on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None
 )
+
+
+Falsify = Callable[[int, Prototypes], Prototypes]
+"""Returns a client's submission as the aggregator gets it, by the client's number."""
+
+ROBUST = Robust()
+
+
+def honest(_client: int, part: Prototypes) -> Prototypes:
+    """Return a submission unchanged."""
+    return part
 
 
 _built: Any = functools.lru_cache(maxsize=16)(build)
@@ -60,8 +74,16 @@ class _Task:
     first: BlobRef
 
 
-def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int, seed: int) -> Outcome:
-    """Run all rounds of a fleet, and evaluate every client's head."""
+def run_rounds(
+    algorithm: Algorithm,
+    clients: Sequence[Client],
+    *,
+    classes: int,
+    seed: int,
+    robust: Robust = ROBUST,
+    falsify: Falsify = honest,
+) -> Outcome:
+    """Run all rounds of a fleet, whose submissions `falsify` changes, and evaluate every client's head."""
     with tempfile.TemporaryDirectory() as folder:
         blobs = BlobStore(Path(folder))
         task = _prepare(algorithm, blobs, feature_size=clients[0].train.shape[1], classes=classes, seed=seed)
@@ -78,7 +100,7 @@ def run_rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int,
             local_model = [part.local_model for part, _ in made]
             payloads = [payload for _, payload in made]
             up.append(np.mean([len(payload) for payload in payloads]))
-            tensors = _aggregate(task, payloads, tensors, number=number)
+            tensors = _aggregate(task, payloads, tensors, number=number, robust=robust, falsify=falsify)
         figures = [
             _figures(task, client, model, tensors)
             for client, model in zip(clients, local_model, strict=True)
@@ -151,13 +173,23 @@ def _client_round(
     return made, payload
 
 
-def _aggregate(task: _Task, payloads: Sequence[bytes], tensors: BlobRef, *, number: int) -> BlobRef:
+def _aggregate(
+    task: _Task,
+    payloads: Sequence[bytes],
+    tensors: BlobRef,
+    *,
+    number: int,
+    robust: Robust,
+    falsify: Falsify,
+) -> BlobRef:
     """Return the tensors that the next round starts from."""
-    parts = []
-    for index, payload in enumerate(payloads):
-        parts.append(Contribution(device=str(index), **vars(decoded(payload, task.expectation))))
+    parts = [falsify(index, decoded(payload, task.expectation)) for index, payload in enumerate(payloads)]
     pooled = task.algorithm.aggregate(
-        parts,
+        robust_contributions(
+            [Contribution(device=str(index), **vars(part)) for index, part in enumerate(limited(parts))],
+            clip_multiple=robust.clip_multiple,
+            combine=robust.combine,
+        ),
         _read(task.blobs, tensors),
         num_classes=len(task.manifest.classes),
         seed=task.manifest.seed + number + 1,

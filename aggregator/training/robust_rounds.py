@@ -1,0 +1,114 @@
+"""Protection of a round against wrong values, pure and the same for all algorithms: clipping, trimming, the median.
+
+`aggregator.training.weights` bounds how much a device counts; this bounds how far its values are from the others'.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import Contribution, by_device
+from aggregator.training.robust_training_set import MIN_DEVICES, TRIMMED_SHARE
+
+Floats = NDArray[np.float32]
+Combine = Literal["none", "trimmed", "median"]
+
+
+def robust_contributions(
+    contributions: Sequence[Contribution], *, clip_multiple: float, combine: Combine
+) -> list[Contribution]:
+    """Return the contributions, sorted by device, with little influence of values that are far from the others'.
+
+    Prototypes of a class are measured from their coordinate-wise median over the devices; changes of parameters, all
+    of a device together, from zero. What is farther than `clip_multiple` times the median device is brought to
+    that distance; 0 is without limit. Then `median` puts the coordinate-wise median in the place of all values, and
+    `trimmed` that of the values of the fifth of the devices that is farthest from it. Values of fewer
+    than MIN_DEVICES devices stay unchanged.
+    """
+    prototypes = _with_prototypes(by_device(contributions), clip_multiple=clip_multiple, combine=combine)
+    return _combined_changes(_clipped_changes(prototypes, multiple=clip_multiple), by=combine)
+
+
+def _with_prototypes(
+    parts: Sequence[Contribution], *, clip_multiple: float, combine: Combine
+) -> list[Contribution]:
+    values = [part.values.copy() for part in parts]
+    for label in {int(label) for part in parts for label in part.labels}:
+        rows = [(number, np.flatnonzero(part.labels == label)) for number, part in enumerate(parts)]
+        owned = [(number, own[0]) for number, own in rows if len(own)]
+        if len(owned) < MIN_DEVICES:
+            continue
+        stacked = np.stack([values[number][row] for number, row in owned])
+        changed = _combined(_clipped(stacked, multiple=clip_multiple), by=combine)
+        for (number, row), each in zip(owned, changed, strict=True):
+            values[number][row] = each
+    return [replace(part, values=each) for part, each in zip(parts, values, strict=True)]
+
+
+def _clipped_changes(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
+    """Scale down each device's changes to a multiple of the median device's length."""
+    if not multiple or len(parts) < MIN_DEVICES:
+        return list(parts)
+    lengths = np.array(
+        [np.sqrt(sum(float(np.vdot(each, each)) for each in _changes(part))) for part in parts]
+    )
+    factors = _factors(lengths, multiple)
+    return [
+        part
+        if factor == 1
+        else replace(part, tensors={name: np.float32(factor) * each for name, each in part.tensors.items()})
+        for part, factor in zip(parts, factors, strict=True)
+    ]
+
+
+def _changes(part: Contribution) -> list[NDArray[np.float64]]:
+    return [each.astype(np.float64) for each in part.tensors.values()]
+
+
+def _combined_changes(parts: Sequence[Contribution], *, by: Combine) -> list[Contribution]:
+    if by == "none" or len(parts) < MIN_DEVICES or not parts[0].tensors:
+        return list(parts)
+    names = sorted(parts[0].tensors)
+    stacked = np.stack([np.concatenate([part.tensors[name].ravel() for name in names]) for part in parts])
+    changed = _combined(stacked, by=by)
+    return [
+        replace(part, tensors=_split(each, part.tensors)) for part, each in zip(parts, changed, strict=True)
+    ]
+
+
+def _split(flat: Floats, like: Mapping[str, Floats]) -> dict[str, Floats]:
+    names = sorted(like)
+    ends = np.cumsum([like[name].size for name in names])[:-1]
+    return {
+        name: each.reshape(like[name].shape) for name, each in zip(names, np.split(flat, ends), strict=True)
+    }
+
+
+def _clipped(values: Floats, *, multiple: float) -> Floats:
+    """Return values (K, n), none farther from their median than a multiple of the median distance."""
+    if not multiple:
+        return values
+    center = np.median(values, axis=0)
+    away = values.astype(np.float64) - center
+    factors = _factors(np.linalg.norm(away, axis=1), multiple)[:, None]
+    return np.where(factors < 1, center + factors * away, values).astype(np.float32)
+
+
+def _factors(lengths: NDArray[np.float64], multiple: float) -> NDArray[np.float64]:
+    """Return by how much each length is multiplied to be no more than a multiple of the median length."""
+    limit = multiple * float(np.median(lengths))
+    return np.minimum(1.0, limit / np.where(lengths > 0, lengths, 1.0))
+
+
+def _combined(values: Floats, *, by: Combine) -> Floats:
+    if by == "none":
+        return values
+    median = np.median(values, axis=0).astype(np.float32)
+    distances = np.linalg.norm(values.astype(np.float64) - median, axis=1)
+    number = len(values) if by == "median" else max(1, round(TRIMMED_SHARE * len(values)))
+    changed = values.copy()
+    changed[np.argsort(-distances, kind="stable")[:number]] = median
+    return changed

@@ -1,0 +1,166 @@
+"""`python -m benchmarks research poisoned-rounds`: algorithms of rounds where some devices send false values."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import click
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.config.schema import Robust
+from aggregator.ingest.validation import Prototypes
+from benchmarks.accuracy.rounds import run_rounds
+from benchmarks.data.domains import Client
+from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.images import DIGITS, NAMES
+from benchmarks.data.partitions import Partition, share_out
+from benchmarks.report import Table, json_option, write_json
+
+ATTACKS = ("", "flip", "scale", "reverse")
+"""None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes."""
+
+METHODS: Mapping[str, Robust] = MappingProxyType(
+    {
+        "none": Robust(clip_multiple=0.0),
+        "clip": Robust(),
+        "trimmed": Robust(combine="trimmed"),
+        "median": Robust(combine="median"),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One fleet."""
+
+    algorithm: str
+    attack: str
+    method: str
+    seed: int
+    accuracy: float
+    """Of the honest devices' heads, over all classes alike, mean over the devices."""
+
+
+@click.command("poisoned-rounds")
+@click.option("--data", type=click.Choice(list(dict.fromkeys((*NAMES, *DIGITS)))), default="fashion_mnist")
+@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
+@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
+@click.option("--images", type=click.IntRange(min=1), default=2000, show_default=True, help="Of each part.")
+@click.option(
+    "--algorithm",
+    "algorithms",
+    type=click.Choice(list(ALGORITHMS)),
+    multiple=True,
+    default=("fpl",),
+    show_default=True,
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option("--clients", type=click.IntRange(min=1), default=6, show_default=True)
+@click.option("--liars", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True)
+@json_option
+def command(
+    *,
+    data: str,
+    backbone: str,
+    image_size: int,
+    images: int,
+    algorithms: tuple[str, ...],
+    rounds: int,
+    clients: int,
+    liars: int,
+    seeds: tuple[int, ...],
+    json_file: Path | None,
+) -> None:
+    """Measure accuracy in rounds in which some devices send false values. Clients share the images (Dirichlet 1)."""
+    features = load_features(data, backbone=backbone, image_size=image_size, at_most=images)
+    results: list[Result] = []
+    for algorithm in algorithms:
+        title = f"{algorithm}, {data}, {rounds} rounds, {liars} of {clients} clients malicious"
+        table = Table({"attack": "<9", **dict.fromkeys(METHODS, ">10")}, title=title)
+        for attack in ATTACKS:
+            row = []
+            for method in METHODS:
+                runs = [
+                    run(
+                        features,
+                        algorithm,
+                        attack,
+                        method,
+                        rounds=rounds,
+                        clients=clients,
+                        liars=liars,
+                        seed=seed,
+                    )
+                    for seed in seeds
+                ]
+                results += runs
+                row.append(f"{100 * np.mean([one.accuracy for one in runs]):.1f} %")
+            table.row(attack or "none", *row)
+    write_json(json_file, "poisoned-rounds", data=data, runs=[dataclasses.asdict(one) for one in results])
+
+
+def run(
+    features: Features,
+    algorithm: str,
+    attack: str,
+    method: str,
+    *,
+    rounds: int,
+    clients: int,
+    liars: int,
+    seed: int,
+) -> Result:
+    """Run the rounds of a fleet whose first devices send false values; evaluate the others."""
+    owners = share_out(
+        features.train_labels,
+        Partition("dirichlet", 1.0),
+        clients=clients,
+        rng=np.random.default_rng(seed),
+    )
+    fleet = [
+        _client(features, owners == number, is_mislabeled=attack == "flip" and number < liars)
+        for number in range(clients)
+    ]
+
+    def falsify(number: int, part: Prototypes) -> Prototypes:
+        return falsified(part, attack) if number < liars else part
+
+    outcome = run_rounds(
+        msgspec.convert({"rounds": rounds}, ALGORITHMS[algorithm]),
+        fleet,
+        classes=features.classes,
+        seed=seed,
+        robust=METHODS[method],
+        falsify=falsify,
+    )
+    return Result(
+        algorithm=algorithm,
+        attack=attack,
+        method=method,
+        seed=seed,
+        accuracy=float(outcome.balanced[liars:].mean()),
+    )
+
+
+def falsified(part: Prototypes, attack: str) -> Prototypes:
+    """Return what an attacker sends in place of its own values."""
+    of_prototypes, of_changes = {"scale": (100.0, 100.0), "reverse": (-1.0, -10.0)}.get(attack, (1.0, 1.0))
+    tensors = {name: np.float32(of_changes) * values for name, values in part.tensors.items()}
+    return Prototypes(np.float32(of_prototypes) * part.values, part.labels, part.counts, tensors)
+
+
+def _client(features: Features, mine: NDArray[np.bool_], *, is_mislabeled: bool) -> Client:
+    labels = features.train_labels[mine]
+    return Client(
+        domain="",
+        train=features.train[mine],
+        train_labels=(labels + 1) % features.classes if is_mislabeled else labels,
+        test=features.test,
+        test_labels=features.test_labels,
+        weights=np.full(len(features.test_labels), 1 / len(features.test_labels)),
+    )

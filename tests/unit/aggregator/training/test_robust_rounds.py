@@ -1,0 +1,108 @@
+"""In a round, no device's values are far from the others', and honest fleets stay as they are."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import Contribution
+from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.local_model import PARAMETERS
+from aggregator.training.robust_rounds import Combine, robust_contributions
+
+CLASSES, SIZE, CLIP = 3, 4, 3.0
+CENTERS = np.random.default_rng(9).normal(size=(CLASSES, SIZE))
+
+
+def _contribution(device: str, seed: int, *, factor: float = 1.0, turn: int = 0) -> Contribution:
+    random = np.random.default_rng(seed)
+    labels = np.arange(CLASSES)
+    values = factor * (CENTERS[(labels + turn) % CLASSES] + 0.1 * random.normal(size=(CLASSES, SIZE)))
+    changes = factor * (1 + 0.1 * random.normal(size=(2, SIZE)))
+    return Contribution(
+        device=device,
+        values=values.astype(np.float32),
+        labels=labels,
+        counts=np.full(CLASSES, 10),
+        tensors={"weight": changes.astype(np.float32), "bias": changes[0].astype(np.float32)},
+    )
+
+
+HONEST = [_contribution(f"dev{number}", number) for number in range(5)]
+
+
+def _mean(parts: list[Contribution], name: str = "weight") -> NDArray[Any]:
+    mean: NDArray[Any] = np.mean([part.tensors[name] for part in parts], axis=0)
+    return mean
+
+
+def test_honest_contributions_stay_as_they_are() -> None:
+    """Bit for bit, in the order of devices."""
+    found = robust_contributions(HONEST[::-1], clip_multiple=CLIP, combine="none")
+    assert [part.device for part in found] == [part.device for part in HONEST]
+    for before, after in zip(HONEST, found, strict=True):
+        assert np.array_equal(before.values, after.values)
+        assert all(np.array_equal(before.tensors[name], after.tensors[name]) for name in before.tensors)
+
+
+@pytest.mark.parametrize("combine", ["none", "trimmed", "median"])
+@pytest.mark.parametrize("factor", [-1.0, 1e4, -1e4])
+def test_one_of_six_moves_the_mean_little(combine: Combine, factor: float) -> None:
+    """However large its values are; without the limit they are the mean."""
+    parts = [*HONEST, _contribution("liar", 9, factor=factor)]
+    found = robust_contributions(parts, clip_multiple=CLIP, combine=combine)
+    assert np.abs(_mean(found) - _mean(HONEST)).max() < (0.1 if combine != "none" else 0.8)
+    prototypes = np.mean([part.values for part in found], axis=0)
+    assert np.abs(prototypes - np.mean([part.values for part in HONEST], axis=0)).max() < 0.2
+    unlimited = robust_contributions(parts, clip_multiple=0.0, combine="none")
+    assert np.array_equal(unlimited[-1].values, parts[-1].values)
+
+
+def test_swapped_prototypes_are_limited() -> None:
+    """They come no nearer to another class than three times the usual distance."""
+    parts = [*HONEST, _contribution("liar", 9, turn=1)]
+    *honest, liar = robust_contributions(parts, clip_multiple=CLIP, combine="none")
+    center = np.median([part.values for part in parts], axis=0)
+    usual = np.median([np.linalg.norm(part.values - center, axis=1) for part in parts], axis=0)
+    np.testing.assert_allclose(np.linalg.norm(liar.values - center, axis=1), CLIP * usual, rtol=1e-4)
+    assert all(np.array_equal(part.values, HONEST[number].values) for number, part in enumerate(honest))
+
+
+def test_two_devices_stay_as_they_are() -> None:
+    """It is unknown which of them is the liar."""
+    parts = [HONEST[0], _contribution("liar", 9, factor=1e4)]
+    for combine in ("none", "trimmed", "median"):
+        found = robust_contributions(parts, clip_multiple=CLIP, combine=combine)
+        assert all(np.array_equal(one.values, other.values) for one, other in zip(found, parts, strict=True))
+
+
+def test_no_contribution_is_an_empty_round() -> None:
+    assert robust_contributions([], clip_multiple=CLIP, combine="median") == []
+
+
+def test_devices_without_changes_or_classes() -> None:
+    """FedPCL and FedProto upload no changes, and a device may lack a class."""
+    parts = [Contribution(**{**vars(part), "tensors": {}}) for part in HONEST]
+    parts[0] = Contribution(
+        device="few", values=parts[0].values[:1], labels=np.array([2]), counts=np.array([1]), tensors={}
+    )
+    found = robust_contributions(parts, clip_multiple=CLIP, combine="median")
+    assert [len(part.labels) for part in found] == [3, 3, 3, 3, 1]
+    assert np.array_equal(found[-1].values[0], found[0].values[2])
+
+
+def test_one_liar_of_six_does_not_decide_the_model_of_fpl() -> None:
+    """With changes of -1,000 times the others', FPL's model still moves as the others say."""
+    settings = FPL(projection_size=SIZE)
+    first = settings.first_tensors(feature_size=5, num_classes=CLASSES, seed=0)
+
+    def part(number: int, factor: float) -> Contribution:
+        tensors = {name: np.full(first[name].shape, factor, np.float32) for name in PARAMETERS}
+        return Contribution(**{**vars(_contribution(f"dev{number}", number)), "tensors": tensors})
+
+    parts = [*(part(number, 1.0) for number in range(5)), part(5, -1000.0)]
+    for clip_multiple, is_correct in ((CLIP, True), (0.0, False)):
+        safe = robust_contributions(parts, clip_multiple=clip_multiple, combine="none")
+        after = settings.aggregate(safe, first, num_classes=CLASSES, seed=0)
+        assert all(((after[name] > first[name]) == is_correct).all() for name in PARAMETERS)
