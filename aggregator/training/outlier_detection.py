@@ -173,8 +173,8 @@ def _similar(parts: Mapping[str, Prototypes], found: Mapping[str, Finding], *, c
                 mislabeled.add(device)
     for row, device in enumerate(distant):
         away[row, columns[device]] = 0.0
-    alike = (apart < SIMILAR * away).any(axis=1)
-    return {device for device, each in zip(distant, alike, strict=True) if each} - mislabeled
+    alike = apart < SIMILAR * away
+    return {device for device, row in zip(distant, alike, strict=True) if row.any()} - mislabeled
 
 
 def _is_mislabeled(mean: Floats, label: int, medians: Mapping[int, Floats]) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Contribution, by_device
-from aggregator.training.robust_training_set import MIN_DEVICES, TRIMMED_SHARE
+from aggregator.training.robust_training_set import TRIMMED_SHARE
+from aggregator.training.weights import MIN_DEVICES
 
 Floats = NDArray[np.float32]
 Combine = Literal["none", "trimmed", "median"]

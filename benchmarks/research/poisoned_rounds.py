@@ -1,5 +1,6 @@
 """`python -m benchmarks research poisoned-rounds`: algorithms of rounds where some devices send false values."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Robust
-from aggregator.ingest.validation import Prototypes
+from aggregator.ingest.validation import Prototypes, Refused
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.data.domains import Client
 from benchmarks.data.features import BACKBONES, Features, load_features
@@ -42,7 +43,7 @@ class Result:
     method: str
     seed: int
     accuracy: float
-    """Of the honest devices' heads, over all classes alike, mean over the devices."""
+    """Of the honest devices' heads, over all classes alike, mean over devices; 0 if their submissions are refused."""
 
 
 @click.command("poisoned-rounds")
@@ -130,20 +131,25 @@ def run(
     def falsify(number: int, part: Prototypes) -> Prototypes:
         return falsified(part, attack) if number < liars else part
 
-    outcome = run_rounds(
-        msgspec.convert({"rounds": rounds}, ALGORITHMS[algorithm]),
-        fleet,
-        classes=features.classes,
-        seed=seed,
-        robust=METHODS[method],
-        falsify=falsify,
-    )
+    accuracy = 0.0
+    with contextlib.suppress(
+        Refused
+    ):  # the model is lost: losses or changes of honest devices are out of range
+        outcome = run_rounds(
+            msgspec.convert({"rounds": rounds}, ALGORITHMS[algorithm]),
+            fleet,
+            classes=features.classes,
+            seed=seed,
+            robust=METHODS[method],
+            falsify=falsify,
+        )
+        accuracy = float(outcome.balanced[liars:].mean())
     return Result(
         algorithm=algorithm,
         attack=attack,
         method=method,
         seed=seed,
-        accuracy=float(outcome.balanced[liars:].mean()),
+        accuracy=accuracy,
     )
 
 

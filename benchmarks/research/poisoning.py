@@ -201,7 +201,7 @@ def run(
 
 
 def falsified(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prototypes:
-    """Return the prototypes with the label of the next class, repeated for `volume`; noise in their place, or multiples of them."""
+    """Return the prototypes with the label of the next class, repeated for `volume`; noise, or multiples of them."""
     if attack in ("flip", "volume"):
         rows = np.tile(np.arange(len(part.labels)), VOLUME if attack == "volume" else 1)
         return Prototypes(part.values[rows], (part.labels[rows] + 1) % classes, part.counts[rows])

@@ -19,7 +19,7 @@ def test_poisoning_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pyte
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     file = tmp_path / "report.json"
     arguments = ["--images", "600", "--clients", "10", "--share", "0", "--share", "0.3", "--epochs", "20"]
-    arguments += ["--attack", "flip", "--attack", "noise"]
+    arguments += ["--attack", "flip", "--attack", "noise", "--attack", "scale"]
     result = CliRunner().invoke(
         cli, ["research", "poisoning", *arguments, "--seed", "0", "--json", str(file)]
     )

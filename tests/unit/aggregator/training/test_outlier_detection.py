@@ -227,7 +227,7 @@ def test_single_device_in_another_place_is_quarantined() -> None:
 
 
 def test_similar_devices_with_swapped_labels_are_quarantined() -> None:
-    """What resembles them is another class."""
+    """Another class's name explains their images."""
     parts = fleet(14) | {f"liar{device}": flipped(honest(50 + device)) for device in range(6)}
     assert _judged(parts).keys() == {f"liar{device}" for device in range(6)}
 
