@@ -56,6 +56,14 @@ def put_failure(store: Store, task: bytes, state: rounds.State, reason: str) -> 
     )
 
 
+def blobs_of(job: HeadJob | RoundJob, task: Task) -> list[bytes]:
+    """Return the digests of what a job reads beside the submissions, except for the backbones: it can do without."""
+    program = task.manifest.program
+    if program is None or isinstance(job, HeadJob):
+        return [task.digest]
+    return [task.digest, bytes.fromhex(job.tensors), program.init.digest, program.head.digest]
+
+
 def job_of(
     train: rounds.Train, task: Task, store: Store, state: rounds.State, *, tensors: BlobRef | None
 ) -> HeadJob | RoundJob:

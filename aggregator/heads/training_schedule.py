@@ -9,12 +9,20 @@ from typing import Any
 from aggregator.coordination import rounds
 from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.lost_submissions import LostSubmissions
-from aggregator.heads.pending_training import job_of, put_failure, put_pending, put_stopped, was_killed
+from aggregator.heads.pending_training import (
+    blobs_of,
+    job_of,
+    put_failure,
+    put_pending,
+    put_stopped,
+    was_killed,
+)
 from aggregator.heads.trained_heads import log_head, store_head
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import FailedTraining, PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
+from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.retention import delete_carried_submissions, needed_blobs
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CompileJob
@@ -47,6 +55,7 @@ class HeadTraining:
         self._writing = WriteBatch()
         self._replaced_bytes = 0
         self._rate = HeadRate(task, store)
+        self.restoration = Restoration(task, store)
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
         delete_carried_submissions(task, store)
         self.lost = LostSubmissions(task, store)
@@ -160,8 +169,8 @@ class HeadTraining:
         with contextlib.suppress(StateError):  # the training is repeated, and then this
             lost = self.lost.remove(members)
             if lost:
-                self._store.facts.delete(PendingHead)
                 self._step(rounds.SubmissionsLost(lost, self._store.clock.now_s()))
+                self._store.facts.delete(PendingHead)
         return bool(lost)
 
     def retry(self) -> None:
@@ -205,6 +214,7 @@ class HeadTraining:
         try:
             self.state = replace(self.state, is_rate_limited=not self._rate.count())
             put_pending(self._store, self._task.digest, train.version, dict(train.members), is_running=True)
+            self.restoration.verify(blobs_of(job, self._task))
             self._trainer.start(job)
         except StateError as error:
             self._on_event(Finished(job, None, str(error)))

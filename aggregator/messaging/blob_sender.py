@@ -8,7 +8,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aggregator.messaging.publisher import Publisher
@@ -39,8 +39,17 @@ SMALLEST_DOWNLOAD_BYTES = 256 * 1024
 class BlobSender:
     """The queue of blob requests, in the order of their arrival."""
 
-    def __init__(self, blobs: BlobStore, publisher: Publisher, *, downloads_per_hour: int) -> None:
+    def __init__(
+        self,
+        blobs: BlobStore,
+        publisher: Publisher,
+        *,
+        downloads_per_hour: int,
+        verify: Callable[[list[bytes]], None] = lambda _: None,
+    ) -> None:
         self._blobs = blobs
+        self._verify = verify
+        """Raises StateError for a blob that is damaged."""
         self._publisher = publisher
         self._downloads = TokenBuckets[tuple[str, bytes]](
             capacity=downloads_per_hour, per_s=downloads_per_hour / 3600
@@ -97,6 +106,7 @@ class BlobSender:
         for device, request in burst:
             path = self._blobs.path(request.digest)
             with reading():
+                self._verify([request.digest])
                 for frame in read_frames(path, request, chunk_bytes=self._publisher.chunk_bytes):
                     self._publisher.publish_to_device(device, "blk", frame)
                     self._is_busy = True

@@ -72,8 +72,13 @@ class Aggregator:
         self._publisher = Publisher(
             broker, access=access, fleet=task.file.fleet, presence=presence, on_event=self._events.put
         )
+        restoration = self._training.restoration
+        restoration.verify_all(self._releases.served)
         self._blob_sender = BlobSender(
-            store.blobs, self._publisher, downloads_per_hour=task.file.limits.downloads_per_hour
+            store.blobs,
+            self._publisher,
+            downloads_per_hour=task.file.limits.downloads_per_hour,
+            verify=restoration.verify,
         )
         self._announcements = Announcements(
             task=task,
@@ -83,6 +88,7 @@ class Aggregator:
             receiver=self._receiver,
             training=self._training,
             releases=self._releases,
+            restoration=restoration,
         )
         self._messages = DeviceMessages(
             task=task,

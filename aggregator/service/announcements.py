@@ -12,6 +12,7 @@ from aggregator.messaging.publisher import Publisher
 from aggregator.service.own_topic import OwnTopic
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
+from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task
 from protocol.wire.codec import encode
 from protocol.wire.messages import HeadManifest, Message
@@ -31,6 +32,7 @@ class Announcements:
     """The intake, which is stopped when a release number cannot be stored."""
     training: HeadTraining
     releases: Releases
+    restoration: Restoration
     is_connected: bool = field(default=False, init=False)
     """The broker is connected."""
     _published: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
@@ -58,6 +60,7 @@ class Announcements:
         manifest = self.training.round
         if manifest is not None and self.is_connected and manifest.number != self._broadcast_round:
             with reading():
+                self.restoration.verify([manifest.tensors.digest])
                 self.publisher.broadcast(self.store.blobs.read(manifest.tensors.digest))
             self._broadcast_round = manifest.number
 

@@ -15,7 +15,7 @@ from aggregator.storage.device_keys import counts, refusal_reason
 from aggregator.storage.elapsed_clock import ElapsedClock
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import HeadRateLimit, SigningKey, TrainingProgress
+from aggregator.storage.stored_values import HeadRateLimit, LostFiles, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.balanced_accuracy import balanced_accuracy
 from protocol.wire.messages import Evaluation, Reason
@@ -54,6 +54,7 @@ def collect_status(store: Store) -> model.Status:
         failed_training=_failed_training(store, task, state, settings),
         submissions=len(submissions),
         lost_submissions=tuple(store.submissions.lost(task)),
+        lost_files=lost.digests if (lost := store.facts.get(LostFiles)) is not None else (),
         waiting=len(rounds.waiting(state, settings)),
         closes_at_s=None if closes_s is None else store.clock.unix_s(closes_s),
         rate_limited_until_s=limit.until_s if limit is not None else None,

@@ -159,6 +159,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         tuple[LostSubmission, ...],
         Meta(description="Not in any further head until the device uploads again."),
     ]
+    lost_files: Annotated[
+        tuple[str, ...], Meta(description="sha256 of files that devices need and the disk has lost.")
+    ]
     waiting: Annotated[int, Meta(description="Submissions that are in no head yet.")]
     closes_at_s: Annotated[
         UnixSeconds | None, Meta(description="When the round or the collection closes at the latest.")

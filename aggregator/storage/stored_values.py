@@ -73,6 +73,12 @@ class HeadRateLimit(msgspec.Struct, frozen=True):
     until_s: float
 
 
+class LostFiles(msgspec.Struct, frozen=True):
+    """Blobs that devices or trainings need and that were damaged and could not be restored, by hex digest."""
+
+    digests: tuple[str, ...]
+
+
 class CompiledGraphs(msgspec.Struct, frozen=True):
     """The graphs of every task served so far, by a digest of their inputs, then by role."""
 

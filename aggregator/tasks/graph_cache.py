@@ -63,7 +63,7 @@ def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[st
     key = _key(task, feature_size)
     compiled = known_graphs(store)
     known = compiled.get(key)
-    if known is not None and all(graph.digest in store.blobs for graph in known.values()):
+    if known is not None and all(store.blobs.is_whole(graph.digest) for graph in known.values()):
         return dict(known)
     sizes = {"features": feature_size, "classes": len(task.classes)}
     event(log, logging.INFO, "exporting graphs, once for this task", algorithm=task.algorithm, **sizes)

@@ -27,6 +27,8 @@ class Task:
     expectation: Expectation
     first_tensors: BlobRef | None
     """The tensors of round 0; None without rounds."""
+    backbone_files: tuple[Path, ...] = ()
+    """The backbones as the task file names them."""
 
     @property
     def manifest(self) -> TaskManifest:
@@ -79,6 +81,7 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
             max_norm=math.inf if learning is None else learning.max_norm,
         ),
         first_tensors=first,
+        backbone_files=tuple(backbones),
     )
 
 

@@ -174,16 +174,17 @@ class BlobStore:
     def put(self, data: bytes) -> bytes:
         """Store `data` and return its digest; a blob that was damaged on disk is replaced."""
         digest = digest_of(data)
-        if not self._is_whole(digest):
+        if not self.is_whole(digest):
             write_atomically(self.path(digest), data)
         return digest
 
     def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
         """Add `data`, whose digest was verified, to a batch."""
-        if not self._is_whole(digest):
+        if not self.is_whole(digest):
             batch.add(self.path(digest), data)
 
-    def _is_whole(self, digest: bytes) -> bool:
+    def is_whole(self, digest: bytes) -> bool:
+        """Return True if a blob exists and its digest is correct."""
         with contextlib.suppress(BlobLost):
             self.verified_path(digest)
             return True

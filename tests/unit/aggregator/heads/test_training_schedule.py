@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -18,8 +19,9 @@ from aggregator.heads import training_schedule
 from aggregator.heads.pending_training import FULL_MEMORY_TRAININGS, job_of
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import TrainingProgress
+from aggregator.storage.stored_values import LostFiles, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, RoundJob
 from aggregator.training.runner import Finished, Progress
@@ -69,12 +71,13 @@ def _end(events: Events) -> Finished:
 
 @contextlib.contextmanager
 def _damaged_tensors(task: Task, store: Store) -> Iterator[None]:
-    """Damage the tensors of round 0, which makes closing it fail."""
+    """Damage the tensors of round 0 beyond restoration, which makes closing it fail."""
     assert task.first_tensors is not None
     blob = store.blobs.path(task.first_tensors.digest)
     whole = blob.read_bytes()
     blob.write_bytes(b"damaged")
-    yield
+    with patch.object(Restoration, "_restore", return_value=False):
+        yield
     blob.write_bytes(whole)
 
 
@@ -89,13 +92,40 @@ def test_failed_round_is_logged_and_retried(
         for device in "ab":
             assert _take(training, task, device).verdict == "new"
         assert not training.finish(_end(events))
-    assert 'closing a round failed round=0 failures=1 reason="exit status 1: ' in caplog.text
-    assert "was damaged on disk" in caplog.text
+    assert 'closing a round failed round=0 failures=1 reason="' in caplog.text
+    assert "was damaged on disk and has been moved to" in caplog.text
+    assert task.first_tensors is not None
+    assert store.facts.get(LostFiles) == LostFiles((task.first_tensors.digest.hex(),))
     assert "in 10 s, with other submissions or at the next start" in caplog.text
     assert (training.round is not None and training.round.number, store.heads.all()) == (0, [])
     _take(training, task, "c")
     assert training.finish(_end(events))
     assert [len(head.members) for head in store.heads.all()] == [3]
+
+
+def test_damaged_files_are_restored(task: Task, store: Store) -> None:
+    """From a copy, or made again from the task file: a round closes although all that it reads was damaged."""
+    events: Events = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    assert task.first_tensors is not None
+    digests = [task.digest, task.first_tensors.digest, task.manifest.backbones[0].digest]
+    for digest in digests:
+        store.blobs.path(digest).write_bytes(b"damaged")
+    training.restoration.verify_all(digests[2:])
+    for device in "ab":
+        _take(training, task, device)
+    assert training.finish(_end(events))
+    assert all(store.blobs.is_whole(digest) for digest in digests)
+    assert len(list((store.folder / "damaged").iterdir())) == 3
+    head = store.heads.all()[0]
+    assert head.tensors is not None
+    store.blobs.path(head.tensors.digest).unlink()
+    training.restoration.verify([head.tensors.digest])
+    program = task.manifest.program
+    assert program is not None
+    store.blobs.path(program.step.digest).write_bytes(b"damaged")
+    training.restoration.verify_all([program.step.digest])
+    assert store.facts.get(LostFiles) == LostFiles((program.step.digest.hex(),))
 
 
 def test_killed_training_is_repeated(task: Task, store: Store) -> None:
