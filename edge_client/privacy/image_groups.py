@@ -87,7 +87,7 @@ def _merge_small(
     # Groups that all tasks so far might use; smaller ones join only a group that was never released.
     equal = {number: group for number, group in small.items() if group.weight >= partition.largest_min_images}
     merged: list[Group] = []
-    if min_images > partition.largest_min_images and _weight(equal.values()) >= min_images:
+    if _weight(equal.values()) >= min_images:
         dealt = _deal(list(equal.values()), size=min_images)
         merged = [replace(_union(groups), is_unmixed=len(groups) == 1) for groups in dealt]
         small = {number: group for number, group in small.items() if number not in equal}

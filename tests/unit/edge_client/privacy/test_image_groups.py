@@ -82,6 +82,13 @@ def uploads(draw: st.DrawFn) -> Upload:
     )
 
 
+def _fewest(device: FakeDevice, least: int) -> int:
+    """Return the images in the smallest combination of what went to tasks with a `min_images` of `least` or more."""
+    released = {images for min_images, images in device.sums if min_images >= least}
+    sums = np.array([[key in images for key in IMAGES] for images in released], float)
+    return fewest_images(sums, below=least) if released else least
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(uploads(), min_size=2, max_size=7))
 def test_no_combination_of_releases_has_fewer_images_than_a_prototype(sequence: list[Upload]) -> None:
@@ -90,10 +97,36 @@ def test_no_combination_of_releases_has_fewer_images_than_a_prototype(sequence: 
     for upload in sequence:
         device.upload(upload)
     for least in {upload.min_images for upload in sequence}:
-        released = {images for min_images, images in device.sums if min_images >= least}
-        sums = np.array([[key in images for key in IMAGES] for images in released], float)
-        if released:
-            assert fewest_images(sums, below=least) == least
+        assert _fewest(device, least) == least
+
+
+def _upload(numbers: Iterable[int], least: int) -> Upload:
+    images = frozenset(IMAGES[number] for number in numbers)
+    return Upload(least, least, (images,), images, seed=0)
+
+
+SEQUENCES = {
+    "two images of a lower min_images are not merged with groups that were released": [
+        _upload(range(5), 5),
+        _upload(range(10), 5),
+        _upload(range(12), 2),
+        _upload(range(12), 10),
+    ],
+    "a group that consists of an earlier one mostly is too small": [
+        _upload(range(6), 6),
+        _upload(range(1, 7), 2),
+        _upload(range(1, 7), 6),
+    ],
+}
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES.values(), ids=SEQUENCES)
+def test_min_images_that_falls_and_rises_reveals_no_smaller_sum(sequence: list[Upload]) -> None:
+    device = FakeDevice()
+    for upload in sequence:
+        device.upload(upload)
+    for least in (2, 5, 6):
+        assert _fewest(device, least) == least
 
 
 def _regroup(partition: Partition, present: Iterable[bytes], *, least: int = 2, size: int = 5) -> Partition:
