@@ -4,6 +4,7 @@ It runs in every round, without torch, and writes `tensors.bin`, which the next 
 devices that do not train.
 """
 
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -112,12 +113,12 @@ def aggregated(
 def _figures(
     parts: Mapping[str, Prototypes], submissions: Sequence[Submission], *, number: int
 ) -> dict[str, float]:
-    """Return the classes with prototypes, the submissions from earlier rounds, and the mean loss if there is one."""
+    """Return the classes with prototypes, the submissions from earlier rounds, and the median loss if there is one."""
     classes = {int(label) for part in parts.values() for label in part.labels}
     carried = sum(submission.round < number for submission in submissions)
     figures = {"classes": float(len(classes)), "carried": float(carried)}
     losses = [submission.loss for submission in submissions if submission.loss is not None]
-    return {**figures, "loss": sum(losses) / len(losses)} if losses else figures
+    return {**figures, "loss": statistics.median(losses)} if losses else figures
 
 
 if __name__ == "__main__":

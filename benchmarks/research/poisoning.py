@@ -93,6 +93,12 @@ class Result:
     show_default=True,
 )
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
+@click.option(
+    "--adapter/--no-adapter",
+    default=True,
+    show_default=True,
+    help="Or only linear discriminants, which is faster.",
+)
 @click.option("--train/--no-train", default=True, show_default=True, help="Or only detect attackers.")
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
 @click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
@@ -109,6 +115,7 @@ def command(
     attacks: tuple[str, ...],
     false_alarm_rate: float,
     epochs: int | None,
+    adapter: bool,
     train: bool,
     seeds: tuple[int, ...],
     device: str,
@@ -119,7 +126,7 @@ def command(
         clients=clients,
         alpha=0.99,
         batch_size=5,
-        recipe=recipe_of(Training(epochs=epochs)),
+        recipe=dataclasses.replace(recipe_of(Training(epochs=epochs)), adapter=adapter),
         device=torch_device(device),
     )
     features = load_features(data, backbone=backbone, image_size=image_size, at_most=images)

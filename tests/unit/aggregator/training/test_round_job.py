@@ -169,13 +169,14 @@ def test_device_whose_submission_fails_is_left_out(
 
 
 def test_device_does_not_outweigh_the_others(task: Task, folder: Path, out: Path) -> None:
-    """One that claims a million images counts MAX_MULTIPLE times as much as the others."""
+    """One that claims a million images counts MAX_MULTIPLE times as much as the others, its loss as much as theirs."""
     payloads = {device: _submission(task, number=1, seed=seed) for seed, device in enumerate("abcd")}
     payloads["d"] = msgspec.structs.replace(
-        payloads["d"], counts=to_unsigned(np.array([10**6, 10**6])), images=2 * 10**6
+        payloads["d"], counts=to_unsigned(np.array([10**6, 10**6])), images=2 * 10**6, loss=1e6
     )
-    run(_job(task, folder, out, {device: encode(payload) for device, payload in payloads.items()}))
+    result = run(_job(task, folder, out, {device: encode(payload) for device, payload in payloads.items()}))
     after = unpack_tensors((out / "tensors.bin").read_bytes())
+    assert result.metrics["loss"] == 0.5
     changes = [to_array(each.tensors["classifier_bias"]).astype(np.float32) for each in payloads.values()]
     expected = np.average(changes, axis=0, weights=[1, 1, 1, MAX_MULTIPLE])
     moved = after["classifier_bias"] - _first(task, folder)["classifier_bias"]
