@@ -81,7 +81,8 @@ class OwnTopic:
             self._refuse(
                 "implausible", f"an aggregator's presence with epoch {presence.epoch}, in the future"
             )
-        is_outdated = is_closed or presence.state != "online" or presence.epoch > own
+        # Not after each one: the other program may do the same.
+        is_outdated = presence.state != "online" or presence.epoch > own
         return Reaction.PUBLISH if is_outdated else Reaction.NONE
 
     def _report(self, found: Duplicate) -> None:

@@ -55,12 +55,12 @@ class OwnTopic:
         if settings.signing_key is not None:
             topic = self._publisher.topic("state")
             self._receiver.refuse(topic, BadSignature("the presence is not signed with this device's key"))
-            return Reaction.PUBLISH
-        if is_newer(presence.epoch, own=own.epoch, now_s=time.time()):
+        elif is_newer(presence.epoch, own=own.epoch, now_s=time.time()):
             raise ConfigError(
                 f"another edge-client is online as {settings.device_id!r}, at "
                 f"{presence.address or 'an unknown address'}: give each its own --device-id"
             )
+        # Not after each one: the other program may do the same.
         is_outdated = presence.state != "online" or presence.epoch > own.epoch
         return Reaction.PUBLISH if is_outdated else Reaction.NONE
 

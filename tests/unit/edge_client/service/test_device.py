@@ -255,6 +255,25 @@ def test_a_forged_presence_does_not_stop_an_enrolled_device(tmp_path: Path, stor
     assert device._info().refused_messages == {"signature": 1}
 
 
+def test_two_keys_under_one_name_do_not_answer_each_other_forever(tmp_path: Path) -> None:
+    """Such as an enrollment and its renewal, both running: at most one of them publishes again."""
+    keys = (b"s" * 32, b"r" * 32)
+    devices = [
+        Device(make_settings(tmp_path, signing_key=key), DeviceState(tmp_path / key.decode()[:1]))
+        for key in keys
+    ]
+    sent = [capture(device) for device in devices]
+    for device in devices:
+        device._handle(Connected(None))
+    for _ in range(3):
+        seen = [[each for each in some if each.topic == OWN_STATE] for some in sent]
+        for device, some, others in zip(devices, sent, reversed(seen), strict=True):
+            some.clear()
+            for each in others:
+                device._handle(Received(each.topic, each.payload))
+    assert sum(len([each for each in some if each.topic == OWN_STATE]) for some in sent) == 0
+
+
 def test_a_copied_device_stays_out_until_it_takes_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
