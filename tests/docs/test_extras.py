@@ -30,6 +30,7 @@ EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
     "predict": ["predict", "photo.jpg", "--state", "{folder}/device"],
     "status": ["status", "--state", "{folder}/device"],
+    "take-over": ["take-over", "--state", "{folder}/device"],
 }
 AGGREGATOR = {
     "run": ["--task", "{folder}/task.toml"],
@@ -41,6 +42,9 @@ AGGREGATOR = {
     "enroll-broker": ["broker.example", "--out", "{folder}/broker"],
     "revoke": ["shed-1"],
     "reset-key": ["shed-1"],
+    "issue-key": [],
+    "rotate-key": [],
+    "take-over": [],
 }
 EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 

@@ -15,7 +15,7 @@ OUT = {
 """Environment variables that name a file: the table is written to it as JSON, and as Markdown beside it."""
 
 INJECTED = ("EIO", "ENOSPC", "EINTR", "ENOMEM", "SIGKILL")
-"""What is injected into system calls."""
+"""Errors and signals that are injected into system calls."""
 
 HEADINGS = {
     "faults": ("fault", "provoked", "submissions sent", "counted once", "lost", "counted twice"),

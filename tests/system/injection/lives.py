@@ -34,7 +34,7 @@ TRACES = (
 
 @dataclass
 class Outcome:
-    """What one life has shown.
+    """The result of one life.
 
     Attributes:
         injected: faults in calls on its files, or in mmap.

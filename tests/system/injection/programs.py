@@ -297,7 +297,7 @@ def aggregator_arguments(broker: BrokerAddress, task: Path, state: Path) -> tupl
 
 
 class Joined(NamedTuple):
-    """What a device reports: whether its submission is received, its prototypes, and the digest of its head."""
+    """The status of a device: whether its submission is received, its prototypes, and the digest of its head."""
 
     received: bool
     prototypes: int

@@ -25,7 +25,7 @@ class Machine:
 
 
 class StoredReading(Facts):
-    """What the database would have, in memory."""
+    """The values of the database, in memory."""
 
     def __init__(self) -> None:
         self.stored: dict[type[msgspec.Struct], Any] = {}
