@@ -42,22 +42,31 @@ AGGREGATOR = {
     "enroll-broker": ["broker.example", "--out", "{folder}/broker"],
     "revoke": ["shed-1"],
     "reset-key": ["shed-1"],
-    "issue-key": [],
+    "issue-key": ["--root", "{folder}/root.key", "--fleet", "orchard", "--out", "{folder}/issued"],
     "rotate-key": [],
     "take-over": [],
 }
 EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
+
+def _state(command: str) -> list[str]:
+    """Return the option of the state folder, which commands for another machine do not have."""
+    return [] if command == "issue-key" else ["--state", "{folder}/aggregator"]
+
+
 COMMANDS = [
     *(("edge_client.cli", "cpu", arguments) for arguments in EDGE_CLIENT.values()),
     *(
-        ("aggregator.cli", "aggregator,cpu", [name, *arguments, "--state", "{folder}/aggregator"])
+        ("aggregator.cli", "aggregator,cpu", [name, *arguments, *_state(name)])
         for name, arguments in AGGREGATOR.items()
     ),
     *(("export.cli", "export,cpu", arguments) for arguments in EXPORT.values()),
 ]
-WITHOUT_EXTRAS = ("enroll", "enroll-broker", "revoke", "reset-key", "rollback", "promote", "release")
-"""Commands of the aggregator that need none."""
+WITHOUT_EXTRAS = (
+    *("enroll", "enroll-broker", "revoke", "reset-key", "issue-key", "rotate-key"),
+    *("rollback", "promote", "release", "take-over"),
+)
+"""Commands that need none."""
 
 
 def test_every_command_is_tried() -> None:
