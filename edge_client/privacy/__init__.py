@@ -1,1 +1,1 @@
-"""Limits on what a device reveals: policy, noise, accounting and the guard against differencing."""
+"""Limits on what a device reveals: policy, noise, accounting and groups of images."""

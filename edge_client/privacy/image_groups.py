@@ -132,10 +132,14 @@ def _weight(groups: Iterable[Group]) -> int:
 
 
 def _with(partition: Partition, groups: Sequence[Group]) -> Partition:
+    if not groups:
+        return partition
     numbers = count(max(partition.groups, default=0) + 1)
     return replace(partition, groups={**partition.groups, **dict(zip(numbers, groups, strict=False))})
 
 
 def _without(partition: Partition, numbers: Collection[int]) -> Partition:
+    if not numbers:
+        return partition
     kept = {number: group for number, group in partition.groups.items() if number not in numbers}
     return replace(partition, groups=kept)
