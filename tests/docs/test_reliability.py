@@ -1,29 +1,45 @@
 """The reliability page shows a run of the current fault suite."""
 
+import itertools
 from pathlib import Path
 
+from tests.system.injection.programs import PROGRAMS
 from tests.system.suites import FAULTS
-from tests.system.tables import HEADINGS, FaultRow, with_total
+from tests.system.tables import HEADINGS, FaultRow, InjectionRow, with_total
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 
 
-def _rows() -> list[list[str]]:
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+def _rows(kind: str) -> list[list[str]]:
+    """Return the cells of the table of this kind, below its heading."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    start = lines.index(f"| {' | '.join(HEADINGS[kind])} |") + 2
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def _numbers(cells: list[str]) -> list[int]:
+    return [int(cell.replace(",", "")) for cell in cells]
 
 
 def test_every_fault_has_a_row() -> None:
     """Each fault of the suite once, in its order, then their sum."""
-    heading, _, *rows = _rows()
-    assert tuple(heading) == HEADINGS["faults"]
-    assert [row[0] for row in rows] == [*FAULTS, "all"]
+    assert [row[0] for row in _rows("faults")] == [*FAULTS, "all"]
+
+
+def test_every_injection_is_of_a_run_that_passed() -> None:
+    """Each program was run with each fault, and no life lost anything."""
+    *rows, total = (InjectionRow(cells[0], cells[1], *_numbers(cells[2:])) for cells in _rows("injections"))
+    assert list(dict.fromkeys(row.program for row in rows)) == list(PROGRAMS)
+    assert all(row.lives > 0 for row in rows)
+    assert total == with_total(rows)[-1]
+    assert total.lost == 0
 
 
 def test_every_row_is_of_a_run_that_passed() -> None:
     """Each fault was provoked as often as its test requires, and nothing was lost or counted twice."""
     *rows, total = (
-        FaultRow(cells[0], *(int(cell.replace(",", "")) for cell in cells[1:])) for cells in _rows()[2:]
+        FaultRow(cells[0], *_numbers(cells[1:])) for cells in _rows("faults")
     )
     faults = list(rows)
     for row in faults:
