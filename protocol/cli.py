@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from protocol.errors import ConfigError, ProtofleetError, RuntimeMissing
+from protocol.errors import ConfigError, ProtofleetError, RuntimeMissing, problem_of_system
 
 if TYPE_CHECKING:
     from protocol.mqtt.tls import BrokerAccess
@@ -226,21 +226,8 @@ def run(command: click.Command, *, program: str, extras: str | None = None) -> N
         sys.exit(1)
     except (OSError, MemoryError, ImportError, RuntimeError) as error:
         log.debug("the system failed", exc_info=error)
-        if not (problem := _problem_of_system(error)):
+        if not (problem := problem_of_system(error)):
             raise
         say(f"error: {problem}", err=True)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _problem_of_system(error: Exception) -> str:
-    """Return what the operating system refused, in one line; empty if the error is the program's own."""
-    if isinstance(error, MemoryError):
-        return "out of memory: stop other programs, or raise the limit of this one"
-    if isinstance(error, OSError) and error.errno is not None:
-        return f"cannot use {error.filename or 'a file or connection'}: {error.strerror}"
-    if isinstance(error, ImportError) and error.path is not None:
-        return f"cannot load {error.path}: {error}"
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        return "cannot start a thread: raise the number of threads or the memory that the system allows"
-    return ""

@@ -70,3 +70,16 @@ class BlobLost(StateError):
     def __init__(self, digest: bytes, text: str) -> None:
         super().__init__(text)
         self.digest = digest
+
+
+def problem_of_system(error: BaseException) -> str:
+    """Return what the operating system refused, in one line; empty if the error is the program's own."""
+    if isinstance(error, MemoryError):
+        return "out of memory: stop other programs, or raise the limit of this one"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"cannot use {error.filename or 'a file or connection'}: {error.strerror}"
+    if isinstance(error, ImportError) and error.path is not None:
+        return f"cannot load {error.path}: {error}"
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return "cannot start a thread: raise the number of threads or the memory that the system allows"
+    return ""

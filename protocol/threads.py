@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from protocol.errors import StateError, ThreadFailed
+from protocol.errors import StateError, ThreadFailed, problem_of_system
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,10 @@ def start_thread(
         try:
             run()
         except BaseException as error:
-            log.critical("thread ended unexpectedly: %s", name, exc_info=error)
-            failure = ThreadFailed(
-                f"the thread {name} has ended unexpectedly: {type(error).__name__}: {error}"
-            )
+            problem = problem_of_system(error)
+            log.critical("thread ended unexpectedly: %s", name, exc_info=None if problem else error)
+            reason = problem or f"{type(error).__name__}: {error}"
+            failure = ThreadFailed(f"the thread {name} has ended unexpectedly: {reason}")
             failure.__cause__ = error
             on_failure(failure)
 

@@ -18,7 +18,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-LONGEST = ("tests/system/faults/", "tests/system/attacks/", "tests/system/fleet/", "tests/examples/")
+LONGEST = (
+    "tests/system/faults/",
+    "tests/system/attacks/",
+    "tests/system/fleet/",
+    "tests/system/injection/",
+    "tests/examples/",
+)
 """Whole fleets run first, so that no process of pytest is left alone with one at the end."""
 
 Serve = Callable[[BrokerAddress], AbstractContextManager[object]]

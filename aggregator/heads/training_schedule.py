@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from aggregator.coordination import rounds
@@ -50,6 +51,7 @@ class HeadTraining:
         self._on_event = on_event
         self._settings = task.file.settings
         self._device_log = DeviceEvents(log)
+        self._accepted: list[Callable[[], None]] = []
         self._due: list[rounds.Train] = []
         self._data_version = store.data_version()
         self._writing = WriteBatch()
@@ -127,8 +129,15 @@ class HeadTraining:
         """Make submitted payloads durable; raises StateError if they cannot be stored."""
         self._writing.finish()
 
+    def log_accepted(self) -> None:
+        """Log the submissions that were accepted and are durable now."""
+        accepted, self._accepted = self._accepted, []
+        for log_each in accepted:
+            log_each()
+
     def reload(self) -> None:
         """Return to the stored state after a failed write."""
+        self._accepted.clear()
         self._writing.discard()
         # The store may still name a training that has failed since.
         running = None if self._due else self.state.training
@@ -198,7 +207,8 @@ class HeadTraining:
             self._replaced_bytes += record.size_bytes
         self._store.submissions.put(self._task.digest, record)
         in_rounds = self._settings.rounds is not None
-        self._device_log.event(
+        log_accepted = partial(
+            self._device_log.event,
             *(logging.INFO, "submission accepted"),
             device=record.device,
             round=record.entry.round if in_rounds else None,
@@ -208,6 +218,7 @@ class HeadTraining:
             devices=sum(map(self.state.decisions.counts, {*submissions, record.device})),
             quorum=self._settings.quorum,
         )
+        self._accepted.append(log_accepted)
 
     def _start(self, train: rounds.Train) -> None:
         job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)

@@ -152,6 +152,7 @@ class Aggregator:
                 for message in messages:
                     self._handle_message(message)
                 self._training.flush()
+            self._training.log_accepted()
             self._receiver.commit()
         except Replaced as replaced:
             with self._receiver.guard():

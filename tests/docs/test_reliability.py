@@ -38,9 +38,7 @@ def test_every_injection_is_of_a_run_that_passed() -> None:
 
 def test_every_row_is_of_a_run_that_passed() -> None:
     """Each fault was provoked as often as its test requires, and nothing was lost or counted twice."""
-    *rows, total = (
-        FaultRow(cells[0], *_numbers(cells[1:])) for cells in _rows("faults")
-    )
+    *rows, total = (FaultRow(cells[0], *_numbers(cells[1:])) for cells in _rows("faults"))
     faults = list(rows)
     for row in faults:
         assert row.provoked >= FAULTS[row.fault].least, row

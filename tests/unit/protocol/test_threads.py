@@ -26,6 +26,19 @@ def test_error_is_reported_with_its_cause(caplog: pytest.LogCaptureFixture) -> N
     assert "Traceback" in caplog.text
 
 
+def test_failure_of_the_system_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A disk or memory that fails is no error of the program: its log has no stack trace."""
+    failures: queue.SimpleQueue[ThreadFailed] = queue.SimpleQueue()
+
+    def run() -> None:
+        raise OSError(5, "Input/output error", "/state/blobs")
+
+    start_thread(run, name="worker", on_failure=failures.put).join()
+    text = "the thread worker has ended unexpectedly: cannot use /state/blobs: Input/output error"
+    assert str(failures.get_nowait()) == text
+    assert "Traceback" not in caplog.text
+
+
 def test_thread_that_returns_is_not_reported() -> None:
     failures: list[ThreadFailed] = []
     start_thread(lambda: None, name="worker", on_failure=failures.append).join()

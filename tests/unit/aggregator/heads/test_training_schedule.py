@@ -81,6 +81,27 @@ def _damaged_tensors(task: Task, store: Store) -> Iterator[None]:
     blob.write_bytes(whole)
 
 
+def test_submission_is_logged_as_accepted_once_it_is_durable(
+    store: Store, task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose write failed is accepted, and logged, when the device has sent it again."""
+    events: Events = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    caplog.set_level(logging.INFO)
+    with contextlib.suppress(StateError), store.transaction():
+        _submit(training, task, "a")
+        raise StateError("the disk is full")
+    training.reload()
+    training.log_accepted()
+    assert "submission accepted" not in caplog.text
+    with store.transaction():
+        _submit(training, task, "a")
+        training.flush()
+    training.log_accepted()
+    training.log_accepted()
+    assert caplog.text.count("submission accepted") == 1
+
+
 def test_failed_round_is_logged_and_retried(
     task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
