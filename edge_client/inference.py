@@ -111,7 +111,7 @@ def open_in_use(
             )
             for digest in installed.backbones
         ]
-        with store.run_head(installed):
+        with store.run_head(installed, is_part=True):
             return installed, backbones, open_installed(store.blobs, installed, backbones)
     except BlobLost as error:
         raise StateError(f"{error}: a running edge-client downloads it again") from error

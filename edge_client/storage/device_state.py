@@ -148,17 +148,17 @@ class DeviceState:
         return heads
 
     @contextlib.contextmanager
-    def run_head(self, head: InstalledHead) -> Iterator[None]:
+    def run_head(self, head: InstalledHead, *, is_part: bool = False) -> Iterator[None]:
         """Count a run of the head in use, which also counts if the head is refused, unless the directory is read-only.
 
-        Of several programs that run it at the same time, one counts.
+        Of several programs that run it at the same time, one counts. `is_part` is as in `Trials.run`.
         """
         lock = FolderLock(self.folder, "predict.lock")
         if self._read_only or not lock.take(wait_s=0):
             yield
             return
         try:
-            with self.trials.run(head.key, what="the head", counts_refusal=True):
+            with self.trials.run(head.key, what="the head", is_part=is_part, counts_refusal=True):
                 yield
         finally:
             lock.release()

@@ -6,6 +6,7 @@ system does not have. The count is written before a graph runs and deleted after
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from protocol.errors import CrashedBefore, GraphRefused, Interrupted, ProtofleetError
 from protocol.storage.database import Database
@@ -19,9 +20,9 @@ MAX_ROWS = 64
 """Counts that are kept, the newest; those of replaced tasks and heads are never deleted otherwise."""
 
 
-def task_key(manifest: TaskManifest) -> bytes:
-    """Return the digest by which the graphs of a task are counted."""
-    return digest_of(encode(manifest))
+def task_key(manifest: TaskManifest, *, purpose: Literal["build", "install"] = "build") -> bytes:
+    """Return the digest by which a task's graphs are counted; it works for one purpose only if it does for this one."""
+    return digest_of(encode(manifest) + purpose.encode())
 
 
 class Trials:
@@ -38,13 +39,20 @@ class Trials:
 
     @contextlib.contextmanager
     def run(
-        self, digest: bytes, *, what: str, max_ends: int | None = MAX_ENDS, counts_refusal: bool = False
+        self,
+        digest: bytes,
+        *,
+        what: str,
+        max_ends: int | None = MAX_ENDS,
+        is_part: bool = False,
+        counts_refusal: bool = False,
     ) -> Iterator[Callable[[], None]]:
         """Count a start before the body runs something, and delete the count after it worked.
 
         Yields a function to call when results are on disk: what ends the program later is counted anew.
-        `max_ends` is None if it is to run however often it has ended the program. A graph that is refused, which ends
-        no program, counts with `counts_refusal` only.
+        `max_ends` is None if it is to run however often it has ended the program. With `is_part`, the body is only a
+        part of what has to work: earlier ends still count. A graph that is refused, which ends no program, counts with
+        `counts_refusal` only.
 
         Raises:
             CrashedBefore: it has ended the program `max_ends` times.
@@ -54,26 +62,26 @@ class Trials:
             times = "once" if ends == 1 else f"{ends} times"
             raise CrashedBefore(f"the program ended {times} while it ran {what}")
         self._write(digest, ends + 1)
-        self._running, starts = digest, ends + 1
+        self._running = digest
 
         def progress() -> None:
-            nonlocal starts
-            if starts > 1:
-                starts = 1
-                self._write(digest, starts)
+            nonlocal ends
+            if ends:
+                ends = 0
+                self._write(digest, 1)
 
         try:
             yield progress
         except Exception as error:
-            refused = isinstance(error, GraphRefused)
-            if isinstance(error, (ProtofleetError, Interrupted)) and not (refused and counts_refusal):
-                self.forget(digest)
+            counts = counts_refusal and isinstance(error, GraphRefused)
+            if isinstance(error, (ProtofleetError, Interrupted)) and not counts:
+                self._write(digest, ends)
             raise  # any other error, such as one of memory, ends the program
         except BaseException:
-            self.forget(digest)  # stopped by its user
+            self._write(digest, ends)  # stopped by its user
             raise
         else:
-            self.forget(digest)
+            self._write(digest, ends if is_part else 0)
         finally:
             self._running = None
 
@@ -84,12 +92,11 @@ class Trials:
                 "UPDATE trials SET starts = starts - 1 WHERE digest = ? AND starts > 0", digest
             )
 
-    def forget(self, digest: bytes) -> None:
-        """Delete a count."""
-        self._database.write("DELETE FROM trials WHERE digest = ?", digest)
-
     def _write(self, digest: bytes, starts: int) -> None:
         with self._database.transaction() as database:
+            if not starts:
+                database.execute("DELETE FROM trials WHERE digest = ?", (digest,))
+                return
             place = "SELECT ?, ?, coalesce(max(place), 0) + 1 FROM trials"
             database.execute("INSERT OR REPLACE INTO trials " + place, (digest, starts))
             database.execute(

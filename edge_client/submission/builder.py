@@ -60,7 +60,8 @@ class SubmissionBuilder:
             if build.round is not None:
                 item = self._rounds.existing_submission(build.task, build.round, above=build.above)
             if item is None:
-                prepared = self._prepare(build, should_stop)
+                with self._workspace.run_task(build.manifest):
+                    prepared = self._prepare(build, should_stop)
                 self._warn(build.manifest, prepared)
                 item = self._put(build, prepared)
         except StateError:

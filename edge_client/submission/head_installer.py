@@ -84,9 +84,10 @@ class HeadInstaller:
 
     def _prepare(self, install: InstallHead, should_stop: Callable[[], bool]) -> _Candidate:
         """Run what a head needs of the task: not a part of its trial, because it is no fault of the head."""
-        found = self._find_images(install, should_stop)
-        described = self._describe(install, found)
-        backbones = [] if install.head.tensors else self._workspace.backbones(install.manifest)
+        with self._workspace.run_task(install.manifest, purpose="install"):
+            found = self._find_images(install, should_stop)
+            described = self._describe(install, found)
+            backbones = [] if install.head.tensors else self._workspace.backbones(install.manifest)
         members = held_out_images(self._workspace, install.manifest)
         return _Candidate(described, backbones, members)
 

@@ -3,9 +3,10 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,30 +63,31 @@ class Workspace:
     store: DeviceState
     cache: FeatureCache
     dry_run: bool = False
+    on_stored: Callable[[], None] = field(default=lambda: None, init=False)
+    """Called within `run_task` when results are on disk."""
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[str, Backbone] = field(default_factory=dict, init=False)
 
-    def run_task(self, manifest: TaskManifest) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    @contextlib.contextmanager
+    def run_task(
+        self, manifest: TaskManifest, *, purpose: Literal["build", "install"] = "build"
+    ) -> Iterator[None]:
         """Count a start of a task's graphs, as `Trials.run` does; a dry run is how the operator tries it again.
 
         Raises:
             CrashedBefore: they have ended the program too often.
         """
         what = "the task's graphs: waiting for another task; to try it again, run edge-client with --dry-run"
-        max_ends = None if self.dry_run else MAX_ENDS
-        return self.store.trials.run(task_key(manifest), what=what, max_ends=max_ends)
+        key, max_ends = task_key(manifest, purpose=purpose), None if self.dry_run else MAX_ENDS
+        with self.store.trials.run(key, what=what, max_ends=max_ends) as self.on_stored:
+            yield
 
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
-        """Return the task's open backbones; they stay open until another task needs others.
-
-        Raises:
-            CrashedBefore: as in `run_task`.
-        """
+        """Return the task's open backbones; they stay open until another task needs others."""
         wanted = {blob.digest.hex(): blob for blob in manifest.backbones}
         if self._backbones.keys() != wanted.keys():
             self._backbones = {}
-            with self.run_task(manifest):
-                self._backbones = {digest: self._open(blob) for digest, blob in wanted.items()}
+            self._backbones = {digest: self._open(blob) for digest, blob in wanted.items()}
         return [self._backbones[digest] for digest in backbone_digests(manifest)]
 
     def find_images(self, manifest: TaskManifest) -> tuple[LabeledImage, ...]:
@@ -125,7 +127,6 @@ class Workspace:
             ConfigError: as in `find_images`.
             Interrupted: `should_stop` returned True.
             PrivacyRefused: the task perturbs images, and there is no secret.
-            CrashedBefore: as in `run_task`.
             BlobLost: a backbone was damaged on disk.
         """
         blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
@@ -148,7 +149,7 @@ class Workspace:
         reporter = ProgressReporter(
             None if self.dry_run else self.store, images=len(images), backbones=len(manifest.backbones)
         )
-        with contextlib.closing(reporter), self.run_task(manifest) as progress:
+        with contextlib.closing(reporter):
             for is_altered, part in parts.items():
                 extraction = extract(
                     part,
@@ -160,7 +161,7 @@ class Workspace:
                     batch_size=settings.batch_size,
                     workers=settings.workers,
                     on_progress=reporter.advance,
-                    on_stored=progress,
+                    on_stored=self.on_stored,
                     should_stop=should_stop,
                     alter=alter if is_altered else None,
                     isolated=is_private(manifest),

@@ -71,7 +71,6 @@ class RoundTraining:
             Diverged: the training reached NaN or infinity; the local model is unchanged.
             Interrupted: `should_stop` returned True.
             NoPrototype: no class has enough images.
-            CrashedBefore: the task's graphs have ended the program too often.
         """
         released = group_images(self._workspace, manifest, found)
         images = sorted(
@@ -83,25 +82,23 @@ class RoundTraining:
         images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
         about = (task.hex(), round_manifest.number, round_manifest.tensors.digest.hex(), images_digest)
 
-        with self._workspace.run_task(manifest) as progress:
+        def on_checkpoint(checkpoint: Checkpoint) -> None:
+            if not self._workspace.dry_run:
+                write_atomically(self._checkpoint_file, local_round.pack_checkpoint(checkpoint, about))
+                self._workspace.on_stored()
 
-            def on_checkpoint(checkpoint: Checkpoint) -> None:
-                if not self._workspace.dry_run:
-                    write_atomically(self._checkpoint_file, local_round.pack_checkpoint(checkpoint, about))
-                    progress()
-
-            result = local_round.train_round(
-                manifest,
-                round_manifest,
-                data=self._training_set(manifest, images),
-                last=self._local_model(task),
-                resumed=self._checkpoint(about),
-                blobs=self._store.blobs,
-                device_id=self._workspace.settings.device_id,
-                hooks=TrainingHooks(
-                    on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress
-                ),
-            )
+        result = local_round.train_round(
+            manifest,
+            round_manifest,
+            data=self._training_set(manifest, images),
+            last=self._local_model(task),
+            resumed=self._checkpoint(about),
+            blobs=self._store.blobs,
+            device_id=self._workspace.settings.device_id,
+            hooks=TrainingHooks(
+                on_checkpoint=on_checkpoint, should_stop=should_stop, on_progress=on_progress
+            ),
+        )
         values = result.prototypes.astype(np.float32)
         secret = self._workspace.secret(manifest) if manifest.perturbation else b""
         return PreparedSubmission(
@@ -142,9 +139,9 @@ class RoundTraining:
         """Store the model to which a device that trained in no round binds a head; returns its digest."""
         images = found.for_training()
         data = self._training_set(manifest, images) if images else None
-        with self._workspace.run_task(manifest):
-            model = local_round.initial_model(manifest, tensors, data=data, blobs=self._store.blobs)
-        packed = local_round.pack(model)
+        packed = local_round.pack(
+            local_round.initial_model(manifest, tensors, data=data, blobs=self._store.blobs)
+        )
         with self._store.keeping:
             digest = self._store.blobs.put(packed)
             self._store.set(StoredInitialModel(digest))

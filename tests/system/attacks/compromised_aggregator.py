@@ -73,14 +73,8 @@ class CompromisedAggregator:
         self._client.subscribe(f"pf/1/{FLEET}/d/#")
         online = encode(Presence(state="online", epoch=1))
         self._client.publish(fleet_topic(FLEET, "state"), online, retain=True)
-        path = self.fleet.root / "tiny.onnx"
-        path.write_bytes(self.backbone)
-        weights = np.random.default_rng(0).normal(size=(16, len(CLASSES))).astype(np.float32)
-        self.valid_head = linear_head(
-            [open_backbone(path, provider="cpu", threads=1)], weights, classes=CLASSES
-        )
         self._task = self.publish_task(self.backbone)
-        self.publish_head(self.valid_head)
+        self.publish_valid_head()
         self.start_device()
         assert self.wait_for_report() == ""
         return self
@@ -127,6 +121,16 @@ class CompromisedAggregator:
             tensors = self._serve(encode(Tensors(values={})))
             self._publish("round", RoundManifest(task=task, number=0, rounds=2, epochs=1, tensors=tensors))
         return task
+
+    def publish_valid_head(self) -> None:
+        """Publish another valid head of the first task."""
+        path = self.fleet.root / "tiny.onnx"
+        path.write_bytes(self.backbone)
+        weights = np.random.default_rng(self._version).normal(size=(16, len(CLASSES))).astype(np.float32)
+        self.valid_head = linear_head(
+            [open_backbone(path, provider="cpu", threads=1)], weights, classes=CLASSES
+        )
+        self.publish_head(self.valid_head)
 
     def publish_head(self, file: bytes) -> None:
         """Publish a head of the first task."""

@@ -1,6 +1,7 @@
 """ONNX graphs that no device may run, or not to their end: each is a valid one with a change."""
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -31,15 +32,32 @@ def custom_domain_in_function(model: onnx.ModelProto) -> None:
     model.functions.append(helper.make_function("", "Innocent", ["x"], ["y"], body, []))
 
 
-def _add_to_feature(model: onnx.ModelProto, nodes: list[onnx.NodeProto], **constants: object) -> None:
-    """Prepend nodes and add their output `extra` to the input `feature`."""
+def sparse_tensor(model: onnx.ModelProto) -> None:
+    """Declare terabytes of zeros in a few bytes."""
+    values, indices = (
+        numpy_helper.from_array(array, name)
+        for array, name in ((np.ones(1, np.float32), "sparse"), (np.zeros(1, np.int64), "places"))
+    )
+    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [2**40]))
+
+
+def declared_tensor(model: onnx.ModelProto) -> None:
+    """Declare a tensor of terabytes without its values."""
+    model.graph.initializer.add(name="declared", data_type=TensorProto.FLOAT, dims=[2**20, 2**20])
+
+
+def _add_to_input(model: onnx.ModelProto, nodes: list[onnx.NodeProto], **constants: object) -> None:
+    """Prepend nodes and add their output `extra` to the first float32 tensor: a head's input, a backbone's pixels."""
     model.graph.initializer.extend(
         numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()
     )
     kept = list(model.graph.node)
-    kept[0].input[0] = "changed_feature"
+    if kept[0].op_type == "Cast":
+        nodes = [*nodes, kept.pop(0)]
+    first = nodes[-1].output[0] if nodes[-1].op_type == "Cast" else kept[0].input[0]
+    kept[0].input[0] = "changed"
     del model.graph.node[:]
-    model.graph.node.extend([*nodes, make_node("Add", ["feature", "extra"], ["changed_feature"]), *kept])
+    model.graph.node.extend([*nodes, make_node("Add", [first, "extra"], ["changed"]), *kept])
 
 
 def infinite_loop(model: onnx.ModelProto, *, held_bytes: int = 0) -> None:
@@ -60,7 +78,7 @@ def infinite_loop(model: onnx.ModelProto, *, held_bytes: int = 0) -> None:
         make_node("Add", ["counted", "again"], ["extra"]),
     ]
     size, one = np.array([max(1, held_bytes // 4)]), np.ones(1, np.float32)
-    _add_to_feature(model, nodes, size=size, turns=np.int64(2**62), go_on=np.True_, one_i=one)
+    _add_to_input(model, nodes, size=size, turns=np.int64(2**62), go_on=np.True_, one_i=one)
 
 
 def huge_constant(model: onnx.ModelProto) -> None:
@@ -69,7 +87,7 @@ def huge_constant(model: onnx.ModelProto) -> None:
         make_node("ConstantOfShape", ["size"], ["held"]),
         make_node("ReduceMax", ["held"], ["extra"], keepdims=1),
     ]
-    _add_to_feature(model, nodes, size=np.array([2**40]))
+    _add_to_input(model, nodes, size=np.array([2**40]))
 
 
 def huge_tile(model: onnx.ModelProto) -> None:
@@ -78,18 +96,30 @@ def huge_tile(model: onnx.ModelProto) -> None:
         make_node("Tile", ["feature", "repeats"], ["wide"]),
         make_node("ReduceMax", ["wide"], ["extra"], keepdims=1, axes=[1]),
     ]
-    _add_to_feature(model, nodes, repeats=np.array([1, 2**28]))
+    _add_to_input(model, nodes, repeats=np.array([1, 2**28]))
+
+
+def constant_products(model: onnx.ModelProto) -> None:
+    """Multiply constant matrices for minutes, which ONNX Runtime would do while it loads the file."""
+    names = [f"product_{number}" for number in range(200)]
+    nodes = [make_node("ConstantOfShape", ["edges"], names[:1])]
+    nodes += [make_node("MatMul", [names[0], first], [second]) for first, second in itertools.pairwise(names)]
+    nodes.append(make_node("ReduceMax", names[-1:], ["extra"], keepdims=0))
+    _add_to_input(model, nodes, edges=np.array([1500, 1500]))
 
 
 REFUSED: dict[Change, str] = {
     external_data: "other files",
     custom_domain: "ONNX's own operators alone",
     custom_domain_in_function: "ONNX's own operators alone",
+    sparse_tensor: "expected dense tensors",
+    declared_tensor: "expected tensors of at most",
 }
 EXHAUSTING: dict[Change, str] = {
     huge_constant: "fails on its inputs",
     huge_tile: "fails on its inputs",
     infinite_loop: "exceeded the time limit of",
+    constant_products: "exceeded the time limit of",
 }
 """Changes, and words of the problem that the device reports."""
 

@@ -46,7 +46,7 @@ def foreign_graphs(fleet: AttackedFleet) -> Iterator[bool]:
     otherwise=REPORT,
 )
 def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
-    """Terabytes at once, gigabytes by repetition, an infinite loop; then one for which the program is killed."""
+    """Terabytes at once, gigabytes by repetition, endless loops and products; then one that gets the program killed."""
     with CompromisedAggregator(fleet, "exhausting") as aggregator:
         for change, words in EXHAUSTING.items():
             aggregator.publish_head(changed(aggregator.valid_head, change))
@@ -57,7 +57,38 @@ def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
             _kill_when_large(fleet)
             aggregator.start_device()
         problem = aggregator.wait_for_report()
-        yield "ended 3 times while testing it" not in problem or not aggregator.device_uses_valid_head()
+        yield "ended 3 times while it ran the head" not in problem or not aggregator.device_uses_valid_head()
+
+
+@attack(
+    "a backbone that exhausts memory or never returns, signed by the aggregator",
+    stopped_by="device",
+    otherwise="the device's `problem`",
+)
+def exhausting_backbones(fleet: AttackedFleet) -> Iterator[bool]:
+    """A loop, which another task ends; then one for which the program is killed three times, also by the next start."""
+    with CompromisedAggregator(fleet, "backbones") as aggregator:
+        endless = changed(aggregator.backbone, infinite_loop)
+        aggregator.publish_task(endless)
+        fleet.wait_for_log(DEVICE, "computing features", times=2)
+        yield not _follows_another_task(aggregator)
+        deadly = functools.partial(infinite_loop, held_bytes=HELD_BYTES)
+        aggregator.publish_task(changed(aggregator.backbone, deadly))
+        for _ in range(3):
+            _kill_when_large(fleet)
+            aggregator.start_device()
+        aggregator.wait_for_problem("ended 3 times while it ran the task's graphs")
+        yield not aggregator.device_uses_valid_head() or fleet.processes[DEVICE].poll() is not None
+        yield not _follows_another_task(aggregator)
+
+
+def _follows_another_task(aggregator: CompromisedAggregator) -> bool:
+    """Publish the valid task again with another head; return whether the same program of the device uses that."""
+    program = aggregator.fleet.processes[DEVICE]
+    aggregator.publish_task(aggregator.backbone)
+    aggregator.publish_valid_head()
+    problem = aggregator.wait_for_report()
+    return not problem and aggregator.device_uses_valid_head() and program.poll() is None
 
 
 def _kill_when_large(fleet: AttackedFleet) -> None:
