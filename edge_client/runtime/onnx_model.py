@@ -187,10 +187,11 @@ def _slots(values: list[Any]) -> dict[str, Slot]:
 
 @dataclass
 class _Run:
-    """A run's ONNX Runtime options, and its time limit, a time of the monotonic clock."""
+    """A run's ONNX Runtime options, its time limit, a time of the monotonic clock, and its thread."""
 
     options: Any
     until_s: float
+    thread: int
 
 
 class _Watchdog(threading.Thread):
@@ -200,6 +201,7 @@ class _Watchdog(threading.Thread):
         super().__init__(name="watchdog", daemon=True)
         self._changed = threading.Condition()
         self._runs: dict[int, _Run] = {}
+        self._interrupted: set[int] = set()
 
     def watch(self, run: _Run) -> None:
         """Terminate a run at its time limit, and the program if that has no effect."""
@@ -207,16 +209,22 @@ class _Watchdog(threading.Thread):
             if not self.is_alive():
                 self.start()
             self._runs[id(run)] = run
+            self._limit()
             self._changed.notify()
 
     def release(self, run: _Run) -> None:
         with self._changed:
             del self._runs[id(run)]
 
-    def interrupt(self) -> None:
-        """Make the time limit of all runs now."""
+    def interrupt(self, thread: int, *, on: bool) -> None:
+        """Make the time limit of a thread's runs now, of later ones too, or with `on` False allow them again."""
         with self._changed:
-            for run in self._runs.values():
+            (self._interrupted.add if on else self._interrupted.discard)(thread)
+            self._limit()
+
+    def _limit(self) -> None:
+        for run in self._runs.values():
+            if run.thread in self._interrupted:
                 run.until_s = min(run.until_s, time.monotonic())
 
     def run(self) -> None:
@@ -234,9 +242,14 @@ class _Watchdog(threading.Thread):
 _WATCHDOG = _Watchdog()
 
 
-def interrupt_runs() -> None:
-    """End all runs in progress, which raise GraphRefused: their results are no longer needed."""
-    _WATCHDOG.interrupt()
+def interrupt_runs(thread: int) -> None:
+    """End a thread's runs, which raise GraphRefused, until `allow_runs`: their results are no longer needed."""
+    _WATCHDOG.interrupt(thread, on=True)
+
+
+def allow_runs(thread: int) -> None:
+    """Let a thread run graphs again."""
+    _WATCHDOG.interrupt(thread, on=False)
 
 
 def _end_program() -> None:
@@ -249,7 +262,7 @@ def _end_program() -> None:
 def _time_limit(limit_s: float) -> Iterator[Any]:
     """Yield ONNX Runtime options that end a run after a time, between two operators or iterations of a loop."""
     options = require_runtime().RunOptions()
-    run = _Run(options, time.monotonic() + limit_s)
+    run = _Run(options, time.monotonic() + limit_s, threading.get_ident())
     _WATCHDOG.watch(run)
     try:
         yield options

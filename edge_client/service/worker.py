@@ -3,14 +3,15 @@
 import contextlib
 import logging
 import queue
+import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, head_key
 from edge_client.config import Settings
-from edge_client.runtime.onnx_model import interrupt_runs
+from edge_client.runtime.onnx_model import allow_runs, interrupt_runs
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
@@ -21,9 +22,6 @@ from protocol.errors import BlobLost, Interrupted, ProtofleetError, StateError
 from protocol.log import event
 from protocol.threads import start_thread
 from protocol.wire.messages import TaskManifest
-
-if TYPE_CHECKING:
-    import threading
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +64,8 @@ class Worker:
     def follow(self, task: bytes | None) -> None:
         """Make a task the current one, and end runs of the previous one's graphs."""
         self.task = task
-        if self._thread is not None:
-            interrupt_runs()
+        if self._thread is not None and self._thread.ident is not None:
+            interrupt_runs(self._thread.ident)
 
     def stop(self) -> None:
         """Drop all jobs and wait up to 5 s for the running one, whose end is no fault of what it runs."""
@@ -102,6 +100,7 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            allow_runs(threading.get_ident())  # a job of an earlier task ends at once by itself
             try:
                 job()
             except BaseException as error:

@@ -1,5 +1,6 @@
 """Heads on the device: opened, refused, evaluated, and used to predict."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,25 @@ def test_infinite_loop_in_a_head_exceeds_the_time_limit(
     with pytest.raises(GraphRefused, match="exceeded the time limit"):
         open_head(changed(good, infinite_loop), backbones=[backbone])
     assert open_head(good, backbones=[backbone]).probabilities(np.zeros((1, 16), np.float32)).shape == (1, 2)
+
+
+def test_interrupted_thread_runs_no_graph_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that runs nor a later one, until its runs are allowed again."""
+    backbone = tiny(tmp_path)
+    endless = changed(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), infinite_loop)
+    thread = threading.get_ident()
+    later = threading.Timer(0.3, onnx_model.interrupt_runs, [thread])
+    later.start()
+    try:
+        for _ in range(2):
+            with pytest.raises(GraphRefused, match="the time limit"):
+                open_head(endless, backbones=[backbone])
+    finally:
+        later.join()
+        onnx_model.allow_runs(thread)
+    monkeypatch.setattr(onnx_model, "MAX_RUN_S", 0.5)
+    with pytest.raises(GraphRefused, match="exceeded the time limit of 0 s"):
+        open_head(endless, backbones=[backbone])
 
 
 def test_features_of_several_backbones_are_concatenated_in_order(tmp_path: Path) -> None:
