@@ -63,8 +63,8 @@ class Workspace:
     store: DeviceState
     cache: FeatureCache
     dry_run: bool = False
-    on_stored: Callable[[], None] = field(default=lambda: None, init=False)
-    """Called within `run_task` when results are on disk."""
+    on_stored: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
+    """Called when results are on disk, which `run_task` counts as progress."""
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[str, Backbone] = field(default_factory=dict, init=False)
 
@@ -79,8 +79,12 @@ class Workspace:
         """
         what = "the task's graphs: waiting for another task; to try it again, run edge-client with --dry-run"
         key, max_ends = task_key(manifest, purpose=purpose), None if self.dry_run else MAX_ENDS
-        with self.store.trials.run(key, what=what, max_ends=max_ends) as self.on_stored:
-            yield
+        with self.store.trials.run(key, what=what, max_ends=max_ends) as progress:
+            self.on_stored = progress
+            try:
+                yield
+            finally:
+                self.on_stored = _do_nothing
 
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
         """Return the task's open backbones; they stay open until another task needs others."""
@@ -215,6 +219,10 @@ class Workspace:
             log.warning("%s", backbone.model.note)
         self.store.set(BackboneProvider(backbone.model.provider))
         return backbone
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def backbone_digests(task: TaskManifest) -> list[str]:
