@@ -177,6 +177,10 @@ class SendFrames(Action, frozen=True):
     ranges: Ranges
 
 
+class CheckOutbox(Action, frozen=True):
+    """Verify the items in the outbox: the aggregator has received other bytes than their digests are of."""
+
+
 class StoreReceipt(Action, frozen=True):
     """Record that the aggregator has received an item."""
 

@@ -165,7 +165,7 @@ def _back_off(upload: Upload, now_s: float) -> Upload:
 def _refused(state: State, upload: Upload, receipt: Receipt) -> events.Step:
     if receipt.reason == "digest" and upload.damaged + 1 < MAX_DAMAGED:
         damaged = restart(replace(upload, missing=(), damaged=upload.damaged + 1))
-        return _with_upload(state, damaged), ()
+        return _with_upload(state, damaged), (events.CheckOutbox(),)
     state = _without_upload(state, upload)
     text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
     exits = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}

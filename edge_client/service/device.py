@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from edge_client.agent import events, state_machine
-from edge_client.agent.state import Mode, State, UploadItem
+from edge_client.agent.state import Kind, Mode, State, UploadItem
 from edge_client.config import Settings
 from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.service.duplicates import OwnTopic, require_not_copied
@@ -249,6 +249,8 @@ class Device:
             case events.SendFrames():
                 if not self._publisher.send_frames(action):  # replaced by a newer item
                     self._inbox.put(events.OutboxSeen(self._store.outbox.items()))
+            case events.CheckOutbox():
+                self._check_outbox()
             case events.StoreReceipt(item=item):
                 self._store_receipt(item)
             case events.ReportBlocked(reason=reason):
@@ -258,6 +260,16 @@ class Device:
                 log.log(logging.ERROR if error else logging.INFO, "%s", text)
             case events.Exit():
                 self._exit = action
+
+    def _check_outbox(self) -> None:
+        """Build again what was damaged on disk: a submission from the images, an evaluation by another trial."""
+        kinds = _drop_damaged(self._store)
+        if kinds:
+            self._inbox.put(events.OutboxSeen(self._store.outbox.items()))
+        if "submission" in kinds:
+            self._inbox.put(events.BlobsMissing(frozenset(), "build"))
+        if "evaluation" in kinds:
+            self._inbox.put(events.HeadReturned(None))
 
     def _announce(self) -> None:
         self._publisher.send_presence()
@@ -281,12 +293,19 @@ class Device:
             log_event(log, logging.INFO, "submission received by the aggregator", digest=item.digest)
 
 
+def _drop_damaged(store: DeviceState) -> set[Kind]:
+    """Delete damaged items from the outbox, and return their kinds."""
+    damaged = store.outbox.drop_damaged()
+    if damaged:
+        log_event(log, logging.WARNING, "deleted damaged items from the outbox", items=len(damaged))
+    return {item.kind for item in damaged}
+
+
 def _stored_state(settings: Settings, store: DeviceState) -> State:
     """Return the state at the start; a head without an evaluation is installed again."""
     if settings.mode is not Mode.DRY_RUN:
         store.set(UploadProblem(), TaskProblem(), ManifestProblem())
-        if damaged := store.outbox.drop_damaged():
-            log_event(log, logging.WARNING, "deleted damaged items from the outbox", items=damaged)
+        _drop_damaged(store)
     head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key
     key = head.key if head else None
     reported = {evaluated, *(item.head for item in store.outbox.items())}

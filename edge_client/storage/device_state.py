@@ -43,6 +43,12 @@ log = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 
+_ADVICE = (
+    "keep the folder, and restore it whole from its newest backup. Another --state forgets what was spent on privacy: "
+    "under differential privacy use it with other images only, since the same ones would spend epsilon again"
+)
+"""What to do about a damaged database: it has the privacy ledger."""
+
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 CREATE TABLE outbox (
@@ -114,6 +120,7 @@ class DeviceState:
             read_only=read_only,
             lock=self._lock,
             exclusive=lock,
+            advice=_ADVICE,
         )
         if lock:
             delete_temporary_files(folder)

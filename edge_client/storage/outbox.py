@@ -68,12 +68,12 @@ class Outbox:
             for digest, size, kind, task, about, received in self._database.read(query)
         )
 
-    def drop_damaged(self) -> int:
-        """Delete items whose bytes have changed on disk, and return how many; they are built again."""
+    def drop_damaged(self) -> list[UploadItem]:
+        """Delete and return items whose bytes have changed on disk; they are built again."""
         damaged = [item for item in self.items() if self._digest(item) != item.digest]
         with self._database.transaction() as database:
             database.executemany("DELETE FROM outbox WHERE digest = ?", [(item.digest,) for item in damaged])
-        return len(damaged)
+        return damaged
 
     def _digest(self, item: UploadItem) -> bytes:
         sha256 = hashlib.sha256()
@@ -92,9 +92,9 @@ class Outbox:
                 return [bytes(blob[start:stop]) for start, stop in ranges]
 
     def payload(self, item: UploadItem) -> bytes | None:
-        """Return all bytes of an item; None if a newer item has replaced it."""
+        """Return all bytes of an item; None if a newer item has replaced it, or they have changed on disk."""
         pieces = self.read(item.digest, ((0, item.size_bytes),))
-        return pieces[0] if pieces else None
+        return pieces[0] if pieces and digest_of(pieces[0]) == item.digest else None
 
     def receive(self, digest: bytes, *, facts: tuple[msgspec.Struct, ...] = ()) -> bool:
         """Record that the aggregator has an item for good, and return whether it was still waiting.

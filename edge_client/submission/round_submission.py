@@ -48,7 +48,8 @@ class RoundTraining:
             return None
         if not above:
             return last
-        payload = outbox.payload(last) or b""
+        if (payload := outbox.payload(last)) is None:
+            return None  # damaged on disk
         message = decode(payload, Submission, max_bytes=len(payload))
         sequence = self._store.next_number(SubmissionSequence, above=above)
         renumbered = encode(msgspec.structs.replace(message, sequence=sequence))

@@ -35,13 +35,14 @@ class Database:
             that no running program of another version can have open.
         is_cache: the contents can be computed again. A damaged file is renamed to `.damaged` and created anew; a
             file of another schema version is deleted and created anew.
+        advice: what to do if the file is damaged, for error messages.
         pragmas: set before or in place of WAL, synchronous FULL, and 1 MiB for the log between transactions.
 
     Raises:
         StateError: the file cannot be used, has another schema version, or another process holds the lock.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first are of the few files that exist
         self,
         file: Path,
         *,
@@ -51,6 +52,7 @@ class Database:
         lock: FolderLock | None = None,
         exclusive: bool = False,
         is_cache: bool = False,
+        advice: str = "restore it from a backup, or use another --state",
         pragmas: Mapping[str, str | int] | None = None,
     ) -> None:
         self.file = file
@@ -58,6 +60,7 @@ class Database:
         self._migrations = migrations
         self._read_only = read_only
         self._is_cache = is_cache
+        self._advice = advice
         # Those of the caller first: auto_vacuum has no effect once the file has pages.
         self._pragmas = {} if read_only else {**(pragmas or {}), **_PRAGMAS, **(pragmas or {})}
         self._thread_lock = threading.RLock()
@@ -192,9 +195,7 @@ class Database:
             if not _is_damage(error):
                 raise StateError(f"cannot use {self.file}: {error}") from error
             if not self._is_cache:
-                raise StateError(
-                    f"cannot use {self.file}: {error}: restore it from a backup, or use another --state"
-                ) from error
+                raise StateError(f"cannot use {self.file}: {error}: {self._advice}") from error
             self._db.close()
             self._move_damaged()
             self._db = self._connect()

@@ -1,5 +1,6 @@
 """Tasks and heads that end the device program, and files that its disk has changed."""
 
+import sqlite3
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from edge_client.training import local_round
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import encode
-from protocol.wire.messages import HeadManifest
+from protocol.wire.messages import HeadManifest, Receipt
 from tests.support.device_factory import TINY, make_manifest, make_settings, run_jobs
 from tests.support.graphs import tiny_backbone
 from tests.support.round_factory import look_at, open_round, take_images
@@ -225,6 +226,30 @@ def test_a_build_without_its_backbone_is_repeated(bench: HeadBench) -> None:
     assert bench.emitted == [events.BlobsMissing(frozenset({TINY.digest}), "build")]
     path.write_bytes(tiny_backbone())
     assert build(bench, events.BuildSubmission(bench.task, bench.manifest)).item is not None
+
+
+def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(
+    bench: HeadBench, tmp_path: Path
+) -> None:
+    """The aggregator refuses other bytes than their digest is of, which sending them again does not correct."""
+    settings = make_settings(tmp_path, holdout=0.5, broker=BrokerAddress("localhost", 1883))
+    device, damaged = Device(settings, bench.store), bench.store.outbox.newest_submission()
+    device._publisher.send = lambda _: None  # type: ignore[method-assign, assignment]
+    device._worker.follow(bench.task)
+    device._step(events.TaskSeen(bench.task, bench.manifest))
+    device._step(events.OutboxSeen(bench.store.outbox.items()))
+    with sqlite3.connect(bench.store.folder / "device.sqlite") as other:
+        other.execute("UPDATE payloads SET bytes = zeroblob(length(bytes))")
+    assert damaged is not None
+    device._step(Receipt(digest=damaged.digest, status="refused", reason="digest"))
+    for _ in range(2):
+        device._handle(device._inbox.get(timeout=1))
+    run_jobs(device._worker)
+    built = device._inbox.get(timeout=1)
+    assert isinstance(built, events.SubmissionBuilt)
+    assert built.item is not None
+    assert bench.store.outbox.payload(built.item) is not None
+    assert bench.store.outbox.items() == (built.item,)
 
 
 def test_a_blob_that_disappears_is_downloaded_again(bench: HeadBench, tmp_path: Path) -> None:

@@ -91,6 +91,14 @@ def test_second_program_is_locked_out_until_the_first_ends(tmp_path: Path) -> No
     DeviceState(tmp_path, lock=True)
 
 
+def test_a_damaged_database_is_not_to_be_deleted(tmp_path: Path) -> None:
+    """It has the privacy ledger: the advice states what another state directory costs."""
+    DeviceState(tmp_path)
+    (tmp_path / "device.sqlite").write_bytes(b"damaged" * 2000)
+    with pytest.raises(StateError, match=r"keep the folder, .* would spend epsilon again"):
+        DeviceState(tmp_path)
+
+
 def test_unusable_directory_is_named_in_the_error(tmp_path: Path) -> None:
     """A file in place of the folder, and a folder without state to read."""
     (tmp_path / "file").write_text("")

@@ -145,13 +145,14 @@ def test_unstorable_fact_leaves_the_old_item(state: DeviceState) -> None:
 
 
 def test_damaged_item_is_deleted(tmp_path: Path, state: DeviceState) -> None:
-    keep(state, b"damaged" * 1000)
+    damaged = keep(state, b"damaged" * 1000)
     whole = state.outbox.keep("evaluation", b"5 correct", task=TASK, about=KEY)
-    assert state.outbox.drop_damaged() == 0
+    assert state.outbox.drop_damaged() == []
     with sqlite3.connect(tmp_path / "device.sqlite") as other:
         other.execute("UPDATE payloads SET bytes = zeroblob(7000) WHERE length(bytes) = 7000")
     again = DeviceState(tmp_path)
-    assert again.outbox.drop_damaged() == 1
+    assert again.outbox.payload(damaged) is None
+    assert again.outbox.drop_damaged() == [damaged]
     assert again.outbox.items() == (whole,)
 
 
@@ -196,7 +197,7 @@ def test_killed_program_leaves_the_last_item_or_the_next(tmp_path: Path, seed: i
         received = [item.about for item in state.outbox.items() if item.received]
         acknowledged = state.get(Epoch).number
         assert received == ([str(acknowledged)] if acknowledged else [])
-        assert state.outbox.drop_damaged() == 0
+        assert state.outbox.drop_damaged() == []
 
 
 def test_file_size_is_bounded(tmp_path: Path, state: DeviceState) -> None:
