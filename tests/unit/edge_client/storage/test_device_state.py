@@ -93,7 +93,6 @@ def test_second_program_is_locked_out_until_the_first_ends(tmp_path: Path) -> No
 
 def test_a_damaged_database_is_not_to_be_deleted(tmp_path: Path) -> None:
     """It has the privacy ledger: the advice states what another state directory costs."""
-    DeviceState(tmp_path)
     (tmp_path / "device.sqlite").write_bytes(b"damaged" * 2000)
     with pytest.raises(StateError, match=r"keep the folder, .* would spend epsilon again"):
         DeviceState(tmp_path)
