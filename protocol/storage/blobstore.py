@@ -224,18 +224,18 @@ class BlobStore:
 
     def _deleted(self, digest: bytes) -> BlobLost:
         """Delete a damaged blob or move it, so that it is downloaded again, and return the error to raise."""
-        path, done = self.path(digest), "deleted"
+        path, text = self.path(digest), "was damaged on disk and has been deleted"
         with contextlib.suppress(OSError):
             if self._damaged is None:
                 path.unlink()
             else:
                 self._damaged.mkdir(exist_ok=True)
                 path.replace(self._damaged / path.name)
-                done = f"moved to {self._damaged}"
+                text = f"was damaged on disk and has been moved to {self._damaged}"
                 moved = sorted(self._damaged.iterdir(), key=lambda file: file.stat().st_ctime)
                 for old in moved[:-MAX_DAMAGED]:
                     old.unlink()
-        return BlobLost(digest, f"{path} was damaged on disk and has been {done}")
+        return BlobLost(digest, f"{path} {text}")
 
     def partial_bytes(self, digest: bytes) -> int:
         """Return the size of an unfinished download, which is the offset to resume at."""
