@@ -43,7 +43,7 @@ class Result:
     method: str
     seed: int
     accuracy: float
-    """Of the honest devices' heads, over all classes alike, mean over devices; 0 if their submissions are refused."""
+    """Of the honest devices' heads, over all classes alike, mean over devices; 0 if a submission is refused."""
 
 
 @click.command("poisoned-rounds")
@@ -132,9 +132,7 @@ def run(
         return falsified(part, attack) if number < liars else part
 
     accuracy = 0.0
-    with contextlib.suppress(
-        Refused
-    ):  # the model is lost: losses or changes of honest devices are out of range
+    with contextlib.suppress(Refused):  # a device's loss or values have left the accepted range
         outcome = run_rounds(
             msgspec.convert({"rounds": rounds}, ALGORITHMS[algorithm]),
             fleet,
