@@ -1,6 +1,8 @@
 """ONNX Runtime sessions: providers, coverage of accelerators, threads and file formats."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -60,3 +62,24 @@ def test_releasing_memory_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in (object(), OSError()):
         monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=[library]))
         release_memory()
+
+
+_LATE = """
+import time
+from edge_client.runtime import onnx_model
+
+onnx_model.GRACE_S = 0.1
+with getattr(onnx_model, "{limit}")(0.1):
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"), [("_load_limit", "Timeout"), ("_time_limit", "cannot be interrupted")]
+)
+def test_what_cannot_be_interrupted_ends_the_program(limit: str, words: str) -> None:
+    """A load, and a run that goes on after its time limit: the end is counted, and its cause is on stderr."""
+    program = [sys.executable, "-c", _LATE.format(limit=limit)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=50, check=False)
+    assert ended.returncode == 1
+    assert words in ended.stderr
