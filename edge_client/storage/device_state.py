@@ -47,7 +47,7 @@ _ADVICE = (
     "keep the folder, and restore it whole from its newest backup. Another --state forgets what was spent on privacy: "
     "under differential privacy use it with other images only, since the same ones would spend epsilon again"
 )
-"""What to do about a damaged database: it has the privacy ledger."""
+"""Advice for a damaged database, which has the privacy ledger."""
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
