@@ -46,18 +46,22 @@ def identity_of(state: Path) -> bytes:
 
 
 class ManifestSigner:
-    """Signs the manifests of one fleet with `key`, 32 bytes; the store keeps the release numbers."""
+    """Signs the manifests of one fleet with `key`, 32 bytes; the store keeps the release numbers.
+
+    A new key starts with the clock's, whatever was signed with the one before.
+    """
 
     def __init__(self, store: Store, *, key: bytes, fleet: str) -> None:
         self._store = store
         self._key = key
         self._fleet = fleet
+        self._public = public_key(key).hex()
         stored = store.facts.get(ManifestNumbers)
-        self._releases = dict(stored.numbers) if stored is not None else {}
+        self._releases = dict(stored.numbers) if stored is not None and stored.key == self._public else {}
         self._signed: dict[FleetChannel, _Last] = {}
         self._is_unkept = False
         self._certificates = key_certificates(store.folder, public_key(key))
-        found, before = SigningKey(public_key(key).hex()), store.facts.get(SigningKey)
+        found, before = SigningKey(self._public), store.facts.get(SigningKey)
         if before is not None and before != found:
             event(
                 log,
@@ -123,7 +127,7 @@ class ManifestSigner:
         Raises StateError if that fails. Then only the clock keeps the next start from using smaller ones.
         """
         if self._is_unkept:
-            self._store.facts.put(ManifestNumbers(self._releases))
+            self._store.facts.put(ManifestNumbers(self._releases, self._public))
             self._is_unkept = False
 
 

@@ -29,9 +29,10 @@ class SigningKey(msgspec.Struct, frozen=True):
 
 
 class ManifestNumbers(msgspec.Struct, frozen=True):
-    """The last release number of each fleet channel."""
+    """The last release number of each fleet channel, signed with `key` (public, in hex)."""
 
     numbers: Mapping[str, int]
+    key: str
 
 
 class TrainingProgress(msgspec.Struct, frozen=True):

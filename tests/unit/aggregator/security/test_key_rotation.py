@@ -10,12 +10,12 @@ import pytest
 from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
 from aggregator.security import key_rotation
 from aggregator.security.enrollment import enroll
-from aggregator.security.key_rotation import issue_key, rotate_key
+from aggregator.security.key_rotation import issue_key, key_certificates, rotate_key
 from aggregator.storage.store import Store
 from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify, with_operator_key
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
-from protocol.wire.signing import open_manifest, public_key
+from protocol.wire.signing import open_manifest, public_key, sign_manifest
 
 
 @pytest.fixture
@@ -80,6 +80,40 @@ def test_a_root_key_that_is_kept_elsewhere_replaces_a_stolen_key(
         ManifestTrust(), card.aggregator_key, number=card.aggregator_key_number, root=card.root_key
     )
     assert seen_by(enrolled, store).number == device.number
+
+
+def test_the_greatest_number_of_a_stolen_key_does_not_outlast_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thief signs the greatest release, in the far future; devices follow the key that replaces the stolen one."""
+    device = seen_by(ManifestTrust(), store)
+    issue_key(tmp_path / "root.key", fleet="barn", out=tmp_path / "new-1")
+    rotate_key(store, fleet="barn", issued=tmp_path / "new-1")
+    stolen, greatest = identity_of(store.folder), 2**63 - 1
+    forged = sign_manifest(
+        b"forged",
+        key=stolen,
+        fleet="barn",
+        channel="task",
+        release=greatest,
+        issued_s=greatest,
+        expires_s=greatest,
+        certificates=key_certificates(store.folder, public_key(stolen)),
+    )
+    signer = ManifestSigner(store, key=stolen, fleet="barn")
+    assert signer.has_signed("task", forged)  # as found on the broker
+    signer.sign("task", b"task")
+    signer.keep()
+    device = verify(device, "task", open_manifest(forged, fleet="barn", channel="task"))
+    assert (device.key, device.seen["task"][0]) == (public_key(stolen), greatest)
+    later_s = time.time() + 1  # certificates are numbered by the second
+    monkeypatch.setattr(time, "time", lambda: later_s)
+    issue_key(tmp_path / "root.key", fleet="barn", out=tmp_path / "new-2")
+    public = rotate_key(store, fleet="barn", issued=tmp_path / "new-2")
+    device = seen_by(device, store)
+    assert (device.key, device.issued_s) == (public, int(later_s))
+    with pytest.raises(UntrustedManifest):
+        verify(device, "task", open_manifest(forged, fleet="barn", channel="task"))
 
 
 def test_an_interrupted_rotation_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
