@@ -8,7 +8,8 @@ replaces a candidate.
 
 No canary of three or more decides alone (`aggregator.coordination.canary_comparison`).
 
-Canaries that do not answer within a timeout are replaced by other devices, so that a decision only needs devices.
+Canaries that do not answer within a timeout are replaced by other devices. Where there are no others, or a newer head
+arrives, the candidate is decided without as many of them as may fail to use it.
 An operator's command overrides all of it.
 """
 
@@ -191,6 +192,10 @@ def _added(state: State, now_s: float, settings: Settings) -> Step:
     if not state.current or not settings.canary_fraction:
         return _activated(state, version), (Activate(version, ""),)
     actions: tuple[Action, ...] = ()
+    if (
+        state.trial is not None
+    ):  # decided if possible: heads may arrive faster than a silent canary is replaced
+        state, actions = _decide(state, state.trial, settings, is_late=True)
     if state.trial is not None:
         state, actions = _rejected(state, state.trial.version, f"head {version} has replaced it")
     return replace(state, trial=Trial(version, now_s)), actions
@@ -210,7 +215,8 @@ def _ticked(state: State, trial: Trial, tick: Ticked, settings: Settings) -> Ste
     chosen = _choose_canaries(trial, wanted, tick.online)
     limit = max([trial.rank_limit, *(canary_rank(device, trial.version) + 1 for device in chosen)])
     offered = replace(trial, since_s=tick.now_s, canaries=chosen, rank_limit=limit)
-    state, actions = _decide(replace(state, trial=offered), offered, settings)
+    is_late = bool(chosen) and chosen == trial.canaries
+    state, actions = _decide(replace(state, trial=offered), offered, settings, is_late=is_late)
     has_changed = (chosen, limit) != (trial.canaries, trial.rank_limit) and not actions
     return state, (OfferToCanaries(offered),) if has_changed else actions
 
@@ -233,8 +239,11 @@ def _choose_canaries(trial: Trial, wanted: int, online: frozenset[str]) -> tuple
     return tuple(sorted(order[:wanted], key=rank))
 
 
-def _decide(state: State, trial: Trial, settings: Settings) -> Step:
-    """Reject a head that too many cannot use; after the last answer, activate the candidate or reject it."""
+def _decide(state: State, trial: Trial, settings: Settings, *, is_late: bool = False) -> Step:
+    """Reject a head that too many cannot use; after the last answer, activate the candidate or reject it.
+
+    With `is_late`, silent canaries count like those that cannot use it, and as many are tolerated.
+    """
     answered = {device for device in trial.answers if canary_rank(device, trial.version) < trial.rank_limit}
     problems = [
         f"{device} cannot use it: {trial.answers[device].problem}"
@@ -244,20 +253,28 @@ def _decide(state: State, trial: Trial, settings: Settings) -> Step:
     others = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     if len(problems) > tolerated(len(answered.union(trial.canaries)), settings.tolerated_fraction):
         return _rejected(state, trial.version, problems[0] + others)
-    if trial.awaited or not trial.canaries:
+    is_decided = not trial.awaited or (
+        is_late
+        and len(problems) + len(trial.awaited) <= tolerated(len(trial.canaries), settings.tolerated_fraction)
+    )
+    if not trial.canaries or not is_decided:
         return state, ()
-    compared = compare([trial.answers[device] for device in trial.canaries], settings.tolerated_fraction)
+    compared = compare(_answers(trial), settings.tolerated_fraction)
     result = summary_of(trial, settings)
     if compared.correct >= compared.previous_correct - settings.margin * compared.images - _ROUNDING:
         reason = "; ".join([result, *problems[:1]]) + others
+        reason += "".join(f"; {device} has not answered" for device in trial.awaited[:1])
         return _activated(state, trial.version), (Activate(trial.version, reason),)
     return _rejected(state, trial.version, result)
 
 
 def summary_of(trial: Trial, settings: Settings) -> str:
     """Return the candidate's accuracy on the canaries that count, beside the previous head's."""
-    answers = [trial.answers[device] for device in trial.canaries if device in trial.answers]
-    return summary(answers, tolerated_fraction=settings.tolerated_fraction)
+    return summary(_answers(trial), tolerated_fraction=settings.tolerated_fraction)
+
+
+def _answers(trial: Trial) -> list[CanaryResult]:
+    return [trial.answers[device] for device in trial.canaries if device in trial.answers]
 
 
 def _activated(state: State, version: int) -> State:

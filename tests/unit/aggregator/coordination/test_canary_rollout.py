@@ -252,6 +252,29 @@ def test_candidate_waits_without_other_devices() -> None:
     assert set(state.trial.canaries) == only
 
 
+@pytest.mark.parametrize("later", [Ticked(601.0, FLEET, 3), HeadAdded(3, 5.0)], ids=["timeout", "newer head"])
+@pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
+def test_one_silent_canary_of_three_does_not_decide(later: Event, honest: CanaryResult, current: int) -> None:
+    """Where no device can replace it, online or not, and if heads arrive faster than the timeout."""
+    fleet = frozenset(ranked(2)[:3])
+    by = msgspec.structs.replace(QUORUM, min_canaries=3)
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, fleet, 3), by=by)
+    silent, *others = sorted(fleet)
+    answers = [Evaluated(device, 2, honest) for device in others]
+    if isinstance(later, Ticked):
+        later = replace(later, online=fleet)
+        gone = replace(later, online=frozenset(others))
+        assert play(state, *answers, gone, by=by)[0].current == current
+    assert play(state, *answers[:1], later, by=by)[0].current == 1
+    state, done = play(state, *answers, later, by=by)
+    assert state.current == current
+    assert isinstance(done[0], Activate if current == 2 else Reject)
+    assert current == 1 or done[0].reason.endswith(f"; {silent} has not answered")
+    strict = msgspec.structs.replace(by, tolerated_fraction=0.0)
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, fleet, 3), *answers, later, by=strict)
+    assert state.current == 1
+
+
 def test_timeout_restarts_when_the_clock_is_set_back() -> None:
     state, _ = play(trying()[0], Ticked(-1e6, FLEET), Ticked(-1e6 + 601.0, FLEET))
     assert state.trial is not None
