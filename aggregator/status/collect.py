@@ -27,6 +27,11 @@ _REFUSED: Mapping[Reason | None, str] = {"revoked": "revoked", "unknown_device":
 
 def collect_status(store: Store) -> model.Status:
     """Return the status of a fleet; raises StateError if no aggregator has run on this state yet."""
+    with store.database.snapshot():
+        return _collect(store)
+
+
+def _collect(store: Store) -> model.Status:
     served = store.served_task()
     task, settings = served.digest, served.settings
     submissions, state, used = store.submissions.all(task), store.round_state(task), store.heads.rollout(task)

@@ -7,7 +7,7 @@ import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from protocol.errors import StateError
 from protocol.log import event
@@ -128,7 +128,7 @@ class Database:
 
     def _migrate(self, database: sqlite3.Connection) -> None:
         expected = len(self._migrations)
-        with _transaction(database):
+        with _transaction(database, "IMMEDIATE"):
             version = _version(database)  # again: another process may have migrated the file meanwhile
             if self._is_cache and version != expected:
                 _drop_tables(database)
@@ -165,12 +165,19 @@ class Database:
             yield self._db
 
     @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Let all reads of the body see the file as it is at the first of them, whatever other processes write."""
+        with self.connection() as database, _transaction(database, "DEFERRED"):
+            yield
+
+    @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Make the changes of the body durable together at its end, or none of them if it raises.
 
         No other process can write in between.
         """
-        with self.connection() as database, _transaction(database):
+        # IMMEDIATE: what the body reads would be too old to write on if another process wrote first.
+        with self.connection() as database, _transaction(database, "IMMEDIATE"):
             yield database
 
     def check_writable(self) -> None:
@@ -218,9 +225,10 @@ def _version(database: sqlite3.Connection) -> int:
 
 
 @contextlib.contextmanager
-def _transaction(database: sqlite3.Connection) -> Iterator[None]:
-    # IMMEDIATE: what the body reads would be too old to write on if another process wrote first.
-    database.execute("BEGIN IMMEDIATE")
+def _transaction(
+    database: sqlite3.Connection, kind: Literal["DEFERRED", "IMMEDIATE"]
+) -> Iterator[None]:
+    database.execute(f"BEGIN {kind}")
     try:
         yield
         database.execute("COMMIT")

@@ -52,6 +52,16 @@ def test_reader_sees_committed_writes_and_cannot_write(tmp_path: Path) -> None:
     assert keys(open_database(tmp_path, read_only=True)) == ["a"]
 
 
+def test_snapshot_does_not_change(tmp_path: Path) -> None:
+    writer = open_database(tmp_path)
+    reader = open_database(tmp_path, read_only=True)
+    with reader.snapshot():
+        assert keys(reader) == []
+        put(writer, "a")
+        assert keys(reader) == []
+    assert keys(reader) == ["a"]
+
+
 def test_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
     database = open_database(tmp_path)
     for error in (KeyError, KeyboardInterrupt):
