@@ -225,9 +225,7 @@ def _version(database: sqlite3.Connection) -> int:
 
 
 @contextlib.contextmanager
-def _transaction(
-    database: sqlite3.Connection, kind: Literal["DEFERRED", "IMMEDIATE"]
-) -> Iterator[None]:
+def _transaction(database: sqlite3.Connection, kind: Literal["DEFERRED", "IMMEDIATE"]) -> Iterator[None]:
     database.execute(f"BEGIN {kind}")
     try:
         yield

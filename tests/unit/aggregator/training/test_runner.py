@@ -174,7 +174,7 @@ def test_job_that_cannot_be_watched_is_killed_and_reported(
     finished = events.get(timeout=TIMEOUT_S)
     assert isinstance(finished, Finished)
     assert finished.result is None
-    assert finished.reason.startswith("the thread job has ended unexpectedly: MemoryError")
+    assert finished.reason.startswith("the thread job has ended unexpectedly: out of memory")
     assert trainer._process is not None
     assert trainer._process.wait(TIMEOUT_S) == -9
 
