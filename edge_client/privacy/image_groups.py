@@ -10,8 +10,9 @@ contains at least m images with a factor other than zero.
 are in no other group of the combination: their factors are its factor. Of an unmixed group that lost the images M, and
 whose other images L are in this one now, an image of L has the sum of both groups' factors and one of M has the earlier
 group's: they are not both zero, which leaves all of L or all of M. A group's weight counts the former, and the smaller
-of L and M of the latter, and only groups with a weight of at least m are released. A group of smaller weight was never
-released to these tasks; it is merged into one that is just being formed, whose own weight is sufficient. Whole groups
+of L and M of the latter, and only groups with a weight of at least m are released. M is then a group of weight 0,
+which adds nothing to a later group's weight. A group of smaller weight was never released to these tasks; it is merged
+into one that is just being formed, whose own weight is sufficient. Whole groups
 are merged with each other only when `min_images` exceeds that of all tasks before, and only groups that all those tasks
 might use: then each of them has a sufficient weight for any combination with the others.
 
@@ -40,8 +41,9 @@ def regroup(
     """Return the groups after a class has changed; its new images are those in no group.
 
     What is left of groups that lost images, and new images, form groups with weights of at least `batch_size`; the
-    remainder joins the last one. A class without any whole group may have one of `min_images`. Groups of earlier
-    tasks that are too small for `min_images` are merged, and never split.
+    remainder joins the last one. A class of which nothing is released may have one of `min_images`. Groups that are
+    too small for `min_images` are merged, and never split. The images that a group has lost wait as such a group: they
+    may be in another class, or return.
 
     Args:
         partition: all groups of the device.
@@ -58,10 +60,11 @@ def regroup(
     items += [Group(frozenset({new[at]}), 1) for at in rng.permutation(len(new))]
     formed: list[Group] = []
     weight = _weight(items)
-    if weight >= batch_size or (weight >= min_images and not whole):
+    is_released = any(group.weight >= min_images for group in whole.values())
+    if weight >= batch_size or (weight >= min_images and not is_released):
         formed = [_union(dealt) for dealt in _deal(items, size=batch_size)]
-        lost = frozenset(key for group in broken.values() for key in group.images - present)
-        partition = replace(_without(partition, broken), retired=partition.retired | lost)
+        lost = [Group(group.images - present, 0, is_unmixed=False) for group in broken.values()]
+        partition = _with(_without(partition, broken), lost)
     return _merge_small(partition, whole, formed, min_images=min_images)
 
 
@@ -93,7 +96,9 @@ def _merge_small(
         small = {number: group for number, group in small.items() if number not in equal}
         partition = _without(partition, equal)
     if formed and small:
-        formed = [*formed[:-1], replace(_union([formed[-1], *small.values()]), is_unmixed=False)]
+        for at, group in enumerate(small.values()):
+            into = at % len(formed)
+            formed[into] = replace(_union([formed[into], group]), is_unmixed=False)
         partition = _without(partition, small)
     return _with(partition, [*merged, *formed])
 

@@ -63,7 +63,7 @@ BEGIN DELETE FROM payloads WHERE id = OLD.payload; END;
 CREATE TABLE releases (
     number INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, noise_multiplier REAL NOT NULL, key BLOB, content BLOB
 ) STRICT;
--- Images by a digest of their files, and their groups' numbers; 0 is never used again. Its groups are never split.
+-- Images by a digest of their files, and their groups' numbers.
 CREATE TABLE grouped_images (image BLOB PRIMARY KEY, number INTEGER NOT NULL) STRICT, WITHOUT ROWID;
 CREATE TABLE image_groups (number INTEGER PRIMARY KEY, weight INTEGER NOT NULL, is_unmixed INTEGER NOT NULL) STRICT;
 -- Starts of what a task or a head ships, by its digest, since it last worked; `place` orders them by the newest start.

@@ -26,22 +26,20 @@ class Group:
 
 @dataclass(frozen=True)
 class Partition:
-    """All groups of a device by their numbers, and the images that are never used again."""
+    """All groups of a device by their numbers."""
 
     groups: Mapping[int, Group] = field(default_factory=dict)
-    retired: frozenset[Key] = frozenset()
     largest_min_images: int = 0
     """Of all tasks so far."""
 
     @cached_property
     def number_of(self) -> Mapping[Key, int]:
-        """The number of each image's group; 0 for retired images."""
-        numbers = {key: number for number, group in self.groups.items() for key in group.images}
-        return {**dict.fromkeys(self.retired, 0), **numbers}
+        """The number of each image's group."""
+        return {key: number for number, group in self.groups.items() for key in group.images}
 
     def touching(self, present: Collection[Key]) -> dict[int, Group]:
         """Return the groups that some of these images are in."""
-        numbers = {self.number_of.get(key, 0) for key in present} - {0}
+        numbers = {self.number_of[key] for key in present if key in self.number_of}
         return {number: self.groups[number] for number in sorted(numbers)}
 
     def released(self, present: frozenset[Key], *, min_images: int) -> list[frozenset[Key]]:
@@ -57,7 +55,7 @@ class LargestMinImages(msgspec.Struct, frozen=True):
 
 
 class ImageGroupRecord:
-    """A device's image groups in its database; retired images have the group number 0."""
+    """A device's image groups in its database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -78,7 +76,7 @@ class ImageGroupRecord:
             )
         }
         largest = read_fact(self._database, LargestMinImages).number
-        return Partition(groups, frozenset(images.get(0, ())), largest)
+        return Partition(groups, largest)
 
     def write(self, before: Partition, after: Partition) -> None:
         """Replace `before`, which is recorded, by `after`, all or nothing.
@@ -92,7 +90,6 @@ class ImageGroupRecord:
             (number, group) for number, group in after.groups.items() if before.groups.get(number) != group
         ]
         rows = [(image, number) for number, group in new for image in group.images]
-        rows += [(image, 0) for image in after.retired - before.retired]
         with self._database.transaction() as database:
             gone = [(number,) for number in before.groups.keys() - after.groups.keys()]
             database.executemany("DELETE FROM image_groups WHERE number = ?", gone)

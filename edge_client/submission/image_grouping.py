@@ -28,25 +28,28 @@ class ReleasedImages:
 def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[ReleasedImages]:
     """Group the training images, record the groups, and return the released images of each class.
 
-    Images of the same file are one image. A dry run records nothing.
+    Images of the same file are one image, in the first of its classes. A dry run records nothing.
 
     Raises:
         ProtofleetError: a feature is not finite.
         StateError: the disk fails.
     """
     before = partition = workspace.store.image_groups.read()
-    released = []
+    released: list[ReleasedImages] = []
+    taken: set[Key] = set()
     for label in range(len(task.classes)):
         training = found.for_training(label)
         keys = workspace.content_keys(training)
         by_key = {keys[image.identity]: image for image in reversed(training)}
+        by_key = {key: image for key, image in by_key.items() if key not in taken}
+        taken |= by_key.keys()
         partition, new = _regroup(workspace, task, label, by_key, partition)
         groups = partition.released(frozenset(by_key), min_images=task.min_images)
         packed = pack(groups, batch_size=task.batch_size)
         prototype_of = {key: number for number, group in enumerate(packed) for key in group}
         members = [(image, prototype_of[key]) for key, image in by_key.items() if key in prototype_of]
         members.sort(key=lambda member: member[0].relative)
-        waiting = sum(key in new or partition.number_of.get(key, 0) > 0 for key in by_key) - len(members)
+        waiting = sum(key in new or key in partition.number_of for key in by_key) - len(members)
         released.append(
             ReleasedImages(
                 tuple(image for image, _ in members),
@@ -70,11 +73,11 @@ def _regroup(
 ) -> tuple[Partition, set[Key]]:
     """Return the partition after a class has changed, and the images that were in no group before."""
     images = sorted(by_key.items(), key=lambda each: each[1].relative)
-    known = [(key, image) for key, image in images if partition.number_of.get(key) != 0]
-    new = [key for key, _ in known if key not in partition.number_of]
+    new = [key for key, _ in images if key not in partition.number_of]
     if new and task.program is None:
-        closest = _closest(workspace, task, [image for _, image in known])
-        new = [key for (key, _), is_close in zip(known, closest, strict=True) if is_close and key in set(new)]
+        closest = _closest(workspace, task, [image for _, image in images])
+        is_new = set(new)
+        new = [key for (key, _), is_close in zip(images, closest, strict=True) if is_close and key in is_new]
     # The groups are the same at every start until they are recorded. The shuffle depends on the secret: with known
     # groups, several submissions could be solved for the sums of single ones.
     secret = workspace.secret(task)

@@ -63,7 +63,8 @@ class FakeDevice:
         self.partition = replace(self.partition, largest_min_images=largest)
 
 
-IMAGES = [bytes([number]) for number in range(18)]
+ALL = [bytes([number]) for number in range(60)]
+IMAGES = ALL[:18]
 some_images = st.frozensets(st.sampled_from(IMAGES), min_size=10)
 
 
@@ -163,16 +164,43 @@ def test_image_that_returns_completes_its_group() -> None:
 
 
 def test_images_of_broken_groups_are_used_with_enough_new_ones() -> None:
-    """The deleted image is never used again, even if it returns."""
+    """The deleted image, if it returns, adds to no group's weight: it waits for the next group."""
     partition = _regroup(Partition(), IMAGES[:10])
     (broken,) = (group for group in partition.groups.values() if IMAGES[0] in group.images)
     # One image was lost: four new ones and that one are five in any combination.
     assert _regroup(partition, IMAGES[1:13]) == partition
     after = _regroup(partition, IMAGES[1:14])
-    assert after.retired == {IMAGES[0]}
+    assert after.groups[after.number_of[IMAGES[0]]] == Group(frozenset(IMAGES[:1]), 0, is_unmixed=False)
     (formed,) = (group for group in after.groups.values() if IMAGES[13] in group.images)
     assert formed == Group(broken.images - {IMAGES[0]} | set(IMAGES[10:14]), 5, is_unmixed=False)
     assert _regroup(after, IMAGES[:14]) == after
+    extended = _regroup(after, ALL[:19])
+    assert extended.released(frozenset(ALL[:19]), min_images=2)[-1] == {IMAGES[0], *ALL[14:19]}
+
+
+@pytest.mark.parametrize("size", [5, 20])
+def test_a_class_that_is_split_keeps_its_images(size: int) -> None:
+    """What one of the new classes takes from a group is not lost to the other: it joins its next group."""
+    partition = _regroup(Partition(), ALL[:40], size=size)
+    first, second = ALL[:40:2], ALL[1:40:2]
+    for images in (first, second):
+        partition = _regroup(partition, images, size=size)
+    second += ALL[40:42]
+    for images in (first, second):
+        partition = _regroup(partition, images, size=size)
+    released = [partition.released(frozenset(images), min_images=2) for images in (first, second)]
+    assert [sum(map(len, groups)) for groups in released] == [20, 22]
+
+
+def test_a_relabeled_image_joins_its_class_and_the_others_stay() -> None:
+    """One image moves to another class: both classes count all of their images once there are some new ones."""
+    partition = _regroup(_regroup(Partition(), ALL[:10]), ALL[10:20])
+    first, second = ALL[1:10], [ALL[0], *ALL[10:20], *ALL[40:45]]
+    for images in (first, second, [*first, *ALL[50:55]], second):
+        partition = _regroup(partition, images)
+    assert set().union(*partition.released(frozenset(second), min_images=2)) == set(second)
+    first += ALL[50:55]
+    assert set().union(*partition.released(frozenset(first), min_images=2)) == set(first)
 
 
 def test_a_larger_min_images_merges_groups_for_good() -> None:

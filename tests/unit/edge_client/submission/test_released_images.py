@@ -186,6 +186,16 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
     assert sum(device.upload().classes[0].counts) == 15
 
 
+def test_a_file_in_two_classes_counts_in_the_first_one(tmp_path: Path) -> None:
+    """It does not break the first class's prototype at each submission."""
+    device = Folder(tmp_path)
+    file = device.data / CLASSES[0] / "0003.png"
+    (device.data / CLASSES[1] / file.name).write_bytes(file.read_bytes())
+    first, second = device.upload(), device.upload()
+    assert [sum(each.counts) for each in first.classes[:2]] == [12, 11]
+    assert second.fingerprint == first.fingerprint
+
+
 def _rename(path: Path) -> None:
     path.rename(path.with_name("renamed.png"))
 
