@@ -9,7 +9,7 @@ replaces a candidate.
 No canary of three or more decides alone (`aggregator.coordination.canary_comparison`).
 
 Canaries that do not answer within a timeout are replaced by other devices. Where there are no others, or a newer head
-arrives, the candidate is decided without as many of them as may fail to use it.
+arrives, the candidate is decided without as many of them as may fail to use it, and without those that are offline.
 An operator's command overrides all of it.
 """
 
@@ -206,7 +206,8 @@ def _ticked(state: State, trial: Trial, tick: Ticked, settings: Settings) -> Ste
         return _activated(state, trial.version), (
             Activate(trial.version, "canaries are no longer configured"),
         )
-    wanted = max(len(trial.canaries), _wanted(tick, settings))
+    reachable = tick.online.intersection(trial.canaries) | trial.answers.keys()
+    wanted = max(min(len(trial.canaries), max(1, len(reachable))), _wanted(tick, settings))
     is_waiting = bool(trial.canaries) or len(tick.online) < min(settings.min_canaries, tick.devices)
     if is_waiting and tick.now_s < trial.since_s:  # a reboot has cost the clock some seconds
         return replace(state, trial=replace(trial, since_s=tick.now_s)), ()

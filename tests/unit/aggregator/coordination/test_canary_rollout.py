@@ -243,6 +243,18 @@ def test_silent_canaries_are_replaced() -> None:
     assert again.current == 2
 
 
+@pytest.mark.parametrize(("number", "online", "current"), [(2, 1, 2), (3, 1, 2), (2, 2, 1), (2, 0, 2)])
+def test_canaries_that_are_switched_off_are_not_waited_for(number: int, online: int, current: int) -> None:
+    """In a fleet of two or three, of which one has answered; one that is online and silent may yet reject the head."""
+    fleet = ranked(2)[:number]
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(0.0, frozenset(fleet), number), by=QUORUM)
+    assert state.trial is not None
+    assert state.trial.canaries == tuple(fleet)
+    ticks = [Ticked(600.0 * n, frozenset(fleet[:online]), number) for n in range(1, 4)]
+    state, _ = play(state, Evaluated(fleet[0], 2, GOOD), *ticks, by=QUORUM)
+    assert state.current == current
+
+
 def test_candidate_waits_without_other_devices() -> None:
     only = frozenset(ranked(2)[:1])
     state, _ = trying(online=only)
