@@ -23,7 +23,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(text := markdown("attacks", tried))
         write("attacks", tried, text)
     injections = [InjectionRow(**row) for key, rows in recorded if key == "injections" for row in rows]
-    injections = [row for row in injections if row.lives]
     if injections:
         terminalreporter.section("injections")
         terminalreporter.write_line(text := markdown("injections", with_total(injections)))

@@ -4,6 +4,7 @@
 of each program, and later its exit status, to stdout. A program waits for SIGCONT before it begins.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -56,8 +57,9 @@ class Program:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal unless the program has ended."""
-        if not self.ended.is_set():
-            os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            if not self.ended.is_set():
+                os.kill(self.pid, number)
 
 
 class ForkServer:

@@ -31,6 +31,9 @@ TRACES = (
     "terminate called",
 )
 
+HANGING_THREAD = "Exception ignored in thread started by"
+"""Logged by Python as a thread begins without memory: the one that starts it then waits for ever (CPython 140746)."""
+
 
 @dataclass
 class Outcome:
@@ -113,6 +116,9 @@ class Life:
                 program.send(signal.SIGKILL)
                 program.wait(30)
                 return False
+            if self._tracers and self.hangs_in_python():
+                program.send(signal.SIGKILL)
+                program.wait(30)
             if self.injection and self.injection.lasts and time.monotonic() > lasts_until_s:
                 self.detach()
             program.wait(0.05)
@@ -120,17 +126,24 @@ class Life:
 
     def judge_end(self, status: int | None, *, allowed: Sequence[int] = (0, 1)) -> None:
         """Check the exit status and the log of the program that had the fault."""
-        killed = [-signal.SIGKILL] if self.injection and self.injection.fault == "SIGKILL" else []
+        is_killed = self.hangs_in_python() or (self.injection and self.injection.fault == "SIGKILL")
+        killed = [-signal.SIGKILL] if is_killed else []
         self.outcome.ended = status not in {None, 0}
         self.check(status in {None, *allowed, *killed}, f"exit status {status}")
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
-        if self.outcome.elsewhere:
+        if self.outcome.elsewhere or self.hangs_in_python():
             return
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
         for trace in TRACES:
             self.check(trace not in text, f"{trace!r} in the log: {text.strip().splitlines()[-1:]}")
         if status == 1:
             last = text.strip().splitlines()[-1:]
             self.check(last != [] and last[0].startswith("error: "), f"no error message: {last}")
+
+    def hangs_in_python(self) -> bool:
+        """Return whether a thread has ended without memory before it began."""
+        if self.injection is None or self.injection.fault != "ENOMEM" or not self.log.exists():
+            return False
+        return HANGING_THREAD in self.log.read_text(errors="replace")
 
     def age_temporary_files(self) -> None:
         """Make the temporary files of a killed program older than any write takes."""

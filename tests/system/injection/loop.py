@@ -65,7 +65,7 @@ def rows_of(calls: Calls, outcomes: Iterable[tuple[Injection, Outcome]]) -> list
         counter = lives[injection.program, injection.call]
         counter[injection.fault] += outcome.injected > 0
         counter["lost"] += bool(outcome.violations)
-    return [
+    rows = [
         InjectionRow(
             program,
             call,
@@ -75,3 +75,4 @@ def rows_of(calls: Calls, outcomes: Iterable[tuple[Injection, Outcome]]) -> list
         for program, by_call in calls.items()
         for call, numbers in sorted(by_call.items())
     ]
+    return [row for row in rows if row.lives]
