@@ -112,6 +112,11 @@ def require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found:
     # The smallest number of images of which the fraction `alpha`, rounded up, is `min_images`.
     alpha = Fraction(1) if task.program else Fraction(str(task.alpha))
     needed = math.floor((task.min_images - 1) / alpha) + 1
+    if most.images - most.held_out >= needed:
+        raise NoPrototype(
+            f"no class has enough new images for a prototype: those of {most.name!r} were in prototypes that have lost "
+            f"images, or that are too small for this task, and are used again with {needed} new ones: add images"
+        )
     raise NoPrototype(
         f"no class has enough images for a prototype: {most.name!r} has {most.images}, of which "
         f"{most.held_out} are held out, and {needed} training images are needed: add images"

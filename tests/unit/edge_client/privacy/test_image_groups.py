@@ -180,7 +180,7 @@ def test_images_of_broken_groups_are_used_with_enough_new_ones() -> None:
 
 @pytest.mark.parametrize("size", [5, 20])
 def test_a_class_that_is_split_keeps_its_images(size: int) -> None:
-    """What one of the new classes takes from a group is not lost to the other: it joins its next group."""
+    """Images of a group from which one of the new classes has taken some join the next group of the other."""
     partition = _regroup(Partition(), ALL[:40], size=size)
     first, second = ALL[:40:2], ALL[1:40:2]
     for images in (first, second):

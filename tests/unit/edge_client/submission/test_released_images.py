@@ -186,6 +186,17 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
     assert sum(device.upload().classes[0].counts) == 15
 
 
+def test_images_that_need_new_ones_are_counted_with_them(tmp_path: Path) -> None:
+    """Groups of a task with a smaller `min_images`: seven images are not seven new ones, which the message says."""
+    device = Folder(tmp_path, images=6)
+    device.upload(batch_size=2)
+    device.add(1)
+    with pytest.raises(ProtofleetError, match="used again with 7 new ones: add images"):
+        device.upload(batch_size=7, min_images=7)
+    device.add(6, start=200)
+    assert device.upload(batch_size=7, min_images=7).classes[0].counts == (13,)
+
+
 def test_a_file_in_two_classes_counts_in_the_first_one(tmp_path: Path) -> None:
     """It does not break the first class's prototype at each submission."""
     device = Folder(tmp_path)
