@@ -13,8 +13,8 @@ group's: they are not both zero, which leaves all of L or all of M. A group's we
 of L and M of the latter, and only groups with a weight of at least m are released. M is then a group of weight 0,
 which adds nothing to a later group's weight. A group of smaller weight was never released to these tasks; it is merged
 into one that is just being formed, whose own weight is sufficient. Whole groups
-are merged with each other only when `min_images` exceeds that of all tasks before, and only groups that all those tasks
-might use: then each of them has a sufficient weight for any combination with the others.
+are merged with each other only if all tasks before to which something was released might use each of them: then each
+has a sufficient weight for any combination with the others.
 
 The law is about linear combinations. A backbone that an attacker has designed can put single images into places of
 their own in the features, which no averaging hides: `docs/privacy.md`.

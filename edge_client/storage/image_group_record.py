@@ -30,7 +30,7 @@ class Partition:
 
     groups: Mapping[int, Group] = field(default_factory=dict)
     largest_min_images: int = 0
-    """Of all tasks so far."""
+    """Of all tasks so far that something was released to."""
 
     @cached_property
     def number_of(self) -> Mapping[Key, int]:
@@ -49,7 +49,7 @@ class Partition:
 
 
 class LargestMinImages(msgspec.Struct, frozen=True):
-    """The largest `min_images` of all tasks that images were grouped for."""
+    """The largest `min_images` of all tasks that images were released to."""
 
     number: int = 0
 

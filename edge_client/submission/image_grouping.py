@@ -57,8 +57,11 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
                 waiting if members else 0,
             )
         )
-    largest = max(partition.largest_min_images, task.min_images)
-    partition = replace(partition, largest_min_images=largest)
+    if any(
+        each.images for each in released
+    ):  # a task that has nothing must not prevent merging for later ones
+        largest = max(partition.largest_min_images, task.min_images)
+        partition = replace(partition, largest_min_images=largest)
     if not workspace.dry_run:
         workspace.store.image_groups.write(before, partition)
     return released

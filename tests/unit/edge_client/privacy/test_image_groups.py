@@ -45,6 +45,7 @@ class FakeDevice:
     sums: list[tuple[int, Images]] = field(default_factory=list)
 
     def upload(self, upload: Upload) -> None:
+        has_released = False
         for present in upload.present:
             new = sorted(key for key in present & upload.kept if key not in self.partition.number_of)
             self.partition = regroup(
@@ -59,8 +60,10 @@ class FakeDevice:
             for prototype in pack(released, batch_size=upload.batch_size):
                 assert len(prototype) >= upload.min_images
                 self.sums.append((upload.min_images, prototype))
-        largest = max(self.partition.largest_min_images, upload.min_images)
-        self.partition = replace(self.partition, largest_min_images=largest)
+            has_released = has_released or bool(released)
+        if has_released:
+            largest = max(self.partition.largest_min_images, upload.min_images)
+            self.partition = replace(self.partition, largest_min_images=largest)
 
 
 ALL = [bytes([number]) for number in range(60)]

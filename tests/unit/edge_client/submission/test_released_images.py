@@ -243,6 +243,15 @@ def test_images_of_prototypes_are_not_held_out_later(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows, first.prototypes[first.labels == 0])
 
 
+def test_a_task_without_a_release_prevents_no_later_one(tmp_path: Path) -> None:
+    """A mistaken `min_images`, for which no class has enough images, leaves no trace in the groups."""
+    device = Folder(tmp_path)
+    device.upload()
+    with pytest.raises(ProtofleetError):
+        device.upload(min_images=1000, batch_size=1000)
+    assert sum(device.upload(min_images=10, batch_size=10).classes[0].counts) == 12
+
+
 def test_a_dry_run_records_no_group(tmp_path: Path) -> None:
     device = Folder(tmp_path)
     shown = Workspace(device.workspace.settings, device.workspace.store, device.workspace.cache, dry_run=True)
