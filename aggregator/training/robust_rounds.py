@@ -23,14 +23,30 @@ def robust_contributions(
 ) -> list[Contribution]:
     """Return the contributions, sorted by device, with little influence of values that are far from the others'.
 
-    Prototypes of a class are measured from their coordinate-wise median over the devices; changes of parameters, all
-    of a device together, from zero. What is farther than `clip_multiple` times the median device is brought to
+    No prototype stays longer than `clip_multiple` times the median device's median: few devices may have its class.
+    Prototypes of a class are then measured from their coordinate-wise median over the devices; changes of parameters,
+    all of a device together, from zero. What is farther than `clip_multiple` times the median device is brought to
     that distance; 0 is without limit. Then `median` puts the coordinate-wise median in the place of all values, and
     `trimmed` that of the values of the fifth of the devices that is farthest from it. Values of fewer
     than MIN_DEVICES devices stay unchanged.
     """
-    prototypes = _with_prototypes(by_device(contributions), clip_multiple=clip_multiple, combine=combine)
+    parts = _clipped_lengths(by_device(contributions), multiple=clip_multiple)
+    prototypes = _with_prototypes(parts, clip_multiple=clip_multiple, combine=combine)
     return _combined_changes(_clipped_changes(prototypes, multiple=clip_multiple), by=combine)
+
+
+def _clipped_lengths(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
+    """Scale down prototypes to a multiple of the median device's median length."""
+    lengths = [np.linalg.norm(part.values.astype(np.float64), axis=1) for part in parts]
+    medians = [np.median(each) for each in lengths if len(each)]
+    if not multiple or len(medians) < MIN_DEVICES:
+        return list(parts)
+    limit = multiple * float(np.median(medians))
+    factors = [np.minimum(1.0, limit / np.maximum(each, 1e-30))[:, None] for each in lengths]
+    return [
+        replace(part, values=np.where(each < 1, each * part.values, part.values).astype(np.float32))
+        for part, each in zip(parts, factors, strict=True)
+    ]
 
 
 def _with_prototypes(

@@ -106,3 +106,26 @@ def test_one_liar_of_six_does_not_decide_the_model_of_fpl() -> None:
         safe = robust_contributions(parts, clip_multiple=clip_multiple, combine="none")
         after = settings.aggregate(safe, first, num_classes=CLASSES, seed=0)
         assert all(((after[name] > first[name]) == is_correct).all() for name in PARAMETERS)
+
+
+@pytest.mark.parametrize("combine", ["none", "trimmed", "median"])
+def test_long_prototypes_do_not_decide_classes_that_one_honest_device_has(combine: Combine) -> None:
+    """Places with different classes: no class has a median of its own."""
+    rng, size = np.random.default_rng(0), 256
+    honest = [
+        Contribution(
+            device=f"d{label}",
+            values=rng.normal(size=(1, size)).astype(np.float32),
+            labels=np.array([label]),
+            counts=np.array([20]),
+            tensors={},
+        )
+        for label in range(4)
+    ]
+    long = np.full((4, size), 65504, np.float32)
+    every, images = np.arange(4), np.full(4, 20)
+    liar = Contribution(device="liar", values=long, labels=every, counts=images, tensors={})
+    *others, changed = robust_contributions([*honest, liar], clip_multiple=3.0, combine=combine)
+    assert np.linalg.norm(changed.values, axis=1).max() < 3.01 * np.sqrt(size) * 1.1
+    for before, after in zip(honest, others, strict=True):
+        np.testing.assert_array_equal(before.values, after.values)
