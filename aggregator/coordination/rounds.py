@@ -9,7 +9,8 @@ makes head r + 1. A collection closes when
 - or `deadline_s` has passed since the first submission, if `min_devices` have submitted by then, else as soon as
   they have.
 
-Without rounds, a device that the newest head excluded as an outlier closes no collection.
+Without rounds, a device that the newest head excluded as an outlier closes a collection only `JUDGED_AGAIN_S` after
+its last submission, to be judged again.
 
 Later submissions belong to the next collection. The newest submission of a device counts, in whatever order they
 arrive, so the same submissions give the same training set. A submission takes constant time, whatever the number of
@@ -30,6 +31,8 @@ from typing import Literal
 from protocol.retry_delay import retry_delay_s
 
 Verdict = Literal["new", "duplicate", "superseded", "late", "unknown_round"]
+
+JUDGED_AGAIN_S = 3600.0
 
 _NOTHING: Mapping[str, "Entry"] = MappingProxyType({})
 
@@ -243,13 +246,17 @@ def waiting(state: State, settings: Settings) -> dict[str, Entry]:
 def closes_at_s(state: State, settings: Settings) -> float | None:
     """Return when the open collection closes at the latest (elapsed seconds); None if it waits for more devices."""
     received = sorted(entry.received_s for entry in waiting(state, settings).values())
-    if len(received) < max(settings.min_devices, 1):
-        return None
-    deadline_s = received[0] + settings.deadline_s
-    wanted = _wanted(state, settings)
-    if len(received) < wanted or not settings.grace_s:
-        return deadline_s
-    return min(deadline_s, received[wanted - 1] + settings.grace_s)
+    times = [
+        state.submissions[device].received_s + JUDGED_AGAIN_S
+        for device in state.excluded
+        if device in state.submissions and _is_changed_outlier(device, state, settings)
+    ]
+    if len(received) >= max(settings.min_devices, 1):
+        times.append(received[0] + settings.deadline_s)
+        wanted = _wanted(state, settings)
+        if len(received) >= wanted and settings.grace_s:
+            times.append(received[wanted - 1] + settings.grace_s)
+    return min(times, default=None)
 
 
 def still_counts(entry: Entry, state: State, settings: Settings) -> bool:
@@ -277,10 +284,24 @@ def _is_waiting(device: str, entry: Entry, state: State, settings: Settings) -> 
         return False
     if settings.rounds is not None:
         return entry.round == state.head_version
-    if device in state.excluded:  # the next training judges it again, but it cannot cause one
+    if device in state.excluded:  # the next training judges it again, but it does not cause one by itself
         return device in state.decisions.released
+    return _is_changed(device, entry, state)
+
+
+def _is_changed(device: str, entry: Entry, state: State) -> bool:
     covered = state.covered.get(device)
     return covered is None or covered.digest != entry.digest
+
+
+def _is_changed_outlier(device: str, state: State, settings: Settings) -> bool:
+    """Return True if a device that the newest head excluded has submitted something else since."""
+    entry = state.submissions[device]
+    return (
+        device in state.excluded - state.decisions.released
+        and _counts(device, entry, state, settings)
+        and _is_changed(device, entry, state)
+    )
 
 
 def _wanted(state: State, settings: Settings) -> int:
@@ -392,6 +413,8 @@ def _updated(
         # Never too late; other submissions may make the exact time later.
         delay_s = min(settings.deadline_s, settings.grace_s or math.inf if count >= wanted else math.inf)
         closes_s = min(closes_s, entry.received_s + delay_s)
+    elif _is_changed_outlier(device, state, settings):
+        closes_s = min(closes_s, entry.received_s + JUDGED_AGAIN_S)
     is_expected = device in (collection.expected or ())
     return replace(
         collection,

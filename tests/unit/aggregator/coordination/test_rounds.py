@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 from aggregator.coordination.rounds import (
+    JUDGED_AGAIN_S,
     DeviceDecisions,
     Event,
     Settings,
@@ -187,14 +188,17 @@ def test_unenrolled_devices_do_not_count_in_a_closed_fleet() -> None:
     assert _decided(enrolled, submitted("a", 7), state=state)[1] == ["ac"]
 
 
-def test_quarantined_device_causes_no_training() -> None:
-    """However often it uploads; the next training, which another device causes, judges what it uploaded last."""
+def test_quarantined_device_is_judged_again_an_hour_after_its_last_upload() -> None:
+    """However often it uploads; a training that another device causes earlier judges what it uploaded last."""
     state, _, _ = run(
         *ABC, submitted("d"), Trained(1, frozenset("c")), Ticked(10**6), Trained(2, frozenset("c"))
     )
     again = [submitted("c", sequence=sequence, now_s=sequence) for sequence in range(2, 500)]
-    state, trainings, verdicts = run(*again, Ticked(10**9), state=state)
+    state, trainings, verdicts = run(*again, Ticked(499 + JUDGED_AGAIN_S - 1), state=state)
     assert (trainings, set(verdicts), waiting(state, SETTINGS)) == ([], {"new"}, {})
+    judged, trainings, _ = run(Ticked(499 + JUDGED_AGAIN_S), state=state)
+    assert trainings == [(3, ["a0.1", "b0.1", "c0.499", "d0.1"])]
+    assert run(Trained(3, frozenset("c")), Ticked(10**9), state=judged)[1] == []
     renewed = [submitted(device, sequence=2) for device in "ab"]
     assert run(*renewed, state=state)[1] == [(3, ["a0.2", "b0.2", "c0.499", "d0.1"])]
     released = run(DeviceDecisions(released=frozenset("c")), Ticked(10**9), state=state)[1]
