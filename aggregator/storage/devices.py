@@ -81,7 +81,9 @@ class Devices:
         """Return every known device."""
         rows = self._database.read("SELECT device, state, seen_s, info FROM devices ORDER BY device")
         return [
-            DeviceRecord(device, state, seen_s, msgspec.json.decode(info, type=DeviceInfo | None))
+            DeviceRecord(
+                device, state, seen_s, self._database.decode(info, DeviceInfo) if info != "null" else None
+            )
             for device, state, seen_s, info in rows
         ]
 

@@ -55,7 +55,7 @@ class Heads:
             *(head.task, head.version),
         )
         for (older,) in rows:
-            before = msgspec.json.decode(older, type=HeadRecord)
+            before = self._database.decode(older, HeadRecord)
             before = replace(before, members={}, quarantined={}, former_members=before.devices)
             self._database.write(
                 "UPDATE heads SET record = ? WHERE task = ? AND version = ?",
@@ -67,7 +67,7 @@ class Heads:
         rows = self._database.read(
             "SELECT record FROM heads WHERE task = ?1 OR ?1 IS NULL ORDER BY version", task
         )
-        return [msgspec.json.decode(record, type=HeadRecord) for (record,) in rows]
+        return [self._database.decode(record, HeadRecord) for (record,) in rows]
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
         """Delete the records of all heads of a task but these."""
@@ -85,7 +85,7 @@ class Heads:
         """Return which head of a task is current, candidate or rejected; without a rollout, all were used in turn."""
         rows = self._database.read("SELECT state FROM rollouts WHERE task = ?", task)
         if rows:
-            return msgspec.json.decode(rows[0][0], type=canary_rollout.State)
+            return self._database.decode(rows[0][0], canary_rollout.State)
         return canary_rollout.initial_state(head.version for head in self.all(task))
 
 
@@ -109,7 +109,7 @@ class Evaluations:
             "SELECT device, message FROM evaluations WHERE task = ? AND head_version = ? ORDER BY device",
             *(task, version),
         )
-        return {device: msgspec.json.decode(message, type=Evaluation) for device, message in rows}
+        return {device: self._database.decode(message, Evaluation) for device, message in rows}
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
         """Delete the evaluations of all heads of a task but these."""

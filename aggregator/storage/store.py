@@ -63,6 +63,12 @@ MIGRATIONS = (
 )
 """SQL scripts, each from one schema version to the next."""
 
+_ADVICE = (
+    "restore it from a backup; without one, move aggregator.sqlite* away and keep identity/: devices send their "
+    "submissions again, in a closed fleet after `aggregator enroll DEVICE --renew`"
+)
+"""Advice for a damaged database."""
+
 
 def open_blobs(folder: Path) -> BlobStore:
     """Return the blobs of a state directory; damaged ones are moved to a folder beside it."""
@@ -94,6 +100,7 @@ class Store:
             read_only=read_only,
             lock=self._lock,
             exclusive=lock,
+            advice=_ADVICE,
         )
         if lock:
             delete_temporary_files(folder)

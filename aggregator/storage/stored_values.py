@@ -104,7 +104,7 @@ class Facts:
     def get(self, kind: type[Fact]) -> Fact | None:
         """Return the stored value of a kind; None if there is none."""
         rows = self._database.read("SELECT value FROM facts WHERE name = ?", kind.__name__)
-        return msgspec.json.decode(rows[0][0], type=kind) if rows else None
+        return self._database.decode(rows[0][0], kind) if rows else None
 
     def put(self, fact: msgspec.Struct) -> None:
         """Store a value in place of the previous one of its kind."""

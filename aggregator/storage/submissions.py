@@ -54,7 +54,7 @@ class Submissions:
         rows = self._database.read(
             "SELECT device, record FROM submissions WHERE task = ? ORDER BY device", task
         )
-        return {device: msgspec.json.decode(record, type=SubmissionRecord) for device, record in rows}
+        return {device: self._database.decode(record, SubmissionRecord) for device, record in rows}
 
     def digests_of_other_tasks(self, task: bytes) -> set[bytes]:
         """Return the digests of the submissions to all tasks but this one."""

@@ -7,7 +7,9 @@ import threading
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from protocol.errors import StateError
 from protocol.log import event
@@ -15,6 +17,8 @@ from protocol.storage.blobstore import state_errors
 from protocol.storage.folder_lock import FolderLock
 
 log = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 _PRAGMAS = {"journal_mode": "WAL", "synchronous": "FULL", "journal_size_limit": 2**20}
 
@@ -152,6 +156,13 @@ class Database:
         """Return all rows of a query."""
         with self.connection() as database:
             return database.execute(query, values).fetchall()
+
+    def decode(self, text: str, kind: type[Value]) -> Value:
+        """Return the value of a JSON text in the file; raises StateError if the disk has changed it."""
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.MsgspecError as error:
+            raise StateError(f"cannot use {self.file}: damaged contents: {error}: {self._advice}") from error
 
     def write(self, statement: str, *values: Any) -> None:
         """Execute one statement, durably, or as a part of the transaction that is open in this thread."""

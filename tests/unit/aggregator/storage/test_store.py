@@ -1,5 +1,6 @@
 """The store keeps its contents over restarts, a full disk, a second reader and a newer program."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,6 +207,32 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
     assert Store(tmp_path, read_only=True).submissions.all(TASK) == {"a": _row("a")}
     store.submissions.put(TASK, _row("b"))
     assert sorted(Store(tmp_path).submissions.all(TASK)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "read"),
+    [
+        ("UPDATE facts SET value = '{~'", lambda store: store.facts.get(PendingHead)),
+        ("UPDATE submissions SET record = '{~'", lambda store: store.round_state(TASK)),
+        ("UPDATE heads SET record = '{~'", lambda store: store.heads.all(TASK)),
+        ("UPDATE rollouts SET state = '{~'", lambda store: store.heads.rollout(TASK)),
+        ("UPDATE devices SET info = '{~'", lambda store: store.devices.all()),
+    ],
+)
+def test_damaged_record_is_named_with_what_to_do(
+    store: Store, statement: str, read: Callable[[Store], object]
+) -> None:
+    """What the disk has changed in a record, unnoticed by SQLite, is one error that says how to go on."""
+    store.facts.put(PendingHead(TASK, 2, {}))
+    store.submissions.put(TASK, _row("a"))
+    store.heads.add(_head(1, _row("a")))
+    store.heads.put_rollout(TASK, store.heads.rollout(TASK))
+    store.devices.put_info("a", device_info(), now_s=1.0)
+    store.database.write(statement)
+    with pytest.raises(
+        StateError, match=r"aggregator\.sqlite: damaged contents: .*: restore .* keep identity/"
+    ):
+        read(store)
 
 
 def test_unwritable_folder_is_a_state_error() -> None:
