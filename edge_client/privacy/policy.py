@@ -48,6 +48,11 @@ def is_private(manifest: TaskManifest | None) -> bool:
     return manifest is not None and manifest.differential_privacy is not None
 
 
-def public_problem(problem: str, manifest: TaskManifest | None) -> str:
-    """Return the text to report for a problem: under differential privacy, none that could reveal an image."""
-    return problem if not problem or problem in PUBLIC_PROBLEMS or not is_private(manifest) else CANNOT
+def is_bounded(manifest: TaskManifest | None, *, max_epsilon: float | None) -> bool:
+    """Return whether messages about a task must not reveal images: it is private, or only such tasks are accepted."""
+    return is_private(manifest) or max_epsilon is not None
+
+
+def public_problem(problem: str, *, bounded: bool) -> str:
+    """Return the text to report for a problem: with `bounded`, none that could reveal an image."""
+    return problem if not problem or problem in PUBLIC_PROBLEMS or not bounded else CANNOT

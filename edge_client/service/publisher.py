@@ -103,8 +103,9 @@ class Publisher:
         `warning` is about keys or manifests, which reveals nothing about images.
         """
         report, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
+        bounded = policy.is_bounded(state.manifest, max_epsilon=self._settings.max_epsilon)
         # Before there is a task, its privacy is unknown.
-        is_silent = state.manifest is None or policy.is_private(state.manifest)
+        is_silent = state.manifest is None or bounded
         blocked = "" if state.blocked_reason == NO_SPACE else state.blocked_reason
         return DeviceInfo(
             epoch=self.presence.epoch,
@@ -113,7 +114,7 @@ class Publisher:
             backbones=tuple(sorted(state.stored))[:64],
             images={} if is_silent else {entry.name: entry.images for entry in report.classes},
             unusable_images=0 if is_silent else len(report.unusable),
-            problem=(policy.public_problem(problem, state.manifest) or warning or blocked)[:256],
+            problem=(policy.public_problem(problem, bounded=bounded) or warning or blocked)[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
             refused_messages=dict(refused_messages),
         )

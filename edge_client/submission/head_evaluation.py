@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from edge_client.data.images import find_images
 from edge_client.inference import Head, evaluate
-from edge_client.privacy.policy import is_private
 from edge_client.submission.image_features import Workspace, backbone_digests
 from protocol.balanced_accuracy import balanced_accuracy
 from protocol.errors import ConfigError, Interrupted
@@ -71,11 +70,11 @@ def balanced(evaluation: Evaluation, head: Head, manifest: TaskManifest) -> floa
 def held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[str]]:
     """Return the identities of the images to evaluate on, by class: held-out ones whose features are cached.
 
-    If the data folder does not match the task, there are none: that is no fault of a head. Under differential privacy
-    there are none, because even a failure on an image is private.
+    If the data folder does not match the task, there are none: that is no fault of a head. Under differential privacy,
+    and with `--max-epsilon`, there are none, because even a failure on an image is private.
     """
     members: list[list[str]] = [[] for _ in manifest.classes]
-    if is_private(manifest):
+    if workspace.is_bounded(manifest):
         return members
     try:
         images = find_images(workspace.settings.data, manifest.classes)

@@ -9,7 +9,7 @@ import msgspec
 from edge_client.agent.events import HeadInstalled, InstallHead
 from edge_client.agent.state import UploadItem, head_key
 from edge_client.inference import open_installed
-from edge_client.privacy.policy import HEAD_REFUSED, is_private
+from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead
 from edge_client.submission.head_evaluation import balanced, count_correct, evaluate_head, held_out_images
@@ -77,7 +77,7 @@ class HeadInstaller:
             head_version=install.head.version,
             correct=zeros,
             incorrect=zeros,
-            problem=HEAD_REFUSED if is_private(install.manifest) else problem[:256],
+            problem=HEAD_REFUSED if self._workspace.is_bounded(install.manifest) else problem[:256],
         )
         about = head_key(install.head).hex()
         return self._store.outbox.keep("evaluation", encode(evaluation), task=install.task, about=about)
@@ -202,7 +202,8 @@ class HeadInstaller:
 
     def _find_images(self, install: InstallHead, should_stop: Callable[[], bool]) -> FoundImages:
         """Return the images that a round's head is fitted to on a device that trained in no round, or none."""
-        if install.head.tensors is not None and not self._local_model(install):
+        is_bounded = self._workspace.is_bounded(install.manifest)
+        if install.head.tensors is not None and not is_bounded and not self._local_model(install):
             try:
                 return self._workspace.extract(install.manifest, should_stop)
             except ConfigError as error:

@@ -16,7 +16,7 @@ from edge_client.data.extraction import ISOLATED, Alter, extract
 from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage, NoImages, content_key, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
-from edge_client.privacy.policy import FAILED, is_private
+from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
@@ -85,6 +85,10 @@ class Workspace:
                 yield
             finally:
                 self.on_stored = _do_nothing
+
+    def is_bounded(self, manifest: TaskManifest) -> bool:
+        """Return whether messages about a task must not reveal images."""
+        return is_bounded(manifest, max_epsilon=self.settings.max_epsilon)
 
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
         """Return the task's open backbones; they stay open until another task needs others."""

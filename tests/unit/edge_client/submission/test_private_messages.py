@@ -1,8 +1,10 @@
 """Messages under differential privacy: each field of each message, and what it reveals about images."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -87,10 +89,41 @@ def test_info_reveals_nothing_before_there_is_a_task(bench: PrivateBench) -> Non
     assert (info.images, info.unusable_images) == ({}, 0)
 
 
+def test_info_reveals_nothing_about_a_task_that_max_epsilon_refuses(tmp_path: Path) -> None:
+    """An aggregator could send such a task after a private one, for the exact numbers of the private submission."""
+    bench = PrivateBench(tmp_path, max_epsilon=50.0)
+    (bench.data / "cat" / "broken.png").write_text("broken")
+    bench.upload()
+    bench.manifest = msgspec.structs.replace(bench.manifest, differential_privacy=None)
+    assert bench.refused() == policy.NOT_PRIVATE
+    info = bench.info()
+    assert (info.images, info.unusable_images) == ({}, 0)
+    bench.store.set(BuildProblem("/home/anna/images/secret.png: truncated"))
+    assert bench.info().problem == policy.CANNOT
+
+
+def test_a_head_of_a_task_that_max_epsilon_refuses_runs_on_no_image(tmp_path: Path) -> None:
+    """It is installed; its evaluation says nothing, also of images whose features were computed before."""
+    bench = PrivateBench(tmp_path, differential_privacy=None)
+    bench.upload()
+    bench.settings = replace(bench.settings, max_epsilon=5.0)
+    bench.restart()
+    assert bench.refused() == policy.NOT_PRIVATE
+    evaluation = _evaluation(bench, works=True)
+    assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_a_private_evaluation_counts_no_image(bench: PrivateBench, *, works: bool) -> None:
     """It states only whether the head runs."""
     bench.upload()
+    evaluation = _evaluation(bench, works=works)
+    assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
+    assert evaluation.problem == ("" if works else HEAD_REFUSED)
+
+
+def _evaluation(bench: PrivateBench, *, works: bool) -> Evaluation:
+    """Install a head, and return its evaluation."""
     file = linear_head([tiny(bench.folder)], np.ones((16, 2), dtype=np.float32), softmax=works)
     blob = BlobRef(digest=bench.store.blobs.put(file), size_bytes=len(file), name="h")
     head = HeadRef(version=1, head=blob, devices=1, prototypes=1)
@@ -100,6 +133,4 @@ def test_a_private_evaluation_counts_no_image(bench: PrivateBench, *, works: boo
     assert isinstance(installed, events.HeadInstalled)
     assert installed.report is not None
     payload = payload_of(bench.store, installed.report)
-    evaluation = decode(payload, Evaluation, max_bytes=len(payload))
-    assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
-    assert evaluation.problem == ("" if works else HEAD_REFUSED)
+    return decode(payload, Evaluation, max_bytes=len(payload))
