@@ -251,6 +251,14 @@ def _listed(source: Path, labels: Mapping[str, int], unknown: dict[str, str]) ->
         raise ConfigError(f"{source} cannot be read as a CSV file in UTF-8: {error}") from error
 
 
+def is_folder(path: Path) -> bool:
+    """Return whether a path is a folder; a task's class can have a name that no file can have."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def _hint(name: str, labels: Mapping[str, int]) -> str:
     """Return the class that may be meant by a name that is no class; empty if none is similar."""
     by_lower_case = {known.lower(): known for known in labels}

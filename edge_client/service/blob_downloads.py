@@ -53,10 +53,10 @@ class BlobDownloads:
     def delete_unused(self, state: State) -> frozenset[bytes]:
         """Delete blobs that neither the task nor the heads in use need, and return the digests that remain.
 
-        Nothing is deleted until a head of the task is in use, or while one is being installed. The previous head
-        stays, so that going back to it needs no network.
+        Nothing is deleted while a head is being installed. The previous head stays, so that going back to it needs no
+        network.
         """
-        if state.installed is None or state.task is None or state.installing is not None:
+        if state.task is None or state.installing is not None:
             return state.stored
         store = self._store
         used = {state.task, *(blob.digest for blob in state.required_blobs)}

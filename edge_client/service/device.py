@@ -201,6 +201,11 @@ class Device:
         if isinstance(received, events.TaskSeen) and received.digest != self._state.task:
             self._worker.follow(received.digest)
             self._state = replace(self._state, stored=frozenset(self._store.blobs.digests()))
+            self._step(received)
+            if not received.recalled and not self._is_dry_run:
+                # Before any head of it: tasks that are replaced again and again must not fill the disk.
+                self._state = replace(self._state, stored=self._downloads.delete_unused(self._state))
+            return
         if isinstance(received, RoundManifest) and received != self._state.round:
             self._worker.round = received.number
         self._step(received)

@@ -131,6 +131,8 @@ class Worker:
                 install, should_stop=lambda: install.task != self.task
             )
         except StateError as error:
+            if install.task != self.task:
+                return  # its blobs may have been deleted
             installed = self._missing(error, "install")
         self._emit(installed)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.state import UploadItem
-from edge_client.data.images import NoImages
+from edge_client.data.images import NoImages, is_folder
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
 from edge_client.storage.stored_values import SubmissionSequence
@@ -62,7 +62,7 @@ class SubmissionBuilder:
             if item is None:
                 with self._workspace.run_task(build.manifest):
                     prepared = self._prepare(build, should_stop)
-                self._warn(build.manifest, prepared)
+                    self._warn(build.manifest, prepared)
                 item = self._put(build, prepared)
         except StateError:
             raise
@@ -155,5 +155,5 @@ class SubmissionBuilder:
                 text = "images not included yet, too few for a prototype"
                 warn(text, name=entry.name, waiting=entry.waiting, needed=manifest.batch_size)
         for name in manifest.classes:
-            if name not in used and (data / name).is_dir():
+            if name not in used and is_folder(data / name):
                 warn("no usable image", folder=data / name)

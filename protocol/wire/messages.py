@@ -87,7 +87,7 @@ class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
     """A blob by its digest: a backbone, a head, a graph or tensors."""
 
     digest: Digest
-    size_bytes: ByteCount
+    size_bytes: Annotated[int, Meta(ge=1, le=MAX_BLOB_BYTES)]
     name: Text
 
 

@@ -32,7 +32,7 @@ from protocol.wire.signing import public_key, sign_manifest
 from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
 from tests.support.device_factory import make_manifest, make_settings
 from tests.support.graphs import tiny_backbone
-from tests.support.round_factory import TASK, make_task, open_round
+from tests.support.round_factory import TASK, make_task, open_round, stored
 from tests.support.step_graphs import file
 
 OWN_STATE = device_topic("f", "device", "state")
@@ -71,6 +71,16 @@ def test_unused_blobs_are_deleted_once_a_head_is_in_use(tmp_path: Path, store: D
     stored = device._downloads.delete_unused(device._state)
     assert old not in store.blobs
     assert {head, digest_of(file("step"))} <= stored
+
+
+def test_tasks_that_never_get_a_head_do_not_fill_the_disk(tmp_path: Path, store: DeviceState) -> None:
+    """The blobs of a task that is replaced are deleted, except for those that the next one needs."""
+    device = make_device(tmp_path, store)
+    shared, only_old = (stored(store.blobs, data, "backbone") for data in (b"shared", b"old"))
+    for name, blobs in (("first", (shared, only_old)), ("second", (shared,))):
+        manifest = make_manifest(algorithm=name, backbones=blobs)
+        device._take(events.TaskSeen(store.blobs.put(encode(manifest)), manifest))
+    assert device._state.stored == set(store.blobs.digests()) == {shared.digest, digest_of(encode(manifest))}
 
 
 def test_a_local_model_is_not_deleted_while_it_is_stored(tmp_path: Path, store: DeviceState) -> None:

@@ -27,6 +27,7 @@ from tests.support.device_factory import (
     tiny,
     write_images,
 )
+from tests.support.worker_benches import PrivateBench
 
 TASK = b"t" * 32
 
@@ -50,6 +51,12 @@ def test_held_out_images_are_in_no_prototype(tmp_path: Path) -> None:
     assert [report.images for report in prepared.classes] == [30, 30]
     assert [report.held_out for report in prepared.classes] == [6, 6]
     assert prepared.prototypes.dtype == np.float16
+
+
+def test_a_class_with_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
+    """It must not end the program, which would end again at each start with the stored task."""
+    bench = PrivateBench(tmp_path, differential_privacy=None, classes=(*CLASSES, "\U0001f600" * 128))
+    assert bench.upload().images == 80
 
 
 def test_the_same_images_give_the_same_submission(tmp_path: Path) -> None:

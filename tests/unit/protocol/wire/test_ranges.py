@@ -17,7 +17,7 @@ from msgspec.inspect import (
     type_info,
 )
 
-from protocol.wire.messages import Figure
+from protocol.wire.messages import BlobRef, Figure
 from tests.support.messages import WIRE_TYPES
 
 
@@ -53,3 +53,9 @@ def test_every_number_has_a_range(wire_type: type[msgspec.Struct]) -> None:
 def test_range_excludes_numbers_that_are_not_finite(number: float) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(number), type=Figure)
+
+
+def test_range_excludes_blobs_without_bytes() -> None:
+    """There is nothing to download, so no file to verify: a device's program would end at each start."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"digest": bytes(32), "size_bytes": 0, "name": "empty"}, BlobRef)
