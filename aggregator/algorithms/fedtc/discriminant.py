@@ -27,7 +27,8 @@ def discriminants(
     images: its squared length, measured with the inverse of the shrunk covariance, is too large by tr(shrunk^-1 S) /
     images on average. The bias makes up for it (Moran and Murphy, "A closer look at two alternative methods of
     statistical discrimination", 1979). The trace is estimated by leaving one deviation out at a time, and with the
-    least mean squared error: divided by the degrees of freedom plus 2.
+    least mean squared error: divided by the degrees of freedom plus 2. A true squared length is not negative: otherwise
+    a class that one device states few images of, in the middle of the others, would be predicted for every image.
 
     Args:
         centers: (C, L), the mean of each class.
@@ -55,7 +56,8 @@ def discriminants(
         directions = (means - on_axes * (weight * squares / variances) @ axes) / shared
         lengths = squared_rows @ (1 / variances)
         trace = float((lengths / (1 - np.minimum(weight * lengths, 1 - 1e-9))).sum()) / (freedom + 2) * known
-        constant = -(directions * means).sum(axis=1) / 2 + trace / images[present] / 2
+        squared_lengths = (directions * means).sum(axis=1)
+        constant = np.minimum(trace / images[present] - squared_lengths, 0) / 2
         # The logits of the classes that are present then add up to 0, so that an absent one is never the highest.
         constant -= constant.mean()
         weights = np.zeros(centers.shape, dtype=np.float32)

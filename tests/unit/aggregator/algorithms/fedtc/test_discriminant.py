@@ -53,3 +53,19 @@ def test_share_of_zero_is_the_nearest_class_mean() -> None:
     asked = rng.normal(size=(100, 6)).astype(np.float32)
     nearest = np.linalg.norm(asked[:, None] - centers, axis=2).argmin(axis=1)
     assert (logits_of([head], asked).argmax(axis=1) == nearest).all()
+
+
+@pytest.mark.parametrize("images", [1, 3, 16])
+def test_class_of_few_images_in_the_middle_is_not_predicted_for_images_of_others(images: int) -> None:
+    random = np.random.default_rng(0)
+    centers = np.zeros((5, 32), dtype=np.float32)
+    centers[np.arange(4), np.arange(4)] = 4.0
+    centers[4] = centers[:4].mean(axis=0)
+    rows = random.normal(size=(400, 32)).astype(np.float32)
+    labels = np.repeat(np.arange(4), 100)
+    numbers = np.array([1000, 1000, 1000, 1000, images])
+
+    (head,) = discriminants(centers, rows, numbers, (1.0,))
+
+    found = logits_of([head], centers[labels] + rows).argmax(axis=1)
+    assert (found == labels).mean() > 0.85
