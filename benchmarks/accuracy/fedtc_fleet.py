@@ -129,7 +129,7 @@ def task_manifest(algorithm: str, classes: int, **settings: Any) -> TaskManifest
         fleet="benchmark",
         algorithm=algorithm,
         classes=tuple(map(str, range(classes))),
-        backbones=(BlobRef(digest=bytes(32), size_bytes=0, name="features are given"),),
+        backbones=(BlobRef(digest=bytes(32), size_bytes=1, name="features are given"),),
         **settings,
     )
 
