@@ -222,7 +222,7 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
 def test_damaged_record_is_named_with_what_to_do(
     store: Store, statement: str, read: Callable[[Store], object]
 ) -> None:
-    """What the disk has changed in a record, unnoticed by SQLite, is one error that says how to go on."""
+    """A record that the disk has changed, unnoticed by SQLite, is one error that says how to go on."""
     store.facts.put(PendingHead(TASK, 2, {}))
     store.submissions.put(TASK, _row("a"))
     store.heads.add(_head(1, _row("a")))
