@@ -82,8 +82,9 @@ class HeadTraining:
     def stop(self) -> None:
         """Stop a running training; the next start resumes it."""
         self._trainer.stop()
-        put_stopped(self._store)
-        self._store.facts.delete(TrainingProgress)
+        with contextlib.suppress(StateError):  # on a full disk the next start counts the training as failed
+            put_stopped(self._store)
+            self._store.facts.delete(TrainingProgress)
 
     @property
     def round(self) -> RoundManifest | None:
