@@ -1,0 +1,61 @@
+"""Events of the rollout logic, and its outcome in short."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from aggregator.coordination.canary_comparison import CanaryResult
+from aggregator.coordination.canary_rollout import (
+    Action,
+    Event,
+    HeadAdded,
+    Settings,
+    State,
+    Ticked,
+    Trial,
+    initial_state,
+    step,
+)
+from protocol.wire.canary_rank import canary_rank
+
+CANARY = Settings(canary_fraction=0.2, min_canaries=1, margin=0.02, canary_timeout_s=600.0)
+
+
+QUORUM = Settings(canary_fraction=0.2)
+
+
+FLEET = frozenset(f"d{number}" for number in range(10))
+
+
+GOOD = CanaryResult(correct=90, images=100, previous_correct=91)
+
+
+WORSE = CanaryResult(correct=88, images=100, previous_correct=91)
+
+
+BROKEN = CanaryResult(correct=0, images=0, problem="it gives NaN")
+
+
+def play(state: State, *events: Event, by: Settings = CANARY) -> tuple[State, list[Action]]:
+    """Apply events, each followed by a restart."""
+    done: list[Action] = []
+    for event in events:
+        state, actions = step(state, event, settings=by)
+        state = msgspec.json.decode(msgspec.json.encode(state), type=State)
+        done.extend(actions)
+    return state, done
+
+
+def ranked(version: int, devices: frozenset[str] = FLEET) -> list[str]:
+    return sorted(devices, key=lambda device: canary_rank(device, version))
+
+
+def trying(online: frozenset[str] = FLEET) -> tuple[State, Trial]:
+    """Return the state of a fleet that uses head 1, and the trial of head 2."""
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, online))
+    assert state.trial is not None
+    return state, state.trial
+
+
+def heads(*versions: int, gone: Sequence[int] = ()) -> dict[int, bool]:
+    return {version: version not in gone for version in versions}

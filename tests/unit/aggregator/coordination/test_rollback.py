@@ -1,0 +1,84 @@
+"""The current head: rollbacks and promotions by an operator, and rollbacks after reports of failures."""
+
+from dataclasses import replace
+
+import pytest
+
+from aggregator.coordination.canary_rollout import (
+    RETAINED_HEADS,
+    Activate,
+    CommandKind,
+    CommandReceived,
+    HeadAdded,
+    RefuseCommand,
+    Settings,
+    State,
+    Trial,
+    initial_state,
+    retained_heads,
+)
+from tests.unit.aggregator.coordination.rollout_events import heads, play, trying
+
+
+def test_each_rollback_goes_further_back() -> None:
+    """To the head that was current before; a later head is rolled out as usual."""
+    known = heads(1, 2, 3)
+    back = CommandReceived("rollback", None, known)
+    state, done = play(initial_state([1, 2, 3]), back, back)
+    assert [action.version for action in done if isinstance(action, Activate)] == [2, 1]
+    assert state.rejected == {3: "rolled back to head 2", 2: "rolled back to head 1"}
+    assert play(state, back)[1] == [
+        RefuseCommand("no other head was current before: name one of the existing heads (1, 2, 3)")
+    ]
+    state, _ = play(state, HeadAdded(4, 0.0), by=Settings())
+    assert (state.current, state.earlier) == (4, (1,))
+
+
+def test_rollback_to_a_version() -> None:
+    """Also to a newer or rejected one; the next rollback returns from there."""
+    known = heads(1, 2, 3)
+    state, _ = play(
+        initial_state([1, 2, 3]), CommandReceived("rollback", 1, known), CommandReceived("rollback", 3, known)
+    )
+    assert (state.current, state.earlier, state.rejected) == (3, (1,), {})
+    state, _ = play(state, CommandReceived("rollback", None, known))
+    assert state.current == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "version", "reason"),
+    [
+        (trying()[0], "rollback", 9, "there is no head 9; there are 1, 2"),
+        (trying()[0], "rollback", 1, "head 1 is current already"),
+        (trying()[0], "rollback", 2, "is the candidate: give it to all devices with `aggregator promote`"),
+        (replace(trying()[0], trial=Trial(3, 0.0), newest=3), "promote", 3, "its files were deleted"),
+        (trying()[0], "promote", 1, "head 1 is no longer the candidate"),
+        (initial_state([1]), "promote", None, "no candidate to promote"),
+    ],
+)
+def test_impossible_commands_are_refused(
+    state: State, kind: CommandKind, version: int | None, reason: str
+) -> None:
+    known = heads(1, 2) if version != 3 else heads(1, 2, 3, gone=[3])
+    after, (refused,) = play(state, CommandReceived(kind, version, known))
+    assert after == state
+    assert isinstance(refused, RefuseCommand)
+    assert reason in refused.reason
+
+
+def test_operator_promotes_or_rolls_back_a_candidate() -> None:
+    """Promoted without its canaries; rolled back together with the current head."""
+    known = heads(1, 2, 3)
+    state, done = play(trying()[0], CommandReceived("promote", None, known))
+    assert done == [Activate(2, "promoted by an operator")]
+    assert (state.current, state.trial, state.earlier) == (2, None, (1,))
+    state, _ = play(initial_state([1, 2]), HeadAdded(3, 0.0), CommandReceived("rollback", None, known))
+    assert (state.current, state.trial) == (1, None)
+    assert state.rejected == {2: "rolled back to head 1", 3: "rolled back to head 1"}
+    assert play(state, HeadAdded(3, 9.0)) == (state, [])
+
+
+def test_retained_heads_allow_a_rollback() -> None:
+    """The current head, the previous one, the candidate, and the newest few."""
+    state = State(newest=20, current=3, earlier=(1, 2), trial=Trial(9, 0.0))
+    assert retained_heads(state, range(1, 21)) == {2, 3, 9, *range(21 - RETAINED_HEADS, 21)}
