@@ -192,7 +192,8 @@ def test_last_head_is_of_all_submissions(settings: Settings, happenings: list[Ha
         for _ in range(3):
             world.tick(max(settings.deadline_s, MAX_DELAY_S))
             world.end_training()
-        assert world.state.failures == 0
+        # The failures of a training whose submissions are all lost stay until the next head.
+        assert world.state.failures == 0 or "lost" in happenings
         assert (waiting(world.state, settings), world.state.training) == ({}, None)
         assert closes_at_s(world.state, settings) is None
         assert (world.heads[-1] if world.heads else {}) == world.stored
