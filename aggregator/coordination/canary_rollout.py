@@ -10,7 +10,9 @@ No canary of three or more decides alone (`aggregator.coordination.canary_compar
 
 Canaries that do not answer within a timeout are replaced by other devices. Where there are no others, or a newer head
 arrives, the candidate is decided without as many of them as may fail to use it, and without those that are offline.
-An operator's command overrides all of it.
+
+After that all devices evaluate the head. If more of them cannot use it than are tolerated, at least two of at least
+`min_canaries`, it is rejected, and the head before it is current again. An operator's command overrides all of it.
 """
 
 import math
@@ -38,9 +40,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     canary_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Fraction of the devices that are canaries; 0 gives every head to all devices at once."""
     min_canaries: Annotated[int, Meta(ge=1, le=65535)] = 3
-    """Least number of canaries; fewer if the fleet has fewer devices, or after `canary_timeout_s` fewer are online."""
+    """Least number of canaries; fewer if the fleet has fewer devices, or after `canary_timeout_s` fewer are online.
+
+    Also the least number of devices of which some can have the current head rejected.
+    """
     tolerated_fraction: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2
-    """Fraction of the canaries, at least one of three or more, that does not decide; 0 lets each one decide."""
+    """Fraction of the canaries, at least one of three or more, that does not decide; 0 lets each one decide.
+
+    Also the fraction of all devices that may fail to use the current head.
+    """
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.02
     """Accuracy by which a new head may fall below the previous one."""
     canary_timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
@@ -76,6 +84,8 @@ class State:
     """The head that devices use; 0 if there is none."""
     earlier: tuple[int, ...] = ()
     """Heads that were current before, the last one last."""
+    is_watched: bool = False
+    """The current head is rejected if too many devices cannot use it; not one that an operator has chosen."""
     trial: Trial | None = None
     rejected: Mapping[int, str] = field(default_factory=dict)
     """Heads that are not to be used, with reasons."""
@@ -109,6 +119,16 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class FailuresReported:
+    """Devices have reported, with reasons, that they cannot use the current head."""
+
+    version: int
+    failed: Mapping[str, str]
+    devices: int
+    """All devices that have evaluated it or are online."""
+
+
+@dataclass(frozen=True)
 class CommandReceived:
     """An operator's command to make a head current: an earlier one, or with `promote` the candidate.
 
@@ -120,7 +140,7 @@ class CommandReceived:
     heads: Mapping[int, bool]
 
 
-Event = HeadAdded | Ticked | Evaluated | CommandReceived
+Event = HeadAdded | Ticked | Evaluated | FailuresReported | CommandReceived
 
 
 @dataclass(frozen=True)
@@ -182,6 +202,8 @@ def step(state: State, event: Event, *, settings: Settings) -> Step:
             if state.trial is not None and state.trial.version == version:
                 trial = replace(state.trial, answers={**state.trial.answers, device: result})
                 return _decide(replace(state, trial=trial), trial, settings)
+        case FailuresReported(version=version) if version == state.current and state.is_watched:
+            return _failures_reported(state, event, settings)
         case CommandReceived():
             return _commanded(state, event)
     return state, ()
@@ -283,7 +305,34 @@ def _activated(state: State, version: int) -> State:
     earlier = (*state.earlier, state.current)[-RETAINED_HEADS:] if state.current else state.earlier
     trial = None if state.trial is not None and state.trial.version == version else state.trial
     rejected = {other: reason for other, reason in state.rejected.items() if other != version}
-    return replace(state, current=version, earlier=earlier, trial=trial, rejected=rejected)
+    is_watched = bool(state.current)
+    return replace(
+        state, current=version, earlier=earlier, is_watched=is_watched, trial=trial, rejected=rejected
+    )
+
+
+def _failures_reported(state: State, reported: FailuresReported, settings: Settings) -> Step:
+    """Return to the head before if too many devices cannot use the current one; a candidate remains one.
+
+    No device decides alone, whatever is tolerated. The head before was used already, and is not watched again.
+    """
+    number = len(reported.failed)
+    limit = max(1, tolerated(reported.devices, settings.tolerated_fraction))
+    if not state.earlier or reported.devices < settings.min_canaries or number <= limit:
+        return state, ()
+    *earlier, before = state.earlier
+    device = min(reported.failed)
+    reason = (
+        f"{number} of {reported.devices} devices cannot use it, such as {device}: {reported.failed[device]}"
+    )
+    restored = replace(
+        state,
+        current=before,
+        earlier=tuple(earlier),
+        is_watched=False,
+        rejected={**state.rejected, state.current: reason},
+    )
+    return restored, (Reject(state.current, reason), Activate(before, f"head {state.current} was rejected"))
 
 
 def _rejected(state: State, version: int, reason: str) -> Step:
@@ -305,7 +354,8 @@ def _commanded(state: State, command: CommandReceived) -> Step:
     if reason or version is None:
         return state, (RefuseCommand(reason),)
     if command.kind == "promote":
-        return _activated(state, version), (Activate(version, "promoted by an operator"),)
+        state = replace(_activated(state, version), is_watched=False)
+        return state, (Activate(version, "promoted by an operator"),)
     return _rolled_back(state, version), (Activate(version, "rolled back by an operator"),)
 
 
@@ -337,4 +387,4 @@ def _rolled_back(state: State, version: int) -> State:
     else:
         earlier = (*state.earlier, state.current)[-RETAINED_HEADS:]
     rejected.pop(version, None)
-    return replace(state, current=version, earlier=earlier, trial=None, rejected=rejected)
+    return replace(state, current=version, earlier=earlier, is_watched=False, trial=None, rejected=rejected)

@@ -36,6 +36,7 @@ class Releases:
         self._poll_s = 0.0
         self._written = 0
         self._has_changed = True
+        self._problems: dict[str, str] | None = None
         self.manifest: HeadManifest | None = None
         """To publish; None if there is no head."""
         self._heads = self._read_heads()
@@ -59,6 +60,7 @@ class Releases:
             return
         self._poll_s = time.monotonic() + POLL_S
         self._carry_out_commands()
+        self._check_failures()
         if (trial := self._state.trial) is not None:
             devices = self._heads[trial.version].devices
             self._step(
@@ -75,12 +77,31 @@ class Releases:
             previous_correct=sum(evaluation.previous_correct) if evaluation.previous_correct else None,
             problem=evaluation.problem,
         )
+        if self._problems is not None and evaluation.head_version == self._state.current:
+            self._problems[device] = evaluation.problem
         self._step(canary_rollout.Evaluated(device, evaluation.head_version, result))
 
     def reload(self) -> None:
         """Return to the stored state after a failed write."""
         self._state = self._store.heads.rollout(self._task.digest)
         self._written, self._has_changed = 0, True
+        self._problems = None
+
+    def _check_failures(self) -> None:
+        """Reject the current head if too many devices report that they cannot use it, also long after its start."""
+        version = self._state.current
+        if not self._state.is_watched:
+            return
+        if self._problems is None:
+            evaluations = self._store.evaluations.of_head(self._task.digest, version)
+            self._problems = {device: each.problem for device, each in evaluations.items()}
+        if not any(self._problems.values()):
+            return
+        counts = self._store.decisions(self._task.digest).counts
+        problems = {device: problem for device, problem in self._problems.items() if counts(device)}
+        failed = {device: problem for device, problem in problems.items() if problem}
+        devices = len(self._store.devices.online() | problems.keys())
+        self._step(canary_rollout.FailuresReported(version, failed, devices))
 
     def _carry_out_commands(self) -> None:
         for command in self._store.commands.pending(self._task.digest):
@@ -101,6 +122,8 @@ class Releases:
         state, actions = canary_rollout.step(self._state, happened, settings=self._settings)
         if state != self._state:
             self._store.heads.put_rollout(self._task.digest, state)
+            if state.current != self._state.current:
+                self._problems = None
             self._state, self._has_changed = state, True
             # Before anything else can fail: what the manifest will name must be served.
             self.served = self._served()

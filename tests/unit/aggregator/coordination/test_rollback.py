@@ -9,15 +9,27 @@ from aggregator.coordination.canary_rollout import (
     Activate,
     CommandKind,
     CommandReceived,
+    FailuresReported,
     HeadAdded,
     RefuseCommand,
+    Reject,
     Settings,
     State,
     Trial,
     initial_state,
     retained_heads,
 )
-from tests.unit.aggregator.coordination.rollout_events import heads, play, trying
+from tests.unit.aggregator.coordination.rollout_events import (
+    QUORUM,
+    heads,
+    play,
+    trying,
+)
+
+
+def failures(version: int, failed: int, *, of: int) -> FailuresReported:
+    """Return the event that so many devices cannot use a head."""
+    return FailuresReported(version, {f"d{number}": "it gives NaN" for number in range(failed)}, devices=of)
 
 
 def test_each_rollback_goes_further_back() -> None:
@@ -82,3 +94,48 @@ def test_retained_heads_allow_a_rollback() -> None:
     """The current head, the previous one, the candidate, and the newest few."""
     state = State(newest=20, current=3, earlier=(1, 2), trial=Trial(9, 0.0))
     assert retained_heads(state, range(1, 21)) == {2, 3, 9, *range(21 - RETAINED_HEADS, 21)}
+
+
+@pytest.mark.parametrize(
+    ("failed", "devices", "current"),
+    [(1, 3, 2), (2, 3, 1), (2, 10, 2), (3, 10, 1), (200, 1000, 2), (201, 1000, 1), (2, 2, 2)],
+)
+def test_current_head_that_too_many_devices_cannot_use_is_rejected(
+    failed: int, devices: int, current: int
+) -> None:
+    """More than the tolerated fraction, at least two of at least `min_canaries`; the one before is current again."""
+    state, done = play(initial_state([1, 2]), failures(2, failed, of=devices), by=QUORUM)
+    assert state.current == current
+    if current == 1:
+        reason = f"{failed} of {devices} devices cannot use it, such as d0: it gives NaN"
+        assert done == [Reject(2, reason), Activate(1, "head 2 was rejected")]
+        assert (state.earlier, state.rejected) == ((), {2: reason})
+        assert play(state, HeadAdded(2, 0.0), HeadAdded(3, 0.0), by=Settings())[0].current == 3
+
+
+def test_no_device_alone_has_the_current_head_rejected() -> None:
+    """Not even if none is tolerated, and not in a fleet of one."""
+    for devices in (1, 2, 10):
+        by = Settings(tolerated_fraction=0.0, min_canaries=1)
+        assert play(initial_state([1, 2]), failures(2, 1, of=devices), by=by)[0].current == 2
+        assert devices == 1 or play(initial_state([1, 2]), failures(2, 2, of=devices), by=by)[0].current == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        initial_state([1]),
+        play(initial_state([1, 2, 3]), failures(3, 9, of=9))[0],
+        play(initial_state([1, 2, 3]), CommandReceived("rollback", None, heads(1, 2, 3)))[0],
+        play(trying()[0], CommandReceived("promote", None, heads(1, 2)))[0],
+    ],
+    ids=["the first", "restored", "rolled back by an operator", "promoted by an operator"],
+)
+def test_heads_that_failures_do_not_reject(state: State) -> None:
+    """Devices that report failures of every head do not take the fleet back to the oldest one."""
+    assert play(state, failures(state.current, 9, of=9)) == (state, [])
+
+
+def test_candidate_stays_when_the_current_head_is_rejected() -> None:
+    state, _ = play(initial_state([1, 2]), HeadAdded(3, 0.0), failures(2, 9, of=9), failures(1, 9, of=9))
+    assert (state.current, state.trial) == (1, Trial(3, 0.0))

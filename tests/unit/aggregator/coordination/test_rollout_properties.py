@@ -9,6 +9,7 @@ from aggregator.coordination.canary_rollout import (
     CommandReceived,
     Evaluated,
     Event,
+    FailuresReported,
     HeadAdded,
     Settings,
     State,
@@ -55,6 +56,12 @@ EVENTS = st.lists(
         st.builds(HeadAdded, st.integers(1, 6), st.floats(0, 1e4)),
         st.builds(Ticked, st.floats(0, 1e4), st.frozensets(DEVICES)),
         st.builds(Evaluated, DEVICES, st.integers(1, 6), ANSWERS),
+        st.builds(
+            FailuresReported,
+            st.integers(1, 6),
+            st.sets(DEVICES, min_size=1).map(lambda failed: dict.fromkeys(sorted(failed), "it gives NaN")),
+            st.just(5),
+        ),
         st.builds(
             CommandReceived,
             st.sampled_from(["rollback", "promote"]),

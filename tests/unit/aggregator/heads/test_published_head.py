@@ -269,6 +269,42 @@ def test_command_is_carried_out_once(store: Store, task: Task) -> None:
     assert releases.manifest.current.version == store.heads.rollout(task.digest).current == 2
 
 
+def _report(releases: Releases, store: Store, device: str, problem: str, *, head: int = 2) -> None:
+    """Let a device report on head 2, and time pass."""
+    report = replace(_evaluation(releases.manifest.task, 10, problem=problem), head_version=head)  # type: ignore[union-attr]
+    with store.transaction():
+        releases.evaluate(device, report)
+        store.evaluations.put(device, report, digest=device.encode(), now_s=0.0)
+    releases._poll_s = 0.0
+    releases.tick(2)
+
+
+def test_current_head_that_fails_on_devices_is_rejected(
+    store: Store, task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each device counts once, by its last report; also those from before a restart, and not revoked ones."""
+    for version in (1, 2):
+        _add_head(store, task.digest, version)
+    releases = Releases(task, store)
+    store.devices.put_presence("silent", state="online", epoch=1, now_s=0.0)
+    for device in ("a", "a", "b", "c", "d", "e", "f"):
+        _report(releases, store, device, "")
+    for device, problem in (("b", "it gives NaN"), ("b", ""), ("a", "it gives NaN")):
+        _report(releases, store, device, problem)
+        _report(releases, store, device, problem, head=1)
+    store.keys.enroll("c", bytes(32), serial="", now_s=0.0)
+    store.keys.revoke("c", now_s=0.0)
+    _report(releases, store, "c", "it gives NaN")
+    assert releases.manifest is not None
+    assert releases.manifest.current.version == 2
+    releases = Releases(task, store)
+    _report(releases, store, "d", "it gives NaN")
+    assert releases.manifest is not None
+    assert releases.manifest.current.version == store.heads.rollout(task.digest).current == 1
+    reason = "2 of 6 devices cannot use it, such as a: it gives NaN"
+    assert f'head rejected version=2 current=1 reason="{reason}"' in caplog.text
+
+
 def test_rollback_to_a_head_without_blobs_is_refused(store: Store) -> None:
     store.facts.put(replace(SERVED, digest=bytes(32)))
     for version in (1, 2):
