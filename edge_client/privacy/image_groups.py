@@ -11,10 +11,14 @@ are in no other group of the combination: their factors are its factor. Of an un
 whose other images L are in this one now, an image of L has the sum of both groups' factors and one of M has the earlier
 group's: they are not both zero, which leaves all of L or all of M. A group's weight counts the former, and the smaller
 of L and M of the latter, and only groups with a weight of at least m are released. M is then a group of weight 0,
-which adds nothing to a later group's weight. A group of smaller weight was never released to these tasks; it is merged
-into one that is just being formed, whose own weight is sufficient. Whole groups
-are merged with each other only if all tasks before to which something was released might use each of them: then each
-has a sufficient weight for any combination with the others.
+which adds nothing to a later group's weight.
+
+Whole groups are merged with each other only if each has at least the weight of all tasks that an image of any of them
+was released to (`largest_min_images`). For these tasks, read the merged group as the sum of its parts, and take the
+last part or group whose factor is not zero: its weight is sufficient. To a task of a larger m nothing was released that
+has an image of the merged group, so that all of its images count. A group that may not be merged so joins one that is
+just being formed, whose own weight is sufficient for the task. It adds its weight if its images were released to no
+task that asks for more than that own weight: to one that does, they are in no other group, as before.
 
 The law is about linear combinations. A backbone that an attacker has designed can put single images into places of
 their own in the features, which no averaging hides: `docs/privacy.md`.
@@ -63,9 +67,23 @@ def regroup(
     is_released = any(group.weight >= min_images for group in whole.values())
     if weight >= batch_size or (weight >= min_images and not is_released):
         formed = [_union(dealt) for dealt in _deal(items, size=batch_size)]
-        lost = [Group(group.images - present, 0, is_unmixed=False) for group in broken.values()]
+        lost = [
+            replace(group, images=group.images - present, weight=0, is_unmixed=False)
+            for group in broken.values()
+        ]
         partition = _with(_without(partition, broken), lost)
     return _merge_small(partition, whole, formed, min_images=min_images)
+
+
+def more_needed(
+    partition: Partition, present: frozenset[Key], new: Collection[Key], *, batch_size: int, min_images: int
+) -> int:
+    """Return how many more new images a class needs for its next group; the arguments are those of `regroup`."""
+    groups = partition.touching(present).values()
+    weight = sum(key not in partition.number_of for key in new)
+    weight += _weight(_left(group, present) for group in groups if not group.images <= present)
+    is_released = bool(partition.released(present, min_images=min_images))
+    return max(0, (batch_size if is_released else min_images) - weight)
 
 
 def pack(groups: Iterable[frozenset[Key]], *, batch_size: int) -> list[frozenset[Key]]:
@@ -87,27 +105,34 @@ def _merge_small(
 ) -> Partition:
     """Return the partition with formed groups, and merge whole ones that are too small for the task."""
     small = {number: group for number, group in whole.items() if group.weight < min_images}
-    # Groups that all tasks so far might use; smaller ones join only a group that was never released.
-    equal = {number: group for number, group in small.items() if group.weight >= partition.largest_min_images}
     merged: list[Group] = []
-    if _weight(equal.values()) >= min_images:
-        dealt = _deal(list(equal.values()), size=min_images)
-        merged = [replace(_union(groups), is_unmixed=len(groups) == 1) for groups in dealt]
-        small = {number: group for number, group in small.items() if number not in equal}
-        partition = _without(partition, equal)
+    for least in sorted({group.largest_min_images for group in small.values()}, reverse=True):
+        # Each of these groups might be used by every task that an image of any of them was released to.
+        equal = {n: group for n, group in small.items() if group.largest_min_images <= least <= group.weight}
+        if _weight(equal.values()) >= min_images:
+            dealt = _deal(list(equal.values()), size=min_images)
+            merged += [replace(_union(groups), is_unmixed=False) for groups in dealt]
+            small = {number: group for number, group in small.items() if number not in equal}
+            partition = _without(partition, equal)
     if formed and small:
-        for at, group in enumerate(small.values()):
-            into = at % len(formed)
-            formed[into] = replace(_union([formed[into], group]), is_unmixed=False)
+        formed = [_joined(group, list(small.values())[at :: len(formed)]) for at, group in enumerate(formed)]
         partition = _without(partition, small)
     return _with(partition, [*merged, *formed])
+
+
+def _joined(formed: Group, small: Sequence[Group]) -> Group:
+    """Return a group that is being formed together with groups that are too small for the task."""
+    if not small:
+        return formed
+    weight = _weight(group for group in small if group.largest_min_images <= formed.weight)
+    return replace(_union([formed, *small]), weight=formed.weight + weight, is_unmixed=False)
 
 
 def _left(group: Group, present: frozenset[Key]) -> Group:
     """Return what is left of a group, with the weight that it adds to another one."""
     left = group.images & present
     weight = min(len(left), len(group.images - present)) if group.is_unmixed else 0
-    return Group(left, weight, is_unmixed=False)
+    return replace(group, images=left, weight=weight, is_unmixed=False)
 
 
 def _deal(items: Sequence[Group], *, size: int) -> list[list[Group]]:
@@ -129,6 +154,7 @@ def _union(groups: Sequence[Group]) -> Group:
         frozenset().union(*(group.images for group in groups)),
         _weight(groups),
         all(group.is_unmixed for group in groups),
+        max(group.largest_min_images for group in groups),
     )
 
 

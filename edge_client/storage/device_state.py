@@ -65,7 +65,10 @@ CREATE TABLE releases (
 ) STRICT;
 -- Images by a digest of their files, and their groups' numbers.
 CREATE TABLE grouped_images (image BLOB PRIMARY KEY, number INTEGER NOT NULL) STRICT, WITHOUT ROWID;
-CREATE TABLE image_groups (number INTEGER PRIMARY KEY, weight INTEGER NOT NULL, is_unmixed INTEGER NOT NULL) STRICT;
+CREATE TABLE image_groups (
+    number INTEGER PRIMARY KEY, weight INTEGER NOT NULL, is_unmixed INTEGER NOT NULL,
+    largest_min_images INTEGER NOT NULL
+) STRICT;
 -- Starts of what a task or a head ships, by its digest, since it last worked; `place` orders them by the newest start.
 CREATE TABLE trials (digest BLOB PRIMARY KEY, starts INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
 """

@@ -1,12 +1,9 @@
 """The record of image groups, written before anything is released that is made of them."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import msgspec
-
-from edge_client.storage.stored_values import read_fact, write_facts
 from protocol.storage.database import Database
 
 Key = bytes
@@ -22,6 +19,8 @@ class Group:
     """Images that a combination of this group and earlier ones contains at least."""
     is_unmixed: bool = True
     """True if none of its images was in another group before."""
+    largest_min_images: int = 0
+    """Of all tasks that an image of it was released to, in this group or in an earlier one; 0 if there is none."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,6 @@ class Partition:
     """All groups of a device by their numbers."""
 
     groups: Mapping[int, Group] = field(default_factory=dict)
-    largest_min_images: int = 0
-    """Of all tasks so far that something was released to."""
 
     @cached_property
     def number_of(self) -> Mapping[Key, int]:
@@ -44,14 +41,19 @@ class Partition:
 
     def released(self, present: frozenset[Key], *, min_images: int) -> list[frozenset[Key]]:
         """Return the groups of a class with these images that may be in a prototype."""
-        groups = self.touching(present).values()
-        return [group.images for group in groups if group.images <= present and group.weight >= min_images]
+        return [group.images for group in self._released(present, min_images).values()]
 
+    def after_release(self, present: frozenset[Key], *, min_images: int) -> "Partition":
+        """Return the partition with the note that `released` has left the device."""
+        noted = {
+            number: replace(group, largest_min_images=max(min_images, group.largest_min_images))
+            for number, group in self._released(present, min_images).items()
+        }
+        return replace(self, groups={**self.groups, **noted}) if noted else self
 
-class LargestMinImages(msgspec.Struct, frozen=True):
-    """The largest `min_images` of all tasks that images were released to."""
-
-    number: int = 0
+    def _released(self, present: frozenset[Key], min_images: int) -> dict[int, Group]:
+        groups = self.touching(present).items()
+        return {n: group for n, group in groups if group.images <= present and group.weight >= min_images}
 
 
 class ImageGroupRecord:
@@ -70,13 +72,12 @@ class ImageGroupRecord:
         for image, number in self._database.read("SELECT image, number FROM grouped_images"):
             images.setdefault(number, set()).add(image)
         groups = {
-            number: Group(frozenset(images.get(number, ())), weight, bool(is_unmixed))
-            for number, weight, is_unmixed in self._database.read(
-                "SELECT number, weight, is_unmixed FROM image_groups"
+            number: Group(frozenset(images.get(number, ())), weight, bool(is_unmixed), largest)
+            for number, weight, is_unmixed, largest in self._database.read(
+                "SELECT number, weight, is_unmixed, largest_min_images FROM image_groups"
             )
         }
-        largest = read_fact(self._database, LargestMinImages).number
-        return Partition(groups, largest)
+        return Partition(groups)
 
     def write(self, before: Partition, after: Partition) -> None:
         """Replace `before`, which is recorded, by `after`, all or nothing.
@@ -93,7 +94,9 @@ class ImageGroupRecord:
         with self._database.transaction() as database:
             gone = [(number,) for number in before.groups.keys() - after.groups.keys()]
             database.executemany("DELETE FROM image_groups WHERE number = ?", gone)
-            values = [(number, group.weight, int(group.is_unmixed)) for number, group in new]
-            database.executemany("INSERT OR REPLACE INTO image_groups VALUES (?, ?, ?)", values)
+            values = [
+                (number, group.weight, int(group.is_unmixed), group.largest_min_images)
+                for number, group in new
+            ]
+            database.executemany("INSERT OR REPLACE INTO image_groups VALUES (?, ?, ?, ?)", values)
             database.executemany("INSERT OR REPLACE INTO grouped_images VALUES (?, ?)", rows)
-            write_facts(self._database, LargestMinImages(after.largest_min_images))

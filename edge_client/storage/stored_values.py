@@ -89,8 +89,8 @@ class UploadProblem(msgspec.Struct, frozen=True):
 class ClassReport(msgspec.Struct, frozen=True):
     """The prototypes of one class in a submission, with the images in each of them (`counts`).
 
-    `images` includes those held out; `waiting` images are new, or left of prototypes that lost an image, and too few
-    to be included yet.
+    `images` includes those held out; `waiting` images are new, or left of prototypes that lost an image, and are
+    included once there are at least `more_needed` new ones beside them.
     """
 
     name: str
@@ -98,6 +98,7 @@ class ClassReport(msgspec.Struct, frozen=True):
     held_out: int
     counts: tuple[int, ...]
     waiting: int = 0
+    more_needed: int = 0
 
     @property
     def left_out(self) -> bool:

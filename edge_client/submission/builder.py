@@ -153,7 +153,7 @@ class SubmissionBuilder:
             if entry.waiting:
                 # A group of fewer images would reveal single ones.
                 text = "images not included yet, too few for a prototype"
-                warn(text, name=entry.name, waiting=entry.waiting, needed=manifest.batch_size)
+                warn(text, name=entry.name, waiting=entry.waiting, more_needed=entry.more_needed)
         for name in manifest.classes:
             if name not in used and is_folder(data / name):
                 warn("no usable image", folder=data / name)

@@ -2,13 +2,13 @@
 
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from edge_client.data.images import LabeledImage
 from edge_client.data.outlier_filter import closest_features
-from edge_client.privacy.image_groups import pack, regroup
+from edge_client.privacy.image_groups import more_needed, pack, regroup
 from edge_client.storage.image_group_record import Key, Partition
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from protocol.wire.messages import TaskManifest
@@ -22,7 +22,9 @@ class ReleasedImages:
     prototypes: tuple[int, ...]
     """The prototype that each of them is in."""
     waiting: int
-    """Training images that wait until they are enough for a group; 0 if nothing of the class is released."""
+    """Training images that wait until they are enough for a group; 0 if no image of the class was ever in one."""
+    more_needed: int
+    """New images that these need at least, beside the ones that there are; 0 if none waits."""
 
 
 def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[ReleasedImages]:
@@ -43,25 +45,24 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         by_key = {keys[image.identity]: image for image in reversed(training)}
         by_key = {key: image for key, image in by_key.items() if key not in taken}
         taken |= by_key.keys()
-        partition, new = _regroup(workspace, task, label, by_key, partition)
+        partition, new, more = _regroup(workspace, task, label, by_key, partition)
         groups = partition.released(frozenset(by_key), min_images=task.min_images)
+        partition = partition.after_release(frozenset(by_key), min_images=task.min_images)
         packed = pack(groups, batch_size=task.batch_size)
         prototype_of = {key: number for number, group in enumerate(packed) for key in group}
         members = [(image, prototype_of[key]) for key, image in by_key.items() if key in prototype_of]
         members.sort(key=lambda member: member[0].relative)
+        was_grouped = any(key in partition.number_of for key in by_key)
         waiting = sum(key in new or key in partition.number_of for key in by_key) - len(members)
+        waiting = waiting if was_grouped else 0
         released.append(
             ReleasedImages(
                 tuple(image for image, _ in members),
                 tuple(number for _, number in members),
-                waiting if members else 0,
+                waiting,
+                more if waiting else 0,
             )
         )
-    if any(
-        each.images for each in released
-    ):  # a task that has nothing must not prevent merging for later ones
-        largest = max(partition.largest_min_images, task.min_images)
-        partition = replace(partition, largest_min_images=largest)
     if not workspace.dry_run:
         workspace.store.image_groups.write(before, partition)
     return released
@@ -73,8 +74,8 @@ def _regroup(
     label: int,
     by_key: dict[Key, LabeledImage],
     partition: Partition,
-) -> tuple[Partition, set[Key]]:
-    """Return the partition after a class has changed, and the images that were in no group before."""
+) -> tuple[Partition, set[Key], int]:
+    """Return the partition after a class has changed, its images that were in no group before, and `more_needed`."""
     images = sorted(by_key.items(), key=lambda each: each[1].relative)
     new = [key for key, _ in images if key not in partition.number_of]
     if new and task.program is None:
@@ -85,15 +86,11 @@ def _regroup(
     # groups, several submissions could be solved for the sums of single ones.
     secret = workspace.secret(task)
     key = hmac.digest(secret, f"{task.seed}/{workspace.settings.device_id}/{label}".encode(), "sha256")
-    partition = regroup(
-        partition,
-        frozenset(by_key),
-        new,
-        batch_size=max(task.batch_size, task.min_images),
-        min_images=task.min_images,
-        rng=np.random.default_rng(list(key)),
-    )
-    return partition, set(new)
+    present, size = frozenset(by_key), max(task.batch_size, task.min_images)
+    rng = np.random.default_rng(list(key))
+    partition = regroup(partition, present, new, batch_size=size, min_images=task.min_images, rng=rng)
+    more = more_needed(partition, present, new, batch_size=size, min_images=task.min_images)
+    return partition, set(new), more
 
 
 def _closest(workspace: Workspace, task: TaskManifest, images: Sequence[LabeledImage]) -> Sequence[bool]:

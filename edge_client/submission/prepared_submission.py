@@ -16,7 +16,7 @@ from edge_client.storage.stored_values import ClassReport, SubmissionReport
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.image_grouping import ReleasedImages, group_images
 from edge_client.training.local_round import LocalModel
-from protocol.cli import plain
+from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest, Tensor
@@ -75,8 +75,8 @@ def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundIma
         labels.append(np.full(len(sizes), label, dtype=np.uint32))
         counts.append(sizes)
         held = len(members) - len(found.for_training(label))
-        sizes_reported = tuple(map(int, sizes))
-        reports.append(ClassReport(task.classes[label], len(members), held, sizes_reported, released.waiting))
+        waiting = (released.waiting, released.more_needed)
+        reports.append(ClassReport(task.classes[label], len(members), held, tuple(map(int, sizes)), *waiting))
     require_prototype(task, reports, found)
     return PreparedSubmission(
         prototypes=np.concatenate([part for part in prototypes if len(part)]),
@@ -109,13 +109,14 @@ def require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found:
         path, reason = found.unusable[0]
         raise NoPrototype(f"none of the {len(found.unusable)} images can be used; first: {path}: {reason}")
     most = max(reports, key=lambda report: report.images)
-    # The smallest number of images of which the fraction `alpha`, rounded up, is `min_images`.
+    # The smallest number of images of which the fraction `alpha`, rounded up, is the number after it.
     alpha = Fraction(1) if task.program else Fraction(str(task.alpha))
-    needed = math.floor((task.min_images - 1) / alpha) + 1
+    needed, more = (math.floor((kept - 1) / alpha) + 1 for kept in (task.min_images, most.more_needed))
     if most.images - most.held_out >= needed:
         raise NoPrototype(
             f"no class has enough new images for a prototype: those of {most.name!r} were in prototypes that have lost "
-            f"images, or that are too small for this task, and are used again with {needed} new ones: add images"
+            "images, or that are too small for this task, and are used again with "
+            f"{counted(more, 'more new image')}: add images"
         )
     raise NoPrototype(
         f"no class has enough images for a prototype: {most.name!r} has {most.images}, of which "

@@ -189,5 +189,5 @@ def _class_reports(
         total, held = len(found.of_class(label)), len(found.of_class(label)) - len(found.for_training(label))
         if total:
             counts = (len(of_class.images),) if of_class.images else ()
-            reports.append(ClassReport(name, total, held, counts, of_class.waiting))
+            reports.append(ClassReport(name, total, held, counts, of_class.waiting, of_class.more_needed))
     return reports

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -45,7 +45,6 @@ class FakeDevice:
     sums: list[tuple[int, Images]] = field(default_factory=list)
 
     def upload(self, upload: Upload) -> None:
-        has_released = False
         for present in upload.present:
             new = sorted(key for key in present & upload.kept if key not in self.partition.number_of)
             self.partition = regroup(
@@ -60,10 +59,7 @@ class FakeDevice:
             for prototype in pack(released, batch_size=upload.batch_size):
                 assert len(prototype) >= upload.min_images
                 self.sums.append((upload.min_images, prototype))
-            has_released = has_released or bool(released)
-        if has_released:
-            largest = max(self.partition.largest_min_images, upload.min_images)
-            self.partition = replace(self.partition, largest_min_images=largest)
+            self.partition = self.partition.after_release(present, min_images=upload.min_images)
 
 
 ALL = [bytes([number]) for number in range(60)]
@@ -104,9 +100,9 @@ def test_no_combination_of_releases_has_fewer_images_than_a_prototype(sequence: 
         assert _fewest(device, least) == least
 
 
-def _upload(numbers: Iterable[int], least: int) -> Upload:
+def _upload(numbers: Iterable[int], least: int, *, size: int = 0) -> Upload:
     images = frozenset(IMAGES[number] for number in numbers)
-    return Upload(least, least, (images,), images, seed=0)
+    return Upload(size or least, least, (images,), images, seed=0)
 
 
 SEQUENCES = {
@@ -121,6 +117,12 @@ SEQUENCES = {
         _upload(range(1, 7), 2),
         _upload(range(1, 7), 6),
     ],
+    "what is left of a group and what it has lost add no weight to a group that both join": [
+        _upload(range(10), 10),
+        _upload([*range(5), 10], 2, size=6),
+        _upload(range(18), 7),
+        _upload(range(18), 13),
+    ],
 }
 
 
@@ -129,7 +131,7 @@ def test_min_images_that_falls_and_rises_reveals_no_smaller_sum(sequence: list[U
     device = FakeDevice()
     for upload in sequence:
         device.upload(upload)
-    for least in (2, 5, 6):
+    for least in {upload.min_images for upload in sequence}:
         assert _fewest(device, least) == least
 
 
@@ -138,7 +140,7 @@ def _regroup(partition: Partition, present: Iterable[bytes], *, least: int = 2, 
     new = sorted(key for key in images if key not in partition.number_of)
     rng = np.random.default_rng(0)
     partition = regroup(partition, images, new, batch_size=size, min_images=least, rng=rng)
-    return replace(partition, largest_min_images=max(partition.largest_min_images, least))
+    return partition.after_release(images, min_images=least)
 
 
 @pytest.mark.parametrize(("images", "sizes"), [(1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])])
@@ -173,9 +175,10 @@ def test_images_of_broken_groups_are_used_with_enough_new_ones() -> None:
     # One image was lost: four new ones and that one are five in any combination.
     assert _regroup(partition, IMAGES[1:13]) == partition
     after = _regroup(partition, IMAGES[1:14])
-    assert after.groups[after.number_of[IMAGES[0]]] == Group(frozenset(IMAGES[:1]), 0, is_unmixed=False)
+    lost = after.groups[after.number_of[IMAGES[0]]]
+    assert (lost.images, lost.weight, lost.is_unmixed) == ({IMAGES[0]}, 0, False)
     (formed,) = (group for group in after.groups.values() if IMAGES[13] in group.images)
-    assert formed == Group(broken.images - {IMAGES[0]} | set(IMAGES[10:14]), 5, is_unmixed=False)
+    assert formed == Group(broken.images - {IMAGES[0]} | set(IMAGES[10:14]), 5, False, 2)
     assert _regroup(after, IMAGES[:14]) == after
     extended = _regroup(after, ALL[:19])
     assert extended.released(frozenset(ALL[:19]), min_images=2)[-1] == {IMAGES[0], *ALL[14:19]}
@@ -212,6 +215,19 @@ def test_a_larger_min_images_merges_groups_for_good() -> None:
     raised = _regroup(partition, IMAGES[:18], size=6, least=6)
     assert Counter(len(group.images) for group in raised.groups.values()) == {6: 3}
     assert _regroup(raised, IMAGES[:18], size=2, least=2) == raised
+
+
+def test_a_smaller_min_images_prevents_no_merging_of_what_it_was_used_for() -> None:
+    """A task of 10, one of 2, and one of 5: groups that only the second has seen merge, also in another class."""
+    partition = _regroup(Partition(), ALL[:10], size=10, least=10)
+    for images in (ALL[:14], ALL[20:40]):
+        partition = _regroup(partition, images, size=2, least=2)
+    for images in (ALL[:14], ALL[20:40]):
+        partition = _regroup(partition, images, size=5, least=5)
+    sizes = [[len(group) for group in partition.released(frozenset(ALL[20:40]), min_images=5)]]
+    assert sizes == [[6, 6, 8]]
+    # Four images of the task of 2 are too few, and not merged with a group of the task of 10.
+    assert [len(group) for group in partition.released(frozenset(ALL[:14]), min_images=5)] == [10]
 
 
 @given(st.lists(st.integers(1, 12), max_size=9), st.integers(1, 12))

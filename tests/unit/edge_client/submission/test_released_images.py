@@ -15,6 +15,7 @@ from edge_client.data.images import LabeledImage
 from edge_client.data.prototype_averaging import batch_prototypes
 from edge_client.submission import round_submission
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_grouping import group_images
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
     encode_submission,
@@ -162,7 +163,8 @@ def test_few_new_images_wait_and_enough_count(tmp_path: Path) -> None:
     device.add(4)
     waiting = device.upload(seed=1)
     assert waiting.fingerprint == first.fingerprint
-    assert (waiting.classes[0].images, waiting.classes[0].waiting) == (16, 4)
+    shown = waiting.classes[0]
+    assert (shown.images, shown.waiting, shown.more_needed) == (16, 4, 1)
     device.add(1, start=200)
     second = device.upload()
     assert second.classes[0].counts == (*first.classes[0].counts, 5)
@@ -182,16 +184,35 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
     assert left < rows
     assert len(rows - left) == 1
     assert second.classes[0].waiting == 11 - sum(second.classes[0].counts)
+    assert second.classes[0].more_needed == 4
     device.add(4)
     assert sum(device.upload().classes[0].counts) == 15
 
 
+def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) -> None:
+    """One image of each prototype moves to the other class: nothing of either is left, and both say how many wait."""
+    device = Folder(tmp_path, images=4)
+    device.upload(batch_size=4, min_images=4)
+    for name in CLASSES:
+        (device.data / name / "0000.png").rename(device.data / name / "moved.png")
+    cat, dog = (device.data / name / "moved.png" for name in CLASSES)
+    cat.rename(dog.with_name("other.png"))
+    dog.rename(cat)
+    device.add(1)
+    with pytest.raises(ProtofleetError, match="used again with 1 more new image: add images"):
+        device.upload(batch_size=4, min_images=4)
+    manifest = make_manifest(batch_size=4, min_images=4)
+    found = device.workspace.extract(manifest, should_stop=lambda: False)
+    released = group_images(device.workspace, manifest, found)
+    assert [(each.waiting, each.more_needed) for each in released] == [(5, 1), (4, 2)]
+
+
 def test_images_that_need_new_ones_are_counted_with_them(tmp_path: Path) -> None:
-    """Groups of a task with a smaller `min_images`: seven images are not seven new ones, which the message says."""
+    """Groups of a task with a smaller `min_images`: seven images are not seven new ones, and six more are needed."""
     device = Folder(tmp_path, images=6)
     device.upload(batch_size=2)
     device.add(1)
-    with pytest.raises(ProtofleetError, match="used again with 7 new ones: add images"):
+    with pytest.raises(ProtofleetError, match="used again with 6 more new images: add images"):
         device.upload(batch_size=7, min_images=7)
     device.add(6, start=200)
     assert device.upload(batch_size=7, min_images=7).classes[0].counts == (13,)
