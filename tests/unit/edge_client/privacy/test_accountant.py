@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from dp_accounting import GaussianDpEvent
+from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
@@ -40,6 +42,22 @@ def test_epsilon_matches_the_closed_form(releases: dict[float, int], delta: floa
     """For releases of different noise: never below the exact value, and hardly above it."""
     exact, said = closed_form(releases, delta), epsilon_of(releases, delta=delta)
     assert exact - 1e-9 <= said <= exact * 1.001 + 1e-3
+
+
+def test_any_number_of_multipliers_is_one_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aggregator that names another multiplier in each task does not make the accountant slower."""
+    composed: list[float] = []
+    compose = PLDAccountant.compose
+
+    def counted(self: PLDAccountant, event: GaussianDpEvent, count: int = 1) -> PLDAccountant:
+        composed.append(event.noise_multiplier)
+        return compose(self, event, count)
+
+    monkeypatch.setattr(PLDAccountant, "compose", counted)
+    releases = {100.0 + number / 7: 1 for number in range(2000)}
+    exact, said = closed_form(releases, 1e-5), epsilon_of(releases, delta=1e-5)
+    assert exact <= said <= exact * 1.001
+    assert composed == pytest.approx([sum(z**-2 for z in releases) ** -0.5])
 
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0, 8.0])
