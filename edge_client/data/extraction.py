@@ -9,8 +9,10 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,15 +21,16 @@ from edge_client.data.images import LabeledImage, decode
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import Interrupted, PrivacyRefused, ProtofleetError, UnreadableImage
+from protocol.errors import Interrupted, PrivacyRefused, ProtofleetError, StateError, UnreadableImage
 from protocol.log import event
+from protocol.onnx_metadata import BackboneMetadata
 from protocol.preprocessing import Preprocessing, preprocess
 
 log = logging.getLogger(__name__)
 
 
 ISOLATED = "+isolated"
-"""The cache's tag of features that were computed one image at a time."""
+"""The cache's tag of features that were computed in isolation."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,21 @@ Outcome = tuple[LabeledImage, NDArray[np.float32] | Refusal]
 Alter = Callable[[LabeledImage, Preprocessing, NDArray[np.uint8]], NDArray[np.uint8]]
 """A change to an image's pixels before a backbone sees them."""
 
+
+class FeatureSource(Protocol):
+    """A backbone, in this process or in others."""
+
+    @property
+    def metadata(self) -> BackboneMetadata:
+        """The metadata in its file."""
+
+    def features(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the features, float32 (n, L), of preprocessed images, uint8 (n, H, W, 3)."""
+
+
+Isolate = Callable[[Backbone], AbstractContextManager[FeatureSource]]
+"""Gives a backbone that runs on one image at a time, in a process of its own."""
+
 _Pixels = dict[Preprocessing, NDArray[np.uint8]]
 """An image, uint8 (H, W, 3), preprocessed for each backbone."""
 
@@ -72,7 +90,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     should_stop: Callable[[], bool],
     on_stored: Callable[[], None] = lambda: None,
     alter: tuple[str, Alter] | None = None,
-    isolated: bool = False,
+    isolate: Isolate | None = None,
 ) -> Extraction:
     """Compute the features that are not in the cache, one backbone after the other.
 
@@ -83,15 +101,15 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     every run. `on_progress` is called for each backbone with the number of images for which there is nothing to compute
     and 0, then after every batch with 0 and the images in it. `on_stored` is called after every batch of which anything
     is in the cache now. `alter` is a change to the images, and the tag of the changed images' features in the cache.
-    With `isolated`, backbones run on one image at a time, and where one fails, the image is unusable: no image
-    influences another one's features, nor whether they exist.
+    With `isolate`, backbones run as it gives them, and where one fails, the image is unusable: no image influences
+    another one's features, nor whether they exist.
 
     Raises:
         Interrupted: `should_stop` returned true.
         StateError: the features cannot be stored.
-        ProtofleetError: the backbone fails, and not `isolated`.
+        ProtofleetError: the backbone fails, without `isolate`.
     """
-    tag, change = alter or (ISOLATED if isolated else "", None)
+    tag, change = alter or (ISOLATED if isolate else "", None)
     refused: dict[Path, str] = {}
     computed = cached = 0
     for sha256 in backbones:
@@ -103,22 +121,23 @@ def extract(  # noqa: PLR0913 - features depend on nine things
         if not todo:
             continue
         event(log, logging.INFO, "computing features", images=len(todo), cached=len(rest) - len(todo))
-        batches = feature_batches(
-            todo,
-            [open_backbone(sha256)],
-            batch_size=batch_size,
-            workers=workers,
-            should_stop=should_stop,
-            alter=change,
-            isolated=isolated,
-        )
-        for batch in batches:
-            useless = _store(batch, sha256 + tag, cache)
-            refused |= useless
-            computed += len(batch) - len(useless)
-            on_progress(0, len(batch))
-            if not all(isinstance(made, Refusal) and made.may_pass for _, made in batch):
-                on_stored()
+        with (isolate or nullcontext)(open_backbone(sha256)) as backbone:
+            batches = feature_batches(
+                todo,
+                [backbone],
+                batch_size=batch_size,
+                workers=workers,
+                should_stop=should_stop,
+                alter=change,
+                isolated=isolate is not None,
+            )
+            for batch in batches:
+                useless = _store(batch, sha256 + tag, cache)
+                refused |= useless
+                computed += len(batch) - len(useless)
+                on_progress(0, len(batch))
+                if not all(isinstance(made, Refusal) and made.may_pass for _, made in batch):
+                    on_stored()
         release_memory()
     return Extraction(computed=computed, cached=cached, refused=tuple(sorted(refused.items())))
 
@@ -150,7 +169,7 @@ def _store(batch: Sequence[Outcome], backbone: str, cache: FeatureCache) -> dict
 
 def feature_batches(
     images: Iterable[LabeledImage],
-    backbones: Sequence[Backbone],
+    backbones: Sequence[FeatureSource],
     *,
     batch_size: int,
     workers: int,
@@ -160,7 +179,8 @@ def feature_batches(
 ) -> Iterator[list[Outcome]]:
     """Yield features batch by batch, in the order of the images, decoding at most two batches ahead.
 
-    Each image is decoded once, and its features from all backbones are concatenated. `isolated` is as in `extract`.
+    Each image is decoded once, and its features from all backbones are concatenated. With `isolated`, backbones run on
+    one image at a time, and where one fails, the image has no feature.
 
     Raises:
         Interrupted: `should_stop`, called before every run, returned true.
@@ -207,7 +227,7 @@ def _may_pass(cause: BaseException | None) -> bool:
 
 
 def _compute(
-    backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
+    backbones: Sequence[FeatureSource], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
 ) -> list[Outcome]:
     pixels = [made for _, made in loaded if not isinstance(made, Refusal)]
     features = iter(_features(backbones, pixels) if pixels else ())
@@ -215,20 +235,22 @@ def _compute(
 
 
 def _compute_each(
-    backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
+    backbones: Sequence[FeatureSource], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
 ) -> list[Outcome]:
     """Compute each image by itself; a failure of a backbone is the image's, and may pass."""
     computed: list[Outcome] = []
     for image, made in loaded:
         try:
             outcome = made if isinstance(made, Refusal) else _finite(_features(backbones, [made])[0])
+        except StateError:
+            raise  # no fault of the image
         except ProtofleetError as error:
             outcome = Refusal(str(error), may_pass=True)
         computed.append((image, outcome))
     return computed
 
 
-def _features(backbones: Sequence[Backbone], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
+def _features(backbones: Sequence[FeatureSource], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
     parts = [
         backbone.features(np.stack([made[backbone.metadata.preprocessing] for made in pixels]))
         for backbone in backbones

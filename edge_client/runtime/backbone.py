@@ -28,6 +28,7 @@ class Backbone:
     """Hex digest of its file."""
     metadata: BackboneMetadata
     model: OnnxModel
+    file: Path
 
     def features(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the features, float32 (n, L), of images as `preprocess` makes them, uint8 (n, H, W, 3).
@@ -79,4 +80,4 @@ def open_backbone(
             f"{path.name} must take {describe(inputs)} and give {describe(outputs)}, but takes "
             f"{describe(model.inputs)} and gives {describe(model.outputs)}: make it with export-backbone"
         )
-    return Backbone(sha256=(digest or file_digest(path)).hex(), metadata=metadata, model=model)
+    return Backbone(sha256=(digest or file_digest(path)).hex(), metadata=metadata, model=model, file=path)

@@ -222,6 +222,9 @@ class _Watchdog(threading.Thread):
             (self._interrupted.add if on else self._interrupted.discard)(thread)
             self._limit()
 
+    def is_interrupted(self, thread: int) -> bool:
+        return thread in self._interrupted
+
     def _limit(self) -> None:
         for run in self._runs.values():
             if run.thread in self._interrupted:
@@ -250,6 +253,11 @@ def interrupt_runs(thread: int) -> None:
 def allow_runs(thread: int) -> None:
     """Let a thread run graphs again."""
     _WATCHDOG.interrupt(thread, on=False)
+
+
+def are_runs_interrupted(thread: int) -> bool:
+    """Return whether `interrupt_runs` was called for a thread, and not `allow_runs` since."""
+    return _WATCHDOG.is_interrupted(thread)
 
 
 def _end_program() -> None:

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.config import Settings
-from edge_client.data.extraction import ISOLATED, Alter, extract
+from edge_client.data.extraction import ISOLATED, Alter, Isolate, extract
 from edge_client.data.holdout import held_out
 from edge_client.data.images import LabeledImage, NoImages, content_key, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.runtime.isolated_backbone import IsolatedBackbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.image_group_record import Key
@@ -63,6 +64,8 @@ class Workspace:
     store: DeviceState
     cache: FeatureCache
     dry_run: bool = False
+    isolate: Isolate = IsolatedBackbone
+    """Runs backbones under differential privacy."""
     on_stored: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
     """Called when results are on disk, which `run_task` counts as progress."""
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
@@ -127,8 +130,8 @@ class Workspace:
         """Put the features of all images, or of those that were found before, into the cache.
 
         If the task perturbs images, training images are perturbed and held-out images are not. Under differential
-        privacy each image is computed by itself, and no image is held out: which ones are depends on the class's other
-        images. A task with rounds closes its backbones afterwards.
+        privacy each image is computed in a process of its own, and no image is held out: which ones are depends on
+        the class's other images. A task with rounds closes its backbones afterwards.
 
         Raises:
             NoImages: there are none, and the task is not private.
@@ -172,7 +175,7 @@ class Workspace:
                     on_stored=self.on_stored,
                     should_stop=should_stop,
                     alter=alter if is_altered else None,
-                    isolated=is_private(manifest),
+                    isolate=self.isolate if is_private(manifest) else None,
                 )
                 unusable += extraction.refused
         if should_stop():  # a run that was ended for it may have passed for an image's failure

@@ -6,6 +6,8 @@ from onnx import helper, numpy_helper
 
 from tests.support.graphs import tiny_backbone
 
+MARK = 1234.5
+
 
 def _extended(*nodes: onnx.NodeProto, **constants: np.ndarray) -> bytes:
     """Return the tiny backbone, whose feature is now `plain`, with nodes that make another `feature` of it."""
@@ -58,4 +60,35 @@ def dropout() -> bytes:
         helper.make_node("Dropout", ["plain", "ratio", "training"], ["feature"]),
         ratio=np.array(0.5, np.float32),
         training=np.array(True),
+    )
+
+
+def remembers_white() -> bytes:
+    """Change the sign of all features after an all-white image, which it finds in memory that the image left behind.
+
+    An integer product over no values leaves its result as the memory was, and each run leaves a mark of the same size.
+    """
+    return _extended(
+        helper.make_node("MatMulInteger", ["no_columns", "no_rows"], ["left_behind"]),
+        helper.make_node("Equal", ["left_behind", "mark"], ["is_marked"]),
+        helper.make_node("Cast", ["is_marked"], ["marked"], to=onnx.TensorProto.FLOAT),
+        helper.make_node("ReduceMax", ["marked"], ["is_after"], keepdims=0),
+        helper.make_node("Mul", ["is_after", "minus_two"], ["change"]),
+        helper.make_node("Add", ["change", "one"], ["sign"]),
+        helper.make_node("Mul", ["plain", "sign"], ["signed"]),
+        helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=0),
+        helper.make_node("Floor", ["darkest"], ["is_white"]),
+        helper.make_node("Max", ["is_white", "is_after"], ["is_from_now_on"]),
+        helper.make_node("Mul", ["is_from_now_on", "marks"], ["left"]),
+        helper.make_node("Abs", ["left"], ["left_again"]),
+        helper.make_node("ReduceSum", ["left_again"], ["sum"], keepdims=0),
+        helper.make_node("Mul", ["sum", "zero"], ["nothing"]),
+        helper.make_node("Add", ["signed", "nothing"], ["feature"]),
+        no_columns=np.zeros((64, 0), np.uint8),
+        no_rows=np.zeros((0, 64), np.uint8),
+        mark=np.array(np.float32(MARK).view(np.int32)),
+        marks=np.full((64, 64), MARK, np.float32),
+        one=np.ones((), np.float32),
+        minus_two=np.array(-2, np.float32),
+        zero=np.zeros((), np.float32),
     )

@@ -1,5 +1,6 @@
 """Workers of devices, whose jobs run on the caller's thread, with the state folder that they work on."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import read_message
 from edge_client.agent import events
 from edge_client.agent.state import UploadItem
+from edge_client.data.extraction import Isolate
 from edge_client.service.device import Device
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
@@ -123,12 +125,19 @@ class RoundsBench:
 
 
 class PrivateBench:
-    """A device with images on a task with differential privacy."""
+    """A device with images on a task with differential privacy, whose backbones run in this process by default."""
 
     def __init__(
-        self, folder: Path, *, count: int = 40, max_epsilon: float | None = None, **task: Any
+        self,
+        folder: Path,
+        *,
+        count: int = 40,
+        max_epsilon: float | None = None,
+        isolate: Isolate = nullcontext,
+        **task: Any,
     ) -> None:
         self.folder = folder
+        self._isolate = isolate
         self.data = write_images(folder / "data", count=count)
         self.settings = make_settings(folder, holdout=0.2, max_epsilon=max_epsilon)
         values = {"batch_size": 10, "min_images": 3, "differential_privacy": WANTED, **task}
@@ -141,6 +150,7 @@ class PrivateBench:
         self.store = DeviceState(self.folder / "state")
         self.emitted: list[events.Event | BaseException] = []
         self.worker = Worker(self.settings, self.store, emit=self.emitted.append, show=None)
+        self.worker._workspace.isolate = self._isolate
 
     @property
     def task(self) -> bytes:
@@ -185,7 +195,7 @@ class PrivateBench:
         worker = Worker(
             self.settings, self.store, emit=self.emitted.append, show=lambda each, _: shown.append(each)
         )
-        worker.task = self.task
+        worker.task, worker._workspace.isolate = self.task, self._isolate
         worker._build(events.BuildSubmission(self.task, manifest))
         return shown[0]
 

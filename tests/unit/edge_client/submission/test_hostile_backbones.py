@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,21 +12,22 @@ from PIL import Image
 
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from edge_client.privacy.policy import BUDGET
+from edge_client.runtime.isolated_backbone import IsolatedBackbone
 from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
 from edge_client.submission.image_features import Workspace
 from protocol.wire.codec import digest_of, to_array
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
-from tests.support.hostile_backbones import fails_on_white, flips_on_white
+from tests.support.hostile_backbones import fails_on_white, flips_on_white, remembers_white
 from tests.support.worker_benches import WANTED, PrivateBench
 
 
 def _bench(
-    folder: Path, backbone: bytes, *, with_image: bool, epsilon: float | None = None, batch_size: int = 10
+    folder: Path, backbone: bytes, *, with_image: bool, epsilon: float | None = None, **settings: Any
 ) -> PrivateBench:
     """Return a device with an attacker's task, with or without the image that the attacker asks for."""
     blob = BlobRef(digest=digest_of(backbone), size_bytes=len(backbone), name="hostile")
-    bench = PrivateBench(folder, max_epsilon=epsilon, batch_size=batch_size, backbones=(blob,))
+    bench = PrivateBench(folder, max_epsilon=epsilon, backbones=(blob,), **settings)
     bench.store.blobs.put(backbone)
     if with_image:
         Image.new("RGB", (12, 10), "white").save(bench.data / "cat" / "asked-for.png")
@@ -64,6 +66,25 @@ def test_an_image_moves_the_sums_by_at_most_the_clipping_norm(
             bench.manifest = _without_privacy(bench)
             bench.build()
             bench.manifest = private
+        sums.append(_sums(bench.upload()))
+    assert np.linalg.norm(sums[0] - sums[1]) <= 1 + 0.05, "rounding to float16"
+
+
+@pytest.mark.usefixtures("quiet")
+def test_an_image_leaves_nothing_in_memory_for_those_after_it(tmp_path: Path) -> None:
+    """The first image of a class changes no feature of the others: each has a process of its own."""
+    sums = []
+    for with_image in (False, True):
+        bench = _bench(
+            tmp_path / str(with_image),
+            remembers_white(),
+            with_image=with_image,
+            count=7,
+            batch_size=5,
+            isolate=IsolatedBackbone,
+        )
+        if with_image:
+            (bench.data / "cat" / "asked-for.png").rename(bench.data / "cat" / "0000-first.png")
         sums.append(_sums(bench.upload()))
     assert np.linalg.norm(sums[0] - sums[1]) <= 1 + 0.05, "rounding to float16"
 
