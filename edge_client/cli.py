@@ -333,6 +333,7 @@ def _status(store: "DeviceState") -> dict[str, Any]:
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
     problems = (
         store.get(stored.TaskProblem).text,
+        store.get(stored.SpaceProblem).text,
         store.get(stored.ManifestProblem).text,
         store.get(stored.BuildProblem).text,
         store.get(stored.HeadProblem).text,

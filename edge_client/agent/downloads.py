@@ -30,14 +30,15 @@ BROADCAST_WAIT_S = 3.0
 
 
 def choose(state: State, _now_s: float) -> events.Step:
-    """Open the first required blob that is not stored."""
-    missing = next((blob for blob in state.required_blobs if blob.digest not in state.stored), None)
-    if missing is None:
+    """Open the first required blob that is not stored, unless the disk is almost full."""
+    missing = {blob.digest: blob for blob in state.required_blobs if blob.digest not in state.stored}
+    if not missing or state.missing_space is not None:
         return replace(state, download=None), ()
-    if is_running(state, missing.digest):
+    first, *_ = missing.values()
+    if is_running(state, first.digest):
         return state, ()
-    download = Download(missing, offset=0, due_s=float("inf"))
-    return replace(state, download=download), (events.OpenDownload(missing),)
+    download = Download(first, offset=0, due_s=float("inf"))
+    return replace(state, download=download), (events.OpenDownload(first, tuple(missing.values())),)
 
 
 def is_running(state: State, digest: bytes) -> bool:

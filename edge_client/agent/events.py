@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from edge_client.agent.state import State, UploadItem
+from edge_client.agent.state import MissingSpace, State, UploadItem
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.wire.transfer import Ranges
 
@@ -111,6 +111,17 @@ class BlobsMissing(Occurrence, frozen=True):
     during: Literal["build", "install", ""] = ""
 
 
+class SpaceMissing(Occurrence, frozen=True):
+    """The disk has too little space for a download, or for the job named by `during`, which has ended."""
+
+    space: MissingSpace
+    during: Literal["build", "install", ""] = ""
+
+
+class SpaceFreed(Occurrence, frozen=True):
+    """The disk has the missing space."""
+
+
 class ImagesChanged(Occurrence, frozen=True):
     """The images differ from those of the last build."""
 
@@ -136,9 +147,13 @@ class BuildSubmission(Action, frozen=True):
 
 
 class OpenDownload(Action, frozen=True):
-    """Find out how much of a blob is on disk; the result is DownloadOpened or DownloadFinished."""
+    """Find out how much of a blob is on disk; the result is DownloadOpened, DownloadFinished or SpaceMissing.
+
+    `missing` are all blobs that are to be downloaded, this one included.
+    """
 
     blob: BlobRef
+    missing: tuple[BlobRef, ...]
 
 
 class RequestBlob(Action, frozen=True):

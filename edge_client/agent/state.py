@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from protocol.wire.canary_rank import canary_rank
@@ -99,6 +100,15 @@ class Download:
 
 
 @dataclass(frozen=True)
+class MissingSpace:
+    """Bytes that something needs on the disk of a folder, and the reason to report."""
+
+    folder: Path
+    needed_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class State:
     """Everything that decisions depend on.
 
@@ -120,6 +130,7 @@ class State:
         uploads: the uploads, the current one first.
         blocked_reason: what prevents uploads; empty if nothing does.
         expired: channels whose newest manifest has expired.
+        missing_space: what the disk has too little space for; nothing is downloaded, built or installed meanwhile.
     """
 
     mode: Mode
@@ -145,6 +156,7 @@ class State:
     uploads: tuple[Upload, ...] = ()
     blocked_reason: str = ""
     expired: frozenset[str] = frozenset()
+    missing_space: MissingSpace | None = None
 
     @property
     def stale_manifests(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ One upload and one download run at a time.
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from edge_client.agent import downloads, events, uploads
 from edge_client.agent.state import Mode, State, head_key
@@ -53,9 +54,10 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
         case RoundManifest():
             # The worker drops a build for an older round without a SubmissionBuilt.
             dropped = event.task == state.task and event.number != state.joined_round
-            return replace(state, round=event, building=state.building and not dropped), ()
+            state = replace(state, building=state.building and not dropped)
+            return state if event == state.round else replace(state, round=event, missing_space=None), ()
         case HeadManifest():
-            return replace(state, head=event), ()
+            return state if event == state.head else replace(state, head=event, missing_space=None), ()
         case events.DownloadOpened(digest=digest, offset=offset):
             return downloads.opened(state, digest, offset, now_s), ()
         case Frame():
@@ -72,8 +74,12 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
             return _installed(state, event)
         case events.HeadReturned(head=head):
             return replace(state, installed=head), ()
-        case events.BlobsMissing():
-            return _download_again(state, event), ()
+        case events.BlobsMissing(digests=digests, during=during):
+            return _repeat(replace(state, stored=state.stored - digests), during), ()
+        case events.SpaceMissing():
+            return _wait_for_space(state, event)
+        case events.SpaceFreed():
+            return replace(state, missing_space=None), ()
         case events.ImagesChanged():
             return replace(state, images_changed=True), ()
     return state, ()
@@ -82,7 +88,7 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
 def _install_and_build(state: State, _now_s: float) -> events.Step:
     """Install the head, then build the submission that is due: the worker does them in this order."""
     manifest, task, head = state.manifest, state.task, state.current_head
-    if manifest is None or task is None:
+    if manifest is None or task is None or state.missing_space is not None:
         return state, ()
     actions: tuple[events.Action, ...] = ()
     blobs = state.prediction_blobs
@@ -148,6 +154,7 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
         joined_round=None,
         installing=None,
         uploads=(),
+        missing_space=None,
     )
 
 
@@ -174,14 +181,20 @@ def _built(state: State, built: events.SubmissionBuilt) -> events.Step:
     return uploads.start(state, built.item), ()
 
 
-def _download_again(state: State, missing: events.BlobsMissing) -> State:
-    """Forget that blobs are stored, and repeat the job that ended for lack of them once they are."""
-    state = replace(state, stored=state.stored - missing.digests)
-    if missing.during == "install":
+def _repeat(state: State, during: Literal["build", "install", ""]) -> State:
+    """Repeat the job that ended for lack of blobs or of space once they are there."""
+    if during == "install":
         return replace(state, installing=None)
-    if missing.during == "build":
+    if during == "build":
         return replace(state, building=False, images_changed=True, joined_round=None)
     return state
+
+
+def _wait_for_space(state: State, event: events.SpaceMissing) -> events.Step:
+    """Begin nothing that needs the disk until there is space, or until a newer manifest may need less."""
+    reason = event.space.reason
+    state = _repeat(replace(state, missing_space=event.space, download=None), event.during)
+    return state, (events.Log(reason, error=True) if state.mode is Mode.SERVICE else events.Exit(1, reason),)
 
 
 def _installed(state: State, installed: events.HeadInstalled) -> events.Step:

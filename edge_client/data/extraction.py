@@ -106,7 +106,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
 
     Raises:
         Interrupted: `should_stop` returned true.
-        StateError: the features cannot be stored.
+        StateError: the features cannot be stored; DiskAlmostFull if there is too little space for all of them.
         ProtofleetError: the backbone fails, without `isolate`.
     """
     tag, change = alter or (ISOLATED if isolate else "", None)
@@ -131,7 +131,11 @@ def extract(  # noqa: PLR0913 - features depend on nine things
                 alter=change,
                 isolated=isolate is not None,
             )
+            left = len(todo)
+            cache.require_space(left, backbone.metadata.feature_size)
             for batch in batches:
+                cache.require_space(left, backbone.metadata.feature_size)
+                left -= len(batch)
                 useless = _store(batch, sha256 + tag, cache)
                 refused |= useless
                 computed += len(batch) - len(useless)

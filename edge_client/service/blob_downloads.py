@@ -8,6 +8,7 @@ from edge_client.agent import events
 from edge_client.agent.state import State
 from edge_client.progress_bar import Progress
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.disk_space import DiskAlmostFull, require_space
 from edge_client.storage.stored_values import CurrentRound, Heads, StoredInitialModel, StoredLocalModel
 from protocol.errors import BackboneMismatch, TransferError
 from protocol.log import event
@@ -15,6 +16,8 @@ from protocol.storage.blobstore import BlobStore, file_digest
 from protocol.wire.messages import BlobRef
 
 log = logging.getLogger(__name__)
+
+Opened = events.DownloadOpened | events.DownloadFinished | events.SpaceMissing
 
 
 class BlobDownloads:
@@ -25,9 +28,17 @@ class BlobDownloads:
         self._blobs = store.blobs
         self._progress = Progress("downloading")
 
-    def open(self, blob: BlobRef) -> events.DownloadOpened | events.DownloadFinished:
-        """Return how much of a blob is on disk; a complete one is verified."""
+    def open(self, blob: BlobRef, missing: Sequence[BlobRef]) -> Opened:
+        """Return how much of a blob is on disk; a complete one is verified.
+
+        There has to be space for all `missing` blobs: nothing of a task that does not fit the disk is downloaded.
+        """
         offset = self._blobs.partial_bytes(blob.digest)
+        left = sum(max(0, each.size_bytes - self._blobs.partial_bytes(each.digest)) for each in missing)
+        try:
+            require_space(self._blobs.folder, left, what=_described(missing))
+        except DiskAlmostFull as error:
+            return events.SpaceMissing(error.missing)
         fields = {"blob": blob.name, "bytes": blob.size_bytes, "resumed_at": offset or None}
         event(log, logging.INFO, "downloading", **fields)
         self._progress = Progress(f"downloading {blob.name}")
@@ -35,8 +46,17 @@ class BlobDownloads:
             return self._finish(blob.digest)
         return events.DownloadOpened(blob.digest, offset)
 
-    def append(self, append: events.AppendBlob) -> events.DownloadFinished | None:
-        """Write the next bytes of a blob; a complete one is verified, and deleted if it is damaged."""
+    def append(self, append: events.AppendBlob) -> events.DownloadFinished | events.SpaceMissing | None:
+        """Write the next bytes of a blob; a complete one is verified, and deleted if it is damaged.
+
+        If other files have taken the space meanwhile, nothing is written.
+        """
+        left = append.blob.size_bytes - append.done + len(append.data)
+        try:
+            require_space(self._blobs.folder, left, what=_described([append.blob]))
+        except DiskAlmostFull as error:
+            self._progress.close()
+            return events.SpaceMissing(error.missing)
         self._blobs.append(append.blob.digest, append.data)
         self._progress.update(append.done, append.blob.size_bytes)
         return self._finish(append.blob.digest) if append.done == append.blob.size_bytes else None
@@ -71,8 +91,13 @@ class BlobDownloads:
         return frozenset(self._blobs.digests())
 
 
+def _described(blobs: Sequence[BlobRef]) -> str:
+    """Return what is downloaded, for an error message."""
+    return repr(blobs[0].name) if len(blobs) == 1 else f"the task's {len(blobs)} missing files"
+
+
 def import_backbones(store: BlobStore, files: Sequence[Path], blobs: Sequence[BlobRef]) -> None:
-    """Store local copies of a task's backbones.
+    """Store local copies of a task's backbones; one for which there is no space is left to the download, which waits.
 
     Raises:
         BackboneMismatch: a file is not one of the task's backbones.
@@ -86,4 +111,10 @@ def import_backbones(store: BlobStore, files: Sequence[Path], blobs: Sequence[Bl
                 f"{path} is not the task's backbone: expected {expected}, got sha256 {digest.hex()}; "
                 "omit --backbone to download it"
             )
+        if digest not in store:
+            try:
+                require_space(store.folder, path.stat().st_size, what=f"a copy of {path}")
+            except DiskAlmostFull as error:
+                event(log, logging.WARNING, "local backbone not copied", file=path, error=error)
+                continue
         store.put(path.read_bytes())

@@ -14,11 +14,13 @@ from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Received, Receiver
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.disk_space import free_bytes
 from edge_client.storage.stored_values import (
     BuildProblem,
     EvaluatedHead,
     Heads,
     ManifestProblem,
+    SpaceProblem,
     TaskProblem,
     UploadProblem,
 )
@@ -93,7 +95,9 @@ class Device:
                 self._worker.check_images()
             self._check_expiry()
             self._report_expiry()
-            return events.Ticked()
+            missing = self._state.missing_space
+            is_freed = missing is not None and free_bytes(missing.folder) >= missing.needed_bytes
+            return events.SpaceFreed() if is_freed else events.Ticked()
 
     def _check_stored(self) -> None:
         """Download again what was deleted from disk, and leave a head that fails in `edge-client predict`."""
@@ -230,7 +234,12 @@ class Device:
         return not self._is_dry_run and self._store.trials.ends(task_key(manifest)) >= MAX_ENDS
 
     def _step(self, event: events.Event) -> None:
+        before = self._state.missing_space
         self._state, actions = state_machine.step(self._state, event, now_s=time.monotonic())
+        if (missing := self._state.missing_space) != before:
+            if not self._is_dry_run:
+                self._store.set(SpaceProblem(missing.reason if missing else ""))
+            self._send_info()
         for action in actions:
             self._perform(action)
 
@@ -240,17 +249,20 @@ class Device:
                 self._worker.build(action)
             case events.InstallHead():
                 self._worker.install(action)
-            case events.OpenDownload(blob=blob):
-                opened = self._downloads.open(blob)
-                if isinstance(opened, events.DownloadOpened):
-                    self._step(opened)  # at once: the next message may be a broadcast frame
-                else:
+            case events.OpenDownload(blob=blob, missing=missing):
+                opened = self._downloads.open(blob, missing)
+                if isinstance(opened, events.DownloadFinished):
                     self._inbox.put(opened)
+                else:
+                    self._step(opened)  # at once: the next message may be a broadcast frame
             case events.RequestBlob():
                 self._publisher.request_blob(action)
             case events.AppendBlob():
-                if finished := self._downloads.append(action):
-                    self._inbox.put(finished)
+                appended = self._downloads.append(action)
+                if isinstance(appended, events.SpaceMissing):
+                    self._step(appended)  # at once: the next frame's bytes would follow the wrong ones
+                elif appended:
+                    self._inbox.put(appended)
             case events.SendFrames():
                 if not self._publisher.send_frames(action):  # replaced by a newer item
                     self._inbox.put(events.OutboxSeen(self._store.outbox.items()))
@@ -285,10 +297,9 @@ class Device:
 
     def _info(self) -> DeviceInfo:
         refused = self._receiver.refused
-        problem, warning = (
-            self._task_problem or self._problem,
-            self._expiry_problem or self._own_topic.problem,
-        )
+        missing = self._state.missing_space
+        problem = self._task_problem or (missing.reason if missing else "") or self._problem
+        warning = self._expiry_problem or self._own_topic.problem
         return self._publisher.info(self._state, problem=problem, refused_messages=refused, warning=warning)
 
     def _store_receipt(self, item: UploadItem) -> None:
@@ -309,7 +320,7 @@ def _drop_damaged(store: DeviceState) -> set[Kind]:
 def _stored_state(settings: Settings, store: DeviceState) -> State:
     """Return the state at the start; a head without an evaluation is installed again."""
     if settings.mode is not Mode.DRY_RUN:
-        store.set(UploadProblem(), TaskProblem(), ManifestProblem())
+        store.set(UploadProblem(), TaskProblem(), ManifestProblem(), SpaceProblem())
         _drop_damaged(store)
     head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key
     key = head.key if head else None

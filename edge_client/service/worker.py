@@ -13,6 +13,7 @@ from edge_client.agent.state import MAX_DAMAGED, head_key
 from edge_client.config import Settings
 from edge_client.runtime.onnx_model import allow_runs, interrupt_runs
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
 from edge_client.submission.head_installer import HeadInstaller
@@ -136,8 +137,12 @@ class Worker:
             installed = self._missing(error, "install")
         self._emit(installed)
 
-    def _missing(self, error: StateError, during: Literal["build", "install"]) -> events.BlobsMissing:
-        """Return the event that a blob is to be downloaded again; raises the error if that does not help."""
+    def _missing(
+        self, error: StateError, during: Literal["build", "install"]
+    ) -> events.BlobsMissing | events.SpaceMissing:
+        """Return the event that a job is repeated with a blob or with space; raises the error if neither helps."""
+        if isinstance(error, DiskAlmostFull):
+            return events.SpaceMissing(error.missing, during)
         if not isinstance(error, BlobLost):
             raise error
         self._lost[error.digest] += 1

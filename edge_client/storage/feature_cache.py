@@ -7,11 +7,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.storage.disk_space import require_space
 from protocol.errors import BackboneMismatch, StateError
 from protocol.storage.database import Database
 
 CHUNK_ROWS = 256
 """Features read at once."""
+
+ROW_BYTES = 512
+"""Bytes of a row beside its feature: image and backbone, in the table and in its index."""
 
 OTHERS_MAX_AGE_S = 30 * 24 * 3600.0
 """How long the features of a backbone that is out of use are kept: a task may return to it."""
@@ -86,6 +90,11 @@ class FeatureCache:
         rows += [(backbone, _key(identity), None, reason) for identity, reason in unusable]
         with self._database.transaction() as database:
             database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
+
+    def require_space(self, images: int, feature_size: int) -> None:
+        """Raise DiskAlmostFull if the disk has too little space for the features of so many images."""
+        needed_bytes = images * (4 * feature_size + ROW_BYTES)
+        require_space(self._database.file.parent, needed_bytes, what=f"the features of {images} images")
 
     def chunks(self, identities: Sequence[str], *backbones: str) -> Iterator[NDArray[np.float32]]:
         """Yield features as `matrix` does, float32 (up to CHUNK_ROWS, L1 + ... + LK)."""

@@ -9,6 +9,7 @@ import hashlib
 import msgspec
 
 from edge_client.agent.state import Kind, UploadItem
+from edge_client.storage.disk_space import require_space
 from edge_client.storage.stored_values import write_facts
 from protocol.errors import ProtofleetError
 from protocol.storage.database import Database
@@ -35,13 +36,17 @@ class Outbox:
 
         Raises:
             ProtofleetError: the submission is larger than the outbox.
-            StateError: the disk is full or fails. In both cases the waiting item stays.
+            StateError: the disk is full or fails; DiskAlmostFull if a submission would use the reserve. In all
+                cases the waiting item stays.
         """
         size, limit = len(payload), self._limit_bytes
         if kind == "submission" and size > limit:
             raise ProtofleetError(
                 f"the submission has {size} bytes and does not fit the outbox, which holds {limit}: raise --outbox-mb"
             )
+        if kind == "submission":
+            # SQLite writes it to its log first.
+            require_space(self._database.file.parent, 2 * size, what="the submission")
         digest = digest_of(payload)
         with self._database.transaction() as database:
             database.execute("DELETE FROM outbox WHERE kind = ? AND received = 0", (kind,))

@@ -80,6 +80,12 @@ class HeadProblem(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+class SpaceProblem(msgspec.Struct, frozen=True):
+    """What the disk has too little space for; empty if nothing is."""
+
+    text: str = ""
+
+
 class UploadProblem(msgspec.Struct, frozen=True):
     """Why the device cannot upload; empty if it can."""
 

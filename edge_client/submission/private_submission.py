@@ -21,6 +21,7 @@ from edge_client.privacy.gaussian_mechanism import (
 from edge_client.privacy.noise import KEY_BYTES, subkey
 from edge_client.privacy.perturbation import to_half
 from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
+from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import ClassReport, PrivacySpent
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
@@ -49,12 +50,13 @@ def prepare_private(
         BackboneMismatch: a backbone cannot be used; it has not run on any image.
         PrivacyRefused: the budget is exceeded, or any step failed; the text reveals nothing about images.
         Interrupted: the work is out of date.
+        DiskAlmostFull: there is too little space; the release stays charged, and is the same once there is.
     """
     backbones, images = workspace.backbones(manifest), workspace.find_images(manifest)
     try:
         size = sum(each.metadata.feature_size for each in backbones)
         return _prepare(workspace, task, manifest, images, feature_size=size, should_stop=should_stop)
-    except (PrivacyRefused, Interrupted):
+    except (PrivacyRefused, Interrupted, DiskAlmostFull):
         raise
     except Exception as error:
         event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")

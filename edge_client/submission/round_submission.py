@@ -8,6 +8,7 @@ import numpy as np
 
 from edge_client.agent.state import UploadItem
 from edge_client.data.images import LabeledImage
+from edge_client.storage.disk_space import require_space
 from edge_client.storage.stored_values import (
     ClassReport,
     StoredInitialModel,
@@ -85,7 +86,9 @@ class RoundTraining:
 
         def on_checkpoint(checkpoint: Checkpoint) -> None:
             if not self._workspace.dry_run:
-                write_atomically(self._checkpoint_file, local_round.pack_checkpoint(checkpoint, about))
+                packed = local_round.pack_checkpoint(checkpoint, about)
+                require_space(self._store.folder, len(packed), what="a checkpoint of the training")
+                write_atomically(self._checkpoint_file, packed)
                 self._workspace.on_stored()
 
         result = local_round.train_round(
@@ -122,9 +125,7 @@ class RoundTraining:
             ProtofleetError: the submission does not fit the outbox.
         """
         with self._store.keeping:
-            model = (
-                self._store.blobs.put(local_round.pack(prepared.local_model)) if prepared.local_model else b""
-            )
+            model = self._put_model(prepared.local_model) if prepared.local_model else b""
             facts = (StoredLocalModel(task, model), prepared.report(len(payload)))
             item = self._store.outbox.keep(
                 "submission", payload, task=task, about=str(manifest.number), facts=facts
@@ -140,13 +141,16 @@ class RoundTraining:
         """Store the model to which a device that trained in no round binds a head; returns its digest."""
         images = found.for_training()
         data = self._training_set(manifest, images) if images else None
-        packed = local_round.pack(
-            local_round.initial_model(manifest, tensors, data=data, blobs=self._store.blobs)
-        )
+        model = local_round.initial_model(manifest, tensors, data=data, blobs=self._store.blobs)
         with self._store.keeping:
-            digest = self._store.blobs.put(packed)
+            digest = self._put_model(model)
             self._store.set(StoredInitialModel(digest))
         return digest
+
+    def _put_model(self, model: LocalModel) -> bytes:
+        packed = local_round.pack(model)
+        require_space(self._store.blobs.folder, len(packed), what="the local model")
+        return self._store.blobs.put(packed)
 
     def _local_model(self, task: bytes) -> LocalModel | None:
         stored = self._store.get(StoredLocalModel)

@@ -165,7 +165,7 @@ def test_a_broadcast_that_does_not_arrive_is_requested() -> None:
     """After a short wait."""
     digest, tensors = digest_of(TENSORS[1]), round_manifest(1).tensors
     state, actions = step(uploaded(), round_manifest(1), now_s=0)
-    assert actions == (events.OpenDownload(tensors),)
+    assert actions == (events.OpenDownload(tensors, (tensors,)),)
     for event, now_s in ((events.DownloadOpened(digest, 0), 0.0), (events.Ticked(), BROADCAST_WAIT_S - 0.1)):
         state, actions = step(state, event, now_s=now_s)
         assert actions == ()

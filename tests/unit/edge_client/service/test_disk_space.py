@@ -1,0 +1,226 @@
+"""A device whose disk is almost full writes nothing large, reports it, and goes on once there is space."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from edge_client.agent import events
+from edge_client.agent.state import MissingSpace, Mode, State
+from edge_client.agent.state_machine import step
+from edge_client.cli import _status as status
+from edge_client.service import device as device_program
+from edge_client.service.device import Device
+from edge_client.storage import disk_space
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
+from protocol.mqtt.reconnecting_session import Connected
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import BlobRef, BlobRequest, DifferentialPrivacy, Frame, HeadManifest, HeadRef
+from tests.support.device_factory import (
+    TINY,
+    image_file,
+    make_manifest,
+    make_settings,
+    make_workspace,
+    write_images,
+)
+from tests.support.simulated_fleet import reference
+from tests.support.worker_benches import WANTED, HeadBench
+from tests.unit.edge_client.service.test_device import capture
+
+GIB = 1024**3
+HUGE = tuple(
+    BlobRef(digest=bytes([number]) * 32, size_bytes=2 * GIB, name=f"backbone {number}")
+    for number in range(16)
+)
+TASK = b"t" * 32
+
+
+class Disk(NamedTuple):
+    """What `shutil.disk_usage` returns."""
+
+    total: int
+    used: int
+    free: int
+
+
+class Disks:
+    """A disk of 100 GiB; `free` is beside the reserve of 1 GiB."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = 99 * GIB
+        monkeypatch.setattr(disk_space, "disk_usage", lambda _: Disk(100 * GIB, 0, self.free + GIB))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disks:
+    monkeypatch.setattr(device_program, "TICK_S", 0.0)
+    return Disks(monkeypatch)
+
+
+def make_device(folder: Path) -> Device:
+    return Device(make_settings(folder), DeviceState(folder / "state"))
+
+
+def requests(device: Device) -> list[BlobRequest]:
+    """Connect a device, and return what it requests from then on."""
+    found: list[BlobRequest] = []
+    device._publisher.request_blob = lambda request: found.append(  # type: ignore[method-assign]
+        BlobRequest(digest=request.digest, offset=request.offset, length=request.length)
+    )
+    device._handle(Connected(None))
+    return found
+
+
+@pytest.mark.parametrize(("total", "reserve"), [(10 * GIB, GIB // 2), (1000 * GIB, GIB)])
+def test_the_reserve_is_a_share_of_the_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, total: int, reserve: int
+) -> None:
+    monkeypatch.setattr(disk_space, "disk_usage", lambda _: Disk(total, 0, 5 * GIB))
+    assert free_bytes(tmp_path) == 5 * GIB - reserve
+    monkeypatch.setattr(disk_space, "disk_usage", lambda _: Disk(0, 0, 0))
+    assert free_bytes(tmp_path) > 2**60, "a file system that does not say"
+
+
+def test_a_task_that_does_not_fit_the_disk_is_not_downloaded(disk: Disks, tmp_path: Path) -> None:
+    """Nothing of 16 backbones of 2 GiB with room for 15; the operator reads why, and it begins once there is room."""
+    device = make_device(tmp_path)
+    sent, asked = capture(device), requests(device)
+    disk.free = 30 * GIB
+    device._take(events.TaskSeen(TASK, make_manifest(backbones=HUGE)))
+    device._handle(device._next_event())
+    problem = status(device._store)["problem"]
+    assert problem == (
+        "the disk is almost full: expected 34,360 MB for the task's 16 missing files, got 32,212 MB beside 5% of the "
+        "disk, at most 1 GiB, that stay free: free space on the device"
+    )
+    assert (asked, device._info().problem) == ([], problem)
+    infos = [each.payload for each in sent if each.topic.endswith("/info")]
+    assert problem.encode() in infos[-1]
+    disk.free = 32 * GIB
+    device._handle(device._next_event())
+    assert {each.digest for each in asked} == {HUGE[0].digest}
+    assert (status(device._store)["problem"], device._info().problem) == ("", "")
+
+
+def test_another_task_may_need_less(disk: Disks, tmp_path: Path) -> None:
+    """A task that fits is followed at once, without more space."""
+    device = make_device(tmp_path)
+    asked = requests(device)
+    disk.free = GIB
+    device._take(events.TaskSeen(TASK, make_manifest(backbones=HUGE)))
+    device._take(events.TaskSeen(b"u" * 32, make_manifest()))
+    assert {each.digest for each in asked} == {TINY.digest}
+    assert status(device._store)["problem"] == ""
+
+
+def test_a_download_stops_where_others_have_taken_the_space(disk: Disks, tmp_path: Path) -> None:
+    """Frames that are under way are dropped, and it resumes where it was."""
+    device, data = make_device(tmp_path), bytes(range(256)) * 400
+    blob = reference(data, "backbone")
+    asked = requests(device)
+    device._take(events.TaskSeen(TASK, make_manifest(backbones=(blob,))))
+
+    def receive(start: int, stop: int) -> None:
+        frame = Frame(v=1, digest=blob.digest, size_bytes=len(data), offset=start, data=data[start:stop])
+        device._handle(frame)
+
+    receive(0, 50_000)
+    disk.free = 50_000
+    receive(50_000, 60_000)
+    receive(60_000, 70_000)
+    assert device._store.blobs.partial_bytes(blob.digest) == 50_000
+    assert "got 0 MB" in status(device._store)["problem"]
+    disk.free = GIB
+    device._handle(device._next_event())
+    assert asked[-1].offset == 50_000
+    receive(50_000, len(data))
+    device._handle(device._next_event())
+    assert device._store.blobs.read(blob.digest) == data
+
+
+def test_features_leave_the_reserve(disk: Disks, tmp_path: Path) -> None:
+    """No batch is stored that needs it; what was stored before is used once there is space."""
+    write_images(tmp_path / "data", count=6)
+    workspace, manifest = make_workspace(tmp_path), make_manifest()
+    disk.free = 12 * (4 * 16 + 512) - 1
+    with pytest.raises(DiskAlmostFull, match="for the features of 12 images") as raised:
+        workspace.extract(manifest, lambda: False)
+    assert workspace.cache.known(TINY.digest.hex()) == set()
+    disk.free = raised.value.missing.needed_bytes
+    assert len(workspace.extract(manifest, lambda: False).usable) == 12
+
+
+@pytest.mark.parametrize("privacy", [None, WANTED], ids=["none", "differential privacy"])
+def test_a_build_that_needs_the_reserve_is_repeated(
+    disk: Disks, tmp_path: Path, privacy: DifferentialPrivacy | None
+) -> None:
+    """It is no failure of the task; under differential privacy it is the same release, which is charged once."""
+    bench = HeadBench(tmp_path)
+    manifest = make_manifest(differential_privacy=privacy, seed=1)
+    bench.worker.task = bench.store.blobs.put(encode(manifest))
+    image_file(tmp_path / "data" / "cat" / "new.png")
+    build = events.BuildSubmission(bench.worker.task, manifest)
+    disk.free = 0
+    for _ in range(2):
+        bench.worker._build(build)
+        waiting = bench.emitted.pop()
+        assert isinstance(waiting, events.SpaceMissing)
+        assert waiting.during == "build"
+    disk.free = GIB
+    bench.worker._build(build)
+    built = bench.emitted.pop()
+    assert isinstance(built, events.SubmissionBuilt)
+    assert (built.item is not None, built.reason) == (True, "")
+    assert len(bench.store.ledger.releases()) == (privacy is not None)
+
+
+@pytest.mark.parametrize("kind", ["submission", "evaluation"])
+def test_only_submissions_leave_the_reserve(disk: Disks, tmp_path: Path, kind: str) -> None:
+    """What is small, such as an evaluation or a receipt, is what the reserve is for."""
+    outbox = DeviceState(tmp_path / "state").outbox
+    disk.free = 0
+    if kind == "submission":
+        with pytest.raises(DiskAlmostFull):
+            outbox.keep("submission", b"payload", task=TASK, about="")
+    else:
+        assert outbox.keep("evaluation", b"payload", task=TASK, about="").size_bytes == 7
+
+
+READY = State(mode=Mode.SERVICE, stored=frozenset({TINY.digest}), connected=True)
+SPACE = MissingSpace(Path(), 7, "the disk is almost full")
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_job_without_space_is_repeated(mode: Mode) -> None:
+    """As soon as there is some, or for a newer manifest; with --once and in a dry run the program ends."""
+    manifest = make_manifest()
+    state, actions = step(replace(READY, mode=mode), events.TaskSeen(TASK, manifest), now_s=0)
+    build = events.BuildSubmission(TASK, manifest)
+    assert actions == (build,)
+    state, actions = step(state, events.SpaceMissing(SPACE, "build"), now_s=1)
+    if mode is not Mode.SERVICE:
+        assert actions == (events.Exit(1, SPACE.reason),)
+        return
+    assert actions == (events.Log(SPACE.reason, error=True),)
+    waiting, actions = step(state, events.Ticked(), now_s=2)
+    assert actions == ()
+    assert step(waiting, events.SpaceFreed(), now_s=3)[1] == (build,)
+    small = HeadRef(version=1, head=reference(b"head", "head"), devices=1, prototypes=1)
+    state, actions = step(waiting, HeadManifest(task=TASK, current=small), now_s=3)
+    assert build in actions
+    assert step(state, HeadManifest(task=TASK, current=small), now_s=4)[1] == ()
+
+
+def test_an_installation_without_space_is_repeated() -> None:
+    manifest, head = make_manifest(), reference(b"head", "head")
+    announced = HeadManifest(task=TASK, current=HeadRef(version=1, head=head, devices=1, prototypes=1))
+    state = replace(READY, stored=READY.stored | {digest_of(b"head")}, images_changed=False)
+    state = replace(state, task=TASK, manifest=manifest)
+    state, actions = step(state, announced, now_s=0)
+    install = events.InstallHead(TASK, manifest, announced.current)
+    assert actions == (install,)
+    state, _ = step(state, events.SpaceMissing(SPACE, "install"), now_s=1)
+    assert step(state, events.SpaceFreed(), now_s=2)[1] == (install,)
