@@ -1,5 +1,6 @@
 """Reassembly of device uploads: bounded, in any order, with repetitions. No I/O and no clock."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 
@@ -59,7 +60,7 @@ class Reassembly:
     per_device: int = 2
     """Unfinished transfers of one device; one more replaces the one without frames for longest."""
     max_held_bytes: int = 512 * 1024**2
-    """Weight of all unfinished transfers; beyond it the one without frames for longest is dropped."""
+    """Weight of all unfinished transfers; beyond it the device that holds most loses its oldest."""
     read: Callable[[Key, Ranges], Sequence[tuple[int, bytes]]] = lambda _key, _ranges: ()
     """Returns offsets and bytes of a transfer's ranges on the disk."""
     ended: list[Key] = field(default_factory=list, init=False)
@@ -70,7 +71,10 @@ class Reassembly:
     def __post_init__(self, transfers: Iterable[Transfer]) -> None:
         self._transfers = {each.key: each for each in transfers}
         """The one without frames for longest comes first."""
-        self._held_bytes = sum(each.weight for each in self._transfers.values())
+        self._held_bytes = 0
+        self._held_by = Counter[str]()
+        for each in self._transfers.values():
+            self._count(each.key[0], each.weight)
         for key in [key for key in self._transfers if self.holds(*key)]:
             self._drop(key)  # a kill came between storing the payload and clearing the transfer
 
@@ -95,7 +99,7 @@ class Reassembly:
         try:
             before = transfer.weight
             transfer.assembly.add(frame)
-            self._held_bytes += transfer.weight - before
+            self._count(device, transfer.weight - before)
             if transfer.assembly.held_bytes == frame.size_bytes:
                 payload = transfer.assembly.payload(self.read(key, transfer.stored))
                 self._drop(key)
@@ -104,10 +108,11 @@ class Reassembly:
             self._drop(key)
             raise Refused("digest", str(error)) from error
         while self._held_bytes > self.max_held_bytes and len(self._transfers) > 1:
-            self._drop(next(iter(self._transfers)))
-        if not is_last:
+            greatest = max(self._held_by, key=self._held_by.__getitem__)
+            self._drop(next(key for key in self._transfers if key[0] == greatest))
+        if not is_last or key not in self._transfers:
             return None
-        missing = transfer.assembly.missing()[:MAX_RANGES]
+        missing = transfer.assembly.missing(MAX_RANGES)
         return Receipt(digest=frame.digest, status="missing", missing=missing)
 
     def expire(self, before_s: float) -> list[Key]:
@@ -135,10 +140,16 @@ class Reassembly:
         for other in own[: len(own) - self.per_device + 1]:
             self._drop(other)
         transfer = self._transfers[key] = Transfer(key, Assembly(frame.digest, frame.size_bytes), 0.0)
-        self._held_bytes += transfer.weight
+        self._count(key[0], transfer.weight)
 
     def _drop(self, key: Key) -> None:
         transfer = self._transfers.pop(key)
-        self._held_bytes -= transfer.weight
+        self._count(key[0], -transfer.weight)
         if transfer.stored:
             self.ended.append(key)
+
+    def _count(self, device: str, weight: int) -> None:
+        self._held_bytes += weight
+        self._held_by[device] += weight
+        if not self._held_by[device]:
+            del self._held_by[device]

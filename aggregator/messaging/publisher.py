@@ -1,6 +1,6 @@
 """The aggregator's connection to its fleet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
@@ -19,6 +19,9 @@ from protocol.wire.transfer import frames_of
 
 OWN_CHANNELS: tuple[FleetChannel, ...] = ("state", "task", "round", "head")
 """The retained fleet topics. The aggregator subscribes to them: without an access list other clients can write them."""
+
+MAX_BACKLOG = 1024
+"""Publications waiting for the broker beyond which no message is acknowledged until all have left: memory for them."""
 
 
 class Publisher:
@@ -50,6 +53,8 @@ class Publisher:
             will=presence.outgoing("offline"),
             manual_ack=True,
         )
+        self._unacknowledged: list[mqtt.Received] = []
+        self._is_congested = False
 
     def start(self) -> None:
         """Connect, and reconnect after each failure."""
@@ -59,9 +64,15 @@ class Publisher:
         """Publish that the aggregator has stopped or was replaced, and disconnect."""
         self._session.stop([self.presence.outgoing(self.presence.final_state)])
 
-    def acknowledge(self, received: mqtt.Received) -> None:
-        """Acknowledge a message, so that the broker sends another one."""
-        self._session.acknowledge(received)
+    def acknowledge(self, messages: Sequence[mqtt.Received]) -> None:
+        """Acknowledge messages, so that the broker sends others: not while too many answers wait for the broker."""
+        self._unacknowledged.extend(messages)
+        backlog = self._session.backlog
+        self._is_congested = backlog > (0 if self._is_congested else MAX_BACKLOG)
+        if not self._is_congested:
+            for message in self._unacknowledged:
+                self._session.acknowledge(message)
+            self._unacknowledged.clear()
 
     def own_channel(self, topic: str) -> FleetChannel | None:
         """Return the channel of one of the aggregator's own retained topics; None for any other topic."""

@@ -132,6 +132,7 @@ class Aggregator:
                 for event in events:
                     with self._receiver.guard():
                         self._handle_event(event)
+        self._publisher.acknowledge([])
         self._blob_sender.send()
         if self._receiver.tick():
             self._training.retry()
@@ -170,8 +171,7 @@ class Aggregator:
         for device, receipt in self._messages.receipts:
             self._publisher.publish_to_device(device, "ack", receipt)
         self._messages.receipts.clear()
-        for message in messages:
-            self._publisher.acknowledge(message)
+        self._publisher.acknowledge(messages)
 
     def _handle_message(self, message: mqtt.Received) -> None:
         channel = self._publisher.own_channel(message.topic)

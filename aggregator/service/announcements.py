@@ -1,5 +1,6 @@
 """Announcements to the fleet: the aggregator's presence, and the signed manifests of task, round and head."""
 
+import time
 from dataclasses import dataclass, field
 
 from aggregator.heads.published_head import Releases
@@ -17,6 +18,9 @@ from aggregator.tasks.task_preparation import Task
 from protocol.wire.codec import encode
 from protocol.wire.messages import HeadManifest, Message
 from protocol.wire.topics import FleetChannel
+
+REPEAT_S = 10.0
+"""Seconds between repetitions of the open round, which reaches all devices whichever has asked."""
 
 
 @dataclass(kw_only=True)
@@ -39,6 +43,8 @@ class Announcements:
     _overwritten: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
     _head: HeadManifest | None = field(default=None, init=False)
     _broadcast_round: int | None = field(default=None, init=False)
+    _repeat_s: float = field(default=0.0, init=False)
+    """When the open round may be repeated, by `time.monotonic`."""
 
     def __post_init__(self) -> None:
         self._signer = ManifestSigner(self.store, key=self.key, fleet=self.task.file.fleet)
@@ -63,6 +69,12 @@ class Announcements:
                 self.restoration.verify([manifest.tensors.digest])
                 self.publisher.broadcast(self.store.blobs.read(manifest.tensors.digest))
             self._broadcast_round = manifest.number
+
+    def repeat_round(self) -> None:
+        """Publish the open round again, as a device asks for it by an upload, but not for each one."""
+        if (now_s := time.monotonic()) >= self._repeat_s:
+            self._repeat_s = now_s + REPEAT_S
+            self._publish("round")
 
     def publish_new_head(self) -> None:
         """Publish the head manifest if it has changed."""

@@ -25,6 +25,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.log import DeviceEvents
+from protocol.token_buckets import TokenBuckets
 from protocol.wire.codec import FrameView, decode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
@@ -41,6 +42,11 @@ from protocol.wire.topics import parse_device_topic
 
 log = logging.getLogger(__name__)
 
+RECEIPTS_AT_ONCE = 256
+"""Receipts of one kind for a device, beyond which it gets RECEIPTS_PER_S: a device asks again for one that is lost."""
+
+RECEIPTS_PER_S = 4.0
+
 
 @dataclass(kw_only=True)
 class DeviceMessages:
@@ -56,10 +62,13 @@ class DeviceMessages:
     """Publish the round again for a device that has seen another one."""
     receipts: list[tuple[str, Receipt]] = field(default_factory=list, init=False)
     """Device and receipt, to be published once the messages are durable."""
+    _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)
+    """By device and reason of refusal: a flood of refused messages does not hold up its other receipts."""
     _problems: dict[str, str] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._log = DeviceEvents(log)
+        self._answered = TokenBuckets(capacity=RECEIPTS_AT_ONCE, per_s=RECEIPTS_PER_S)
         self._authenticator = FrameAuthenticator(self.store, fleet=self.task.file.fleet)
 
     def handle(self, topic: str, payload: bytes) -> None:
@@ -124,8 +133,15 @@ class DeviceMessages:
                 detail=refused.detail[:256],
                 sequence=refused.sequence,
             )
-            self.receipts.append((device, receipt))
+            self._answer(device, receipt)
             raise
+
+    def _answer(self, device: str, receipt: Receipt) -> None:
+        """Send a receipt, unless the device has caused too many."""
+        is_unknown = receipt.reason == "unknown_device"  # a client can make up any number of names
+        bucket = (UNKNOWN_DEVICE if is_unknown else device, receipt.reason)
+        if self._answered.take(bucket, now_s=time.monotonic()):
+            self.receipts.append((device, receipt))
 
     def _take_request(self, device: str, request: BlobRequest) -> None:
         with self._answering(device, request.digest):
@@ -151,7 +167,7 @@ class DeviceMessages:
                 else:
                     outcome = self._take_evaluation(device, message, outcome.digest)
         if outcome is not None:
-            self.receipts.append((device, outcome))
+            self._answer(device, outcome)
 
     def _take_submission(self, device: str, submission: Submission, upload: Complete) -> Receipt:
         labels = check_labels(submission, self.task.expectation)
@@ -184,7 +200,7 @@ class DeviceMessages:
                 if rounds.is_over(state, settings):
                     now = f"all {settings.rounds} rounds are over"
                 if reason == "unknown_round":
-                    self.announcements.open_round()  # the device has seen a round that is not this aggregator's
+                    self.announcements.repeat_round()  # the device has seen a round that is not this aggregator's
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:

@@ -12,6 +12,9 @@ from protocol.wire.messages import Reason
 MAX_PINNED_DEVICES = 10_000
 """Devices that an open fleet pins at first use: a client can make up any number of names."""
 
+MAX_CACHED = 20_000
+"""Answers of the database in memory, of which all are dropped for one more, for the same reason."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -70,6 +73,8 @@ class DeviceKeys:
         if not is_held:  # in a transaction no other process can write
             self.refresh()
         if (sql, *values) not in self._cache:
+            if len(self._cache) >= MAX_CACHED:
+                self.drop_cache()
             self._cache[sql, *values] = self._database.read(sql, *values)
         return self._cache[sql, *values]
 

@@ -115,6 +115,11 @@ class Publisher:
         """True if nothing is queued or in flight."""
         return not self._queue and not self._in_flight
 
+    @property
+    def backlog(self) -> int:
+        """The number of publications that are queued or in flight."""
+        return len(self._queue) + len(self._in_flight)
+
     def add(self, publications: Iterable[Outgoing]) -> None:
         """Queue publications; each replaces a denied one on its topic."""
         for outgoing in publications:

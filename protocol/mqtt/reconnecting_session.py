@@ -116,6 +116,11 @@ class Session:
         """
         self._inbox.put(outgoing)
 
+    @property
+    def backlog(self) -> int:
+        """About how many publications the broker has not acknowledged yet; from any thread."""
+        return self._inbox.qsize() + self._publisher.backlog
+
     def acknowledge(self, received: Received) -> None:
         """Acknowledge a message to the broker, with `manual_ack`; from any thread.
 

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from protocol.errors import TransferError
 from protocol.wire.codec import digest_of
@@ -9,6 +10,9 @@ from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, Frame
 
 MAX_PIECES = 2**17
 """Pieces in which a transfer may arrive, in addition to the number of its smallest chunks: bounds memory."""
+
+MAX_STRETCHES = 4096
+"""Gapless stretches of a transfer that are held: a frame that would begin one more counts as lost."""
 
 Ranges = tuple[tuple[int, int], ...]
 """Disjoint byte ranges [start, stop) in ascending order."""
@@ -94,8 +98,10 @@ class Assembly:
         """Add [start, stop) to the ranges that have arrived, and return the parts of it that are new."""
         first = bisect_left(self._stops, start)
         last = bisect_right(self._starts, stop)
+        if first == last and len(self._starts) >= MAX_STRETCHES:
+            return ()
         starts, stops = self._starts[first:last], self._stops[first:last]
-        new = _between(start, stop, zip(starts, stops, strict=True))
+        new = tuple(_between(start, stop, zip(starts, stops, strict=True)))
         if new:
             self._starts[first:last] = [min(start, starts[0]) if starts else start]
             self._stops[first:last] = [max(stop, stops[-1]) if stops else stop]
@@ -106,9 +112,9 @@ class Assembly:
         """Return the byte ranges that have arrived, wherever they are stored."""
         return tuple(zip(self._starts, self._stops, strict=True))
 
-    def missing(self) -> Ranges:
-        """Return the ranges that have not arrived; empty if the transfer is complete."""
-        return _between(0, self.size_bytes, self.ranges())
+    def missing(self, limit: int | None = None) -> Ranges:
+        """Return the ranges that have not arrived, or the first of them; empty if the transfer is complete."""
+        return tuple(islice(_between(0, self.size_bytes, zip(self._starts, self._stops, strict=True)), limit))
 
     def settle(self) -> None:
         """Release the bytes in `fresh`, which were stored elsewhere."""
@@ -120,7 +126,7 @@ class Assembly:
         Raises:
             TransferError: bytes are missing, or the digest is wrong.
         """
-        if self.missing():
+        if self.missing(1):
             raise TransferError("the transfer is incomplete")
         payload = b"".join(data for _, data in sorted([*stored, *self.fresh]))
         if (digest := digest_of(payload)) != self.digest:
@@ -128,13 +134,11 @@ class Assembly:
         return payload
 
 
-def _between(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return the parts of [start, stop) outside of ascending disjoint ranges."""
-    found = []
+def _between(start: int, stop: int, ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the parts of [start, stop) outside of ascending disjoint ranges."""
     for begin, end in ranges:
         if begin > start:
-            found.append((start, begin))
+            yield start, begin
         start = max(start, end)
     if start < stop:
-        found.append((start, stop))
-    return tuple(found)
+        yield start, stop

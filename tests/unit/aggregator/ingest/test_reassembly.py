@@ -246,3 +246,17 @@ def test_contradicting_overlaps_fail_the_digest() -> None:
     disk.commit(reassembly)
     assert disk.files == {}
     assert [reassembly.take("a", frame) for frame in FRAMES][-1] == Complete(DIGEST, PAYLOAD)
+
+
+def test_one_device_does_not_displace_the_uploads_of_others() -> None:
+    """Whatever it sends, and however slow they are: beyond the quota it loses its own."""
+    reassembly = _reassembly(max_bytes=10**6, max_held_bytes=20 * STRETCH_BYTES)
+    slow = list(frames_of(bytes(300), digest=digest_of(bytes(300)), chunk_bytes=100))
+    assert reassembly.take("slow", slow[0]) is None
+    for number in range(200):
+        digest = bytes([number // 20]) * 32
+        frame = Frame(v=1, digest=digest, size_bytes=10**6, offset=2 * number, data=b"x")
+        reassembly.take("mallory", frame)
+    assert reassembly._held_bytes <= 20 * STRETCH_BYTES
+    reassembly.take("slow", slow[1])
+    assert isinstance(reassembly.take("slow", slow[2]), Complete)

@@ -1,6 +1,9 @@
-"""Broadcasts over a real broker."""
+"""Broadcasts over a real broker, and what happens while the broker takes nothing."""
 
-from aggregator.messaging.publisher import Publisher
+from types import SimpleNamespace
+from typing import Any
+
+from aggregator.messaging.publisher import MAX_BACKLOG, Publisher
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.presence import OwnPresence
 from protocol.wire.codec import decode
@@ -28,3 +31,22 @@ def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
             publisher.stop()
     assert [(frame.offset, len(frame.data)) for frame in frames] == [(0, 100), (100, 100), (200, 50)]
     assert b"".join(frame.data for frame in frames) == payload
+
+
+def test_messages_stay_unacknowledged_while_the_broker_takes_no_answers() -> None:
+    """The broker then sends no more of them, so that the answers do not fill the memory; until all have left."""
+    acknowledged: list[Received] = []
+    presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
+    publisher = Publisher(BrokerAddress("nowhere", 1), fleet="f", presence=presence, on_event=lambda _: None)
+    session: Any = SimpleNamespace(backlog=0, acknowledge=acknowledged.append)
+    publisher._session = session
+    messages = [Received(f"topic-{number}", b"") for number in range(4)]
+    for backlog, message, count in (
+        (MAX_BACKLOG, messages[0], 1),
+        (MAX_BACKLOG + 1, messages[1], 1),
+        (1, messages[2], 1),
+        (0, messages[3], 4),
+    ):
+        session.backlog = backlog
+        publisher.acknowledge([message])
+        assert acknowledged == messages[:count]

@@ -1,5 +1,6 @@
-"""Limits of the log lines and rows that a device causes; without a network or processes."""
+"""Limits of the log lines, rows and answers that a device causes; without a network or processes."""
 
+import contextlib
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +9,13 @@ import msgspec
 import pytest
 
 from aggregator.config.schema import TaskFile
-from aggregator.service.device_messages import DeviceMessages
+from aggregator.service.announcements import Announcements
+from aggregator.service.device_messages import RECEIPTS_AT_ONCE, DeviceMessages
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
 from protocol.log import LINES_AT_ONCE
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import Evaluation
+from protocol.wire.messages import BlobRequest, Evaluation
 from protocol.wire.topics import device_topic
 from tests.support.submissions import EXPECTATION, MANIFEST, TASK, device_info, evaluation
 
@@ -28,6 +30,9 @@ def messages(store: Store) -> DeviceMessages:
         evaluate=lambda *_: None,
         state=SimpleNamespace(head_version=HEADS),
         is_stopped=False,
+        served={bytes(32)},
+        request=lambda *_: 60.0,
+        count_refusal=lambda *_: None,
     )
     file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), fleet="f")
     task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
@@ -73,3 +78,50 @@ def test_lines_about_changing_problems_are_limited(
     (device,) = store.devices.all()
     assert device.info is not None
     assert device.info.problem == f"problem {3 * LINES_AT_ONCE - 1}"
+
+
+def test_receipts_are_limited(messages: DeviceMessages) -> None:
+    """A device that sends the same request all the time gets a bounded number of answers: they wait for the broker.
+
+    Other devices get theirs, and so does this one to other messages.
+    """
+
+    def request(device: str, digest: bytes) -> None:
+        message = BlobRequest(digest=digest, offset=0, length=1)
+        messages.handle(device_topic("f", device, "get"), encode(message))
+
+    for _ in range(3 * RECEIPTS_AT_ONCE):
+        request("a", b"x" * 32)
+    assert RECEIPTS_AT_ONCE <= len(messages.receipts) < 2 * RECEIPTS_AT_ONCE
+    messages.receipts.clear()
+    request("a", bytes(32))
+    request("b", b"x" * 32)
+    assert [(device, receipt.reason) for device, receipt in messages.receipts] == [
+        ("a", "rate_limited"),
+        ("b", "unknown_blob"),
+    ]
+
+
+def test_devices_cannot_make_the_aggregator_repeat_the_round(store: Store) -> None:
+    """Each repetition goes to all devices: however many uploads ask for it, it is published once."""
+    published: list[str] = []
+    parts: Any = SimpleNamespace(
+        round=None,
+        guard=contextlib.nullcontext,
+        publish_to_fleet=lambda channel, _: published.append(channel),
+        file=SimpleNamespace(fleet="f"),
+        manifest=MANIFEST,
+    )
+    announcements = Announcements(
+        task=parts,
+        store=store,
+        key=b"k" * 32,
+        publisher=parts,
+        receiver=parts,
+        training=parts,
+        releases=parts,
+        restoration=parts,
+    )
+    for _ in range(100):
+        announcements.repeat_round()
+    assert published == ["round"]

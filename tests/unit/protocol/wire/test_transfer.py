@@ -15,6 +15,7 @@ from protocol.wire.topics import device_topic
 from protocol.wire.transfer import (
     ENVELOPE_BYTES,
     MAX_PIECES,
+    MAX_STRETCHES,
     SMALLEST_CHUNK_BYTES,
     Assembly,
     chunk_bytes,
@@ -184,6 +185,20 @@ def test_too_many_pieces_are_refused() -> None:
     most = MAX_PIECES + size_bytes // SMALLEST_CHUNK_BYTES
     assembly = Assembly(DIGEST, size_bytes)
     for index in range(most + 1):
-        assembly.add(_frame(2 * index, b"x", size_bytes=size_bytes))
+        assembly.add(_frame(index, b"x", size_bytes=size_bytes))
     with pytest.raises(TransferError, match="send larger frames"):
-        assembly.add(_frame(2 * most + 2, b"x", size_bytes=size_bytes))
+        assembly.add(_frame(most + 1, b"x", size_bytes=size_bytes))
+
+
+def test_number_of_gaps_is_bounded() -> None:
+    """Frames with gaps between them cost memory, and time at each query; those beyond the bound count as lost."""
+    payload = bytes(2 * MAX_STRETCHES + 20)
+    frames = list(frames_of(payload, digest=digest_of(payload), chunk_bytes=1))
+    assembly = _assembly_of(payload)
+    for frame in frames[1::2]:
+        assembly.add(frame)
+    assert assembly.stretches == len(assembly.ranges()) == MAX_STRETCHES
+    assert assembly.missing(2) == ((0, 1), (2, 3))
+    for frame in frames:
+        assembly.add(frame)
+    assert assembly.payload() == payload
