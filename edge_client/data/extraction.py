@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,6 @@ from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted, PrivacyRefused, ProtofleetError, StateError, UnreadableImage
 from protocol.log import event
-from protocol.onnx_metadata import BackboneMetadata
 from protocol.preprocessing import Preprocessing, preprocess
 
 log = logging.getLogger(__name__)
@@ -60,18 +58,7 @@ Alter = Callable[[LabeledImage, Preprocessing, NDArray[np.uint8]], NDArray[np.ui
 """A change to an image's pixels before a backbone sees them."""
 
 
-class FeatureSource(Protocol):
-    """A backbone, in this process or in others."""
-
-    @property
-    def metadata(self) -> BackboneMetadata:
-        """The metadata in its file."""
-
-    def features(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Return the features, float32 (n, L), of preprocessed images, uint8 (n, H, W, 3)."""
-
-
-Isolate = Callable[[Backbone], AbstractContextManager[FeatureSource]]
+Isolate = Callable[[Backbone], AbstractContextManager[Backbone]]
 """Gives a backbone that runs on one image at a time, in a process of its own."""
 
 _Pixels = dict[Preprocessing, NDArray[np.uint8]]
@@ -173,7 +160,7 @@ def _store(batch: Sequence[Outcome], backbone: str, cache: FeatureCache) -> dict
 
 def feature_batches(
     images: Iterable[LabeledImage],
-    backbones: Sequence[FeatureSource],
+    backbones: Sequence[Backbone],
     *,
     batch_size: int,
     workers: int,
@@ -231,7 +218,7 @@ def _may_pass(cause: BaseException | None) -> bool:
 
 
 def _compute(
-    backbones: Sequence[FeatureSource], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
+    backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
 ) -> list[Outcome]:
     pixels = [made for _, made in loaded if not isinstance(made, Refusal)]
     features = iter(_features(backbones, pixels) if pixels else ())
@@ -239,7 +226,7 @@ def _compute(
 
 
 def _compute_each(
-    backbones: Sequence[FeatureSource], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
+    backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
 ) -> list[Outcome]:
     """Compute each image by itself; a failure of a backbone is the image's, and may pass."""
     computed: list[Outcome] = []
@@ -254,7 +241,7 @@ def _compute_each(
     return computed
 
 
-def _features(backbones: Sequence[FeatureSource], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
+def _features(backbones: Sequence[Backbone], pixels: Sequence[_Pixels]) -> NDArray[np.float32]:
     parts = [
         backbone.features(np.stack([made[backbone.metadata.preprocessing] for made in pixels]))
         for backbone in backbones

@@ -1,6 +1,8 @@
 """The frozen backbone: images (n, H, W, 3) to features (n, L)."""
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,12 @@ class Backbone:
     """Hex digest of its file."""
     metadata: BackboneMetadata
     model: OnnxModel
-    file: Path
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator["Backbone"]:
+        """Yield the backbone with runs that have a process of their own each, on the CPU."""
+        with self.model.isolated() as model:
+            yield replace(self, model=model)
 
     def features(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the features, float32 (n, L), of images as `preprocess` makes them, uint8 (n, H, W, 3).
@@ -80,4 +87,4 @@ def open_backbone(
             f"{path.name} must take {describe(inputs)} and give {describe(outputs)}, but takes "
             f"{describe(model.inputs)} and gives {describe(model.outputs)}: make it with export-backbone"
         )
-    return Backbone(sha256=(digest or file_digest(path)).hex(), metadata=metadata, model=model, file=path)
+    return Backbone(sha256=(digest or file_digest(path)).hex(), metadata=metadata, model=model)

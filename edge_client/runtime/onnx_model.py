@@ -9,16 +9,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.runtime.isolated_session import POLL_S, IsolatedSession
 from edge_client.runtime.onnx_validation import MAX_GRAPH_BYTES, check_graph
 from edge_client.runtime.session import Provider, first_line, open_session, require_runtime
-from protocol.errors import GraphRefused
+from protocol.errors import GraphRefused, StateError
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ MAX_LOAD_S = 120.0
 GRACE_S = 60.0
 """How long a run may go on after its time limit, in an operator that cannot be interrupted, before the program ends."""
 
-POLL_S = 0.25
+_ISOLATED: ContextVar[contextlib.ExitStack | None] = ContextVar("isolated models", default=None)
 
 Tensors = Mapping[str, NDArray[Any]]
 """Arrays by the names of a model's inputs or outputs."""
@@ -74,6 +76,16 @@ class OnnxModel:
     inputs: Mapping[str, Slot]
     outputs: Mapping[str, Slot]
     _session: Any = field(repr=False)
+    _source: Path | bytes = field(repr=False)
+
+    @contextlib.contextmanager
+    def isolated(self) -> Iterator["OnnxModel"]:
+        """Yield the model with runs that have a process of their own each, on the CPU."""
+        session = IsolatedSession(self._source)
+        try:
+            yield replace(self, provider="cpu", note="", _session=session)
+        finally:
+            session.close()
 
     def run(
         self, feeds: Tensors, outputs: Sequence[str] | None = None, *, limit_s: float | None = None
@@ -104,6 +116,8 @@ class OnnxModel:
         try:
             with _time_limit(MAX_RUN_S if limit_s is None else limit_s) as options:
                 return run(options)
+        except StateError:
+            raise
         except Exception as error:  # ONNX Runtime has no error class of its own
             raise GraphRefused(f"the {self.name} fails on its inputs: {first_line(error)}") from error
 
@@ -134,7 +148,7 @@ def open_model(
     accept(properties)
     with _load_limit(MAX_LOAD_S if max_load_s is None else max_load_s):
         session, used_provider, note = open_session(source, provider=provider, threads=threads)
-    return OnnxModel(
+    model = OnnxModel(
         name=name,
         properties=properties,
         provider=used_provider,
@@ -142,7 +156,21 @@ def open_model(
         inputs=_slots(session.get_inputs()),
         outputs=_slots(session.get_outputs()),
         _session=session,
+        _source=source,
     )
+    opened = _ISOLATED.get()
+    return model if opened is None else opened.enter_context(model.isolated())
+
+
+@contextlib.contextmanager
+def isolated_models() -> Iterator[None]:
+    """Make `open_model` return models as `OnnxModel.isolated` gives them, until the end of the body."""
+    with contextlib.ExitStack() as opened:
+        before = _ISOLATED.set(opened)
+        try:
+            yield
+        finally:
+            _ISOLATED.reset(before)
 
 
 def fit(name: str, array: NDArray[Any], slot: Slot) -> NDArray[Any]:
@@ -222,9 +250,6 @@ class _Watchdog(threading.Thread):
             (self._interrupted.add if on else self._interrupted.discard)(thread)
             self._limit()
 
-    def is_interrupted(self, thread: int) -> bool:
-        return thread in self._interrupted
-
     def _limit(self) -> None:
         for run in self._runs.values():
             if run.thread in self._interrupted:
@@ -253,11 +278,6 @@ def interrupt_runs(thread: int) -> None:
 def allow_runs(thread: int) -> None:
     """Let a thread run graphs again."""
     _WATCHDOG.interrupt(thread, on=False)
-
-
-def are_runs_interrupted(thread: int) -> bool:
-    """Return whether `interrupt_runs` was called for a thread, and not `allow_runs` since."""
-    return _WATCHDOG.is_interrupted(thread)
 
 
 def _end_program() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -11,6 +12,7 @@ from edge_client.agent.state import UploadItem, head_key
 from edge_client.inference import open_installed
 from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
+from edge_client.runtime.onnx_model import isolated_models
 from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead
 from edge_client.submission.head_evaluation import balanced, count_correct, evaluate_head, held_out_images
 from edge_client.submission.image_features import FoundImages, Workspace
@@ -57,7 +59,8 @@ class HeadInstaller:
                 has_vote = False
                 candidate = self._prepare(install, should_stop)
                 has_vote = True
-                return HeadInstalled(key, self._try(install, candidate, should_stop))
+                with self._graphs(install):
+                    return HeadInstalled(key, self._try(install, candidate, should_stop))
         except StateError:
             raise
         except ProtofleetError as error:
@@ -86,20 +89,30 @@ class HeadInstaller:
         """Run what a head needs of the task: not a part of its trial, because it is no fault of the head."""
         with self._workspace.run_task(install.manifest, purpose="install"):
             found = self._find_images(install, should_stop)
-            described = self._describe(install, found)
+            with self._graphs(install):
+                described = self._describe(install, found)
+            installed = self._store.get(Heads).installed
+            if installed is None or installed.backbones != described.backbones:
+                # A head that works needs backbones that work, and loading one does not show that.
+                self._workspace.try_backbones(install.manifest)
             backbones = [] if install.head.tensors else self._workspace.backbones(install.manifest)
         members = held_out_images(self._workspace, install.manifest)
         return _Candidate(described, backbones, members)
+
+    def _graphs(self, install: InstallHead) -> AbstractContextManager[None]:
+        """Return a context in which graphs run: where messages must not reveal images, apart from this process.
+
+        Its memory has images, which a graph may read, and tell by being refused.
+        """
+        return isolated_models() if self._workspace.is_bounded(install.manifest) else nullcontext()
 
     def _try(
         self, install: InstallHead, candidate: _Candidate, should_stop: Callable[[], bool]
     ) -> UploadItem:
         reference, heads, installed = install.head, self._store.get(Heads), candidate.described
-        # The task's head in use before this one; this one may be in use already.
+        # The head in use before this one, also of another task; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
-        previous = next(
-            (head for head in before if head.task == install.task and head.key != installed.key), None
-        )
+        previous = next((head for head in before if head.key != installed.key), None)
         with self._store.trials.run(installed.key, what="the head"):
             head = open_installed(self._store.blobs, installed, candidate.backbones)
             evaluation = evaluate_head(
@@ -112,7 +125,7 @@ class HeadInstaller:
                 should_stop=should_stop,
             )
         correct, total = sum(evaluation.correct), sum(evaluation.correct) + sum(evaluation.incorrect)
-        if previous is not None:
+        if previous is not None and previous.task == install.task:
             previous_correct = self._evaluate_previous(install, previous, candidate, should_stop)
             evaluation = msgspec.structs.replace(evaluation, previous_correct=previous_correct)
         installed = msgspec.structs.replace(

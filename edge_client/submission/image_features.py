@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,6 @@ from edge_client.data.images import LabeledImage, NoImages, content_key, name_so
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
-from edge_client.runtime.isolated_backbone import IsolatedBackbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.image_group_record import Key
@@ -64,7 +64,7 @@ class Workspace:
     store: DeviceState
     cache: FeatureCache
     dry_run: bool = False
-    isolate: Isolate = IsolatedBackbone
+    isolate: Isolate = Backbone.isolated
     """Runs backbones under differential privacy."""
     on_stored: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
     """Called when results are on disk, which `run_task` counts as progress."""
@@ -100,6 +100,21 @@ class Workspace:
             self._backbones = {}
             self._backbones = {digest: self._open(blob) for digest, blob in wanted.items()}
         return [self._backbones[digest] for digest in backbone_digests(manifest)]
+
+    def try_backbones(self, manifest: TaskManifest) -> None:
+        """Run each of the task's backbones on an image of zeros; under differential privacy as in `extract`.
+
+        Raises:
+            BackboneMismatch: a backbone cannot be used.
+            ProtofleetError: a backbone fails.
+            BlobLost: a backbone was damaged on disk.
+        """
+        isolate = self.isolate if self.is_bounded(manifest) else nullcontext
+        for number, blob in enumerate(manifest.backbones):
+            backbone = self._open(blob) if manifest.program else self.backbones(manifest)[number]
+            spec = backbone.metadata.preprocessing
+            with isolate(backbone) as isolated:
+                isolated.features(np.zeros((1, spec.height, spec.width, 3), np.uint8))
 
     def find_images(self, manifest: TaskManifest) -> tuple[LabeledImage, ...]:
         """Find the images; what is left out is logged whenever it changes, and stored for `edge-client status`.

@@ -32,6 +32,16 @@ def fails_on_white() -> bytes:
     )
 
 
+def always_fails() -> bytes:
+    """Open, and fail on every image."""
+    return _extended(
+        helper.make_node("Gather", ["only", "beyond"], ["factor"]),
+        helper.make_node("Mul", ["plain", "factor"], ["feature"]),
+        only=np.ones(1, np.float32),
+        beyond=np.array(1),
+    )
+
+
 def flips_on_white() -> bytes:
     """Change the sign of all features of a batch that has an all-white image."""
     return _extended(

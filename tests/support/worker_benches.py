@@ -112,6 +112,8 @@ class RoundsBench:
         self.emitted: list[events.Event | BaseException] = []
         self.worker = Worker(make_settings(folder), self.store, emit=self.emitted.append, show=None)
         self.worker.task = ROUNDS_TASK
+        # There is no backbone on disk, only features in the cache.
+        self.worker._workspace.try_backbones = lambda manifest: None  # type: ignore[method-assign]  # noqa: ARG005
 
     def tensors(self, rate: float) -> BlobRef:
         return open_round(self.store.blobs, tensors={"rate": np.array(rate, np.float32)}).tensors

@@ -4,18 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from edge_client.agent import events
 from edge_client.agent.state import head_key
-from edge_client.runtime.backbone import Backbone
+from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.service.device import Device
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
+from edge_client.storage.trials import MAX_ENDS
 from edge_client.submission import head_installer
 from edge_client.training.local_round import initial_model, pack
+from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
 from tests.support.device_factory import TINY, linear_head, make_manifest, make_settings, run_jobs
 from tests.support.graphs import tiny_backbone
+from tests.support.hostile_backbones import always_fails
 from tests.support.round_factory import TASK as ROUNDS_TASK
 from tests.support.round_factory import make_task, stored
 from tests.support.worker_benches import CONSTANT, HeadBench, RoundsBench
@@ -139,6 +143,63 @@ def test_the_previous_head_stays_on_disk(bench: HeadBench, tmp_path: Path) -> No
     device._downloads.delete_unused(device._state)
     assert [head.head.digest in bench.store.blobs for head in heads] == [False, True, True]
     assert device._info().head_version == 3
+
+
+def _follow(bench: HeadBench, backbone: bytes, *, seed: int) -> None:
+    """Give the device another task with a backbone."""
+    blob = stored(bench.store.blobs, backbone, "other")
+    bench.manifest = make_manifest(backbones=(blob,), seed=seed)
+    bench.task = bench.worker.task = bench.store.blobs.put(encode(bench.manifest))
+    bench.backbone = open_backbone(bench.store.blobs.path(blob.digest), provider="cpu", threads=1)
+
+
+def test_a_head_whose_backbone_does_not_run_is_not_used(bench: HeadBench) -> None:
+    """Of a new task, before the device has computed any feature: `predict` still works with the head before."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    before = bench.store.get(Heads)
+    _follow(bench, always_fails(), seed=1)
+    bench.worker.install(events.InstallHead(bench.task, bench.manifest, bench.head(2, CONSTANT["dog"])))
+    run_jobs(bench.worker)
+    installed = bench.emitted.pop()
+    assert isinstance(installed, events.HeadInstalled)
+    assert "head 2 refused, the previous head stays in use: the backbone fails" in installed.reason
+    assert installed.report is None, "it is no fault of the head"
+    assert bench.store.get(Heads) == before
+
+
+def test_a_device_returns_to_the_head_of_the_task_before(bench: HeadBench, tmp_path: Path) -> None:
+    """Its files stay on disk until the new task has a second head."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    old = bench.store.get(Heads).installed
+    assert old is not None
+    _follow(bench, tiny_backbone(seed=1), seed=1)
+    bench.install(bench.head(2, CONSTANT["dog"]))
+    device = bench.device(tmp_path)
+    device._downloads.delete_unused(device._state)
+    assert all(digest in bench.store.blobs for digest in (old.head, *old.backbones))
+    new = bench.store.heads_in_use().installed
+    assert new is not None
+    for _ in range(MAX_ENDS):
+        with pytest.raises(RuntimeError), bench.store.run_head(new):
+            raise RuntimeError
+    assert bench.store.heads_in_use().installed == old
+
+
+@pytest.mark.parametrize("max_epsilon", [None, 1.0])
+def test_no_graph_of_a_head_runs_beside_images_that_must_not_be_revealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_epsilon: float | None
+) -> None:
+    """It could read them in memory, and reveal them by being refused: it runs in another process."""
+    bench = HeadBench(tmp_path, max_epsilon=max_epsilon)
+    head = bench.head(1, CONSTANT["cat"])
+
+    def run(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", run)
+    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
+    run_jobs(bench.worker)
+    assert (bench.store.get(Heads).installed is None) == (max_epsilon is None)
 
 
 def test_a_head_being_installed_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from edge_client.privacy.policy import BUDGET
-from edge_client.runtime.isolated_backbone import IsolatedBackbone
+from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
 from edge_client.submission.image_features import Workspace
@@ -81,7 +81,7 @@ def test_an_image_leaves_nothing_in_memory_for_those_after_it(tmp_path: Path) ->
             with_image=with_image,
             count=7,
             batch_size=5,
-            isolate=IsolatedBackbone,
+            isolate=Backbone.isolated,
         )
         if with_image:
             (bench.data / "cat" / "asked-for.png").rename(bench.data / "cat" / "0000-first.png")

@@ -1,0 +1,52 @@
+"""Runs of a graph that have a process of their own each."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edge_client.runtime import onnx_model
+from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.runtime.isolated_session import IsolatedSession
+from protocol.errors import ProtofleetError, StateError
+from tests.support.graphs import EDGE
+from tests.support.hostile_backbones import fails_on_white
+
+GRAY, WHITE = (np.full((1, EDGE, EDGE, 3), level, np.uint8) for level in (100, 255))
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> Backbone:
+    (tmp_path / "b.onnx").write_bytes(fails_on_white())
+    return open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
+
+
+def test_an_image_that_ends_its_process_is_refused_and_later_ones_are_not(backbone: Backbone) -> None:
+    """The features are those of a run in this process, bit for bit; nothing runs after the end of the context."""
+    with backbone.isolated() as isolated:
+        np.testing.assert_array_equal(isolated.features(GRAY), backbone.features(GRAY))
+        with pytest.raises(ProtofleetError, match="it fails, or ends its process"):
+            isolated.features(WHITE)
+        np.testing.assert_array_equal(isolated.features(GRAY), backbone.features(GRAY))
+        session = isolated.model._session
+        assert isinstance(session, IsolatedSession)
+        process = session._process
+        assert process is not None
+        onnx_model.interrupt_runs(threading.get_ident())
+        try:
+            os.kill(process.pid, signal.SIGSTOP)  # a run that takes long
+            with pytest.raises(ProtofleetError, match="time limit"):
+                isolated.features(GRAY)
+        finally:
+            onnx_model.allow_runs(threading.get_ident())
+    assert process.returncode is not None
+
+
+def test_a_program_that_does_not_start_is_no_fault_of_the_image(tmp_path: Path, backbone: Backbone) -> None:
+    """The image is not refused."""
+    (tmp_path / "b.onnx").write_bytes(b"damaged")
+    with backbone.isolated() as isolated, pytest.raises(StateError, match="cannot be started"):
+        isolated.features(GRAY)
