@@ -72,6 +72,10 @@ class BlobLost(StateError):
         self.digest = digest
 
 
+_NO_THREAD = ("can't start new thread", "unable to start watchdog thread")
+"""Messages of the RuntimeErrors of `threading` and `faulthandler`."""
+
+
 def problem_of_system(error: BaseException) -> str:
     """Return what the operating system refused, in one line; empty if the error is the program's own."""
     if isinstance(error, MemoryError):
@@ -80,6 +84,6 @@ def problem_of_system(error: BaseException) -> str:
         return f"cannot use {error.filename or 'a file or connection'}: {error.strerror}"
     if isinstance(error, ImportError) and error.path is not None:
         return f"cannot load {error.path}: {error}"
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+    if isinstance(error, RuntimeError) and str(error) in _NO_THREAD:
         return "cannot start a thread: raise the number of threads or the memory that the system allows"
     return ""

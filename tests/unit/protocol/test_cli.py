@@ -28,6 +28,7 @@ FAILURES: dict[str | None, Exception] = {
     "memory": MemoryError(),
     "library": ImportError("failed to map segment from shared object", path="/lib/rpds.so"),
     "threads": RuntimeError("can't start new thread"),
+    "watchdog": RuntimeError("unable to start watchdog thread"),
     "missing": ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn"),
     "own": ModuleNotFoundError("No module named 'protocol.gone'", name="protocol.gone"),
     "bug": ZeroDivisionError("a bug"),
@@ -54,6 +55,7 @@ FAILURES: dict[str | None, Exception] = {
             "memory",
             "library",
             "threads",
+            "watchdog",
         ]
     ),
 )
@@ -119,6 +121,11 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ),
         (
             ["--fail", "threads"],
+            1,
+            "error: cannot start a thread: raise the number of threads or the memory that the system allows\n",
+        ),
+        (
+            ["--fail", "watchdog"],
             1,
             "error: cannot start a thread: raise the number of threads or the memory that the system allows\n",
         ),
