@@ -19,6 +19,9 @@ LIMIT_S = 150.0
 LASTING_S = 4.0
 """How long a full disk lasts, if the program does not end before."""
 
+RECURRING_S = 40.0
+"""How long other faults may recur: each training is a process with calls of its own, and all would fail alike."""
+
 OLD_S = 7200.0
 """Age given to temporary files of a killed program: younger ones may belong to a running one."""
 
@@ -109,7 +112,8 @@ class Life:
     def wait(self, program: Program, done: Callable[[], bool] = lambda: False) -> bool:
         """Wait for the end of the program or of its life; returns False if it hangs, and kills it."""
         deadline_s = time.monotonic() + LIMIT_S
-        lasts_until_s = time.monotonic() + LASTING_S
+        is_lasting = self.injection is not None and self.injection.lasts
+        lasts_until_s = time.monotonic() + (LASTING_S if is_lasting else RECURRING_S)
         while program.status is None and not done():
             if time.monotonic() > deadline_s:
                 self.fail(f"neither ended nor complete within {LIMIT_S:.0f} s")
@@ -119,7 +123,7 @@ class Life:
             if self._tracers and self.hangs_in_python():
                 program.send(signal.SIGKILL)
                 program.wait(30)
-            if self.injection and self.injection.lasts and time.monotonic() > lasts_until_s:
+            if self.injection and time.monotonic() > lasts_until_s:
                 self.detach()
             program.wait(0.05)
         return True
