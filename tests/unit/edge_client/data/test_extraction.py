@@ -182,7 +182,7 @@ def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
     assert done == len(found)
 
 
-def test_refusal_that_may_pass_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_that_may_pass_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file without permission, and a lack of memory, are tried again although the file has not changed."""
 
     def no_memory(*_: object) -> None:
@@ -191,7 +191,7 @@ def test_refusal_that_may_pass_is_not_stored(tmp_path: Path, monkeypatch: pytest
     with open_folder() as folder:
         data = write_images(folder / "data", count=1)
         (data / "cat" / "0000.png").chmod(0)
-        images, extractor = find_images(data, CLASSES), Extractor(tmp_path)
+        images, extractor = find_images(data, CLASSES), Extractor(folder)
         with monkeypatch.context() as patched:
             patched.setattr("edge_client.data.extraction.preprocess", no_memory)
             assert "MemoryError" in {reason for _, reason in extractor(images).refused}
