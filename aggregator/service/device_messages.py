@@ -64,7 +64,7 @@ class DeviceMessages:
     """Device and receipt, to be published once the messages are durable."""
     _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)
     """By device and reason of refusal: a flood of refused messages does not hold up its other receipts."""
-    _problems: dict[str, str] = field(default_factory=dict, init=False)
+    _reported: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._log = DeviceEvents(log)
@@ -109,9 +109,11 @@ class DeviceMessages:
             return
         info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
         self.store.devices.put_info(device, bounded_info(info, self.task.manifest.classes), now_s=now_s)
-        if info.problem and self._problems.get(device) != info.problem:
+        before, self._reported[device] = self._reported.get(device, ("", "")), (info.problem, info.warning)
+        if info.problem and info.problem != before[0]:
             self._log.event(logging.WARNING, "device cannot take part", device=device, reason=info.problem)
-        self._problems[device] = info.problem
+        if info.warning and info.warning != before[1]:
+            self._log.event(logging.WARNING, "device warns its operator", device=device, warning=info.warning)
 
     def _check_known(self, device: str) -> None:
         allowed = self.task.file.devices

@@ -142,6 +142,7 @@ def _devices(
             seen_s=record.seen_s if record else None,
             runtime=info.runtime if info else None,
             problem=info.problem if info else "",
+            warning=info.warning if info else "",
             refused_messages=info.refused_messages if info else {},
             images=sum(info.images.values()) if info else 0,
             round=submission.entry.round if submission else None,

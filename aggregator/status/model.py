@@ -90,6 +90,7 @@ class Device(Accuracy, frozen=True, kw_only=True):
     seen_s: UnixSeconds | None
     runtime: str | None
     problem: Annotated[str, Meta(description="Why the device does not take part.")]
+    warning: Annotated[str, Meta(description="What its operator should do, although it takes part.")]
     refused_messages: Annotated[
         dict[str, int], Meta(description="Messages that the device has refused, by reason.")
     ]

@@ -59,6 +59,8 @@ def _failed_training(failed: FailedTraining) -> str:
 def _problems(device: Device) -> Iterator[tuple[str, ...]]:
     if device.problem:
         yield "problem", f"of {device.device}: {device.problem}", "yellow"
+    if device.warning:
+        yield "warning", f"of {device.device}: {device.warning}", "yellow"
     if device.refused_messages:
         counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(device.refused_messages.items()))
         yield "refused", f"by {device.device}: {counts}", "yellow"

@@ -195,9 +195,9 @@ class Device:
     def _take(self, received: Received) -> None:
         """Handle what was received or recalled; the worker first, which drops jobs that are out of date."""
         if isinstance(received, Presence):
-            problem = self._own_topic.problem
+            warning = self._own_topic.warning
             self._own_topic.check(received, is_connected=self._state.connected)
-            if self._own_topic.problem != problem:
+            if self._own_topic.warning != warning:
                 self._send_info()
             return
         if isinstance(received, events.TaskSeen):
@@ -299,8 +299,13 @@ class Device:
         refused = self._receiver.refused
         missing = self._state.missing_space
         problem = self._task_problem or (missing.reason if missing else "") or self._problem
-        warning = self._expiry_problem or self._own_topic.problem
-        return self._publisher.info(self._state, problem=problem, refused_messages=refused, warning=warning)
+        return self._publisher.info(
+            self._state,
+            problem=problem,
+            refused_messages=refused,
+            expiry=self._expiry_problem,
+            warning=self._own_topic.warning,
+        )
 
     def _store_receipt(self, item: UploadItem) -> None:
         head = self._store.get(Heads).installed

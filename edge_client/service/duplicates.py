@@ -26,7 +26,7 @@ class OwnTopic:
     def __init__(
         self, settings: Settings, store: DeviceState, publisher: Publisher, receiver: Receiver
     ) -> None:
-        self.problem = ""
+        self.warning = ""
         """For the operator; empty if no other program has used this device's key."""
         self._settings = settings
         self._store = store
@@ -65,11 +65,14 @@ class OwnTopic:
         return Reaction.PUBLISH if is_outdated else Reaction.NONE
 
     def _report(self, found: Duplicate) -> None:
-        if self._store.get(Duplicate).instance == found.instance and self.problem:
+        if self._store.get(Duplicate).instance == found.instance and self.warning:
             return
         self._store.set(found)
-        self.problem = f"another program with this device's key ran at {found.where}"
-        text = "another program with this device's key was started earlier: it stays out; delete its copy of the keys"
+        text = (
+            "a copy of this device was started earlier, and stays out: delete its state and keys, or enroll it under a "
+            "name of its own"
+        )
+        self.warning = f"{text}; it ran at {found.where}"
         event(log, logging.WARNING, text, address=found.address, instance=found.instance, epoch=found.epoch)
 
 

@@ -96,11 +96,17 @@ class Publisher:
         return True
 
     def info(
-        self, state: State, *, problem: str, refused_messages: Mapping[str, int], warning: str = ""
+        self,
+        state: State,
+        *,
+        problem: str,
+        refused_messages: Mapping[str, int],
+        expiry: str = "",
+        warning: str = "",
     ) -> DeviceInfo:
         """Return the device's info; what it says of images depends on the task's privacy.
 
-        `warning` is about keys or manifests, which reveals nothing about images.
+        `expiry` is a problem of manifests and `warning` is about keys, which reveals nothing about images.
         """
         report, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
         bounded = policy.is_bounded(state.manifest, max_epsilon=self._settings.max_epsilon)
@@ -114,7 +120,8 @@ class Publisher:
             backbones=tuple(sorted(state.stored))[:64],
             images={} if is_silent else {entry.name: entry.images for entry in report.classes},
             unusable_images=0 if is_silent else len(report.unusable),
-            problem=(policy.public_problem(problem, bounded=bounded) or warning or blocked)[:256],
+            problem=(policy.public_problem(problem, bounded=bounded) or expiry or blocked)[:256],
+            warning=warning[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
             refused_messages=dict(refused_messages),
         )

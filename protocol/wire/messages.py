@@ -240,6 +240,7 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     images: Annotated[dict[ClassName, Images], Meta(max_length=MAX_CLASSES)]
     unusable_images: Images
     problem: Text = ""
+    warning: Text = ""
     head_version: Natural = 0
     refused_messages: Annotated[dict[Text, Natural], Meta(max_length=32)] = {}
 

@@ -121,6 +121,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         images={"cat": 40, "Großer Käfer": 0},
         unusable_images=1,
         problem="the step of round 2 diverged",
+        warning="a copy of this device was started earlier",
         head_version=3,
         refused_messages={"signature": 2},
     ),

@@ -96,7 +96,7 @@ def test_second_program_with_one_enrollment_ends_the_first(
         options = ("--enrollment", closed.root / "shed-1", "--data", data, "--state", tmp_path / "elsewhere")
         second = fleet.start("second", "edge_client.cli", *options)
         fleet.wait_exit("shed-1", code=1)
-        fleet.wait_for_log("second", "another program with this device's key was started earlier")
+        fleet.wait_for_log("second", "a copy of this device was started earlier")
         for expected in ("replaced", "online"):
             while decode(log.wait(Received).payload, Presence, max_bytes=1024).state != expected:
                 pass

@@ -179,11 +179,13 @@ def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daem
     with Device(broker, "shown") as device:
         info = device_info(epoch=7, runtime="ONNX Runtime", images={"cat": 3, "dog": 4}, head_version=7)
         for _ in range(2):
-            device.send("info", encode(msgspec.structs.replace(info, problem="no room for graphs")))
+            said = {"problem": "no room for graphs", "warning": "a copy stays out"}
+            device.send("info", encode(msgspec.structs.replace(info, **said)))
         daemon.until(
             lambda summary: any(row["problem"] == "no room for graphs" for row in summary["devices"])
         )
         assert daemon.log().count('device cannot take part device=shown reason="no room for graphs"') == 1
+        assert daemon.log().count('device warns its operator device=shown warning="a copy stays out"') == 1
         device.send("info", encode(info))
         device.send("state", encode(Presence(state="online", epoch=7)))
         device.send("state", encode(Presence(state="offline", epoch=6)))
@@ -192,7 +194,7 @@ def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daem
         device.upload(submission(task=bytes(32)))  # answered in order, so all before it was seen
         (row,) = [row for row in daemon.status()["devices"] if row["device"] == "shown"]
         assert (row["state"], row["images"], row["runtime"]) == ("online", 7, "ONNX Runtime")
-        assert (row["problem"], row["head"]) == ("", 7)
+        assert (row["problem"], row["warning"], row["head"]) == ("", "", 7)
         assert _refused(daemon.status(), "shown") == {"unknown_task": 1}
 
 

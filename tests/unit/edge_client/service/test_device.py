@@ -310,8 +310,10 @@ def test_a_copied_device_stays_out_until_it_takes_over(
         with pytest.raises(ConfigError, match="run `edge-client take-over`"):
             Device(settings, states[0])
         newer._handle(said(older, "replaced"))
-        assert "another program with this device's key ran at" in newer._info().problem
-        assert caplog.text.count("another program with this device's key was started earlier") == 1
+        # It takes part: what it reports is no problem, and says what to do.
+        assert newer._info().problem == ""
+        assert "or enroll it under a name of its own; it ran at " in newer._info().warning
+        assert caplog.text.count("a copy of this device was started earlier, and stays out") == 1
         assert all("192.0.2.7" in store.get(Duplicate).summary for store in states)
         assert "continues at the next start" in states[0].take_over()
         # The copy that was told continues; the other one stays out in its turn.
