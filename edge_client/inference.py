@@ -39,10 +39,19 @@ class Head:
         """Return class probabilities, float32 (n, C), of features float32 (n, L).
 
         Raises:
-            GraphRefused: the run fails or exceeds the time limit.
+            GraphRefused: the run fails, exceeds the time limit, or does not give a finite number for each class.
         """
         feeds = {"feature": features, **self.bound}
         probabilities: NDArray[np.float32] = self.model.run(feeds, ["probabilities"])["probabilities"]
+        expected = (len(features), len(self.classes))
+        if probabilities.shape != expected:
+            raise GraphRefused(
+                f"expected one probability per class, {expected}, got {probabilities.shape} from the head"
+            )
+        if not np.isfinite(probabilities).all():
+            raise GraphRefused(
+                "the head gives NaN or infinity, not one probability per class that add up to 1"
+            )
         return probabilities
 
     @property
@@ -187,8 +196,7 @@ def _tested(head: Head, size: int) -> Head:
     """Check that a head gives probabilities, for zeros and for random features (2, size), and return it."""
     features = np.stack([np.zeros(size), np.random.default_rng(0).normal(size=size)]).astype(np.float32)
     probabilities = head.probabilities(features)
-    valid = probabilities.shape == (2, len(head.classes)) and np.isfinite(probabilities).all()
-    if not valid or np.abs(probabilities.sum(axis=1) - 1).max() > SUM_TOLERANCE:
+    if np.abs(probabilities.sum(axis=1) - 1).max() > SUM_TOLERANCE:
         raise GraphRefused("the head does not give one probability per class that add up to 1")
     return head
 
@@ -197,13 +205,11 @@ def evaluate(head: Head, chunks: Iterable[NDArray[np.float32]], *, label: int) -
     """Return how many of these features, all of class `label`, the head classifies correctly.
 
     Raises:
-        GraphRefused: it fails on them, or gives NaN or infinity.
+        GraphRefused: it fails on them.
     """
     correct = 0
     for chunk in chunks:
         probabilities = head.probabilities(chunk)
-        if not np.isfinite(probabilities).all():
-            raise GraphRefused("the head gives NaN or infinity for held-out images")
         correct += int((probabilities.argmax(axis=1) == label).sum())
     return correct
 

@@ -52,6 +52,10 @@ class PrivacyRefused(ProtofleetError):
     """An upload that would violate the privacy settings of the task or the device."""
 
 
+class PrivacyFailed(PrivacyRefused):
+    """An upload that could not be made private, for a reason that may pass, such as a full disk."""
+
+
 class RuntimeMissing(ProtofleetError):
     """A required package is not installed."""
 

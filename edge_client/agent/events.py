@@ -76,7 +76,8 @@ class DownloadFinished(Occurrence, frozen=True):
 class SubmissionBuilt(Occurrence, frozen=True):
     """A submission, or why there is none.
 
-    `may_pass` if the next round, the next task or more images may succeed; `no_images` if the device has none.
+    `may_pass` if the next round, the next task or more images may succeed; `no_images` if the device has none;
+    `retries` if the same build may succeed later.
     """
 
     task: bytes
@@ -85,6 +86,7 @@ class SubmissionBuilt(Occurrence, frozen=True):
     reason: str = ""
     may_pass: bool = False
     no_images: bool = False
+    retries: bool = False
 
 
 class HeadInstalled(Occurrence, frozen=True):

@@ -118,6 +118,8 @@ class State:
         task: digest of the current task; None before the first one.
         task_confirmed: the broker has delivered a task, so it is not only the stored one.
         images_changed: images changed since the last build began.
+        failures: builds in a row that failed and are tried again.
+        retry_at_s: time of the next one; infinite if there is none.
         no_images: the device had no images at the last build: it uploads nothing, and receives heads.
         received_submission: the task's submission that the aggregator has received.
         round: the newest round of any task.
@@ -143,6 +145,8 @@ class State:
     task_confirmed: bool = False
     building: bool = False
     images_changed: bool = True
+    failures: int = 0
+    retry_at_s: float = float("inf")
     no_images: bool = False
     received_submission: UploadItem | None = None
     round: RoundManifest | None = None

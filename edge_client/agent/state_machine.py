@@ -13,6 +13,7 @@ from typing import Literal
 
 from edge_client.agent import downloads, events, uploads
 from edge_client.agent.state import Mode, State, head_key
+from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import Frame, HeadManifest, HeadRef, Receipt, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 
@@ -69,7 +70,7 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
                 return downloads.refused(state, event, now_s)
             return uploads.receipt(state, event, now_s)
         case events.SubmissionBuilt():
-            return _built(state, event)
+            return _built(state, event, now_s)
         case events.HeadInstalled():
             return _installed(state, event)
         case events.HeadReturned(head=head):
@@ -85,7 +86,7 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
     return state, ()
 
 
-def _install_and_build(state: State, _now_s: float) -> events.Step:
+def _install_and_build(state: State, now_s: float) -> events.Step:
     """Install the head, then build the submission that is due: the worker does them in this order."""
     manifest, task, head = state.manifest, state.task, state.current_head
     if manifest is None or task is None or state.missing_space is not None:
@@ -105,10 +106,11 @@ def _install_and_build(state: State, _now_s: float) -> events.Step:
         is_due = state.images_changed and not state.building
     else:
         is_due = seen is not None and seen.number != state.joined_round
+    is_due |= now_s >= state.retry_at_s and (manifest.program is None or seen is not None)
     if not is_due or not state.can_build or stale & {"task", "round"}:
         return state, actions
     number = seen.number if seen else state.joined_round
-    state = replace(state, joined_round=number, images_changed=False, building=True)
+    state = replace(state, joined_round=number, images_changed=False, building=True, retry_at_s=float("inf"))
     return state, (*actions, events.BuildSubmission(task, manifest, seen))
 
 
@@ -150,6 +152,8 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
         images_changed=True,
         building=False,
         no_images=False,
+        failures=0,
+        retry_at_s=float("inf"),
         received_submission=None,
         joined_round=None,
         installing=None,
@@ -158,11 +162,14 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
     )
 
 
-def _built(state: State, built: events.SubmissionBuilt) -> events.Step:
+def _built(state: State, built: events.SubmissionBuilt, now_s: float) -> events.Step:
     if built.task != state.task or built.round != state.joined_round:
         return state, ()
-    had_images = not state.no_images
-    state = replace(state, building=False, no_images=built.no_images)
+    had_images, failures = not state.no_images, state.failures + 1 if built.retries else 0
+    retry_at_s = now_s + retry_delay_s(failures) if failures else float("inf")
+    state = replace(
+        state, building=False, no_images=built.no_images, failures=failures, retry_at_s=retry_at_s
+    )
     if built.no_images and state.mode is not Mode.DRY_RUN:
         return state, (events.Log(built.reason),) if had_images else ()
     if built.item is None:
@@ -172,7 +179,7 @@ def _built(state: State, built: events.SubmissionBuilt) -> events.Step:
         )
         continues = built.may_pass or has_submission or not state.task_confirmed
         if continues and state.mode is Mode.SERVICE:
-            return state, (events.Log(built.reason, error=True),)
+            return state, () if failures > 1 else (events.Log(built.reason, error=True),)
         return state, (events.Exit(1, built.reason),)
     if state.mode is Mode.DRY_RUN:
         return state, (events.Exit(0),)

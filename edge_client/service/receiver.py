@@ -101,11 +101,11 @@ class Receiver:
     def recall(self) -> Sequence[Received]:
         """Return the events of the stored task and round, so that a start without a broker is not idle.
 
-        Those that are missing or damaged come from the broker again.
+        Those that are missing or damaged, or stored by another version of the program, come from the broker again.
         """
         task, opened, blobs = self._store.get(CurrentTask), self._store.get(CurrentRound), self._store.blobs
         recalled: Sequence[Received] = ()
-        with contextlib.suppress(BlobLost):
+        with contextlib.suppress(BlobLost, MalformedMessage):
             recalled = self._task_events(blobs.read(task.digest), recalled=True)
             recalled = (*recalled, self._round_manifest(blobs.read(opened.digest)))
         return recalled

@@ -22,7 +22,14 @@ from edge_client.submission.private_submission import prepare_private
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.trainer import Diverged
 from protocol.cli import plain
-from protocol.errors import BackboneMismatch, GraphRefused, PrivacyRefused, ProtofleetError, StateError
+from protocol.errors import (
+    BackboneMismatch,
+    GraphRefused,
+    PrivacyFailed,
+    PrivacyRefused,
+    ProtofleetError,
+    StateError,
+)
 from protocol.log import event
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import TaskManifest
@@ -73,6 +80,7 @@ class SubmissionBuilder:
                 number,
                 plain(str(error)),
                 may_pass=isinstance(error, _MAY_PASS),
+                retries=isinstance(error, PrivacyFailed),
                 no_images=isinstance(error, NoImages),
             )
         return SubmissionBuilt(build.task, item, number)

@@ -25,7 +25,7 @@ from edge_client.storage.image_group_record import Key
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
 from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.extraction_progress import ProgressReporter
-from protocol.errors import Interrupted, PrivacyRefused
+from protocol.errors import Interrupted, PrivacyFailed
 from protocol.log import event
 from protocol.preprocessing import Preprocessing
 from protocol.wire.codec import digest_of
@@ -217,7 +217,7 @@ class Workspace:
         """Return the device's secret, from which shuffles and noise are derived.
 
         Raises:
-            PrivacyRefused: the task needs noise, and the secret can be neither generated nor stored.
+            PrivacyFailed: the task needs noise, and the secret can be neither generated nor stored.
         """
         try:
             return self.store.secret(keep=not self.dry_run)
@@ -225,7 +225,7 @@ class Workspace:
             if manifest.perturbation is None and manifest.differential_privacy is None:
                 raise
             event(log, logging.ERROR, "no secret for noise", error=error)
-            raise PrivacyRefused(FAILED) from error
+            raise PrivacyFailed(FAILED) from error
 
     def features(self, images: Sequence[LabeledImage], keys: Sequence[str], size: int) -> NDArray[np.float32]:
         """Return the cached features of images, float32 (n, size)."""

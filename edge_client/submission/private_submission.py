@@ -26,7 +26,7 @@ from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import ClassReport, PrivacySpent
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import PreparedSubmission
-from protocol.errors import Interrupted, PrivacyRefused
+from protocol.errors import Interrupted, PrivacyFailed, PrivacyRefused
 from protocol.log import event
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest
@@ -60,7 +60,7 @@ def prepare_private(
         raise
     except Exception as error:
         event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")
-        raise PrivacyRefused(FAILED) from error
+        raise PrivacyFailed(FAILED) from error
 
 
 def _prepare(
@@ -74,7 +74,7 @@ def _prepare(
 ) -> PreparedSubmission:
     wanted, secret = manifest.differential_privacy, workspace.secret(manifest)
     if wanted is None or len(secret) != KEY_BYTES:
-        raise PrivacyRefused(FAILED)
+        raise PrivacyFailed(FAILED)
     most = max_prototypes(len(manifest.classes), feature_size)
     release = _charge(workspace, _fingerprint(task, secret, images), wanted)
     found = workspace.extract(manifest, should_stop, images)

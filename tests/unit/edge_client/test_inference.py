@@ -45,6 +45,14 @@ def test_prediction_ranks_classes_by_probability(tmp_path: Path) -> None:
     assert cat.top[0][1] > cat.top[1][1]
 
 
+def test_a_head_without_a_probability_is_refused(tmp_path: Path) -> None:
+    """It gives NaN for one image, and probabilities where it is tested: `predict` prints no class for NaN."""
+    weights = np.tile(np.array([9, -9], np.float32), (16, 1))
+    head = open_head(linear_head([tiny(tmp_path)], weights), backbones=[tiny(tmp_path)])
+    with pytest.raises(GraphRefused, match="NaN or infinity"):
+        head.probabilities(np.full((1, 16), 3e38, np.float32))
+
+
 def test_predictions_keep_the_order_of_images(tmp_path: Path) -> None:
     """Missing and broken images and those with NaN features keep their places, for any batch size."""
     data = write_images(tmp_path / "data", count=4)

@@ -366,6 +366,27 @@ def test_a_device_without_images_receives_heads(mode: Mode, end: list[events.Act
     assert actions == [build, events.Exit(1, "no image")]
 
 
+def test_a_build_that_failed_for_a_passing_reason_is_repeated() -> None:
+    """With growing delays and one line in the log; another task begins anew."""
+    failed = events.SubmissionBuilt(TASK, None, reason="the disk fails", may_pass=True, retries=True)
+    build = events.BuildSubmission(TASK, MANIFEST)
+    state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
+    state, actions = _play(state, events.TaskSeen(TASK, MANIFEST), failed, now_s=-1)
+    assert actions == [build, events.Log("the disk fails", error=True)]
+    now_s = 0.0
+    for delay_s in (20, 40, 80, 160, 300, 300):
+        assert _play(state, events.Ticked(), now_s=now_s + delay_s - 1)[1] == []
+        now_s += delay_s
+        state, actions = _play(state, events.Ticked(), now_s=now_s)
+        assert actions == [build]
+        state, actions = _play(state, failed, now_s=now_s)
+        assert actions == []
+    state, _ = _play(state, events.TaskSeen(OTHER_TASK, MANIFEST), now_s=now_s)
+    built = events.SubmissionBuilt(OTHER_TASK, None, reason="no", may_pass=True)
+    state, _ = _play(state, built, now_s=now_s)
+    assert _play(state, events.Ticked(), now_s=now_s + 1e6)[1] == []
+
+
 def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
     """A single run exits only after the broker has sent the same task."""
     done = head_key(HEAD_MANIFEST.current)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from edge_client.agent import events
@@ -24,7 +25,7 @@ from edge_client.storage.stored_values import (
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, ThreadFailed
-from protocol.mqtt.reconnecting_session import Connected, Outgoing, Received
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Presence, PresenceState
 from protocol.wire.presence import Duplicate
@@ -180,6 +181,17 @@ def test_refused_messages_are_logged_once_and_published_ever_more_rarely(
     assert [info.refused_messages["signature"] for info in infos] == [1, 2, 4, 8, 16]
     assert device._info().refused_messages == {"signature": 20}
     assert caplog.text.count("is signed by another aggregator") == 1
+
+
+def test_a_task_that_another_version_has_stored_comes_from_the_broker(
+    tmp_path: Path, store: DeviceState
+) -> None:
+    """After an upgrade: the device starts, and waits."""
+    fields = msgspec.msgpack.decode(encode(make_task(store.blobs)))
+    store.set(CurrentTask(store.blobs.put(msgspec.msgpack.encode({**fields, "v": 0}))))
+    device = Device(make_settings(tmp_path, broker=BrokerAddress("localhost", 1883)), store)
+    device._recall()
+    assert device._state.task is None
 
 
 def test_a_wrong_backbone_file_ends_a_single_run_at_every_start(tmp_path: Path, store: DeviceState) -> None:

@@ -218,6 +218,7 @@ def test_any_failure_uploads_nothing(bench: PrivateBench, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         bring_about(bench, patched)
         assert bench.refused() == reason
+        assert bench.build().retries == (reason == FAILED), "it may pass, and costs nothing more"
     bench.store.set(BuildProblem(reason))
     assert "secret" not in bench.info().problem
     assert bench.info().problem
