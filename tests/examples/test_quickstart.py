@@ -138,17 +138,17 @@ def test_shipped_backbone_distinguishes_digits(tmp_path: Path) -> None:
 
 def test_failing_device_ends_the_demo(tmp_path: Path) -> None:
     """The message names the device, its last words and its log, and no process is left."""
-    folder = filled(tmp_path)
+    folder, before = filled(tmp_path), set(psutil.Process().children(recursive=True))
     shutil.rmtree(folder.images("device-02"))
     with Fleet(folder, timeout_s=120) as fleet:
         fleet.start_aggregator()
-        fleet.start_devices(device_names(5))
+        fleet.start_devices(device_names(5)[:2])
         with pytest.raises(ProtofleetError) as raised:
             fleet.wait_for_devices(lambda: None)
     assert "device-02 ended with exit status 1: error:" in str(raised.value)
     assert str(folder.images("device-02")) in str(raised.value)
     assert str(folder.logs / "device-02.log") in str(raised.value)
-    assert not psutil.Process().children(recursive=True)
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_timeout_ends_the_demo(tmp_path: Path) -> None:

@@ -7,7 +7,13 @@ from edge_client.runtime import onnx_model
 from edge_client.submission import round_submission
 from edge_client.training.trainer import TrainingHooks
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Run `edge-client`."""
     onnx_model.MAX_RUN_S = 4.0
     round_submission.TrainingHooks = functools.partial(TrainingHooks, checkpoint_s=0.2)  # type: ignore[assignment, attr-defined]
     cli.main()
+
+
+if __name__ == "__main__":
+    main()

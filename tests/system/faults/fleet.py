@@ -3,7 +3,6 @@
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Self
@@ -183,12 +182,10 @@ class FaultyFleet(Fleet):
         summary = self.status()
         assert [head["sha256"] for head in summary["heads"]] == [*reference.heads], words
         assert {d["device"]: d["prototypes"] for d in summary["devices"]} == reference.prototypes, words
-        with ThreadPoolExecutor() as pool:
-            for name, status in zip(
-                reference.prototypes, pool.map(self.device_status, reference.prototypes), strict=True
-            ):
-                assert status["received"], f"{name}\n{words}"
-                assert status["head"]["head"] == reference.heads[-1], f"{name}\n{words}"
+        for name in reference.prototypes:
+            status = self.device_status(name)
+            assert status["received"], f"{name}\n{words}"
+            assert status["head"]["head"] == reference.heads[-1], f"{name}\n{words}"
 
     def account(self, fault: str, provoked: int) -> FaultRow:
         """Count submissions and their outcomes, from the aggregator's disk, its newest head and its log."""

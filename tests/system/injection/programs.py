@@ -17,7 +17,7 @@ from protocol.wire.codec import digest_of
 from protocol.wire.signing import public_key
 from tests.support.brokers import Mosquitto, free_address
 from tests.support.fleet import accepted_submissions, write_digits, write_task
-from tests.system.injection.fork_server import ForkServer, Program
+from tests.support.fork_server import ForkServer, Program
 from tests.system.injection.lives import Life, leftovers, names_of
 from tests.system.injection.strace import Injection
 

@@ -29,6 +29,8 @@ max_queued_messages 20000
 class ChangingFleet(Fleet):
     """A fleet behind a network proxy, whose devices get another image each time they start."""
 
+    forks = False
+
     def __init__(self, root: Path, devices: int, rng: random.Random) -> None:
         self.mosquitto = Mosquitto(free_address(), root, options=BROKER)
         self.proxy_address = free_address()

@@ -156,7 +156,7 @@ def test_killed_training_is_repeated(task: Task, store: Store) -> None:
     for device in "ab":
         _take(training, task, device)
     for failures in (1, 2):
-        (job,) = psutil.Process().children()
+        (job,) = [each for each in psutil.Process().children() if "round_job" in " ".join(each.cmdline())]
         job.kill()
         assert not training.finish(_end(events))
         failed = store.failed_training(task.digest, 1)

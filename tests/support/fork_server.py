@@ -1,6 +1,6 @@
 """Starts programs as forks of one process that has imported all their modules, which takes a tenth of the time.
 
-`python -m tests.system.injection.fork_server` reads requests from stdin, one JSON line each, and writes the process id
+`python -m tests.support.fork_server` reads requests from stdin, one JSON line each, and writes the process id
 of each program, and later its exit status, to stdout. A program waits for SIGCONT before it begins.
 """
 
@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -62,6 +63,37 @@ class Program:
                 os.kill(self.pid, number)
 
 
+class ForkedProcess:
+    """A forked program with the interface of `subprocess.Popen`."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self.pid = program.pid
+        program.resume()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._program.status
+
+    def poll(self) -> int | None:
+        return self._program.status
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status; raises `subprocess.TimeoutExpired`."""
+        if not self._program.ended.wait(timeout) or self._program.status is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self._program.status
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self._program.send(number)
+
+    def terminate(self) -> None:
+        self._program.send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._program.send(signal.SIGKILL)
+
+
 class ForkServer:
     """The process that forks; as a context, it ends with its programs."""
 
@@ -84,8 +116,19 @@ class ForkServer:
         self._process.wait(timeout=60)
 
     def start(self, module: str, *arguments: str | Path, log: Path) -> Program:
-        """Fork a program, whose output is appended to `log`."""
-        request = {"module": module, "arguments": [str(each) for each in arguments], "log": str(log)}
+        """Fork a program, whose output is appended to `log`, and whose own processes are forked as well."""
+        return self._fork(module, arguments, log=log, forks_jobs=True, environment=None)
+
+    def start_process(
+        self, module: str, *arguments: str | Path, log: Path, environment: Mapping[str, str]
+    ) -> ForkedProcess:
+        """Fork a program with these environment variables, and let it run."""
+        return ForkedProcess(
+            self._fork(module, arguments, log=log, forks_jobs=False, environment=dict(environment))
+        )
+
+    def _fork(self, module: str, arguments: Sequence[str | Path], *, log: Path, **request: Any) -> Program:
+        request |= {"module": module, "arguments": [str(each) for each in arguments], "log": str(log)}
         with self._lock:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -155,7 +198,11 @@ def _prepare_child(request: dict[str, Any]) -> None:
         os.close(handle)
     os.dup2(1, 2)
     sys.argv = [request["module"], *request["arguments"]]
-    subprocess.Popen = _ForkedJob  # type: ignore[misc]
+    if request["environment"] is not None:
+        os.environ.clear()
+        os.environ.update(request["environment"])
+    if request["forks_jobs"]:
+        subprocess.Popen = _ForkedJob  # type: ignore[misc]
     # A thread that was made before a fork cannot be started after it.
     onnx_model._WATCHDOG = onnx_model._Watchdog()
     os.kill(os.getpid(), signal.SIGSTOP)
