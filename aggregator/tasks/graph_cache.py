@@ -33,7 +33,7 @@ ROLES = ("init", "step", "project", "head")
 
 PACKAGE = Path(__file__).parents[1]
 
-_NOT_IN_GRAPHS = {"rounds", "epochs", "max_sets", "sets"}
+_NOT_IN_GRAPHS = {"rounds", "epochs", "batch_size", "max_sets", "sets"}
 _EXPORTING = ("optimizer_tiling", "program_export", "tracing")
 
 

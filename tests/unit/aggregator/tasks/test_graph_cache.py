@@ -78,7 +78,7 @@ def test_settings_and_sizes_enter() -> None:
         replace(FILE, algorithm="fpl"),
     ]
     assert len({key(task) for task in others}) == len(others)
-    assert key(replace(FILE, fedpcl=FedPCL(rounds=7, epochs=3))) == key()
+    assert key(replace(FILE, fedpcl=FedPCL(rounds=7, epochs=3, batch_size=8))) == key()
 
 
 def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
