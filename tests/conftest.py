@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from tests.support import exported_graphs
 from tests.support.brokers import amqtt, free_address, mosquitto, mosquitto_program
 
 # Read by OpenMP when torch is first imported. pytest-xdist uses all cores; more threads would only wait for each other.
@@ -33,6 +34,13 @@ Serve = Callable[[BrokerAddress], AbstractContextManager[object]]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let all processes of this run export the graphs of an algorithm only once."""
+    folder = tmp_path_factory.getbasetemp()
+    exported_graphs.shared_folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture

@@ -10,12 +10,19 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from benchmarks.__main__ import cli
+from benchmarks.accuracy import rounds
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.data.domains import Client, feature_shift
 from benchmarks.data.images import DIGITS, PACS
 from tests.benchmarks.feature_factory import domain, fill_cache
+from tests.support.exported_graphs import exported
 
 CLASSES = 10
+
+
+@pytest.fixture(autouse=True)
+def each_program_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "_built", exported)
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +33,7 @@ def fleet() -> list[Client]:
 
 def test_fedpcl_in_process(fleet: list[Client]) -> None:
     """Accuracy rises, the seed decides, and a submission is its float16 prototypes and 600 bytes."""
-    settings = FedPCL(rounds=4, learning_rate=1e-2)
-    first, again = (run_rounds(settings, fleet, classes=CLASSES, seed=0) for _ in range(2))
+    first, again = (run_rounds(FedPCL(rounds=4), fleet, classes=CLASSES, seed=1) for _ in range(2))
     assert first.accuracies.min() > 0.7
     assert first.accuracies.tolist() == again.accuracies.tolist()
     prototypes = CLASSES * 256 * 2
@@ -61,9 +67,9 @@ def test_devices_of_one_class_have_another_accuracy_over_all_classes(*, prior: b
 
 def test_fpl_in_process(fleet: list[Client]) -> None:
     """Devices have one model at the end that suits all of them; they upload its change and the prototypes."""
-    outcome = run_rounds(FPL(rounds=4, projection_size=32), fleet, classes=CLASSES, seed=0)
+    outcome = run_rounds(FPL(rounds=4), fleet, classes=CLASSES, seed=0)
     assert outcome.accuracies.min() > 0.7
-    values = 32 * 17 + 10 * 33 + 10 * 32
+    values = 256 * 17 + CLASSES * 257 + CLASSES * 256
     assert 2 * values < outcome.up_bytes.min() <= outcome.up_bytes.max() < 2 * values + 1000
 
 
@@ -109,7 +115,7 @@ def test_fedpcl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.
 
 def test_fpl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten devices of four domains, with the mean over domains and the worst of them."""
-    features = {name: domain(seed, classes=7, images=140) for seed, name in enumerate(PACS)}
+    features = {name: domain(seed, classes=CLASSES, images=140) for seed, name in enumerate(PACS)}
     fill_cache(tmp_path, monkeypatch, features)
     arguments = "fpl --data pacs --rounds 2 --seed 0 --baseline FedProto --baseline FedAvg-v"
     report = _report(*arguments.split(), folder=tmp_path)

@@ -11,14 +11,16 @@ from aggregator.tasks.task_preparation import prepare_task
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.aggregator_process import IN_ROUNDS, write_task
 from tests.support.brokers import amqtt
+from tests.support.exported_graphs import provide
 
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a task file of rounds and a state directory with its graphs; only to be copied."""
     folder = tmp_path_factory.mktemp("prepared")
+    provide(task_file := write_task(folder, IN_ROUNDS), folder / "state")
     store = Store(folder / "state")
-    prepare_task(*load_task(write_task(folder, IN_ROUNDS)), store=store)
+    prepare_task(*load_task(task_file), store=store)
     store.close()
     return folder
 

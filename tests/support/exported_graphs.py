@@ -1,0 +1,63 @@
+"""Graphs of algorithms of rounds, each exported once in a run of pytest, whose processes share them."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from aggregator.algorithms.algorithm import Algorithm
+from aggregator.config.schema import Client, TaskFile
+from aggregator.config.task_file import load_task
+from aggregator.graphs.program_export import Graphs, build
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import CompiledGraphs
+from aggregator.tasks import graph_cache
+from aggregator.tasks.task_preparation import read_backbone
+from protocol.storage.folder_lock import FolderLock
+
+EXPORT_TIMEOUT_S = 600.0
+
+shared_folder: Path | None = None
+"""Set by `tests/conftest.py`."""
+
+
+def exported(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
+    """Return the graphs that `build` returns for these arguments."""
+    classes = tuple(map(str, range(num_classes)))
+    task = TaskFile(classes=classes, backbones=("b",), algorithm=algorithm.name, client=Client(seed=seed))
+    task = msgspec.structs.replace(task, **{algorithm.name: algorithm})
+    with _graphs_of(task, feature_size) as (store, key):
+        if key not in graph_cache.known_graphs(store):
+            graphs = build(algorithm, feature_size=feature_size, num_classes=num_classes, seed=seed)
+            made = {role: store.put_blob(data, role) for role, data in vars(graphs).items()}
+            store.facts.put(CompiledGraphs({key: made}))
+        references = graph_cache.known_graphs(store)[key]
+        return Graphs(**{role: store.blobs.read(graph.digest) for role, graph in references.items()})
+
+
+def provide(task_file: Path, state: Path) -> None:
+    """Store the graphs of a task in a state folder, where an aggregator finds them when it starts."""
+    task, backbones = load_task(task_file)
+    feature_size = sum(read_backbone(path).feature_size for path in backbones)
+    with closing(Store(state)) as given, _graphs_of(task, feature_size) as (store, key):
+        references = graph_cache.cached_graphs(task, feature_size=feature_size, store=store)
+        for graph in references.values():
+            given.blobs.put(store.blobs.read(graph.digest))
+        given.facts.put(CompiledGraphs({**graph_cache.known_graphs(given), key: references}))
+
+
+@contextmanager
+def _graphs_of(task: TaskFile, feature_size: int) -> Iterator[tuple[Store, str]]:
+    """Lock the store that has the graphs of a task only, and return it with their key."""
+    assert shared_folder is not None
+    key = graph_cache._key(task, feature_size)
+    folder = shared_folder / "graphs" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder, "export.lock")
+    assert lock.take(wait_s=EXPORT_TIMEOUT_S)
+    try:
+        with closing(Store(folder / "state")) as store:
+            yield store, key
+    finally:
+        lock.release()
