@@ -102,10 +102,14 @@ def full_disk(fleet: FaultyFleet) -> int:
     return times
 
 
-@fault("a head damaged on the aggregator's disk", least=1)
-def damaged_on_disk(fleet: FaultyFleet) -> int:
-    """The aggregator notices it before it sends the head, and restores the file from its copy."""
+@fault("a head damaged in transit, and on the aggregator's disk", least=4)
+def damaged_head(fleet: FaultyFleet) -> int:
+    """A device downloads it again; the aggregator notices it before it sends it, and restores it from its copy."""
+    fleet.net.down = Faults(bytes_per_s=2_000_000)
     fleet.run()
+    fleet.wait_for_head_frames(1)
+    fleet.net.down = Faults(bytes_per_s=2_000_000, damage=0.05)
+    fleet.wait_until("damage", lambda: fleet.net.counts["damaged"] >= 3)
     fleet.settle()
     for name in DEVICES:
         fleet.kill(name)
@@ -127,7 +131,9 @@ def damaged_on_disk(fleet: FaultyFleet) -> int:
     late = next(device["prototypes"] for device in devices if device["device"] == LATE_DEVICE)
     prototypes = {**fleet.reference.prototypes, LATE_DEVICE: late}
     fleet.reference = Reference((fleet.reference.head, digest), prototypes)
-    return sum(1 for _ in (fleet.aggregator_state / "damaged").iterdir())
+    on_disk = sum(1 for _ in (fleet.aggregator_state / "damaged").iterdir())
+    assert on_disk >= 1
+    return on_disk + fleet.net.counts["damaged"]
 
 
 def _head_of(fleet: FaultyFleet, name: str) -> str | None:

@@ -36,17 +36,42 @@ def device_killed(fleet: FaultyFleet) -> int:
         return sum(pool.map(kill_repeatedly, DEVICES))
 
 
-@fault("SIGKILL of the aggregator while it receives submissions", least=3)
-def aggregator_killed_during_uploads(fleet: FaultyFleet) -> int:
-    """Acknowledged data is there after the restart; the rest is uploaded again."""
+@fault("SIGKILL of the aggregator while it receives, trains and sends", least=7)
+def aggregator_killed(fleet: FaultyFleet) -> int:
+    """Acknowledged data is there after each restart; the rest is uploaded, trained and downloaded again."""
     fleet.net.up = SLOWER
     fleet.run()
-    killed = 0
+    uploading = 0
     for _ in range(4):
         fleet.wait_for_frames(fleet.aggregator_log, "aggregator")
         fleet.sleep_up_to(0.8)
         fleet.kill("aggregator")
-        killed += fleet.uploads()
+        uploading += fleet.uploads()
+        fleet.run("aggregator")
+    fleet.net.up = Faults()
+    training = _kill_in_training(fleet)
+    downloading = 0
+    for _ in range(3):
+        fleet.wait_for_frames(fleet.aggregator_log, "aggregator", head=fleet.reference.head)
+        fleet.sleep_up_to(0.3)
+        fleet.kill("aggregator")
+        downloading += not fleet.is_settled()
+        fleet.run("aggregator")
+    assert uploading >= 3
+    assert training >= 2
+    assert downloading >= 2
+    return uploading + training + downloading
+
+
+def _kill_in_training(fleet: FaultyFleet) -> int:
+    """Kill it with the training process, as by a power cut, and without it."""
+    killed = 0
+    for with_training in (True, False, True):
+        fleet.wait_until("a training", lambda: _is_training(fleet))
+        fleet.net.down = Faults(bytes_per_s=1_000_000)
+        fleet.sleep_up_to(1.0)
+        fleet.kill("aggregator", with_children=with_training)
+        killed += not fleet.status()["heads"]
         fleet.run("aggregator")
     return killed
 
@@ -59,64 +84,25 @@ def _is_training(fleet: FaultyFleet) -> bool:
         return False  # a child that ends this very moment
 
 
-@fault("SIGKILL of the aggregator during training", least=2)
-def aggregator_killed_during_training(fleet: FaultyFleet) -> int:
-    """With the training process, as by a power cut, and without it."""
-    fleet.run()
-    killed = 0
-    for with_training in (True, False, True):
-        fleet.wait_until("a training", lambda: _is_training(fleet))
-        fleet.sleep_up_to(1.0)
-        fleet.kill("aggregator", with_children=with_training)
-        killed += not fleet.status()["heads"]
-        fleet.run("aggregator")
-    return killed
-
-
-@fault("SIGKILL of the aggregator while devices download the head", least=2)
-def aggregator_killed_during_downloads(fleet: FaultyFleet) -> int:
-    """Devices download the rest of the head after its restart."""
-    fleet.net.down = Faults(bytes_per_s=1_000_000)
-    fleet.run()
-    killed = 0
-    for _ in range(3):
-        fleet.wait_for_frames(fleet.aggregator_log, "aggregator", head=fleet.reference.head)
-        fleet.sleep_up_to(0.3)
-        fleet.kill("aggregator")
-        killed += not fleet.is_settled()
-        fleet.run("aggregator")
-    return killed
-
-
-@fault("SIGKILL of the broker, its database kept", least=2)
+@fault("SIGKILL of the broker, its database kept or deleted", least=3)
 def broker_killed(fleet: FaultyFleet) -> int:
-    """All clients reconnect."""
-    return _kill_broker(fleet, delete_database=False)
-
-
-@fault("SIGKILL of the broker, its database deleted", least=2)
-def broker_killed_and_wiped(fleet: FaultyFleet) -> int:
     """All clients reconnect, and publish retained messages again."""
-    return _kill_broker(fleet, delete_database=True)
-
-
-def _kill_broker(fleet: FaultyFleet, *, delete_database: bool) -> int:
     fleet.net.up = SLOWER
     fleet.run()
     killed = 0
-    for _ in range(3):
+    for number in range(4):
         fleet.wait_for_frames(fleet.aggregator_log)
         fleet.sleep_up_to(0.8)
-        fleet.mosquitto.kill(delete_database=delete_database)
+        fleet.mosquitto.kill(delete_database=number % 2 == 1)
         killed += fleet.uploads()
         fleet.mosquitto.start()
     return killed
 
 
-@fault("a client paused for up to 2 s", least=4)
-def paused_clients(fleet: FaultyFleet) -> int:
-    """The aggregator while devices upload, then each device while it downloads the head."""
-    fleet.net.up = fleet.net.down = Faults(bytes_per_s=1_000_000)
+@fault("packets delayed by up to 0.2 s, clients paused for up to 2 s", least=100)
+def delays(fleet: FaultyFleet) -> int:
+    """The aggregator pauses while devices upload, then each device while it downloads the head."""
+    fleet.net.up = fleet.net.down = Faults(bytes_per_s=1_000_000, delay_s=0.2)
     fleet.run()
     paused = 0
     for _ in range(3):
@@ -127,4 +113,5 @@ def paused_clients(fleet: FaultyFleet) -> int:
         fleet.wait_for_frames(fleet.device_log, head=fleet.reference.head)
         paused += not fleet.is_settled()
         fleet.pause_for_a_while(name)
-    return paused
+    assert paused >= 4
+    return paused + fleet.net.counts["delayed"]
