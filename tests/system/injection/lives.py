@@ -149,6 +149,10 @@ class Life:
             return False
         return HANGING_THREAD in self.log.read_text(errors="replace")
 
+    def logged(self, text: str) -> int:
+        """Return how often the program and its restarts have logged a text."""
+        return self.log.read_text(errors="replace").count(text)
+
     def age_temporary_files(self) -> None:
         """Make the temporary files of a killed program older than any write takes."""
         then_s = time.time() - OLD_S

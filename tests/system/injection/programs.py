@@ -28,6 +28,8 @@ TASK = '[client]\nbatch_size = 1\nmin_images = 1\n[training]\ndevice = "cpu"\n'
 CLASSES = ("0", "1")
 DEVICES = ("one", "two")
 PROGRAMS = ("edge-client", "edge-client predict", "aggregator run", "aggregator enroll", "aggregator status")
+CONNECTED = "connected to the broker"
+"""Logged by an aggregator that has started: before, SIGTERM ends it as any program."""
 ENROLLED = frozenset({".gitignore", "enrollment.toml", "ca.crt", "device.crt", "device.key", "signing.key"})
 
 
@@ -263,8 +265,9 @@ class Programs:
         life.judge_end(program.status)
         if program.status is not None:
             life.age_temporary_files()
+            started = life.logged(CONNECTED)
             program = life.restart(*arguments)
-            life.wait(program, served)
+            life.wait(program, lambda: served() and life.logged(CONNECTED) > started)
         life.check([device.status for device in devices] == [0, 0], "the devices do not have the head")
         for device in devices:
             device.send(signal.SIGKILL)
