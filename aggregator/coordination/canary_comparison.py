@@ -75,6 +75,19 @@ def compare(results: Sequence[CanaryResult], tolerated_fraction: float) -> Compa
     )
 
 
+def is_accepted(results: Sequence[CanaryResult], tolerated_fraction: float, margin: float) -> bool:
+    """Return True if the head's accuracy is at most `margin` below the previous head's."""
+    found = compare(results, tolerated_fraction)
+    return found.correct >= found.previous_correct - margin * found.images - _ROUNDING
+
+
+def one_decides(results: Sequence[CanaryResult], tolerated_fraction: float, margin: float) -> bool:
+    """Return True if two devices have compared the heads and disagree: of two none is omitted."""
+    found = [each for each in results if each.previous_correct is not None and each.images]
+    verdicts = {is_accepted([each], tolerated_fraction=tolerated_fraction, margin=margin) for each in found}
+    return len(found) == len(verdicts) == 2
+
+
 def summary(results: Sequence[CanaryResult], *, tolerated_fraction: float) -> str:
     """Return the head's accuracy on the devices that count, beside the previous head's."""
     found = compare(results, tolerated_fraction)

@@ -23,7 +23,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from aggregator.coordination.canary_comparison import CanaryResult, compare, summary, tolerated
+from aggregator.coordination.canary_comparison import (
+    CanaryResult,
+    is_accepted,
+    one_decides,
+    summary,
+    tolerated,
+)
 from protocol.wire.canary_rank import canary_rank
 
 RETAINED_HEADS = 5
@@ -265,7 +271,8 @@ def _choose_canaries(trial: Trial, wanted: int, online: frozenset[str]) -> tuple
 def _decide(state: State, trial: Trial, settings: Settings, *, is_late: bool = False) -> Step:
     """Reject a head that too many cannot use; after the last answer, activate the candidate or reject it.
 
-    With `is_late`, silent canaries count like those that cannot use it, and as many are tolerated.
+    With `is_late`, silent canaries count like those that cannot use it, and as many are tolerated. Of three, the two
+    others must agree: a device that uploads often can make newer heads arrive before the third has answered.
     """
     answered = {device for device in trial.answers if canary_rank(device, trial.version) < trial.rank_limit}
     problems = [
@@ -282,9 +289,11 @@ def _decide(state: State, trial: Trial, settings: Settings, *, is_late: bool = F
     )
     if not trial.canaries or not is_decided:
         return state, ()
-    compared = compare(_answers(trial), settings.tolerated_fraction)
+    answers, limits = _answers(trial), (settings.tolerated_fraction, settings.margin)
+    if trial.awaited and one_decides(answers, *limits):
+        return state, ()
     result = summary_of(trial, settings)
-    if compared.correct >= compared.previous_correct - settings.margin * compared.images - _ROUNDING:
+    if is_accepted(answers, *limits):
         reason = "; ".join([result, *problems[:1]]) + others
         reason += "".join(f"; {device} has not answered" for device in trial.awaited[:1])
         return _activated(state, trial.version), (Activate(trial.version, reason),)

@@ -114,6 +114,26 @@ def test_canaries_that_are_switched_off_are_not_waited_for(number: int, online: 
     assert state.current == current
 
 
+@pytest.mark.parametrize("later", [Ticked(601.0, frozenset(ranked(2)[:3]), 3), HeadAdded(3, 5.0)])
+@pytest.mark.parametrize("lie", [LIARS["all incorrect"], LIARS["all correct"]])
+@pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
+def test_one_canary_does_not_decide_while_the_third_is_silent(
+    lie: CanaryResult, honest: CanaryResult, current: int, later: Event
+) -> None:
+    """It uploads all the time, so that newer heads arrive before slow canaries have answered."""
+    fleet = ranked(2)[:3]
+    by = msgspec.structs.replace(QUORUM, min_canaries=3)
+    liar, other, slow = fleet
+    answers = [Evaluated(liar, 2, lie), Evaluated(other, 2, honest)]
+    tick = Ticked(1.0, frozenset(fleet), 3)
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), tick, *answers, later, by=by)
+    is_liar_right = (lie.correct > 0) == (honest == GOOD)
+    assert state.current == (current if is_liar_right else 1)
+    if not is_liar_right and isinstance(later, Ticked):
+        assert state.trial is not None
+        assert play(state, Evaluated(slow, 2, honest), by=by)[0].current == current
+
+
 @pytest.mark.parametrize("later", [Ticked(601.0, FLEET, 3), HeadAdded(3, 5.0)], ids=["timeout", "newer head"])
 @pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
 def test_one_silent_canary_of_three_does_not_decide(later: Event, honest: CanaryResult, current: int) -> None:
