@@ -2,7 +2,8 @@
 
 A device states how many images it has, and the aggregator cannot verify it. So a device's images count up to
 MAX_MULTIPLE times those of the median device, and of a class up to MAX_MULTIPLE times those of the median device that
-has the class. The rest of them does not count.
+has the class. Of a class that SHARED_BY devices have, none counts more than one part of PARTS: outlier detection finds
+little among so few devices, of which one would otherwise have more than half. The rest of them does not count.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,12 @@ from aggregator.ingest.validation import Prototypes
 
 MAX_MULTIPLE = 5.0
 """Times the images of the median device that a device's images count at most."""
+
+PARTS = 4
+"""Parts of a class of which a device counts at most one."""
+
+SHARED_BY = 5
+"""Devices that a class needs for that."""
 
 MIN_DEVICES = 3
 """Devices with a class, or in a fleet, that a median needs to outweigh one of them."""
@@ -50,7 +57,7 @@ def counted_images(images: NDArray[np.number]) -> NDArray[np.float64]:
     Laws: the order of devices does not matter; what a device states beyond the limit changes nothing.
     """
     columns = _within_totals(images).T
-    return np.array([np.minimum(column, _limit(column)) for column in columns]).reshape(columns.shape).T
+    return np.array([_limited(column) for column in columns]).reshape(columns.shape).T
 
 
 def _images(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
@@ -63,6 +70,18 @@ def _within_totals(images: NDArray[np.number]) -> NDArray[np.float64]:
     """Return the images (K, C) without those beyond the limit of a device; its largest classes lose them."""
     most = _limit(images.sum(axis=1))
     return np.array([np.minimum(row, _level(row.astype(np.float64), most)) for row in images], np.float64)
+
+
+def _limited(images: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the images of one class (K,) that count."""
+    limited = np.minimum(images, _limit(images))
+    if np.count_nonzero(limited) < SHARED_BY:
+        return limited
+    descending = np.sort(limited)[::-1]
+    # With the first few at the level, it is one part of all; the last one applies always.
+    levels = [float(descending[above:].sum()) / (PARTS - above) for above in range(PARTS)]
+    level = next(each for each, most in zip(levels, descending, strict=False) if most <= each)
+    return np.minimum(limited, level)
 
 
 def _limit(images: NDArray[np.number]) -> float:

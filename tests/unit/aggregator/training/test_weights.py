@@ -3,13 +3,22 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.weights import MAX_MULTIPLE, MIN_DEVICES, counted_images, limited, prototype_weights
+from aggregator.training.weights import (
+    MAX_MULTIPLE,
+    MIN_DEVICES,
+    PARTS,
+    SHARED_BY,
+    counted_images,
+    limited,
+    prototype_weights,
+)
 
 FLEETS = hnp.arrays(
     np.int64,
@@ -40,10 +49,10 @@ def _shares(parts: list[Prototypes], label: int) -> list[float]:
 
 
 def test_flood_of_prototypes_weighs_as_much_as_a_few_devices() -> None:
-    """Twenty thousand prototypes of one device among four of twenty images in each of two classes."""
-    parts = [*[_part([20, 20]) for _ in range(4)], _part([50_000, 50_000])]
+    """Twenty thousand prototypes of one device among twenty of twenty images in each of two classes."""
+    parts = [*[_part([20, 20]) for _ in range(20)], _part([50_000, 50_000])]
     for label in (0, 1):
-        expected = [1, 1, 1, 1, MAX_MULTIPLE]
+        expected = [*[1] * 20, MAX_MULTIPLE]
         np.testing.assert_allclose(_shares(parts, label), np.array(expected) / sum(expected))
 
 
@@ -79,6 +88,22 @@ def test_class_of_one_device_counts_in_its_total() -> None:
     assert counted_images(images)[-1].tolist() == [20, 20, 40 * MAX_MULTIPLE - 40]
 
 
+@pytest.mark.parametrize(
+    ("stated", "counted"),
+    [
+        ([30, 30, 30, 30, 10**6], [30, 30, 30, 30, 40]),
+        ([12, 12, 12, 10**6, 10**6], [12, 12, 12, 18, 18]),
+        ([20, 20, 20, 25, 30], [20, 20, 20, 25, 28 + 1 / 3]),
+        ([20, 20, 20, 20, 20], [20, 20, 20, 20, 20]),
+        ([20, 20, 20, 10**6], [20, 20, 20, 100]),
+    ],
+)
+def test_no_device_of_five_counts_more_than_a_quarter(stated: list[int], counted: list[float]) -> None:
+    """One device that claims more would have more than half of a class, and among so few is hardly found."""
+    images = np.array([[count, 0] for count in stated])
+    np.testing.assert_allclose(counted_images(images)[:, 0], counted)
+
+
 def test_few_devices_count_as_they_are() -> None:
     assert counted_images(np.array([[20], [5000]])).tolist() == [[20], [5000]]
 
@@ -92,6 +117,8 @@ def test_no_device_counts_more_than_the_multiple(images: NDArray[np.int64]) -> N
     assert (counted.sum(axis=1) <= total * (1 + 1e-9)).all()
     for column, stated in zip(counted.T, images.T.astype(float), strict=True):
         assert column.max() <= MAX_MULTIPLE * _lower_median(stated)
+        if np.count_nonzero(stated) >= SHARED_BY:
+            assert column.max() <= column.sum() / PARTS * (1 + 1e-9)
 
 
 @given(images=FLEETS, seed=st.integers(0, 9))
