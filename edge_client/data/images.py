@@ -2,7 +2,6 @@
 
 import csv
 import difflib
-import hashlib
 import os
 import unicodedata
 from collections import Counter
@@ -25,9 +24,6 @@ IMAGE_SUFFIXES = (
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
 UNLABELED = -1
-
-KEY_BYTES = 16
-"""Bytes of the digest that tells one device's images apart."""
 
 MOST_NAMED = 20
 """Names, or kinds of skipped files, that a message lists."""
@@ -111,15 +107,6 @@ def find_images(source: Path, classes: Sequence[str]) -> tuple[LabeledImage, ...
 def unlabeled(path: Path) -> LabeledImage:
     """Return a single file as an image of unknown class."""
     return _image(Path(), str(path), UNLABELED)
-
-
-def content_key(image: LabeledImage) -> bytes | None:
-    """Return a digest of an image's file, 16 bytes; None if it cannot be read."""
-    try:
-        with image.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()[:KEY_BYTES]
-    except OSError:
-        return None
 
 
 def decode(path: Path) -> Image.Image:

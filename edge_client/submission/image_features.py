@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from edge_client.config import Settings
 from edge_client.data.extraction import ISOLATED, Alter, Isolate, extract
 from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage, NoImages, content_key, name_some, scan_images
+from edge_client.data.image_content import content_key
+from edge_client.data.images import LabeledImage, NoImages, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
@@ -208,7 +209,7 @@ class Workspace:
     def content_keys(self, images: Sequence[LabeledImage]) -> dict[str, Key]:
         """Return digests of the images' files by their identities, read once; a renamed file keeps its key."""
         known = self.cache.contents()
-        missing = {image.identity: content_key(image) for image in images if image.identity not in known}
+        missing = {image.identity: content_key(image.path) for image in images if image.identity not in known}
         self.cache.put_contents((identity, key) for identity, key in missing.items() if key is not None)
         unread = {identity: digest_of(os.fsencode(identity)) for identity in missing}
         return {**unread, **known, **{identity: key for identity, key in missing.items() if key is not None}}
