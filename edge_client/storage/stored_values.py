@@ -81,7 +81,7 @@ class HeadProblem(msgspec.Struct, frozen=True):
 
 
 class SpaceProblem(msgspec.Struct, frozen=True):
-    """What the disk has too little space for; empty if nothing is."""
+    """The reason why a job waits for space on the disk; empty if none does."""
 
     text: str = ""
 

@@ -39,7 +39,7 @@ TASK = b"t" * 32
 
 
 class Disk(NamedTuple):
-    """What `shutil.disk_usage` returns."""
+    """A result of `shutil.disk_usage`."""
 
     total: int
     used: int
@@ -179,7 +179,7 @@ def test_a_build_that_needs_the_reserve_is_repeated(
 
 @pytest.mark.parametrize("kind", ["submission", "evaluation"])
 def test_only_submissions_leave_the_reserve(disk: Disks, tmp_path: Path, kind: str) -> None:
-    """What is small, such as an evaluation or a receipt, is what the reserve is for."""
+    """The reserve is for small things, such as an evaluation or a receipt."""
     outbox = DeviceState(tmp_path / "state").outbox
     disk.free = 0
     if kind == "submission":
