@@ -98,7 +98,7 @@ def read_enrollment(folder: Path) -> Enrollment:
         raise ConfigError(
             f"{folder / 'device.crt'} was not issued by the authority in {folder / 'ca.crt'}: {WAY_OUT}"
         )
-    signing_key = read_key(folder / "signing.key")
+    signing_key = read_key(folder / "signing.key", advice=WAY_OUT)
     if public_key(signing_key).hex() != card.key.lower():
         raise ConfigError(f"{folder / 'signing.key'} is not the key of {card.device}: {WAY_OUT}")
     return Enrollment(

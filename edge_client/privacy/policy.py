@@ -4,7 +4,7 @@ from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.gaussian_mechanism import TOO_LARGE
 from edge_client.storage.privacy_ledger import LOST
 from protocol.errors import PrivacyRefused
-from protocol.wire.messages import TaskManifest
+from protocol.wire.messages import Evaluation, Submission, TaskManifest
 
 MAX_DELTA = 1e-3
 """Delta is the probability that epsilon does not hold: a task with a large one could keep any epsilon."""
@@ -51,6 +51,16 @@ def is_private(manifest: TaskManifest | None) -> bool:
 def is_bounded(manifest: TaskManifest | None, *, max_epsilon: float | None) -> bool:
     """Return whether messages about a task must not reveal images: it is private, or only such tasks are accepted."""
     return is_private(manifest) or max_epsilon is not None
+
+
+def may_upload(message: Submission | Evaluation, *, max_epsilon: float | None) -> bool:
+    """Return whether a message that was built earlier satisfies the device's owner now."""
+    if max_epsilon is None:
+        return True
+    if isinstance(message, Submission):
+        return message.privacy is not None and message.privacy.total_epsilon <= max_epsilon
+    counts = (*message.correct, *message.incorrect, *message.previous_correct)
+    return not any(counts) and message.problem in {"", HEAD_REFUSED}
 
 
 def public_problem(problem: str, *, bounded: bool) -> str:

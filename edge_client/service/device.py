@@ -6,10 +6,11 @@ import time
 from dataclasses import replace
 
 from edge_client.agent import events, state_machine
-from edge_client.agent.state import Kind, Mode, State, UploadItem
+from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
 from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.service.duplicates import OwnTopic, require_not_copied
+from edge_client.service.outbox_check import drop_damaged, drop_forbidden
 from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Received, Receiver
 from edge_client.service.worker import Worker
@@ -280,7 +281,7 @@ class Device:
 
     def _check_outbox(self) -> None:
         """Build again what was damaged on disk: a submission from the images, an evaluation by another trial."""
-        kinds = _drop_damaged(self._store)
+        kinds = drop_damaged(self._store)
         if kinds:
             self._inbox.put(events.OutboxSeen(self._store.outbox.items()))
         if "submission" in kinds:
@@ -314,19 +315,12 @@ class Device:
             log_event(log, logging.INFO, "submission received by the aggregator", digest=item.digest)
 
 
-def _drop_damaged(store: DeviceState) -> set[Kind]:
-    """Delete damaged items from the outbox, and return their kinds."""
-    damaged = store.outbox.drop_damaged()
-    if damaged:
-        log_event(log, logging.WARNING, "deleted damaged items from the outbox", items=len(damaged))
-    return {item.kind for item in damaged}
-
-
 def _stored_state(settings: Settings, store: DeviceState) -> State:
     """Return the state at the start; a head without an evaluation is installed again."""
     if settings.mode is not Mode.DRY_RUN:
         store.set(UploadProblem(), TaskProblem(), ManifestProblem(), SpaceProblem())
-        _drop_damaged(store)
+        drop_damaged(store)
+        drop_forbidden(store, settings.max_epsilon)
     head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key
     key = head.key if head else None
     reported = {evaluated, *(item.head for item in store.outbox.items())}

@@ -24,6 +24,11 @@ from protocol.wire.messages import (
 from protocol.wire.signing import sign_frame
 from protocol.wire.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
 
+_KEY_ADVICE = (
+    "restore it from a backup; or delete it, and run `aggregator reset-key DEVICE`, so that the aggregator accepts the "
+    "key that is made in its place"
+)
+
 
 class Publisher:
     """A device's MQTT session and the messages that it sends.
@@ -40,7 +45,7 @@ class Publisher:
         self._is_dry_run = settings.mode is Mode.DRY_RUN
         self._key = settings.signing_key or b""
         if not self._key and not self._is_dry_run:
-            self._key = read_or_make_key(store.folder / "signing.key")
+            self._key = read_or_make_key(store.folder / "signing.key", advice=_KEY_ADVICE)
         epoch = 0 if self._is_dry_run else store.next_number(Epoch)
         self.presence = OwnPresence(epoch=epoch, topic=self.topic("state"), key=self._key)
         self._session = self._open_session(on_event)

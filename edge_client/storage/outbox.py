@@ -5,6 +5,7 @@ submission acknowledged last is kept too, for an aggregator that has lost its st
 """
 
 import hashlib
+from collections.abc import Iterable
 
 import msgspec
 
@@ -76,9 +77,13 @@ class Outbox:
     def drop_damaged(self) -> list[UploadItem]:
         """Delete and return items whose bytes have changed on disk; they are built again."""
         damaged = [item for item in self.items() if self._digest(item) != item.digest]
-        with self._database.transaction() as database:
-            database.executemany("DELETE FROM outbox WHERE digest = ?", [(item.digest,) for item in damaged])
+        self.drop(damaged)
         return damaged
+
+    def drop(self, items: Iterable[UploadItem]) -> None:
+        """Delete items."""
+        with self._database.transaction() as database:
+            database.executemany("DELETE FROM outbox WHERE digest = ?", [(item.digest,) for item in items])
 
     def _digest(self, item: UploadItem) -> bytes:
         sha256 = hashlib.sha256()

@@ -142,9 +142,10 @@ def _digest_of_names(images: Sequence[LabeledImage]) -> bytes:
 
 
 def _charge(workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivacy) -> Release:
-    """Return the release of a fingerprint; the newest one is not charged again."""
+    """Return the release of a fingerprint; the newest one is not charged again, but has to be within the limits."""
     before = workspace.store.ledger.releases()
     if before and before[-1].fingerprint == fingerprint and before[-1].key is not None:
+        _require_budget(workspace, before, wanted)  # the owner may have lowered the limit since
         return before[-1]
     return _charge_new(workspace, before, fingerprint, None, wanted)
 
@@ -168,18 +169,25 @@ def _charge_new(
     content: bytes | None,
     wanted: DifferentialPrivacy,
 ) -> Release:
-    own_limit, key = workspace.settings.max_epsilon, os.urandom(KEY_BYTES)
+    key = os.urandom(KEY_BYTES)
     release = Release(len(before) + 1, fingerprint, wanted.noise_multiplier, key, content)
-    cost = _cost((*before, release), wanted)
+    spent = _require_budget(workspace, (*before, release), wanted)
+    if not workspace.dry_run:
+        workspace.store.ledger.charge(release, spent)
+    return release
+
+
+def _require_budget(
+    workspace: Workspace, releases: tuple[Release, ...], wanted: DifferentialPrivacy
+) -> PrivacySpent:
+    """Return what the releases cost together; raises PrivacyRefused if it is above the task's or the owner's limit."""
+    own_limit, cost = workspace.settings.max_epsilon, _cost(releases, wanted)
     limit = wanted.max_epsilon if own_limit is None else min(wanted.max_epsilon, own_limit)
     if not cost.total_epsilon <= limit:
         text = "privacy budget exceeded, nothing is uploaded"
         event(log, logging.ERROR, text, total_epsilon=cost.total_epsilon, max_epsilon=limit)
         raise PrivacyRefused(BUDGET)
-    if not workspace.dry_run:
-        spent = PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, release.number, limit)
-        workspace.store.ledger.charge(release, spent)
-    return release
+    return PrivacySpent(cost.epsilon, cost.total_epsilon, cost.delta, len(releases), limit)
 
 
 def _with(releases: tuple[Release, ...], release: Release) -> tuple[Release, ...]:

@@ -161,7 +161,9 @@ class BlobStore:
         return self.folder / digest.hex()
 
     def __contains__(self, digest: bytes) -> bool:
-        return self.path(digest).is_file()
+        path = self.path(digest)
+        with state_errors(path):
+            return path.is_file()
 
     def digests(self) -> Iterator[bytes]:
         """Yield the digest of every blob."""

@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.errors import StateError
 from protocol.log import event
-from protocol.storage.blobstore import state_errors
+from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.folder_lock import FolderLock
 
 log = logging.getLogger(__name__)
@@ -89,11 +89,8 @@ class Database:
         return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
+        self._create_whole()
         mode = "ro" if self._read_only else "rwc"
-        if not self._read_only and not self.file.exists():
-            # For its owner only, in a folder that other users may read too; SQLite's other files have the same mode.
-            with contextlib.suppress(OSError):
-                self.file.touch(mode=0o600)
         uri = f"file:{urllib.parse.quote(str(self.file))}?mode={mode}"
         database = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10, check_same_thread=False)
         try:
@@ -107,6 +104,32 @@ class Database:
             database.close()
             raise
         return database
+
+    def _create_whole(self) -> None:
+        """Write a file that does not exist, whole or not at all: an empty one is damaged, and no new state.
+
+        It is for its owner only, in a folder that other users may read too; SQLite's other files have the same mode.
+        """
+        with state_errors(self.file):
+            size = self.file.stat().st_size if self.file.exists() else None
+        if size == 0 and not self._is_cache:
+            raise StateError(f"cannot use {self.file}: damaged: it is empty: {self._advice}")
+        if size is not None or self._read_only:
+            return
+        is_held = self._lock is not None and not self._exclusive and self._lock.take()
+        try:
+            if not self.file.exists():  # another process may have written it meanwhile
+                write_atomically(self.file, self._new_contents(), mode=0o600)
+        finally:
+            if is_held and self._lock is not None:
+                self._lock.release()
+
+    def _new_contents(self) -> bytes:
+        with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
+            for name, value in self._pragmas.items():
+                database.execute(f"PRAGMA {name} = {value}")
+            self._migrate(database)
+            return database.serialize()
 
     def _is_outdated(self, database: sqlite3.Connection) -> bool:
         version, expected = _version(database), len(self._migrations)

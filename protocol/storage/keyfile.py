@@ -14,31 +14,37 @@ from cryptography.hazmat.primitives.serialization import (
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import state_errors, write_atomically
 
+ADVICE = "restore it from a backup"
 
-def read_key(path: Path) -> bytes:
-    """Return a private Ed25519 key, 32 bytes; raises ConfigError if the file cannot be read, or holds no such key."""
+
+def read_key(path: Path, *, advice: str = ADVICE) -> bytes:
+    """Return a private Ed25519 key, 32 bytes.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no such key; the message ends with the advice.
+    """
     try:
         key = load_pem_private_key(path.read_bytes(), password=None)
     except OSError as error:
-        raise ConfigError(f"cannot read the key {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the key {path}: {error.strerror}: {advice}") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{path} is not a private key in PEM without a password") from error
+        raise ConfigError(f"{path} is not a private key in PEM without a password: {advice}") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"expected an Ed25519 key in {path}, got {type(key).__name__}")
+        raise ConfigError(f"expected an Ed25519 key in {path}, got {type(key).__name__}: {advice}")
     return key.private_bytes_raw()
 
 
-def read_or_make_key(path: Path) -> bytes:
+def read_or_make_key(path: Path, *, advice: str = ADVICE) -> bytes:
     """Return the private key in a file, which is generated first if it does not exist.
 
     Raises:
-        ConfigError: the file holds no such key.
+        ConfigError: the file holds no such key; the message ends with the advice.
         StateError: it cannot be written.
     """
     if not path.exists():
         key = Ed25519PrivateKey.generate()
         write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    return read_key(path)
+    return read_key(path, advice=advice)
 
 
 def write_private(path: Path, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """A device whose disk is almost full writes nothing large, reports it, and goes on once there is space."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -159,6 +160,7 @@ def test_a_build_that_needs_the_reserve_is_repeated(
 ) -> None:
     """It is no failure of the task; under differential privacy it is the same release, which is charged once."""
     bench = HeadBench(tmp_path)
+    bench.worker._workspace.isolate = nullcontext
     manifest = make_manifest(differential_privacy=privacy, seed=1)
     bench.worker.task = bench.store.blobs.put(encode(manifest))
     image_file(tmp_path / "data" / "cat" / "new.png")

@@ -98,6 +98,35 @@ def test_a_damaged_database_is_not_to_be_deleted(tmp_path: Path) -> None:
         DeviceState(tmp_path)
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+def test_an_empty_database_is_damaged(tmp_path: Path, *, read_only: bool) -> None:
+    """As a failing disk leaves it; a new one would not know what was spent on privacy, or which images are together."""
+    DeviceState(tmp_path)
+    for file in tmp_path.glob("device.sqlite*"):
+        file.write_bytes(b"")
+    with pytest.raises(
+        StateError, match=r"damaged: it is empty: keep the folder, .* would spend epsilon again"
+    ):
+        DeviceState(tmp_path, read_only=read_only)
+
+
+def test_a_kill_while_the_database_is_made_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written beside its place, and renamed: the next start makes it."""
+
+    def kill(*_: object) -> None:
+        raise SystemExit
+
+    (tmp_path / ".gitignore").write_text("*")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", kill)
+        with pytest.raises(SystemExit):
+            DeviceState(tmp_path)
+    assert not (tmp_path / "device.sqlite").exists()
+    assert DeviceState(tmp_path, lock=True).get(Epoch) == Epoch()
+
+
 def test_unusable_directory_is_named_in_the_error(tmp_path: Path) -> None:
     """A file in place of the folder, and a folder without state to read."""
     (tmp_path / "file").write_text("")

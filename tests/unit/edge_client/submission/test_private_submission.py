@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,26 @@ import pytest
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Expectation, check_submission
+from edge_client.agent import events
 from edge_client.privacy import policy
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
+from edge_client.service.device import Device
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
 from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
-from protocol.wire.messages import Perturbation, Program
+from protocol.wire.messages import Evaluation, Perturbation, Privacy, Program, Submission
 from tests.support.device_factory import TINY
+from tests.support.messages import SAMPLES
 from tests.support.worker_benches import WANTED, PrivateBench
 from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
+
+(SUBMISSION,) = (
+    msgspec.structs.replace(each, privacy=None) for each in SAMPLES if isinstance(each, Submission)
+)
+WITHIN = Privacy(epsilon=0.5, total_epsilon=0.9, delta=1e-5, releases=2)
 
 ONE = closed_form({2.0: 1}, 1e-5)
 TWO = closed_form({2.0: 2}, 1e-5)
@@ -75,6 +84,37 @@ def test_a_lost_release_is_built_again_with_the_same_noise(bench: PrivateBench) 
     again = bench.upload()
     assert (again.prototypes, again.counts, again.labels) == (first.prototypes, first.counts, first.labels)
     assert again.privacy == first.privacy
+
+
+def test_forged_receipts_cost_no_budget(bench: PrivateBench) -> None:
+    """`superseded`, which any client can send that may publish receipts: the same noise under a higher number."""
+    first = bench.upload()
+    for above in (first.sequence + 10**6, 2**53):
+        bench.worker._build(events.BuildSubmission(bench.task, bench.manifest, above=above))
+        built = bench.emitted.pop()
+        assert isinstance(built, events.SubmissionBuilt)
+        assert built.item is not None
+        again = bench.read(built.item)
+        assert again.sequence > above
+        assert msgspec.structs.replace(again, sequence=first.sequence) == first
+    assert len(bench.store.ledger.releases()) == 1
+
+
+@pytest.mark.parametrize("max_epsilon", [None, ONE * 1.01, ONE * 0.99])
+def test_what_waits_is_not_uploaded_above_a_lower_max_epsilon(
+    bench: PrivateBench, max_epsilon: float | None
+) -> None:
+    """The owner lowers the limit after the submission was built: it is deleted at the start, and not built again."""
+    first = bench.build()
+    bench.settings = replace(bench.settings, max_epsilon=max_epsilon)
+    bench.restart()
+    Device(bench.settings, bench.store)
+    if max_epsilon is None or max_epsilon > ONE:
+        assert bench.store.outbox.items() == (first.item,)
+        assert bench.build() == first
+    else:
+        assert bench.store.outbox.items() == ()
+        assert bench.refused() == BUDGET
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -313,6 +353,32 @@ def test_max_epsilon_refuses_tasks_without_differential_privacy(tmp_path: Path) 
     bench = PrivateBench(tmp_path, max_epsilon=5.0, differential_privacy=None)
     assert bench.refused() == policy.NOT_PRIVATE
     policy.check_task(bench.manifest)
+
+
+ZEROS = Evaluation(task=bytes(32), head_version=1, correct=(0, 0), incorrect=(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("message", "allowed"),
+    [
+        (SUBMISSION, False),
+        (msgspec.structs.replace(SUBMISSION, privacy=WITHIN), True),
+        (
+            msgspec.structs.replace(SUBMISSION, privacy=msgspec.structs.replace(WITHIN, total_epsilon=1.1)),
+            False,
+        ),
+        (ZEROS, True),
+        (msgspec.structs.replace(ZEROS, problem=policy.HEAD_REFUSED), True),
+        (msgspec.structs.replace(ZEROS, correct=(1, 0)), False),
+        (msgspec.structs.replace(ZEROS, previous_correct=(1, 0)), False),
+        (msgspec.structs.replace(ZEROS, problem="the head gives NaN for data/cat/1.png"), False),
+    ],
+)
+def test_max_epsilon_is_for_what_was_built_before_it_too(
+    message: Submission | Evaluation, *, allowed: bool
+) -> None:
+    assert policy.may_upload(message, max_epsilon=1.0) == allowed
+    assert policy.may_upload(message, max_epsilon=None)
 
 
 def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: PrivateBench) -> None:

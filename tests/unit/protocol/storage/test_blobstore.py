@@ -60,6 +60,18 @@ def test_download_resumes_after_any_interruption(
     assert store.partial_bytes(DIGEST) == 0
 
 
+def test_a_folder_that_may_not_be_searched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a stack trace, and not "there is no such blob"."""
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    store = BlobStore(tmp_path)
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(StateError, match=f"cannot use {tmp_path}/{DIGEST.hex()}: Permission denied"):
+        assert DIGEST in store
+
+
 def test_damaged_download_is_deleted(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     store.append(DIGEST, b"other bytes")

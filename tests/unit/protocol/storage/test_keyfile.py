@@ -42,8 +42,10 @@ def test_invalid_key_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the key"):
         read_key(path)
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match="is not a private key in PEM"):
+    with pytest.raises(ConfigError, match=r"is not a private key in PEM .*: restore it from a backup"):
         read_or_make_key(path)
+    with pytest.raises(ConfigError, match=r"is not a private key in PEM .*: enroll again"):
+        read_or_make_key(path, advice="enroll again")
     other = ec.generate_private_key(ec.SECP256R1())
     path.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     with pytest.raises(ConfigError, match="expected an Ed25519 key"):
