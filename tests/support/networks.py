@@ -10,9 +10,9 @@ EDGE = 16
 FEATURE_SIZE = 12
 
 
-def tiny_network(*, seed: int = 0) -> nn.Module:
+def tiny_network() -> nn.Module:
     """A convolutional network of two layers: (n, 3, H, W) to (n, 12)."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2),
         nn.BatchNorm2d(8),

@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from export.parity import BATCH, Reference, compare, photos_in, sample_photos
-from export.to_onnx import to_onnx
 from protocol.errors import ConfigError
-from tests.support.networks import described, tiny_network
+from tests.support.networks import described
 
 
 def first_value_of(photo: Image.Image) -> int:
@@ -44,12 +43,13 @@ def images(count: int) -> Iterator[Image.Image]:
     ("wrong_at", "factor", "error", "cosine"),
     [(0, 2, 0.5, 1), (3, 2, 0.5, 1), (BATCH + 2, 2, 0.5, 1), (1, -1, 2, -1)],
 )
-def test_worst_image_decides_parity(wrong_at: int, factor: float, error: float, cosine: float) -> None:
-    file = to_onnx(tiny_network(), described())
+def test_worst_image_decides_parity(
+    tiny_file: bytes, wrong_at: int, factor: float, error: float, cosine: float
+) -> None:
     parity = compare(
-        file,
+        tiny_file,
         preprocessing=described().preprocessing,
-        reference=reference_of(file, wrong_at=wrong_at, factor=factor),
+        reference=reference_of(tiny_file, wrong_at=wrong_at, factor=factor),
         photos=images(BATCH + 3),
     )
     assert parity.images == BATCH + 3

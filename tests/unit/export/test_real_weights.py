@@ -1,6 +1,7 @@
 """Published weights on real images: the exported file really is the network that was trained."""
 
 import io
+import itertools
 import os
 import zipfile
 from pathlib import Path
@@ -33,7 +34,7 @@ def need(path: Path) -> Path:
 
 @pytest.fixture(scope="module", params=["mobilenetv2_100", "tf_mobilenetv3_small_100"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """A published backbone, trained on pixels from -1 to 1, compared with torch on a hundred photographs."""
+    """A published backbone, trained on pixels from -1 to 1, compared with torch on thirty photographs."""
     file, kwargs = {
         "mobilenetv2_100": ("mobilenetv2_100.coral_qat_in1k", {"pad_type": "same"}),
         "tf_mobilenetv3_small_100": ("tf_mobilenetv3_small_100.google_qat_in1k", {}),
@@ -49,14 +50,14 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         backbone.metadata,
         path=folder / "backbone.onnx",
         reference=timm_reference(backbone.module, backbone.config),
-        photos=photos_in(folder),
+        photos=itertools.islice(photos_in(folder), 30),
     )
 
 
 def test_published_weights_agree_with_torch(exported: Exported) -> None:
     parity = exported.metadata.parity
     assert parity is not None
-    assert parity.images == 100
+    assert parity.images == 30
     assert parity.relative_error < 1e-4
     assert parity.cosine > 0.9999999
 
