@@ -38,8 +38,16 @@ def pixels_of_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return (pixels.reshape(-1, 8, 8) * 15).astype(np.uint8), labels.astype(np.int64)
 
 
+def features_of_digits(*, train: int, test: int) -> Features:
+    """Return the pixels of scikit-learn's digits as features: the images that `fill_data` writes."""
+    images, labels = pixels_of_digits()
+    pixels = (images.reshape(-1, 64) / 255).astype(np.float32)
+    end = train + test
+    return Features(pixels[:train], labels[:train], pixels[train:end], labels[train:end])
+
+
 def fill_data(folder: Path, *, train: int, test: int) -> None:
-    """Write scikit-learn's digits in place of MNIST, and random weights of a backbone."""
+    """Write scikit-learn's digits in place of MNIST."""
     images, labels = pixels_of_digits()
     np.savez(
         folder / "data" / "mnist.npz",
@@ -48,6 +56,10 @@ def fill_data(folder: Path, *, train: int, test: int) -> None:
         x_test=images[train : train + test],
         y_test=labels[train : train + test].astype(np.uint8),
     )
+
+
+def fill_weights(folder: Path) -> None:
+    """Write random weights of a backbone."""
     model = timm.create_model("tf_mobilenetv3_small_100", num_classes=0)
     save_file(model.state_dict(), folder / "weights" / BACKBONES["tf_mobilenetv3_small_100"].file)
 

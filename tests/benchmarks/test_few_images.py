@@ -7,17 +7,15 @@ from click.testing import CliRunner
 
 from benchmarks.__main__ import cli
 from benchmarks.accuracy.fedtc_fleet import calibration_error
-from tests.benchmarks.feature_factory import fill_data, make_folders
+from tests.benchmarks.feature_factory import features_of_digits, fill_cache
 
 
 def test_few_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For two and for all classes, balanced and not, for each size that the data has."""
-    make_folders(tmp_path, monkeypatch)
-    fill_data(tmp_path, train=800, test=200)
+    fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=800, test=200)})
     report = tmp_path / "report.json"
-    settings = ("--backbone", "tf_mobilenetv3_small_100", "--image-size", "32", "--seed", "0")
     sizes = ("--images", "1", "--images", "8", "--images", "5000")
-    arguments = ["few", "--data", "mnist", *settings, *sizes, "--json", str(report)]
+    arguments = ["few", "--data", "mnist", "--seed", "0", *sizes, "--json", str(report)]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     runs = json.loads(report.read_text())["runs"]

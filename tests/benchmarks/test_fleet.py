@@ -6,10 +6,8 @@ from sklearn.datasets import load_digits
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
-from benchmarks.data.features import BACKBONES, Features, export_backbone, features_of
-from benchmarks.data.images import data_folder, load_data, weights_folder
+from benchmarks.data.features import Features
 from benchmarks.data.partitions import Partition
-from edge_client.runtime.backbone import open_backbone
 
 DEFAULT = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default"], device="cpu")
 
@@ -22,24 +20,6 @@ def digits() -> Features:
     features, labels = (pixels / 16).astype(np.float32)[order], labels[order].astype(np.int64)
     return Features(
         train=features[360:], train_labels=labels[360:], test=features[:360], test_labels=labels[:360]
-    )
-
-
-@pytest.fixture(scope="module")
-def fashion(tmp_path_factory: pytest.TempPathFactory) -> Features:
-    """1,500 images of Fashion-MNIST through MobileNetV2 at 96 x 96."""
-    weights = weights_folder() / BACKBONES["mobilenetv2_100"].file
-    for path in (weights, data_folder() / "fashion_mnist.npz"):
-        if not path.is_file():
-            pytest.skip(f"no {path}: see PROTOFLEET_BENCH_WEIGHTS and PROTOFLEET_BENCH_DATA")
-    graph = tmp_path_factory.mktemp("backbone") / "backbone.onnx"
-    export_backbone("mobilenetv2_100", weights=weights, image_size=96, path=graph)
-    data, backbone = load_data("fashion_mnist"), open_backbone(graph)
-    return Features(
-        train=features_of(data.train.images[:1000], backbone, "train"),
-        train_labels=data.train.labels[:1000],
-        test=features_of(data.test.images[:500], backbone, "test"),
-        test_labels=data.test.labels[:500],
     )
 
 
@@ -77,10 +57,3 @@ def test_clients_without_images_do_not_count(digits: Features) -> None:
     result = run_fleet(digits, Partition("dirichlet", 0.01), settings, seed=0)
     assert 10 <= result.devices < 40
     assert result.accuracy > 0.9
-
-
-def test_real_images_with_a_real_backbone(fashion: Features) -> None:
-    """A sixtieth of Fashion-MNIST, one class per client, on little more wire than its float16 tensors."""
-    result = run_fleet(fashion, Partition("sharding", 1), DEFAULT, seed=0)
-    assert result.accuracy > 0.75
-    assert result.bytes_up < 1.03 * result.tensor_bytes

@@ -26,7 +26,7 @@ from benchmarks.research.private_fleet import DELTA, PAPER, Fleet, noise_multipl
 from benchmarks.research.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from protocol.wire.messages import Perturbation
-from tests.benchmarks.feature_factory import fill_data, make_folders, pixels_of_digits
+from tests.benchmarks.feature_factory import features_of_digits, fill_cache, fill_data, pixels_of_digits
 
 RNG = np.random.default_rng(0)
 
@@ -186,24 +186,13 @@ def test_strong_privacy_costs_accuracy() -> None:
 
 def test_privacy_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command attacks, measures, and writes what it printed and both figures."""
-    make_folders(tmp_path, monkeypatch)
+    fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=1700, test=97)})
     fill_data(tmp_path, train=1700, test=97)
     report = tmp_path / "report.json"
-    small = ("--backbone", "tf_mobilenetv3_small_100", "--image-size", "32", "--public", "300")
-    sizes = [
-        "--images",
-        "30",
-        "--decoder-epochs",
-        "1",
-        "--per-class",
-        "30",
-        "--devices",
-        "2",
-        "--epsilon",
-        "8",
-    ]
+    small = ("--public", "300", "--images", "30", "--decoder-epochs", "1")
+    fleets = ("--per-class", "30", "--devices", "2", "--epsilon", "8")
     out = ("--json", str(report), "--plots", str(tmp_path))
-    result = CliRunner().invoke(cli, ["research", "privacy", "--data", "mnist", *small, *sizes, *out])
+    result = CliRunner().invoke(cli, ["research", "privacy", "--data", "mnist", *small, *fleets, *out])
     assert result.exit_code == 0, result.output
     figures = json.loads(report.read_text())["mnist"]
     assert {row["protection"] for row in figures["accuracies"]} == {
