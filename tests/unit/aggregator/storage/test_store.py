@@ -146,19 +146,6 @@ def test_deleted_submission_leaves_those_of_other_tasks(store: Store) -> None:
     assert store.submissions.digests_of_other_tasks(TASK) == {b"a1", b"b1"}
 
 
-def test_migration_of_older_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contents stay; a reader reports that the aggregator must be started first."""
-    Store(tmp_path).submissions.put(TASK, _row("a"))
-    steps = (*MIGRATIONS, "ALTER TABLE submissions ADD COLUMN note TEXT;")
-    monkeypatch.setattr(store_module, "MIGRATIONS", steps)
-    with pytest.raises(
-        StateError, match="has schema version 1, expected 2: start `aggregator run` on it once"
-    ):
-        Store(tmp_path, read_only=True)
-    assert Store(tmp_path).database.read("SELECT device, note FROM submissions") == [("a", None)]
-    assert Store(tmp_path, read_only=True).submissions.all(TASK) == {"a": _row("a")}
-
-
 def test_state_of_a_running_aggregator_is_not_migrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,35 +165,10 @@ def test_state_of_a_running_aggregator_is_not_migrated(
     assert Store(tmp_path, lock=True).database.read("SELECT version, note FROM heads") == [(1, None)]
 
 
-def test_reader_sees_committed_writes(tmp_path: Path) -> None:
-    """`aggregator status` reads while the daemon writes: neither waits, and the reader cannot write."""
-    writer = Store(tmp_path)
-    reader = Store(tmp_path, read_only=True)
-    writer.database.write("BEGIN IMMEDIATE")
-    writer.facts.put(SigningKey("1"))
-    assert reader.facts.get(SigningKey) is None
-    writer.database.write("COMMIT")
-    assert reader.facts.get(SigningKey) == SigningKey("1")
-    with pytest.raises(StateError, match="readonly"):
-        reader.facts.put(SigningKey("2"))
-
-
 def test_missing_state_is_not_created_by_a_reader(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"no aggregator state in .*none: give the --state"):
         Store(tmp_path / "none", read_only=True)
     assert not (tmp_path / "none").exists()
-
-
-def test_full_disk_loses_nothing(tmp_path: Path) -> None:
-    """The error is one line, and writing works again once there is room."""
-    store = Store(tmp_path)
-    store.submissions.put(TASK, _row("a"))
-    used = sum(file.stat().st_size for file in tmp_path.glob("aggregator.sqlite*"))
-    with full_disk(after_bytes=used), pytest.raises(StateError, match=r"cannot use .*aggregator\.sqlite: "):
-        store.facts.put(SigningKey("x" * 10**6))
-    assert Store(tmp_path, read_only=True).submissions.all(TASK) == {"a": _row("a")}
-    store.submissions.put(TASK, _row("b"))
-    assert sorted(Store(tmp_path).submissions.all(TASK)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
