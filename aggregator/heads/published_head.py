@@ -82,7 +82,7 @@ class Releases:
         self._step(canary_rollout.Evaluated(device, evaluation.head_version, result))
 
     def reload(self) -> None:
-        """Return to the stored state after a failed write."""
+        """Return to the stored state after a failed write; raises StateError if it cannot be read."""
         self._state = self._store.heads.rollout(self._task.digest)
         self._written, self._has_changed = 0, True
         self._problems = None

@@ -137,13 +137,13 @@ class HeadTraining:
             log_each()
 
     def reload(self) -> None:
-        """Return to the stored state after a failed write."""
+        """Return to the stored state after a failed write; raises StateError if it cannot be read."""
         self._accepted.clear()
         self._writing.discard()
+        stored = self._store.round_state(self._task.digest)
         # The store may still name a training that has failed since.
         running = None if self._due else self.state.training
         self._due.clear()
-        stored = self._store.round_state(self._task.digest)
         self.state = replace(self.state, submissions=stored.submissions, training=running)
 
     def store_progress(self, figures: Mapping[str, Any]) -> None:

@@ -27,6 +27,9 @@ TRIAL_S = 3.0
 EXPIRY_S = 60.0
 """Seconds between searches for uploads that were given up."""
 
+CHECK_S = 600.0
+"""Seconds between searches for damage in the database, which takes 1 ms per MB."""
+
 MAX_TRIAL_BYTES = 64 * 1024**2
 
 MAX_DETAIL = 500
@@ -44,7 +47,7 @@ class Receiver:
         self._unfinished_s = unfinished_s
         self._chunks = ChunkStore(store.folder)
         self._intake = Intake()
-        self._trial_s = self._expiry_s = 0.0
+        self._trial_s = self._expiry_s = self._check_s = 0.0
         intake_status.create(store.folder)
         self._reassembly = self._load()
 
@@ -105,7 +108,12 @@ class Receiver:
             log.debug("%s", error)
             return
         self._trial_s = time.monotonic() + TRIAL_S
-        event(log, logging.ERROR, "intake stopped: free space or fix permissions", reason=error)
+        event(
+            log,
+            logging.ERROR,
+            "intake stopped: free space, fix permissions or restore the database",
+            reason=error,
+        )
         self._set_intake(Intake(time.time(), str(error)))
 
     @contextlib.contextmanager
@@ -121,6 +129,8 @@ class Receiver:
         now_s = time.monotonic()
         if self.is_stopped:
             return now_s >= self._trial_s and self._resume()
+        with self.guard():
+            self._check_database(now_s)
         if now_s >= self._expiry_s:
             self._expiry_s = now_s + EXPIRY_S
             for device, digest in self._reassembly.expire(self._store.clock.now_s() - self._unfinished_s):
@@ -129,11 +139,20 @@ class Receiver:
                 self.commit()
         return False
 
+    def _check_database(self, now_s: float) -> None:
+        """Raise StateError if the database cannot be relied on: what is acknowledged now would be lost."""
+        if now_s < self._check_s:
+            self._store.database.check_file()
+        else:
+            self._check_s = now_s + CHECK_S
+            self._store.database.check()
+
     def _resume(self) -> bool:
         self._trial_s = time.monotonic() + TRIAL_S
         try:
             self._chunks.check_writable(min(self._max_bytes, MAX_TRIAL_BYTES))
             self._store.database.check_writable()
+            self._store.database.check()
             self._reassembly = self._load()
         except StateError as error:
             log.debug("intake is still stopped: %s", error)

@@ -6,6 +6,7 @@ import queue
 import time
 from itertools import groupby
 
+from aggregator.coordination import rounds
 from aggregator.heads.published_head import Releases
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
@@ -124,6 +125,8 @@ class Aggregator:
 
     def handle(self, batch: list[Event]) -> None:
         """Handle a batch of events, and let time pass."""
+        with self._receiver.guard():
+            self._restore_blobs()
         for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
             events = list(group)
             if is_message:
@@ -135,6 +138,7 @@ class Aggregator:
         self._publisher.acknowledge([])
         self._blob_sender.send()
         if self._receiver.tick():
+            self._reload()
             self._training.retry()
         with self._receiver.guard():
             self._releases.tick(self._training.state.head_version)
@@ -145,6 +149,16 @@ class Aggregator:
             self._training.tick()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
+
+    def _restore_blobs(self) -> None:
+        """Create the folder of blobs again if it was deleted, with those that have a copy; request submissions."""
+        if self._store.blobs.is_missing():
+            self._training.lost.remove(rounds.counting(self._training.state, self._task.file.settings))
+            self._training.reload()
+            self._store.blobs.create()
+            self._training.restoration.verify_all(self._releases.served)
+            text = "folder was deleted and has been created again: check who deletes it"
+            log_event(log, logging.ERROR, text, folder=self._store.blobs.folder)
 
     def _handle_messages(self, messages: list[mqtt.Received]) -> None:
         """Store all messages durably, or none; then answer them, and acknowledge them to the broker."""
@@ -161,8 +175,7 @@ class Aggregator:
             raise
         except StateError as error:
             self._receiver.stop(error)
-            self._training.reload()
-            self._releases.reload()
+            self._reload()
             self._messages.receipts.clear()
             for message in messages:  # again, now that the intake is stopped
                 with self._receiver.guard():
@@ -172,6 +185,12 @@ class Aggregator:
             self._publisher.publish_to_device(device, "ack", receipt)
         self._messages.receipts.clear()
         self._publisher.acknowledge(messages)
+
+    def _reload(self) -> None:
+        """Return to the stored state; while it cannot be read, the intake stays stopped."""
+        with self._receiver.guard():
+            self._training.reload()
+            self._releases.reload()
 
     def _handle_message(self, message: mqtt.Received) -> None:
         channel = self._publisher.own_channel(message.topic)

@@ -89,6 +89,10 @@ class Store:
         self._lock = FolderLock(folder)
         file = folder / "aggregator.sqlite"
         if read_only and not file.is_file():
+            if (folder / "blobs").is_dir():
+                raise StateError(
+                    f"cannot use {file}: it is missing, although `aggregator run` has used it: {_ADVICE}"
+                )
             raise StateError(f"no aggregator state in {folder}: give the --state of `aggregator run`")
         if not read_only:
             make_state_folder(folder)
@@ -129,11 +133,15 @@ class Store:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write everything within durably at its end, or nothing; raises StateError if it cannot be written."""
+        """Write everything within durably at its end, or nothing; raises StateError if it cannot be written.
+
+        What was written to a file that has been deleted counts as not written.
+        """
         try:
             with self.database.transaction():
                 self.keys.refresh()
                 yield
+            self.database.check_file()
         except BaseException:
             self.keys.drop_cache()
             raise
@@ -150,7 +158,11 @@ class Store:
         return served
 
     def holds(self, device: str, digest: bytes) -> bool:
-        """Return True if a device's submission or evaluation with this digest is stored."""
+        """Return True if a device's submission or evaluation with this digest is stored.
+
+        Raises StateError if the database was deleted, although its contents can still be read.
+        """
+        self.database.check_file()
         return bool(
             self.database.read(
                 "SELECT 1 FROM submissions WHERE device = ?1 AND digest = ?2 "

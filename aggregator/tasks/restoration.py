@@ -46,7 +46,8 @@ class Restoration:
                 self._verified_s[digest] = now_s + VERIFY_S
 
     def verify_all(self, digests: Iterable[bytes]) -> None:
-        """Verify blobs like `verify`; those that cannot be restored are logged, and `status` shows them."""
+        """Verify blobs now; those that cannot be restored are logged, and `status` shows them."""
+        self._verified_s.clear()
         for digest in digests:
             with contextlib.suppress(StateError):
                 self.verify([digest])

@@ -153,8 +153,16 @@ class BlobStore:
         self.folder = folder
         self._damaged = damaged
         self._partial = folder / "partial"
-        with state_errors(folder):
+        self.create()
+
+    def create(self) -> None:
+        """Create the folder if it does not exist."""
+        with state_errors(self.folder):
             self._partial.mkdir(parents=True, exist_ok=True)
+
+    def is_missing(self) -> bool:
+        """Return True if the folder was deleted."""
+        return not self.folder.is_dir()
 
     def path(self, digest: bytes) -> Path:
         """Return the path of a blob, whether it exists or not."""

@@ -75,6 +75,7 @@ class Database:
         try:
             with self._errors():
                 self._db = self._open()
+            self._open_files, self._damage = self._files(), ""
         except BaseException:
             self._release()
             raise
@@ -113,7 +114,7 @@ class Database:
         with state_errors(self.file):
             size = self.file.stat().st_size if self.file.exists() else None
         if size == 0 and not self._is_cache:
-            raise StateError(f"cannot use {self.file}: damaged: it is empty: {self._advice}")
+            raise self._empty()
         if size is not None or self._read_only:
             return
         is_held = self._lock is not None and not self._exclusive and self._lock.take()
@@ -169,8 +170,13 @@ class Database:
         version, expected = _version(database), len(self._migrations)
         if version > expected:
             raise StateError(f"{self._found(database)}: upgrade protofleet here, or use another --state")
+        if not version:
+            raise self._empty()
         if version < expected:
             raise StateError(f"{self._found(database)}: start `{self._program}` on it once")
+
+    def _empty(self) -> StateError:
+        return StateError(f"cannot use {self.file}: damaged: it is empty: {self._advice}")
 
     def _found(self, database: sqlite3.Connection) -> str:
         return f"{self.file} has schema version {_version(database)}, expected {len(self._migrations)}"
@@ -218,6 +224,47 @@ class Database:
         """Write to the file without changing its contents, to find out whether the disk is full."""
         with self.transaction() as database:
             database.execute(f"PRAGMA user_version = {len(self._migrations)}")
+
+    def check_file(self) -> None:
+        """Raise StateError if what is written is lost: the file was deleted or replaced, or `check` found damage."""
+        files = self._files()
+        if any(files.get(path) != identity for path, identity in self._open_files.items()):
+            raise StateError(
+                f"cannot use {self.file}: it was deleted or replaced while `{self._program}` was running: stop "
+                f"`{self._program}`, {self._advice}"
+            )
+        if self._damage:
+            raise StateError(self._damage)
+
+    def check(self) -> None:
+        """Do what `check_file` does, after a search for damage in the file's structure.
+
+        The file is read as a whole, by a connection that has nothing of it in memory.
+        """
+        self._damage = ""
+        self.check_file()
+        try:
+            self._search_damage()
+        except StateError as error:
+            self._damage = str(error)
+            raise
+
+    def _search_damage(self) -> None:
+        uri = f"file:{urllib.parse.quote(str(self.file))}?mode=ro"
+        with self._errors(), contextlib.closing(sqlite3.connect(uri, uri=True, timeout=10)) as database:
+            self._check_version(database)
+            ((found,),) = database.execute("PRAGMA quick_check(1)")
+        if found != "ok":
+            raise StateError(f"cannot use {self.file}: {' '.join(found.split())}: {self._advice}")
+
+    def _files(self) -> dict[Path, tuple[int, int]]:
+        """Return device and inode of the file and its write-ahead log."""
+        files = {}
+        for path in (self.file, self.file.with_name(f"{self.file.name}-wal")):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                files[path] = (status.st_dev, status.st_ino)
+        return files
 
     def close(self) -> None:
         """Close the file and release the folder's lock."""

@@ -2,6 +2,7 @@
 
 import queue
 import resource
+import shutil
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from aggregator.config.schema import Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rounds import Entry, State
+from aggregator.ingest import intake_status
 from aggregator.service.aggregator import Aggregator, Event
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead
@@ -23,7 +25,7 @@ from protocol.errors import ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
 from protocol.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
-from protocol.wire.messages import Submission, TaskManifest
+from protocol.wire.messages import Receipt, Submission, TaskManifest
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 from tests.support.aggregator_process import (
@@ -242,6 +244,87 @@ def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     daemon.handle([])
     assert store.facts.get(PendingHead) is not None
     daemon._training.stop()
+    store.close()
+
+
+def _uploaded(message: Submission) -> list[Event]:
+    payload = encode(message)
+    frames = frames_of(payload, digest=digest_of(payload))
+    return [Received(device_topic(FLEET, "dev", "up"), signed(frame)) for frame in frames]
+
+
+def _receipts(sent: list[Outgoing]) -> list[str]:
+    """Return the status of each receipt, and remove what was sent."""
+    topic = device_topic(FLEET, "dev", "ack")
+    found: list[str] = [
+        decode(each.payload, Receipt, max_bytes=MAX_BYTES).status for each in sent if each.topic == topic
+    ]
+    sent.clear()
+    return found
+
+
+@pytest.mark.parametrize("damage", ["deleted", "replaced", "damaged"])
+def test_database_that_is_lost_while_running_stops_the_intake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    """Nothing is acknowledged that the next start does not have; `status` has the reason."""
+    store, file = Store(tmp_path / "state"), tmp_path / "state" / "aggregator.sqlite"
+    task = prepare_task(*load_task(write_task(tmp_path, PATIENT)), store=store)
+    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
+    sent: list[Outgoing] = []
+    monkeypatch.setattr(daemon._publisher._session, "send", sent.append)
+    daemon.handle(_uploaded(_separable(task.digest)))
+    assert _receipts(sent) == ["received"]
+    store.database.read("PRAGMA wal_checkpoint(TRUNCATE)")
+    before = file.read_bytes()
+    if damage == "damaged":
+        daemon._receiver._check_s = 0.0
+        file.write_bytes(before[: len(before) // 2].ljust(len(before), b"\xff"))
+        daemon.handle([])
+    else:
+        file.rename(tmp_path / "away")
+    if damage == "replaced":
+        file.write_bytes(before)
+    again = _separable(task.digest), _separable(task.digest, sequence=2)
+    daemon.handle([event for each in again for event in _uploaded(each)])
+    daemon.handle([])
+    assert "received" not in _receipts(sent)
+    reason = intake_status.read(store.folder).reason
+    assert ("deleted or replaced" in reason) == (damage != "damaged")
+    assert "restore it from a backup" in reason
+    if damage != "damaged":
+        (tmp_path / "away").replace(file)
+        daemon._receiver._trial_s = 0.0
+        daemon.handle([])
+        daemon.handle(_uploaded(again[1]))
+        assert _receipts(sent) == ["received"]
+    store.close()
+
+
+def test_folder_of_blobs_that_is_deleted_while_running_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the backbone; submissions are requested from their devices, and accepted again."""
+    store = Store(tmp_path / "state")
+    task = prepare_task(*load_task(write_task(tmp_path, PATIENT)), store=store)
+    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
+    sent: list[Outgoing] = []
+    monkeypatch.setattr(daemon._publisher._session, "send", sent.append)
+    message = _separable(task.digest)
+    daemon.handle(_uploaded(message))
+    assert _receipts(sent) == ["received"]
+    shutil.rmtree(store.blobs.folder)
+    daemon.handle([])
+    assert _receipts(sent) == ["missing"]
+    assert [each.device for each in store.submissions.lost(task.digest)] == ["dev"]
+    assert all(map(store.blobs.is_whole, task.blobs))
+    daemon.handle(_uploaded(message))
+    assert _receipts(sent) == ["received"]
+    assert store.submissions.lost(task.digest) == []
+    assert daemon._training.state.submissions.keys() == {"dev"}
+    shutil.rmtree(store.folder)
+    daemon.handle([])
+    assert not store.folder.exists()
     store.close()
 
 

@@ -171,6 +171,20 @@ def test_missing_state_is_not_created_by_a_reader(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_lost_database_is_named_with_what_to_do(tmp_path: Path) -> None:
+    """Deleted or cut off, for `aggregator status` and the other commands."""
+    Store(tmp_path).close()
+    file = tmp_path / "aggregator.sqlite"
+    file.unlink()
+    with pytest.raises(StateError, match=r"aggregator\.sqlite: it is missing, .*: restore it from a backup"):
+        Store(tmp_path, read_only=True)
+    file.touch()
+    with pytest.raises(
+        StateError, match=r"aggregator\.sqlite: damaged: it is empty: restore it from a backup"
+    ):
+        Store(tmp_path, read_only=True)
+
+
 @pytest.mark.parametrize(
     ("statement", "read"),
     [

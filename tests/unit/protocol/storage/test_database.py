@@ -123,6 +123,49 @@ def test_newer_file_is_refused(tmp_path: Path) -> None:
     assert keys(open_database(tmp_path)) == ["a"]
 
 
+@pytest.mark.parametrize("name", ["state.sqlite", "state.sqlite-wal"])
+def test_file_that_is_deleted_or_replaced_is_noticed(tmp_path: Path, name: str) -> None:
+    """The file and its log; the same file moved back is none."""
+    database, file, away = open_database(tmp_path, advice="do this"), tmp_path / name, tmp_path / "away"
+    put(database, "a")
+    database.check()
+    file.rename(away)
+    for is_replaced in (False, True):
+        if is_replaced:
+            file.write_bytes(away.read_bytes())
+        for check in (database.check_file, database.check):
+            with pytest.raises(
+                StateError, match=r"deleted or replaced while `fleet run` was running: .*, do this"
+            ):
+                check()
+    away.replace(file)
+    database.check()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[:4096] + bytes(4096) + data[8192:], "Page 2"),
+        (lambda data: bytes(len(data)), "file is not a database"),
+        (lambda _: b"", "it is empty"),
+    ],
+    ids=["a page", "all", "cut off"],
+)
+def test_damage_is_noticed_while_the_file_is_open(
+    tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    """Although all of it is in memory."""
+    database, file = open_database(tmp_path, advice="do this"), tmp_path / "state.sqlite"
+    put(database, "a")
+    database.read("PRAGMA wal_checkpoint(TRUNCATE)")
+    data = damage(file.read_bytes())
+    with file.open("r+b") as opened:
+        opened.truncate(len(data))
+        opened.write(data)
+    with pytest.raises(StateError, match=f"state.sqlite: .*{reason}.*: do this"):
+        database.check()
+
+
 def test_concurrent_starts_migrate_once(tmp_path: Path) -> None:
     names = iter("abcdefgh")
     run_in_threads(lambda: put(open_database(tmp_path), next(names)), threads=8)
