@@ -16,10 +16,11 @@ from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Prototypes, Refused
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.data.domains import Client
-from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.features import Features
 from benchmarks.data.images import DIGITS, NAMES
 from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Table, json_option, write_json
+from benchmarks.research.data_options import DataOptions, data_options
 
 ATTACKS = ("", "flip", "scale", "reverse")
 """None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes."""
@@ -47,10 +48,7 @@ class Result:
 
 
 @click.command("poisoned-rounds")
-@click.option("--data", type=click.Choice(list(dict.fromkeys((*NAMES, *DIGITS)))), default="fashion_mnist")
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
-@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option("--images", type=click.IntRange(min=1), default=2000, show_default=True, help="Of each part.")
+@data_options(names=list(dict.fromkeys((*NAMES, *DIGITS))), images=2000)
 @click.option(
     "--algorithm",
     "algorithms",
@@ -66,10 +64,7 @@ class Result:
 @json_option
 def command(
     *,
-    data: str,
-    backbone: str,
-    image_size: int,
-    images: int,
+    source: DataOptions,
     algorithms: tuple[str, ...],
     rounds: int,
     clients: int,
@@ -78,10 +73,10 @@ def command(
     json_file: Path | None,
 ) -> None:
     """Measure accuracy in rounds in which some devices send false values. Clients share the images (Dirichlet 1)."""
-    features = load_features(data, backbone=backbone, image_size=image_size, at_most=images)
+    features = source.load()
     results: list[Result] = []
     for algorithm in algorithms:
-        title = f"{algorithm}, {data}, {rounds} rounds, {liars} of {clients} clients malicious"
+        title = f"{algorithm}, {source.data}, {rounds} rounds, {liars} of {clients} clients malicious"
         table = Table({"attack": "<9", **dict.fromkeys(METHODS, ">10")}, title=title)
         for attack in ATTACKS:
             row = []
@@ -102,7 +97,9 @@ def command(
                 results += runs
                 row.append(f"{100 * np.mean([one.accuracy for one in runs]):.1f} %")
             table.row(attack or "none", *row)
-    write_json(json_file, "poisoned-rounds", data=data, runs=[dataclasses.asdict(one) for one in results])
+    write_json(
+        json_file, "poisoned-rounds", data=source.data, runs=[dataclasses.asdict(one) for one in results]
+    )
 
 
 def run(

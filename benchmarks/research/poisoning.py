@@ -16,10 +16,11 @@ from aggregator.training.outlier_detection import judge
 from aggregator.training.robust_training_set import combine, pool
 from benchmarks.accuracy.fedtc import partitions_of
 from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, fleet_prototypes, train_on
-from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.features import Features
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition
 from benchmarks.report import Table, json_option, write_json
+from benchmarks.research.data_options import DataOptions, data_options
 
 ATTACKS = ("flip", "noise", "scale", "volume")
 PARTITIONS = ("dirichlet:0.5",)
@@ -61,10 +62,7 @@ class Result:
 
 
 @click.command("poisoning")
-@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
-@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option("--images", type=click.IntRange(min=1), default=10_000, show_default=True, help="Of each part.")
+@data_options(names=NAMES, images=10_000)
 @click.option(
     "--partition",
     "partitions",
@@ -105,10 +103,7 @@ class Result:
 @json_option
 def command(
     *,
-    data: str,
-    backbone: str,
-    image_size: int,
-    images: int,
+    source: DataOptions,
     partitions: list[Partition],
     clients: int,
     shares: tuple[float, ...],
@@ -129,12 +124,12 @@ def command(
         recipe=dataclasses.replace(recipe_of(Training(epochs=epochs)), adapter=adapter),
         device=torch_device(device),
     )
-    features = load_features(data, backbone=backbone, image_size=image_size, at_most=images)
+    features = source.load()
     methods = METHODS if train else ()
     columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "wronged": ">9"}
     table = Table(
         {**columns, **dict.fromkeys(methods, ">14")},
-        title=f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients",
+        title=f"{source.data}, {source.backbone} at {source.image_size}x{source.image_size}, {clients} clients",
     )
     results: list[Result] = []
     for partition in partitions:
@@ -154,7 +149,7 @@ def command(
                 table.row(*row(runs))
                 results += runs
     every = [dataclasses.asdict(one) for one in results]
-    write_json(json_file, "poisoning", data=data, false_alarm_rate=false_alarm_rate, runs=every)
+    write_json(json_file, "poisoning", data=source.data, false_alarm_rate=false_alarm_rate, runs=every)
 
 
 def run(
