@@ -1,0 +1,131 @@
+"""The heads that a device installs, refuses and reports."""
+
+import pytest
+
+from edge_client.agent import events
+from edge_client.agent.state import Mode, State, UploadItem, head_key
+from protocol.wire.canary_rank import canary_rank
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import HeadManifest, HeadRef, Receipt
+from tests.support.simulated_fleet import World, item_of, reference
+from tests.unit.edge_client.agent.device_events import (
+    BACKBONE,
+    EVALUATION,
+    HEAD,
+    HEAD_MANIFEST,
+    INSTALL,
+    MANIFEST,
+    SUBMISSION,
+    TASK,
+    begin,
+    play,
+    uploading,
+)
+
+
+def _report(world: World, head: HeadRef) -> UploadItem:
+    """Put a report of a refused head into the outbox."""
+    return world.keep("evaluation", b"report", about=head_key(head).hex())
+
+
+def test_a_refused_head_is_reported_and_not_installed_again() -> None:
+    """The previous head stays in use until the aggregator restarts."""
+    key, report = head_key(HEAD_MANIFEST.current), item_of(b"report", kind="evaluation")
+    state, actions = play(uploading(), HEAD_MANIFEST, events.DownloadFinished(key, valid=True))
+    assert INSTALL in actions
+    state, actions = play(state, events.HeadInstalled(key, report, reason="it predicts NaN"), HEAD_MANIFEST)
+    assert actions[0] == events.Log("it predicts NaN", error=True)
+    assert (state.installed, state.uploads[-1].item) == (None, report)
+    assert INSTALL not in actions
+    assert INSTALL in play(state, events.AggregatorStarted())[1]
+
+
+def test_a_single_run_reports_a_refused_head_before_it_ends() -> None:
+    """It exits with the reason once the report is received."""
+    world = begin(loss=0.3)
+    world.install = lambda install: world.pending.append(  # type: ignore[method-assign]
+        events.HeadInstalled(head_key(install.head), _report(world, install.head), reason="it predicts NaN")
+    )
+    world.run()
+    assert world.exit == events.Exit(1, "it predicts NaN")
+    assert sorted(set(world.taken)) == sorted([digest_of(SUBMISSION), digest_of(b"report")])
+
+
+def test_a_head_that_stays_damaged_is_refused() -> None:
+    """The device continues, and installs the next head."""
+    good = HeadRef(version=2, head=reference(b"good head", "head"), devices=1, prototypes=1)
+    world = begin(Mode.SERVICE)
+    world.served[digest_of(HEAD)] = HEAD[:-1] + b"x"
+    refused: list[events.InstallHead] = []
+    perform = world.perform
+
+    def performed(action: events.Action) -> None:
+        if isinstance(action, events.AppendBlob) and action.done == action.blob.size_bytes:
+            perform(action)
+            world.disk.pop(action.blob.digest)
+        elif isinstance(action, events.InstallHead) and action.problem:
+            refused.append(action)
+            report = _report(world, action.head)
+            world.pending.append(events.HeadInstalled(head_key(action.head), report, "damaged"))
+        else:
+            perform(action)
+
+    world.perform = performed  # type: ignore[method-assign]
+    world.run(steps=400)
+    assert [action.head.version for action in refused] == [1]
+    assert digest_of(b"report") in world.taken
+    world.served[digest_of(b"good head")] = b"good head"
+    world.pending.append(HeadManifest(task=TASK, current=good))
+    world.run(steps=400)
+    assert world.state.installed == head_key(good)
+    assert (len(refused), world.exit) == (1, None)
+
+
+def _rollout(*, below: int) -> HeadManifest:
+    candidate = HeadRef(version=2, head=reference(b"candidate", "head"), devices=1, prototypes=1)
+    current = HEAD_MANIFEST.current
+    return HeadManifest(task=TASK, current=current, candidate=candidate, canary_rank_limit=below)
+
+
+def test_only_canaries_install_the_candidate() -> None:
+    """The device's rank for the candidate's version decides."""
+    rank = canary_rank("device", 2)
+    for below, version in ((rank + 1, 2), (rank, 1), (0, 1)):
+        state, _ = play(uploading(), _rollout(below=below))
+        head = state.current_head
+        assert head is not None
+        assert head.version == version
+        assert head.head in state.required_blobs
+        assert len(state.prediction_blobs) == 2
+
+
+def test_a_canary_goes_back_to_the_current_head() -> None:
+    """The manifest without a candidate decides."""
+    stored = frozenset({digest_of(BACKBONE), digest_of(HEAD), digest_of(b"candidate")})
+    state, _ = play(State(mode=Mode.SERVICE, device="device", stored=stored), events.TaskSeen(TASK, MANIFEST))
+    for seen, version in ((_rollout(below=2**32), 2), (HEAD_MANIFEST, 1)):
+        state, (install,) = play(state, seen)
+        assert isinstance(install, events.InstallHead)
+        assert (install.head.version, install.as_canary) == (version, version == 2)
+        installed = events.HeadInstalled(head_key(install.head), item_of(b"report", kind="evaluation"))
+        state, _ = play(state, installed)
+        assert state.installed == head_key(install.head)
+
+
+@pytest.mark.parametrize(("mode", "end"), [(Mode.SERVICE, []), (Mode.ONCE, [events.Exit(0)])])
+def test_a_device_without_images_receives_heads(mode: Mode, end: list[events.Action]) -> None:
+    """It logs this once, evaluates the head, and uploads nothing else; a dry run ends in an error."""
+    none = events.SubmissionBuilt(TASK, None, reason="no image", may_pass=True, no_images=True)
+    report = item_of(EVALUATION, kind="evaluation", about=head_key(HEAD_MANIFEST.current).hex())
+    happened = (
+        events.TaskSeen(TASK, MANIFEST), none, events.ImagesChanged(), none, HEAD_MANIFEST,
+        events.HeadInstalled(head_key(HEAD_MANIFEST.current), report),
+        Receipt(digest=report.digest, status="received"),
+    )  # fmt: skip
+    stored = frozenset({digest_of(BACKBONE), digest_of(HEAD)})
+    state, actions = play(State(mode=mode, stored=stored), *happened)
+    build = events.BuildSubmission(TASK, MANIFEST)
+    assert actions == [build, events.Log("no image"), build, INSTALL, events.StoreReceipt(report), *end]
+    assert state.evaluated == head_key(HEAD_MANIFEST.current)
+    _, actions = play(State(mode=Mode.DRY_RUN, stored=stored), *happened[:2])
+    assert actions == [build, events.Exit(1, "no image")]
