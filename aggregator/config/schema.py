@@ -11,7 +11,7 @@ from msgspec import Meta
 from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.coordination.canary_rollout import Settings as RolloutSettings
-from aggregator.coordination.rounds import Settings as RoundSettings
+from aggregator.coordination.round_state import Settings as RoundSettings
 from protocol.wire.messages import MAX_CLASSES, ClassName, Name, Natural, Perturbation
 
 

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from aggregator.coordination.rounds import Entry
+from aggregator.coordination.round_state import Entry
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
 from protocol.log import event

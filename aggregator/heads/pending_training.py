@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from aggregator.coordination import rounds
+from aggregator.coordination import round_state, rounds
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import FailedTraining, PendingHead
 from aggregator.tasks.task_preparation import Task
@@ -23,7 +23,7 @@ def has_half_memory(failures: int) -> bool:
 
 
 def put_pending(
-    store: Store, task: bytes, version: int, members: Mapping[str, rounds.Entry], *, is_running: bool
+    store: Store, task: bytes, version: int, members: Mapping[str, round_state.Entry], *, is_running: bool
 ) -> None:
     """Store the members of head `version`, whose training has been started or has failed."""
     store.facts.put(PendingHead(task, version, dict(members), is_running=is_running))
@@ -42,7 +42,7 @@ def was_killed(store: Store) -> bool:
     return pending is not None and pending.is_running
 
 
-def put_failure(store: Store, task: bytes, state: rounds.State, reason: str) -> None:
+def put_failure(store: Store, task: bytes, state: round_state.State, reason: str) -> None:
     """Store for `status` and the next start that a training has failed."""
     store.facts.put(
         FailedTraining(
@@ -65,7 +65,7 @@ def blobs_of(job: HeadJob | RoundJob, task: Task) -> list[bytes]:
 
 
 def job_of(
-    train: rounds.Train, task: Task, store: Store, state: rounds.State, *, tensors: BlobRef | None
+    train: rounds.Train, task: Task, store: Store, state: round_state.State, *, tensors: BlobRef | None
 ) -> HeadJob | RoundJob:
     """Return the job that makes a head; `tensors` are those of the open round."""
     folder = store.folder / "training"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from aggregator.coordination import rounds
+from aggregator.coordination import round_state
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
@@ -21,7 +21,11 @@ ADD_IMAGES = "add images or devices, or lower batch_size"
 
 
 def store_head(
-    task: Task, store: Store, job: HeadJob | RoundJob, result: Result, members: Mapping[str, rounds.Entry]
+    task: Task,
+    store: Store,
+    job: HeadJob | RoundJob,
+    result: Result,
+    members: Mapping[str, round_state.Entry],
 ) -> HeadRecord:
     """Store the head that a job has made of `members`, and update the quarantine; raises StateError."""
     digests = {device: entry.digest.hex() for device, entry in members.items()}
@@ -53,7 +57,7 @@ def store_head(
     return record
 
 
-def log_head(head: HeadRecord, state: rounds.State, settings: rounds.Settings) -> None:
+def log_head(head: HeadRecord, state: round_state.State, settings: round_state.Settings) -> None:
     """Log a new head, and the end of its round if there are rounds."""
     metrics, total = head.metrics, settings.rounds
     made = {"devices": len(head.members), "prototypes": head.prototypes, "seconds": metrics["seconds"]}
@@ -64,7 +68,7 @@ def log_head(head: HeadRecord, state: rounds.State, settings: rounds.Settings) -
     carried, classes = int(metrics["carried"]), int(metrics["classes"])
     figures = {**made, "carried": carried, "classes": classes, "head": head.version}
     event(log, logging.INFO, "round closed", round=head.version - 1, rounds=total, **figures)
-    if rounds.is_over(state, settings):
+    if round_state.is_over(state, settings):
         event(log, logging.INFO, "last round closed", rounds=total, head=head.version)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from aggregator.coordination import rounds
+from aggregator.coordination import round_state, rounds
 from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.pending_training import (
@@ -62,7 +62,7 @@ class HeadTraining:
         delete_carried_submissions(task, store)
         self.lost = LostSubmissions(task, store)
         state = store.round_state(task.digest)
-        self.lost.remove(rounds.counting(state, self._settings))
+        self.lost.remove(round_state.counting(state, self._settings))
         self.state = store.round_state(task.digest)
         heads = store.heads.all(task.digest)
         self._head = heads[-1] if heads else None
@@ -173,7 +173,7 @@ class HeadTraining:
                 self._store.facts.delete(FailedTraining)
         return head is not None
 
-    def _close_without_lost(self, members: Mapping[str, rounds.Entry]) -> bool:
+    def _close_without_lost(self, members: Mapping[str, round_state.Entry]) -> bool:
         """Repeat the training without the submissions that are lost; return False if none is."""
         lost: dict[str, bytes] = {}
         with contextlib.suppress(StateError):  # the training is repeated, and then this
@@ -196,7 +196,7 @@ class HeadTraining:
     def _step(self, happened: rounds.Event) -> None:
         self._enter(*rounds.step(self.state, happened, settings=self._settings))
 
-    def _enter(self, state: rounds.State, actions: tuple[rounds.Action, ...]) -> None:
+    def _enter(self, state: round_state.State, actions: tuple[rounds.Action, ...]) -> None:
         self.state = state
         self._due += [action for action in actions if isinstance(action, rounds.Train)]
 

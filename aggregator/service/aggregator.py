@@ -6,7 +6,7 @@ import queue
 import time
 from itertools import groupby
 
-from aggregator.coordination import rounds
+from aggregator.coordination import round_state
 from aggregator.heads.published_head import Releases
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
@@ -153,7 +153,7 @@ class Aggregator:
     def _restore_blobs(self) -> None:
         """Create the folder of blobs again if it was deleted, with those that have a copy; request submissions."""
         if self._store.blobs.is_missing():
-            self._training.lost.remove(rounds.counting(self._training.state, self._task.file.settings))
+            self._training.lost.remove(round_state.counting(self._training.state, self._task.file.settings))
             self._training.reload()
             self._store.blobs.create()
             self._training.restoration.verify_all(self._releases.served)

@@ -10,7 +10,7 @@ from typing import get_args
 
 import msgspec
 
-from aggregator.coordination import rounds
+from aggregator.coordination import round_state, rounds
 from aggregator.heads.published_head import Releases
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.frame_authentication import FrameAuthenticator
@@ -175,7 +175,7 @@ class DeviceMessages:
         labels = check_labels(submission, self.task.expectation)
         record = SubmissionRecord(
             device=device,
-            entry=rounds.Entry(
+            entry=round_state.Entry(
                 submission.sequence, upload.digest, self.store.clock.now_s(), submission.round
             ),
             size_bytes=len(upload.payload),
@@ -199,7 +199,7 @@ class DeviceMessages:
             case "late" | "unknown_round" as reason:
                 state, settings = self.training.state, self.task.file.settings
                 now = f"round {state.head_version} is open"
-                if rounds.is_over(state, settings):
+                if round_state.is_over(state, settings):
                     now = f"all {settings.rounds} rounds are over"
                 if reason == "unknown_round":
                     self.announcements.repeat_round()  # the device has seen a round that is not this aggregator's

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.coordination import canary_rollout, rounds
+from aggregator.coordination import canary_rollout, open_collection, round_state
 from aggregator.heads import operator_commands
 from aggregator.heads.pending_training import has_half_memory
 from aggregator.ingest import intake_status
@@ -40,7 +40,7 @@ def _collect(store: Store) -> model.Status:
     known = {label for record in submissions.values() for label in record.per_class}
     is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
     limit = store.facts.get(HeadRateLimit)
-    closes_s = rounds.closes_at_s(state, settings)
+    closes_s = open_collection.closes_at_s(state, settings)
     key, full_model = store.facts.get(SigningKey), store.folder / "model.onnx"
     return model.Status(
         running=store.is_locked(),
@@ -60,7 +60,7 @@ def _collect(store: Store) -> model.Status:
         submissions=len(submissions),
         lost_submissions=tuple(store.submissions.lost(task)),
         lost_files=lost.digests if (lost := store.facts.get(LostFiles)) is not None else (),
-        waiting=len(rounds.waiting(state, settings)),
+        waiting=len(round_state.waiting(state, settings)),
         closes_at_s=None if closes_s is None else store.clock.unix_s(closes_s),
         rate_limited_until_s=limit.until_s if limit is not None else None,
         round=_round(state, settings),
@@ -76,7 +76,7 @@ def _collect(store: Store) -> model.Status:
 
 
 def _failed_training(
-    store: Store, task: bytes, state: rounds.State, settings: rounds.Settings
+    store: Store, task: bytes, state: round_state.State, settings: round_state.Settings
 ) -> model.FailedTraining | None:
     failed = store.failed_training(task, state.head_version + 1)
     if failed is None:
@@ -91,17 +91,17 @@ def _failed_training(
     )
 
 
-def _round(state: rounds.State, settings: rounds.Settings) -> model.Round | None:
+def _round(state: round_state.State, settings: round_state.Settings) -> model.Round | None:
     if settings.rounds is None:
         return None
-    current = rounds.waiting(state, settings)
+    current = round_state.waiting(state, settings)
     return model.Round(
         number=state.head_version,
         rounds=settings.rounds,
-        over=rounds.is_over(state, settings),
+        over=round_state.is_over(state, settings),
         min_devices=settings.min_devices,
         devices=tuple(sorted(current)),
-        carried=tuple(sorted(rounds.counting(state, settings).keys() - current.keys())),
+        carried=tuple(sorted(round_state.counting(state, settings).keys() - current.keys())),
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from aggregator.coordination.rounds import DeviceDecisions, Entry, State
+from aggregator.coordination.round_state import DeviceDecisions, Entry, State
 from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.elapsed_clock import ElapsedClock

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from aggregator.coordination import rounds
+from aggregator.coordination import round_state
 from protocol.storage.database import Database
 from protocol.wire.messages import BlobRef
 
@@ -19,7 +19,7 @@ class ServedTask(msgspec.Struct, frozen=True):
     fleet: str
     algorithm: str
     classes: tuple[str, ...]
-    settings: rounds.Settings
+    settings: round_state.Settings
 
 
 class SigningKey(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class PendingHead(msgspec.Struct, frozen=True):
 
     task: bytes
     version: int
-    members: Mapping[str, rounds.Entry]
+    members: Mapping[str, round_state.Entry]
     is_running: bool = False
     """Its training was started, and has neither ended nor been stopped."""
 
@@ -65,7 +65,7 @@ class FailedTraining(msgspec.Struct, frozen=True):
     failed_s: float
     """Unix seconds."""
     retry_s: float = 0.0
-    """As in `rounds.State`."""
+    """As in `round_state.State`."""
 
 
 class HeadRateLimit(msgspec.Struct, frozen=True):

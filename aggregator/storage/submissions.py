@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from aggregator.coordination.rounds import Entry
+from aggregator.coordination.round_state import Entry
 from aggregator.storage.devices import UnixSeconds
 from protocol.storage.database import Database
 

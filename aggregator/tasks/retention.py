@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from aggregator.coordination import canary_rollout
-from aggregator.coordination.rounds import still_counts
+from aggregator.coordination.round_state import still_counts
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import known_graphs

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from aggregator.coordination.rounds import Settings
+from aggregator.coordination.round_state import Settings
 from aggregator.ingest.validation import Expectation
 from aggregator.storage.stored_values import ServedTask
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned

@@ -13,7 +13,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import TaskFile
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.canary_rollout import State, Trial
-from aggregator.coordination.rounds import Entry
+from aggregator.coordination.round_state import Entry
 from aggregator.ingest import intake_status
 from aggregator.ingest.intake_status import Intake
 from aggregator.status import model

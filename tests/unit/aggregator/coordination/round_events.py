@@ -1,16 +1,7 @@
 """Events of the round logic, and its outcome in short."""
 
-from aggregator.coordination.rounds import (
-    Action,
-    Entry,
-    Event,
-    Settings,
-    State,
-    SubmissionReceived,
-    SubmissionVerdict,
-    Train,
-    step,
-)
+from aggregator.coordination.round_state import Entry, Settings, State
+from aggregator.coordination.rounds import Action, Event, SubmissionReceived, SubmissionVerdict, Train, step
 
 
 def entry(device: str, number: int = 0, *, sequence: int = 1, now_s: float = 0.0) -> Entry:

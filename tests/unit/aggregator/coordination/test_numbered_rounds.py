@@ -3,16 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
-from aggregator.coordination.rounds import (
-    Settings,
-    State,
-    Ticked,
-    Trained,
-    TrainingFailed,
-    closes_at_s,
-    is_over,
-    waiting,
-)
+from aggregator.coordination.open_collection import closes_at_s
+from aggregator.coordination.round_state import Settings, State, is_over, waiting
+from aggregator.coordination.rounds import Ticked, Trained, TrainingFailed
 from tests.unit.aggregator.coordination.round_events import play, submitted
 
 SETTINGS = Settings(quorum=2, deadline_s=100.0, grace_s=10.0, min_devices=2, staleness=1, rounds=3)

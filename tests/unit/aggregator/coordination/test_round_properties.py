@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aggregator.coordination.open_collection import closes_at_s
+from aggregator.coordination.round_state import Entry, Settings, State, is_over, waiting
 from aggregator.coordination.rounds import (
-    Entry,
     Event,
-    Settings,
-    State,
     SubmissionReceived,
     SubmissionsLost,
     SubmissionVerdict,
@@ -19,11 +18,8 @@ from aggregator.coordination.rounds import (
     Train,
     Trained,
     TrainingFailed,
-    closes_at_s,
-    is_over,
     resumed,
     step,
-    waiting,
 )
 from protocol.retry_delay import MAX_DELAY_S
 from tests.unit.aggregator.coordination.round_events import submitted

@@ -5,16 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from aggregator.coordination.rounds import (
-    Entry,
-    Event,
-    Settings,
-    State,
-    SubmissionReceived,
-    Ticked,
-    Trained,
-    step,
-)
+from aggregator.coordination.round_state import Entry, Settings, State
+from aggregator.coordination.rounds import Event, SubmissionReceived, Ticked, Trained, step
 
 ONE_SHOT = Settings(quorum=10**6, deadline_s=1e9)
 ROUNDS = Settings(quorum=2, deadline_s=1e9, grace_s=1e6, rounds=5, staleness=1)

@@ -5,20 +5,16 @@ from functools import partial
 
 import pytest
 
+from aggregator.coordination.open_collection import JUDGED_AGAIN_S, closes_at_s
+from aggregator.coordination.round_state import DeviceDecisions, Settings, State, waiting
 from aggregator.coordination.rounds import (
-    JUDGED_AGAIN_S,
-    DeviceDecisions,
     Event,
-    Settings,
-    State,
     SubmissionsLost,
     SubmissionVerdict,
     Ticked,
     Trained,
     TrainingFailed,
-    closes_at_s,
     step,
-    waiting,
 )
 from tests.unit.aggregator.coordination.round_events import entry, play, submitted
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from aggregator.config.schema import Limits, TaskFile
-from aggregator.coordination.rounds import Entry
+from aggregator.coordination.round_state import Entry
 from aggregator.heads import head_rate
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.store import Store

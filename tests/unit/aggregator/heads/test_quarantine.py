@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aggregator.coordination.rounds import DeviceDecisions
+from aggregator.coordination.round_state import DeviceDecisions
 from aggregator.heads.operator_commands import release
 from aggregator.heads.trained_heads import update_quarantine
 from aggregator.ingest.validation import Prototypes

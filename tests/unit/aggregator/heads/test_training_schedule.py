@@ -14,7 +14,7 @@ import pytest
 
 from aggregator.config.schema import TaskFile, Training
 from aggregator.config.task_file import load_task
-from aggregator.coordination import rounds
+from aggregator.coordination import round_state, rounds
 from aggregator.heads import training_schedule
 from aggregator.heads.pending_training import FULL_MEMORY_TRAININGS, job_of
 from aggregator.heads.training_schedule import HeadTraining
@@ -51,7 +51,7 @@ def _submit(
     payload = encode(
         round_submission(task=task.digest, number=number, sequence=sequence, shapes=shapes, seed=ord(device))
     )
-    entry = rounds.Entry(sequence, digest_of(payload), training._store.clock.now_s(), number)
+    entry = round_state.Entry(sequence, digest_of(payload), training._store.clock.now_s(), number)
     return training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
 
 
@@ -226,11 +226,11 @@ def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, sto
 
 def test_half_the_memory_after_several_failures(store: Store) -> None:
     """A round is closed as before."""
-    train, settings = rounds.Train(1, (("a", rounds.Entry(1, b"a", 0.0)),)), Training(epochs=3)
+    train, settings = rounds.Train(1, (("a", round_state.Entry(1, b"a", 0.0)),)), Training(epochs=3)
     file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), training=settings)
     task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
     for failures in range(6):
-        job = job_of(train, task, store, rounds.State(failures=failures), tensors=None)
+        job = job_of(train, task, store, round_state.State(failures=failures), tensors=None)
         assert isinstance(job, HeadJob)
         assert (job.half_memory, job.training) == (failures >= FULL_MEMORY_TRAININGS, settings)
 
@@ -299,7 +299,7 @@ def test_batch_that_cannot_be_stored_is_undone(task: Task, store: Store) -> None
         _take_both(training, task)
     training.reload()
     training.tick()
-    assert training.state == store.round_state(task.digest) == rounds.State()
+    assert training.state == store.round_state(task.digest) == round_state.State()
     assert (set(store.blobs.digests()), events.empty()) == (before, True)
     for device in "ab":
         assert _take(training, task, device).verdict == "new"

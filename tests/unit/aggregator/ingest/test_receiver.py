@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aggregator.coordination.rounds import Entry
+from aggregator.coordination.round_state import Entry
 from aggregator.ingest.chunk_store import ChunkStore
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from aggregator.config.schema import Training
 from aggregator.config.task_file import load_task
-from aggregator.coordination.rounds import Entry, State
+from aggregator.coordination.round_state import Entry, State
 from aggregator.ingest import intake_status
 from aggregator.service.aggregator import Aggregator, Event
 from aggregator.storage.store import Store

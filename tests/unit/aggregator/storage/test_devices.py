@@ -2,7 +2,7 @@
 
 import pytest
 
-from aggregator.coordination.rounds import DeviceDecisions, Entry, Settings, waiting
+from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings, waiting
 from aggregator.storage import device_keys, devices
 from aggregator.storage.devices import REVOKED, QuarantinedDevice
 from aggregator.storage.heads import HeadRecord

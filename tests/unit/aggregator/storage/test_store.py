@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from aggregator.coordination.rounds import Entry, Settings, Ticked, Train, Trained, resumed, step, waiting
+from aggregator.coordination.round_state import Entry, Settings, waiting
+from aggregator.coordination.rounds import Ticked, Train, Trained, resumed, step
 from aggregator.storage import store as store_module
 from aggregator.storage.devices import REVOKED, DeviceRecord, Refusal
 from aggregator.storage.heads import HeadRecord

@@ -6,7 +6,7 @@ import pytest
 
 from aggregator.config.schema import TaskFile
 from aggregator.coordination.canary_rollout import State, Trial
-from aggregator.coordination.rounds import Entry
+from aggregator.coordination.round_state import Entry
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, PendingHead

@@ -1,0 +1,120 @@
+"""The open collection in figures, by which `aggregator.coordination.rounds` decides whether it closes. Pure.
+
+They are derived from the state: of all submissions, or from the figures before a submission, which takes constant time.
+"""
+
+import math
+from dataclasses import replace
+
+from aggregator.coordination.round_state import (
+    OpenCollection,
+    Settings,
+    State,
+    is_changed_outlier,
+    is_waiting,
+    waiting,
+    wanted_devices,
+)
+
+JUDGED_AGAIN_S = 3600.0
+
+
+def closes_at_s(state: State, settings: Settings) -> float | None:
+    """Return when the open collection closes at the latest (elapsed seconds); None if it waits for more devices."""
+    received = sorted(entry.received_s for entry in waiting(state, settings).values())
+    times = [
+        state.submissions[device].received_s + JUDGED_AGAIN_S
+        for device in state.excluded
+        if device in state.submissions and is_changed_outlier(device, state, settings)
+    ]
+    if len(received) >= max(settings.min_devices, 1):
+        times.append(received[0] + settings.deadline_s)
+        wanted = wanted_devices(state, settings)
+        if len(received) >= wanted and settings.grace_s:
+            times.append(received[wanted - 1] + settings.grace_s)
+    return min(times, default=None)
+
+
+def collection_of(state: State, settings: Settings) -> OpenCollection:
+    """Return the figures of the open collection."""
+    submitted, expected = waiting(state, settings), _expected_devices(state, settings)
+    closes_s = closes_at_s(state, settings)
+    quarantined = state.decisions.quarantined - state.excluded
+    return OpenCollection(
+        of=_sources(state, settings),
+        expected=expected,
+        missing=0 if expected is None else len(expected - submitted.keys()),
+        count=len(submitted),
+        closes_s=math.inf if closes_s is None else closes_s,
+        # The newest head was made of submissions that no longer count; a round is followed by another one anyway.
+        must_retrain=settings.rounds is None and not quarantined.isdisjoint(state.covered),
+    )
+
+
+def updated(
+    collection: OpenCollection, state: State, device: str, *, was_waiting: bool, settings: Settings
+) -> OpenCollection:
+    """Return the figures after a device's submission, which the state has already, from those before it."""
+    entry = state.submissions[device]
+    waits = is_waiting(device, entry, state, settings)
+    added = waits - was_waiting
+    count, least = collection.count + added, max(settings.min_devices, 1)
+    wanted = wanted_devices(state, settings)
+    closes_s = collection.closes_s
+    if any(collection.count < threshold <= count for threshold in (least, wanted)):
+        closes_s = -math.inf
+    elif waits and count >= least:
+        # Never too late; other submissions may make the exact time later.
+        delay_s = min(settings.deadline_s, settings.grace_s or math.inf if count >= wanted else math.inf)
+        closes_s = min(closes_s, entry.received_s + delay_s)
+    elif is_changed_outlier(device, state, settings):
+        closes_s = min(closes_s, entry.received_s + JUDGED_AGAIN_S)
+    is_expected = device in (collection.expected or ())
+    return replace(
+        collection,
+        of=_sources(state, settings),
+        count=count,
+        missing=collection.missing - (added if is_expected else 0),
+        closes_s=closes_s,
+        is_exact=False,
+    )
+
+
+def _sources(state: State, settings: Settings) -> tuple[object, ...]:
+    return (
+        state.submissions,
+        state.covered,
+        state.decisions,
+        state.excluded,
+        state.head_version,
+        settings,
+    )
+
+
+def is_of(collection: OpenCollection, state: State, settings: Settings) -> bool:
+    """Return True if the figures are of this state."""
+    return all(one is other for one, other in zip(collection.of, _sources(state, settings), strict=True))
+
+
+def is_due(collection: OpenCollection, now_s: float, state: State, settings: Settings) -> bool:
+    """Return True if the collection closes now."""
+    if collection.must_retrain or now_s >= collection.closes_s:
+        return True
+    # Whatever the time.
+    has_quorum = collection.count >= wanted_devices(state, settings) and not settings.grace_s
+    return has_quorum or _is_complete(collection, settings)
+
+
+def _is_complete(collection: OpenCollection, settings: Settings) -> bool:
+    """Return True if no further device can be expected."""
+    needed = settings.quorum if settings.devices is None else 0
+    return collection.expected is not None and not collection.missing and collection.count >= needed
+
+
+def _expected_devices(state: State, settings: Settings) -> frozenset[str] | None:
+    """Return the devices that a round waits for: those listed, else those in the previous round."""
+    if settings.rounds is None:
+        return None
+    if settings.devices is not None:
+        return settings.devices - state.decisions.quarantined
+    return frozenset(filter(state.decisions.counts, state.covered)) if state.covered else None

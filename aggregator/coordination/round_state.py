@@ -1,0 +1,168 @@
+"""The state of collections of submissions, and which submissions of it count. Pure.
+
+Without rounds, a submission waits until a head is trained on it. With rounds, it belongs to the round of its number.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+_NOTHING: Mapping[str, "Entry"] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """When a collection closes, as the module says."""
+
+    quorum: int
+    deadline_s: float
+    retrain_after: int = 1
+    grace_s: float = 0.0
+    min_devices: int = 1
+    staleness: int = 0
+    """Rounds that a submission may be behind and still count."""
+    rounds: int | None = None
+    """Number of rounds; None for an endless sequence of collections without rounds."""
+    devices: frozenset[str] | None = None
+    """The only devices that may take part; None for any."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A device's submission: its sequence number, digest, time of arrival (elapsed seconds) and round."""
+
+    sequence: int
+    digest: bytes
+    received_s: float
+    round: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int, bytes]:
+        """The sort key: a device's greatest counts. The digest breaks ties, never the order of arrival."""
+        return self.round, self.sequence, self.digest
+
+
+@dataclass(frozen=True)
+class DeviceDecisions:
+    """Decisions about devices: quarantine, release, enrollment."""
+
+    quarantined: frozenset[str] = frozenset()
+    """Devices whose submissions do not count."""
+    released: frozenset[str] = frozenset()
+    """Devices whose submissions count even if the newest head excluded them."""
+    enrolled: frozenset[str] | None = None
+    """The only devices whose submissions count; None for any."""
+
+    def counts(self, device: str) -> bool:
+        """Return True if the device's submissions count."""
+        return device not in self.quarantined and (self.enrolled is None or device in self.enrolled)
+
+
+@dataclass(frozen=True)
+class OpenCollection:
+    """The open collection in figures, which a submission updates without looking at the other ones."""
+
+    of: tuple[object, ...]
+    """The fields of the state that they were derived from."""
+    expected: frozenset[str] | None
+    """Devices without which a round is not complete; None if it cannot be complete."""
+    missing: int
+    """Expected devices that have not submitted."""
+    count: int
+    """Devices that have submitted."""
+    closes_s: float
+    """It closes no earlier than that by the time (elapsed seconds); exactly then if `is_exact`."""
+    is_exact: bool = True
+    must_retrain: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a decision depends on; the store can restore it."""
+
+    submissions: Mapping[str, Entry] = field(default_factory=lambda: _NOTHING)
+    """The newest of each device."""
+    covered: Mapping[str, Entry] = field(default_factory=lambda: _NOTHING)
+    """Those that the newest head was made of."""
+    training: Mapping[str, Entry] | None = None
+    """Those that a head is being made of now."""
+    failed: Mapping[str, Entry] | None = None
+    """Those that the last training failed on."""
+    retry_s: float = 0.0
+    """When the same set is tried again (elapsed seconds); another set is tried at once."""
+    failures: int = 0
+    """Trainings that have failed since the newest head."""
+    head_version: int = 0
+    """Of the newest head, 0 if there is none; with rounds, also the number of the open round."""
+    excluded: frozenset[str] = frozenset()
+    """Devices in `covered` whose submissions the newest head was made without."""
+    decisions: DeviceDecisions = DeviceDecisions()
+    is_rate_limited: bool = False
+    """So many heads were trained lately that only a revocation starts another training."""
+    collection: OpenCollection | None = field(default=None, compare=False, repr=False)
+    """Derived from the others."""
+
+
+def is_over(state: State, settings: Settings) -> bool:
+    """Return True if all rounds have closed."""
+    return settings.rounds is not None and state.head_version >= settings.rounds
+
+
+def still_counts(entry: Entry, state: State, settings: Settings) -> bool:
+    """Return True if a submission may be part of the open collection or a later one."""
+    return settings.rounds is None or (
+        entry.round >= state.head_version - settings.staleness and not is_over(state, settings)
+    )
+
+
+def waiting(state: State, settings: Settings) -> dict[str, Entry]:
+    """Return the submissions that no head was made of; with rounds, those to the open round."""
+    return {
+        device: entry
+        for device, entry in state.submissions.items()
+        if is_waiting(device, entry, state, settings)
+    }
+
+
+def counting(state: State, settings: Settings) -> dict[str, Entry]:
+    """Return the submissions that the open collection would close with now."""
+    return {
+        device: entry
+        for device, entry in state.submissions.items()
+        if _counts(device, entry, state, settings)
+    }
+
+
+def _counts(device: str, entry: Entry, state: State, settings: Settings) -> bool:
+    return still_counts(entry, state, settings) and state.decisions.counts(device)
+
+
+def is_waiting(device: str, entry: Entry, state: State, settings: Settings) -> bool:
+    """Return True if no head was made of a submission; with rounds, if it is to the open round."""
+    if not _counts(device, entry, state, settings):
+        return False
+    if settings.rounds is not None:
+        return entry.round == state.head_version
+    if device in state.excluded:  # the next training judges it again, but it does not cause one by itself
+        return device in state.decisions.released
+    return _is_changed(device, entry, state)
+
+
+def _is_changed(device: str, entry: Entry, state: State) -> bool:
+    covered = state.covered.get(device)
+    return covered is None or covered.digest != entry.digest
+
+
+def is_changed_outlier(device: str, state: State, settings: Settings) -> bool:
+    """Return True if a device that the newest head excluded has submitted something else since."""
+    entry = state.submissions[device]
+    return (
+        device in state.excluded - state.decisions.released
+        and _counts(device, entry, state, settings)
+        and _is_changed(device, entry, state)
+    )
+
+
+def wanted_devices(state: State, settings: Settings) -> int:
+    """Return the number of devices with which the open collection closes, or its grace period begins."""
+    return settings.retrain_after if state.head_version and settings.rounds is None else settings.quorum
