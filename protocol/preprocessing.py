@@ -68,7 +68,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         raise UnreadableImage(f"an image of {image.width} x {image.height} pixels is empty")
     if image.mode.startswith("I;16"):  # Pillow clips to 255, which makes nearly every image white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")  # which copies
 
 
 def _resized_size(width: int, height: int, spec: Preprocessing) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """Images to features: decoded in threads ahead of ONNX Runtime, batch by batch.
 
-Memory holds two batches of images, however many there are.
+Memory holds two batches of preprocessed images, however many there are, and one large image that is decoded.
 """
 
 import itertools
 import logging
+import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.images import LabeledImage, decode
+from edge_client.data.images import LabeledImage, count_pixels, decode
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
@@ -29,6 +30,12 @@ log = logging.getLogger(__name__)
 
 ISOLATED = "+isolated"
 """The cache's tag of features that were computed in isolation."""
+
+
+LARGE_PIXELS = 2**24
+"""Images of more pixels are decoded one at a time: one of 50 megapixels takes 200 MB."""
+
+_LARGE_IMAGE = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -199,6 +206,16 @@ def feature_batches(
 
 
 def _load(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:
+    if count_pixels(image.path) <= LARGE_PIXELS:
+        return _decoded(image, specs, alter)
+    with _LARGE_IMAGE:
+        try:
+            return _decoded(image, specs, alter)
+        finally:
+            release_memory()  # which the allocator would keep for this thread
+
+
+def _decoded(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:
     path = image.path
     try:
         decoded = decode(path)

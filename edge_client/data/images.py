@@ -1,5 +1,6 @@
 """Labeled images in folders or CSV lists: found, held out, decoded."""
 
+import contextlib
 import csv
 import difflib
 import os
@@ -107,6 +108,13 @@ def find_images(source: Path, classes: Sequence[str]) -> tuple[LabeledImage, ...
 def unlabeled(path: Path) -> LabeledImage:
     """Return a single file as an image of unknown class."""
     return _image(Path(), str(path), UNLABELED)
+
+
+def count_pixels(path: Path) -> int:
+    """Return the number of an image's pixels, which are not decoded; 0 if it cannot be read."""
+    with contextlib.suppress(Exception), Image.open(path, formats=IMAGE_FORMATS) as image:  # as in `decode`
+        return image.width * image.height
+    return 0
 
 
 def decode(path: Path) -> Image.Image:

@@ -4,6 +4,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from edge_client.data import extraction
 from edge_client.data.extraction import Extraction, extract, feature_batches
-from edge_client.data.images import LabeledImage, decode, find_images
+from edge_client.data.images import LabeledImage, decode, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted
@@ -268,3 +271,33 @@ def test_memory_does_not_grow_with_the_images(tmp_path: Path) -> None:
         computed, peak_kb[count] = map(int, done.stdout.split())
         assert computed == count
     assert peak_kb[5000] < 1.1 * peak_kb[1000]
+
+
+@pytest.mark.parametrize("name", ["large", "small"])
+def test_large_images_are_decoded_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Others are decoded in all threads: each of four waits for the other three."""
+    monkeypatch.setattr(extraction, "LARGE_PIXELS", 99 if name == "large" else 1000)
+    write_images(tmp_path, count=4, classes=("cat",))  # of 120 pixels
+    inside, most, lock, together = 0, 0, threading.Lock(), threading.Barrier(4)
+
+    def watched(path: Path) -> Image.Image:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        if name == "small":
+            together.wait(timeout=60)
+        else:
+            time.sleep(0.1)  # another thread could begin
+        decoded = decode(path)
+        with lock:
+            inside -= 1
+        return decoded
+
+    monkeypatch.setattr(extraction, "decode", watched)
+    images = map(unlabeled, sorted((tmp_path / "cat").iterdir()))
+    ((*made,),) = feature_batches(images, [tiny(tmp_path)], batch_size=4, workers=4)
+    assert all(isinstance(feature, np.ndarray) for _, feature in made)
+    assert most == (1 if name == "large" else 4)
