@@ -1,6 +1,7 @@
 """The aggregator's connection to its fleet."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
@@ -66,7 +67,7 @@ class Publisher:
 
     def acknowledge(self, messages: Sequence[mqtt.Received]) -> None:
         """Acknowledge messages, so that the broker sends others: not while too many answers wait for the broker."""
-        self._unacknowledged.extend(messages)
+        self._unacknowledged += [replace(message, payload=b"") for message in messages]
         backlog = self._session.backlog
         self._is_congested = backlog > (0 if self._is_congested else MAX_BACKLOG)
         if not self._is_congested:

@@ -81,13 +81,14 @@ def issue_server(ca: Issued, hosts: Sequence[str], *, now: datetime, days: int) 
 def revocation_list(ca: Issued, revoked: Mapping[int, datetime], *, now: datetime) -> bytes:
     """Return the CA's certificate revocation list (PEM) of serial numbers and times.
 
-    It is valid as long as the CA: with an expired list, OpenSSL refuses every client.
+    It is valid as long as the CA: with a list that has expired, or that begins in the future because a clock was ahead,
+    OpenSSL refuses every client.
     """
     certificate, key = _load(ca)
     builder = (
         x509.CertificateRevocationListBuilder()
         .issuer_name(certificate.subject)
-        .last_update(now - BACKDATED)
+        .last_update(certificate.not_valid_before_utc)
         .next_update(certificate.not_valid_after_utc)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .add_extension(x509.CRLNumber(int(now.timestamp())), critical=False)

@@ -1,5 +1,6 @@
 """Broadcasts over a real broker, and what happens while the broker takes nothing."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_messages_stay_unacknowledged_while_the_broker_takes_no_answers() -> Non
     publisher = Publisher(BrokerAddress("nowhere", 1), fleet="f", presence=presence, on_event=lambda _: None)
     session: Any = SimpleNamespace(backlog=0, acknowledge=acknowledged.append)
     publisher._session = session
-    messages = [Received(f"topic-{number}", b"") for number in range(4)]
+    messages = [Received(f"topic-{number}", b"payload") for number in range(4)]
     for backlog, message, count in (
         (MAX_BACKLOG, messages[0], 1),
         (MAX_BACKLOG + 1, messages[1], 1),
@@ -49,4 +50,4 @@ def test_messages_stay_unacknowledged_while_the_broker_takes_no_answers() -> Non
     ):
         session.backlog = backlog
         publisher.acknowledge([message])
-        assert acknowledged == messages[:count]
+        assert acknowledged == [replace(each, payload=b"") for each in messages[:count]]

@@ -85,11 +85,13 @@ def test_validity_starts_a_day_before_issue(ca: Issued) -> None:
 def test_revocation_list_is_signed_and_valid_as_long_as_ca(ca: Issued) -> None:
     """It has the serial numbers with their times."""
     since = NOW - timedelta(days=3)
-    listed = x509.load_pem_x509_crl(revocation_list(ca, {7: since, 9: NOW}, now=NOW))
+    ahead = NOW + timedelta(days=400)  # a clock that has been set wrong since
+    listed = x509.load_pem_x509_crl(revocation_list(ca, {7: since, 9: NOW}, now=ahead))
     assert {one.serial_number: one.revocation_date_utc for one in listed} == {7: since, 9: NOW}
     signer = read(ca)
     assert listed.issuer == signer.subject
     assert listed.is_signature_valid(signer.public_key())  # type: ignore[arg-type]  # P-256
+    assert listed.last_update_utc == signer.not_valid_before_utc
     assert listed.next_update_utc == signer.not_valid_after_utc
 
 
