@@ -50,11 +50,16 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     """In rounds, distance of values from the others', in those of the median device, to which they are limited."""
 
 
+ROUND_DEVICES = 3
+"""Devices of which a round is made by default, at least: the values of fewer are not limited."""
+
+
 class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """`[rounds]`: when a round closes, beside `quorum` and `deadline_s`."""
 
     grace_s: Annotated[float, Meta(ge=0, le=1e9)] = 5.0
-    min_devices: Annotated[int, Meta(ge=1)] = 1
+    min_devices: Annotated[int, Meta(ge=1)] | None = None
+    """None for ROUND_DEVICES, or fewer if the quorum or the list of devices is smaller."""
     staleness: Annotated[int, Meta(ge=0, le=100_000)] = 1
 
 
@@ -128,8 +133,14 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
             deadline_s=self.deadline_s,
             rounds=self.learning.rounds,
             devices=None if self.devices is None else frozenset(self.devices),
-            **msgspec.structs.asdict(self.rounds),
+            grace_s=self.rounds.grace_s,
+            min_devices=self._min_devices(),
+            staleness=self.rounds.staleness,
         )
+
+    def _min_devices(self) -> int:
+        listed = ROUND_DEVICES if self.devices is None else len(self.devices)
+        return self.rounds.min_devices or min(ROUND_DEVICES, self.quorum, listed)
 
 
 if TYPE_CHECKING:

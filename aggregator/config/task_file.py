@@ -154,12 +154,13 @@ def _thresholds(task: TaskFile) -> Iterator[Problem]:
     if task.learning is None and client.min_images > client.batch_size:
         problem = f"{client.min_images} is more than client.batch_size ({client.batch_size})"
         yield ("client", "min_images"), f"{problem}: no prototype would have that many images"
-    if task.learning is not None and rounds.min_devices > task.quorum:
-        yield ("rounds", "min_devices"), f"{rounds.min_devices} is more than quorum ({task.quorum})"
-    if task.devices is not None and rounds.min_devices > len(task.devices):
+    least = rounds.min_devices or 1
+    if task.learning is not None and least > task.quorum:
+        yield ("rounds", "min_devices"), f"{least} is more than quorum ({task.quorum})"
+    if task.devices is not None and least > len(task.devices):
         yield (
             ("rounds", "min_devices"),
-            f"{rounds.min_devices} is more than the {len(task.devices)} devices: no round would ever close",
+            f"{least} is more than the {len(task.devices)} devices: no round would ever close",
         )
 
 

@@ -151,7 +151,7 @@ def test_rounds(tmp_path: Path) -> None:
     store.devices.put_info("b", device_info(problem="no room for [graphs]"), now_s=11.0)
     status = _collect(store)
     assert status.round == model.Round(
-        number=1, min_devices=1, rounds=2, over=False, devices=("a",), carried=("b",)
+        number=1, min_devices=2, rounds=2, over=False, devices=("a",), carried=("b",)
     )
     assert (status.waiting, status.closes_at_s) == (1, 260.0)
     problem = "no room for [graphs]"
@@ -161,7 +161,7 @@ def test_rounds(tmp_path: Path) -> None:
     assert f"problem of b: {problem}" in text
     _add_head(store, 2)
     status = _collect(store)
-    assert status.round == model.Round(number=2, min_devices=1, rounds=2, over=True, devices=(), carried=())
+    assert status.round == model.Round(number=2, min_devices=2, rounds=2, over=True, devices=(), carried=())
     assert status.closes_at_s is None
     assert "all 2 rounds are over" in _text(status)
 

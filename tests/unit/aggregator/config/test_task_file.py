@@ -95,10 +95,20 @@ shrink = 0.1
     assert task.privacy.dp == PrivacyBudget(epsilon=2.0, delta=1e-5, clip_norm=9.0, max_epsilon=8.0)
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [("quorum = 8", 3), ("quorum = 2", 2), ('quorum = 8\ndevices = ["a", "b"]', 2), ("", 1)],
+)
+def test_round_needs_three_devices_unless_told_otherwise(tmp_path: Path, more: str, expected: int) -> None:
+    """At its deadline, too: what one or two send is not limited, so that one could replace the model alone."""
+    task, _ = load_task(_write(tmp_path, MINIMAL + ROUNDS + more + "\n"))
+    assert task.settings.min_devices == expected
+
+
 def test_every_setting_of_rounds_is_read(tmp_path: Path) -> None:
     """Rounds have defaults, and settings for the round logic and for the algorithm."""
     task, _ = load_task(_write(tmp_path, MINIMAL + ROUNDS))
-    assert (task.learning, task.rounds) == (FPL(), Rounds(grace_s=5.0, min_devices=1, staleness=1))
+    assert (task.learning, task.rounds) == (FPL(), Rounds(grace_s=5.0, min_devices=None, staleness=1))
     assert task.settings == Settings(quorum=1, deadline_s=600.0, grace_s=5.0, staleness=1, rounds=40)
     (tmp_path / "other.onnx").write_bytes(b"another")
     text = """
