@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.schema import TaskFile
+from aggregator.config.schema import Rounds, TaskFile
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.canary_rollout import State, Trial
 from aggregator.coordination.round_state import Entry
@@ -142,7 +142,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
 
 def test_rounds(tmp_path: Path) -> None:
     """The open round, submissions that still count, devices with a problem; and the end of the rounds."""
-    task = replace(TASK_FILE, algorithm="fpl", fpl=FPL(rounds=2))
+    task = replace(TASK_FILE, algorithm="fpl", fpl=FPL(rounds=2), rounds=Rounds(min_devices=1))
     store = _started(tmp_path, task)
     tensors = BlobRef(digest=bytes(32), size_bytes=1, name="tensors-1")
     _add_head(store, 1, tensors=tensors, a=b"a".hex(), b=b"b".hex())
@@ -151,7 +151,7 @@ def test_rounds(tmp_path: Path) -> None:
     store.devices.put_info("b", device_info(problem="no room for [graphs]"), now_s=11.0)
     status = _collect(store)
     assert status.round == model.Round(
-        number=1, min_devices=2, rounds=2, over=False, devices=("a",), carried=("b",)
+        number=1, min_devices=1, rounds=2, over=False, devices=("a",), carried=("b",)
     )
     assert (status.waiting, status.closes_at_s) == (1, 260.0)
     problem = "no room for [graphs]"
@@ -161,7 +161,7 @@ def test_rounds(tmp_path: Path) -> None:
     assert f"problem of b: {problem}" in text
     _add_head(store, 2)
     status = _collect(store)
-    assert status.round == model.Round(number=2, min_devices=2, rounds=2, over=True, devices=(), carried=())
+    assert status.round == model.Round(number=2, min_devices=1, rounds=2, over=True, devices=(), carried=())
     assert status.closes_at_s is None
     assert "all 2 rounds are over" in _text(status)
 
