@@ -52,6 +52,20 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         sync(path.parent)
 
 
+def create_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Create a file durably, unless it exists: of several processes that try, one succeeds. Raises StateError."""
+    temporary = _write_beside(path, data, mode)
+    with state_errors(path), _deleted_on_failure(temporary):
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            temporary.replace(path)
+        temporary.unlink(missing_ok=True)
+        sync(path.parent)
+
+
 @contextlib.contextmanager
 def _deleted_on_failure(temporary: Path) -> Iterator[None]:
     try:

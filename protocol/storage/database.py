@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.errors import StateError
 from protocol.log import event
-from protocol.storage.blobstore import state_errors, write_atomically
+from protocol.storage.blobstore import create_atomically, state_errors
 from protocol.storage.folder_lock import FolderLock
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Database:
         is_held = self._lock is not None and not self._exclusive and self._lock.take()
         try:
             if not self.file.exists():  # another process may have written it meanwhile
-                write_atomically(self.file, self._new_contents(), mode=0o600)
+                create_atomically(self.file, self._new_contents(), mode=0o600)
         finally:
             if is_held and self._lock is not None:
                 self._lock.release()

@@ -17,6 +17,7 @@ from protocol.storage.blobstore import (
     MAX_WRITE_S,
     BlobStore,
     WriteBatch,
+    create_atomically,
     delete_temporary_files,
     file_digest,
     write_atomically,
@@ -288,3 +289,12 @@ def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path) -> None
         os.utime(file, (long_ago_s, long_ago_s))
     delete_temporary_files(tmp_path)
     assert _files(tmp_path) == sorted([young.name, other.name])
+
+
+def test_first_of_two_creations_counts(tmp_path: Path) -> None:
+    """The second one, which may be another process's, replaces nothing that the first has opened."""
+    file = tmp_path / "file"
+    create_atomically(file, b"first", mode=0o600)
+    create_atomically(file, b"second")
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"first", 0o600)
+    assert list(tmp_path.iterdir()) == [file]
