@@ -172,12 +172,14 @@ def _is_logging() -> bool:
 
 
 def stop_on_terminate() -> None:
-    """Exit with status 0 on SIGTERM, which service managers send to stop a program."""
+    """Exit with status 0 on SIGTERM, which service managers send, and on SIGHUP, which a closed terminal does."""
 
     def stop(_number: int, _frame: types.FrameType | None) -> None:
         sys.exit(0)
 
     signal.signal(signal.SIGTERM, stop)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        signal.signal(signal.SIGHUP, stop)
 
 
 def require_packages(*modules: str, extras: str) -> None:

@@ -1,6 +1,8 @@
 """The device program: performs the actions of the agent, and passes events to it."""
 
+import contextlib
 import logging
+import math
 import queue
 import time
 from dataclasses import replace
@@ -37,6 +39,9 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 
+MAX_TICK_S = 10.0
+"""Seconds after which the device looks at its images and files although messages arrive all the time."""
+
 EXPIRED = (
     "expired: {}; the broker withholds newer ones, the aggregator has not run for a month, or this device's clock is "
     "ahead: the head in use stays, nothing new is built or installed"
@@ -62,6 +67,7 @@ class Device:
         self._own_topic = OwnTopic(settings, store, self._publisher, self._receiver)
         self._exit: events.Exit | None = None
         self._next_scan_s = 0.0
+        self._ticked_s = math.inf
         self._problem = ""
         self._task_problem = ""
         self._expiry_problem = ""
@@ -73,6 +79,7 @@ class Device:
         Raises:
             ProtofleetError: an expected failure that needs the operator.
         """
+        self._ticked_s = time.monotonic()
         self._worker.start()
         self._publisher.start()
         try:
@@ -87,18 +94,23 @@ class Device:
         return 0
 
     def _next_event(self) -> _Event:
-        try:
-            return self._inbox.get(timeout=TICK_S)
-        except queue.Empty:
-            if time.monotonic() >= self._next_scan_s and not self._state.building:
-                self._next_scan_s = time.monotonic() + self._settings.rescan_s
-                self._check_stored()
-                self._worker.check_images()
-            self._check_expiry()
-            self._report_expiry()
-            missing = self._state.missing_space
-            is_freed = missing is not None and free_bytes(missing.folder) >= missing.needed_bytes
-            return events.SpaceFreed() if is_freed else events.Ticked()
+        if time.monotonic() < self._ticked_s + MAX_TICK_S:
+            with contextlib.suppress(queue.Empty):
+                return self._inbox.get(timeout=TICK_S)
+        return self._tick()
+
+    def _tick(self) -> events.Event:
+        """Look for what no message announces."""
+        self._ticked_s = time.monotonic()
+        if time.monotonic() >= self._next_scan_s and not self._state.building:
+            self._next_scan_s = time.monotonic() + self._settings.rescan_s
+            self._check_stored()
+            self._worker.check_images()
+        self._check_expiry()
+        self._report_expiry()
+        missing = self._state.missing_space
+        is_freed = missing is not None and free_bytes(missing.folder) >= missing.needed_bytes
+        return events.SpaceFreed() if is_freed else events.Ticked()
 
     def _check_stored(self) -> None:
         """Download again what was deleted from disk, and leave a head that fails in `edge-client predict`."""

@@ -208,8 +208,10 @@ def test_invalid_config_file_is_a_usage_error(
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
 def test_signal_sets_exit_code_and_log_goes_to_stderr(number: signal.Signals, code: int) -> None:
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip("the tests run under nohup")
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "--wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as program:

@@ -1,4 +1,4 @@
-"""What a device does after each event: submissions, tasks, blobs, receipts and delays."""
+"""The state machine: submissions, tasks, blobs, receipts and delays, against a simulated aggregator."""
 
 import itertools
 from dataclasses import replace

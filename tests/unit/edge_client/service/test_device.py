@@ -12,7 +12,7 @@ import pytest
 
 from edge_client.agent import events
 from edge_client.agent.state import Mode
-from edge_client.service.device import Device
+from edge_client.service.device import MAX_TICK_S, Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     CurrentTask,
@@ -181,6 +181,19 @@ def test_refused_messages_are_logged_once_and_published_ever_more_rarely(
     assert [info.refused_messages["signature"] for info in infos] == [1, 2, 4, 8, 16]
     assert device._info().refused_messages == {"signature": 20}
     assert caplog.text.count("is signed by another aggregator") == 1
+
+
+def test_a_device_looks_at_its_images_while_messages_arrive_all_the_time(
+    tmp_path: Path, store: DeviceState
+) -> None:
+    """Also if each of them is refused: a client that sends some a second does not stop it."""
+    device = Device(make_settings(tmp_path), store)
+    for _ in range(3):
+        device._inbox.put(Received(fleet_topic("f", "cast"), b"junk"))
+    assert isinstance(device._next_event(), Received)
+    device._ticked_s = time.monotonic() - MAX_TICK_S
+    assert device._next_event() == events.Ticked()
+    assert isinstance(device._next_event(), Received)
 
 
 def test_a_task_that_another_version_has_stored_comes_from_the_broker(
