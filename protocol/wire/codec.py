@@ -83,7 +83,7 @@ def message_kind(data: bytes) -> str:
 
 
 def to_tensor(array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor; float16, float32, or unsigned integers of up to 32 bits.
+    """Return an array as a tensor; float16, float32, int8, int32, or unsigned integers of up to 32 bits.
 
     Raises:
         MalformedMessage: the array's dtype or number of dimensions is not supported.

@@ -34,6 +34,9 @@ MAX_CLASSES = 4096
 MAX_IMAGES = 10_000_000
 """Images that a device can count."""
 
+MAX_MAPPED_SIZE = 4096
+"""Values in a mapped feature."""
+
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
 ClassName = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -94,7 +97,7 @@ class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
     """A dense little-endian array, row-major: `len(data) == prod(shape) * itemsize`."""
 
-    dtype: Literal["f2", "f4", "u1", "u2", "u4"]
+    dtype: Literal["f2", "f4", "u1", "u2", "u4", "i1", "i4"]
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=4)]
     data: bytes
 
@@ -122,6 +125,14 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     persistent: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
     uploaded: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Statistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums of mapped features instead of prototypes; a mapped feature is D integers from -127 to 127."""
+
+    map: BlobRef
+    size: Annotated[int, Meta(ge=1, le=MAX_MAPPED_SIZE)]
+    """D."""
 
 
 class KeyCertificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,6 +192,7 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     min_images: Annotated[int, Meta(ge=1, le=65535)]
     seed: Natural
     program: Program | None = None
+    statistics: Statistics | None = None
     perturbation: Perturbation | None = None
     differential_privacy: DifferentialPrivacy | None = None
 
@@ -255,16 +267,16 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
-    """A device's prototypes. A submission with a higher sequence replaces earlier ones."""
+    """A device's prototypes or statistics. A submission with a higher sequence replaces earlier ones."""
 
     task: Digest
     sequence: Natural
     prototypes: Tensor
-    """float16 (m, L)."""
+    """float16 (m, L); of a task with statistics int32 (p, D) class sums, or int8 (m, D) groups of images."""
     labels: Tensor
-    """uint8 or uint16 (m,): class index of each prototype."""
+    """uint8 or uint16 (m,): class index of each row."""
     counts: Tensor
-    """uint8, uint16 or uint32 (m,): images averaged in each prototype."""
+    """uint8, uint16 or uint32 (m,): images in each row."""
     images: Images
     omitted_classes: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=MAX_CLASSES - 1)], ...], Meta(max_length=MAX_CLASSES)

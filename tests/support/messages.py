@@ -28,6 +28,7 @@ from protocol.wire.messages import (
     Receipt,
     RoundManifest,
     Signed,
+    Statistics,
     Submission,
     TaskManifest,
     Tensors,
@@ -74,6 +75,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
             uploaded=("weight",),
             batch_size=32,
         ),
+        statistics=Statistics(map=BlobRef(digest=_DIGEST, size_bytes=6, name="map.onnx"), size=4),
         perturbation=Perturbation(on="prototypes", noise="laplace", scale=0.05, shrink=0.1),
         differential_privacy=DifferentialPrivacy(
             clip_norm=8.0, noise_multiplier=2.5, delta=1e-5, max_epsilon=8.0

@@ -32,6 +32,7 @@ from protocol.wire.messages import (
     Program,
     Receipt,
     Signed,
+    Statistics,
     Submission,
     TaskManifest,
     Tensor,
@@ -63,7 +64,8 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 
 def test_every_wire_type_has_a_sample() -> None:
-    inner = {BlobRef, HeadRef, KeyCertificate, Program, Perturbation, DifferentialPrivacy, Privacy, Tensor}
+    inner = {BlobRef, HeadRef, KeyCertificate, Program, Statistics, Perturbation, DifferentialPrivacy}
+    inner |= {Privacy, Tensor}
     assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 
@@ -184,6 +186,7 @@ OUT_OF_BOUNDS: list[tuple[type[Message], dict[str, Any]]] = [
     *[(TaskManifest, {"batch_size": size}) for size in (0, 65536, 5.5)],
     (TaskManifest, {"min_images": 0}),
     (TaskManifest, {"algorithm": "a b"}),
+    *[(TaskManifest, {"statistics": {"map": _BLOB, "size": size}}) for size in (0, 4097, 1.5)],
     (Signed, {"release": 0}),
     (Signed, {"key": bytes(31)}),
     (Signed, {"signature": bytes(65)}),
@@ -223,7 +226,7 @@ def test_frame_holds_at_most_one_chunk() -> None:
 
 @given(
     hnp.arrays(
-        st.sampled_from(["<f2", "<f4", ">f4", "u1", "<u2", ">u2", "<u4", ">u4"]),
+        st.sampled_from(["<f2", "<f4", ">f4", "u1", "<u2", ">u2", "<u4", ">u4", "i1", "<i4", ">i4"]),
         hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
     )
 )
@@ -245,7 +248,7 @@ def test_any_memory_order_is_sent_row_major() -> None:
         np.testing.assert_array_equal(to_array(to_tensor(view)), view)
 
 
-@pytest.mark.parametrize("dtype", [float, np.int8, np.uint64, bool, "U4", object])
+@pytest.mark.parametrize("dtype", [float, np.int16, np.uint64, bool, "U4", object])
 def test_unsupported_array_is_refused(dtype: Any) -> None:
     with pytest.raises(MalformedMessage, match="cannot send"):
         to_tensor(np.zeros(2, dtype=dtype))

@@ -1,0 +1,159 @@
+"""Second moments of integer rows: exact sums, and an encoding that hostile bytes cannot misuse."""
+
+import contextlib
+import tracemalloc
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from protocol.errors import MalformedMessage
+from protocol.second_moment import add_products, decode, encode, from_triangle, to_triangle, triangle_size
+from protocol.wire.codec import to_tensor
+from protocol.wire.messages import Tensor
+
+ROWS = hnp.arrays(np.int8, st.tuples(st.integers(1, 40), st.integers(1, 9)), elements=st.integers(-127, 127))
+
+
+def direct(rows: NDArray[Any]) -> NDArray[np.int64]:
+    """The triangle by integer arithmetic."""
+    whole = rows.astype(np.int64)
+    matrix: NDArray[np.int64] = whole.T @ whole
+    return matrix[np.triu_indices(len(matrix))]
+
+
+def added(*parts: NDArray[Any]) -> NDArray[np.int64]:
+    """The triangle of rows that are added in several calls."""
+    matrix = np.zeros((parts[0].shape[1],) * 2, np.int64)
+    for part in parts:
+        add_products(matrix, part)
+    return to_triangle(matrix)
+
+
+def class_sums(rows: NDArray[Any], labels: NDArray[Any]) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
+    classes = np.unique(labels)
+    sums = [rows[labels == each].sum(axis=0, dtype=np.int32) for each in classes]
+    return np.array([(labels == each).sum() for each in classes], np.uint32), np.array(sums, np.int32)
+
+
+@given(ROWS, st.integers(0, 40), st.randoms())
+def test_any_order_and_any_division_gives_the_same_integers(rows: NDArray[Any], at: int, random: Any) -> None:
+    shuffled = rows[random.sample(range(len(rows)), len(rows))]
+    for result in (added(rows), added(shuffled), added(rows[:at], rows[at:]), added(rows.astype(np.float32))):
+        np.testing.assert_array_equal(result, direct(rows))
+
+
+@given(ROWS, st.data())
+def test_row_with_a_weight_is_as_many_rows(rows: NDArray[Any], data: st.DataObject) -> None:
+    weights = data.draw(hnp.arrays(np.uint32, len(rows), elements=st.integers(1, 300)))
+    matrix = np.zeros((rows.shape[1],) * 2, np.int64)
+    add_products(matrix, rows, weights)
+    np.testing.assert_array_equal(to_triangle(matrix), direct(np.repeat(rows, weights, axis=0)))
+
+
+def test_sums_of_many_largest_values_are_exact() -> None:
+    """More rows than a float32 sum holds exactly, over several blocks of the matrix."""
+    rows = np.full((5000, 300), 127, np.int8)
+    rows[::2] = -126
+    assert (added(rows) == 2500 * (127**2 + 126**2)).all()
+
+
+@given(ROWS)
+def test_triangle_of_a_matrix_gives_it_back(rows: NDArray[Any]) -> None:
+    triangle, size = direct(rows), rows.shape[1]
+    matrix = from_triangle(triangle, size)
+    np.testing.assert_array_equal(matrix, matrix.T)
+    np.testing.assert_array_equal(to_triangle(matrix), triangle)
+    assert len(triangle) == triangle_size(size)
+
+
+@given(ROWS, st.data())
+def test_encoding_gives_the_triangle_back(rows: NDArray[Any], data: st.DataObject) -> None:
+    labels = data.draw(hnp.arrays(np.uint8, len(rows), elements=st.integers(0, 3)))
+    counts, sums = class_sums(rows, labels)
+    tensor = encode(direct(rows), counts, sums)
+    np.testing.assert_array_equal(decode(tensor, counts, sums), direct(rows))
+
+
+@pytest.mark.parametrize("images", [1, 10_000_000])
+def test_extreme_values_fit(images: int) -> None:
+    """Of as many equal images as a device can have, and where the sums predict nothing."""
+    counts = np.array([images], np.uint32)
+    for value, sign in ((127, 1), (-127, 1), (127, 0)):
+        sums = np.full((1, 3), sign * value * images, np.int32)
+        triangle = np.full(6, 127**2 * images, np.int64)
+        np.testing.assert_array_equal(decode(encode(triangle, counts, sums), counts, sums), triangle)
+        np.testing.assert_array_equal(decode(encode(-triangle, counts, sums), counts, sums), -triangle)
+
+
+def test_what_class_means_predict_takes_no_bytes() -> None:
+    """Images of a class that are nearly alike take a byte a value, and less than without class sums."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 600)
+    rows = np.clip(rng.integers(-120, 120, (3, 40))[labels] + rng.integers(-1, 2, (600, 40)), -127, 127)
+    counts, sums = class_sums(rows, labels)
+    tensor = encode(direct(rows), counts, sums)
+    assert len(tensor.data) < 0.6 * len(encode(direct(rows), counts, np.zeros_like(sums)).data)
+
+
+COUNTS, SUMS = np.array([2, 1], np.uint8), np.array([[200, -254], [5, 127]], np.int32)
+STREAM = encode(np.array([20_000, -100, 32_000], np.int64), COUNTS, SUMS).data
+
+
+def _bytes(data: bytes) -> Tensor:
+    return to_tensor(np.frombuffer(data, np.uint8))
+
+
+MALFORMED: list[tuple[str, Tensor, NDArray[Any], NDArray[Any]]] = [
+    ("no zlib stream", _bytes(b"hello"), COUNTS, SUMS),
+    ("nothing after it", _bytes(STREAM[:-1]), COUNTS, SUMS),
+    ("nothing after it", _bytes(STREAM + b"\0"), COUNTS, SUMS),
+    ("nothing after it", _bytes(zlib.compress(bytes(16))), COUNTS, SUMS),
+    ("nothing after it", _bytes(b""), COUNTS, SUMS),
+    ("1 to 5 bytes", _bytes(zlib.compress(b"")), COUNTS, SUMS),
+    ("1 to 5 bytes", _bytes(zlib.compress(bytes(4))), COUNTS, SUMS),
+    ("u1", Tensor("i1", (len(STREAM),), STREAM), COUNTS, SUMS),
+    ("u1", Tensor("u1", (1, len(STREAM)), STREAM), COUNTS, SUMS),
+    ("expected 3 bytes", Tensor("u1", (3,), STREAM), COUNTS, SUMS),
+    ("second moment is more", _bytes(zlib.compress(b"\xff" * 15)), COUNTS, SUMS),
+    ("class sums for", _bytes(STREAM), COUNTS[:1], SUMS),
+    ("class sums for", _bytes(STREAM), COUNTS, SUMS[0]),
+    ("class sums for", _bytes(STREAM), COUNTS, np.zeros((2, 4097), np.int32)),
+    ("class sum is more", _bytes(STREAM), COUNTS, SUMS * 2),
+    ("class sum is more", _bytes(STREAM), COUNTS, np.full((2, 2), -(2**31), np.int32)),
+    ("expected counts", _bytes(STREAM), np.array([0, 1], np.uint8), SUMS),
+    ("expected counts", _bytes(STREAM), np.array([2**32 - 1, 1], np.uint32), SUMS),
+]
+
+
+@pytest.mark.parametrize(("text", "tensor", "counts", "sums"), MALFORMED)
+def test_malformed_encoding_is_refused(
+    text: str, tensor: Tensor, counts: NDArray[Any], sums: NDArray[Any]
+) -> None:
+    with pytest.raises(MalformedMessage, match=text):
+        decode(tensor, counts, sums)
+
+
+@given(st.one_of(st.binary(max_size=40), st.binary(max_size=40).map(zlib.compress)))
+def test_random_bytes_are_refused_or_valid(data: bytes) -> None:
+    with contextlib.suppress(MalformedMessage):
+        triangle = decode(_bytes(data), COUNTS, SUMS)
+        assert triangle.shape == (3,)
+
+
+def test_stream_that_expands_takes_no_memory() -> None:
+    """A stream of 20 kB that expands to 20 MB is refused, and only what a second moment may take is expanded."""
+    bomb = _bytes(zlib.compress(bytes(20_000_000)))
+    assert bomb.shape[0] < 25_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedMessage, match="zlib stream of at most 15 bytes"):
+            decode(bomb, COUNTS, SUMS)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
