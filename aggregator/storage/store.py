@@ -44,6 +44,8 @@ MIGRATIONS = (
         task BLOB NOT NULL, device TEXT NOT NULL, head_version INTEGER NOT NULL, digest BLOB NOT NULL,
         received_s REAL NOT NULL, message TEXT NOT NULL, PRIMARY KEY (task, device, head_version)
     ) STRICT;
+    CREATE INDEX submission_digests ON submissions (device, digest);
+    CREATE INDEX evaluation_digests ON evaluations (device, digest);
     CREATE TABLE heads (
         task BLOB NOT NULL, version INTEGER NOT NULL, record TEXT NOT NULL, PRIMARY KEY (task, version)
     ) STRICT;

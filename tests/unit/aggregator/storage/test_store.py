@@ -278,3 +278,17 @@ def test_only_newest_head_has_its_members(store: Store) -> None:
     assert {(head.devices, len(head.members), len(head.quarantined)) for head in older} == {(100, 0, 0)}
     ((size,),) = store.database.read("SELECT sum(length(record)) FROM heads")
     assert size < 50 * 1000 + 100 * 100
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "EXPLAIN QUERY PLAN SELECT 1 FROM submissions WHERE device = ? AND digest = ?",
+        "EXPLAIN QUERY PLAN SELECT 1 FROM evaluations WHERE device = ? AND digest = ?",
+    ],
+)
+def test_a_stored_upload_is_found_without_reading_all_of_them(store: Store, query: str) -> None:
+    """This is asked with each query of a device, however many devices and heads there are."""
+    ((*_, plan),) = store.database.read(query, "a", b"a1")
+    assert " USING COVERING INDEX " in plan
+    assert plan.startswith("SEARCH ")
