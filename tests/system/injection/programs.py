@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from aggregator.storage.store import Store
-from edge_client.cli import _status as device_status
+from edge_client.cli.status import device_status
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Secret
 from protocol.enrollment import read_enrollment

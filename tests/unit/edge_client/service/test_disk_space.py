@@ -10,7 +10,7 @@ import pytest
 from edge_client.agent import events
 from edge_client.agent.state import MissingSpace, Mode, State
 from edge_client.agent.state_machine import step
-from edge_client.cli import _status as status
+from edge_client.cli.status import device_status as status
 from edge_client.service import device as device_program
 from edge_client.service.device import Device
 from edge_client.storage import disk_space

@@ -1,0 +1,16 @@
+"""The `edge-client` program. Commands import what they need when they run, so that `--help` answers at once."""
+
+from edge_client.cli.predict import predict_command
+from edge_client.cli.run import cli
+from edge_client.cli.status import status_command, take_over_command
+from protocol.cli import run
+
+__all__ = ["cli", "main"]
+
+for _command in (predict_command, status_command, take_over_command):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Run the console script."""
+    run(cli, program="edge-client", extras="cpu")

@@ -1,0 +1,215 @@
+"""`edge-client`: the device program as a service, once, or as a dry run."""
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from edge_client.cli.options import (
+    COUNT,
+    FOLDER,
+    fleet_option,
+    open_state,
+    provider_option,
+    setting,
+    state_option,
+    threads_option,
+)
+from edge_client.storage.outbox import DEFAULT_MB, LARGEST_MB, MIB
+from protocol.cli import (
+    access_options,
+    config_option,
+    counted,
+    read_access,
+    say,
+    start_logging,
+    stop_on_terminate,
+    verbose_option,
+)
+from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from edge_client.runtime.session import Provider
+    from edge_client.submission.prepared_submission import PreparedSubmission
+
+log = logging.getLogger(__name__)
+
+
+def _public_key(_context: click.Context, _option: click.Parameter, value: str | None) -> bytes | None:
+    """Return 32 bytes from 64 hex digits."""
+    if value is None:
+        return None
+    if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
+        raise click.BadParameter(f"expected 64 hex digits as shown by `aggregator status`, got {value!r}")
+    return bytes.fromhex(value)
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@config_option
+@setting(
+    "--enrollment",
+    type=FOLDER,
+    is_eager=True,
+    help="Enrollment directory made by `aggregator enroll`: device id, fleet, broker and keys.",
+)
+@setting("--broker", metavar="HOST[:PORT]", help="MQTT broker of the fleet.")
+@access_options
+@setting(
+    "--data",
+    type=click.Path(path_type=Path),
+    default=Path("data"),
+    help="Directory with one subdirectory of images per class, or a CSV file with the columns path,label.",
+)
+@fleet_option
+@setting("--device-id", help="Device id  [default: derived from the machine]")
+@state_option
+@setting("--once", is_flag=True, help="Exit once a head is installed and evaluated.")
+@click.option("--dry-run", is_flag=True, help="Show what would be uploaded, upload nothing, and exit.")
+@setting(
+    "--holdout",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.2,
+    help="Fraction of the images held out to evaluate heads.",
+)
+@setting(
+    "--backbone",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Local copy of one of the task's backbones, used instead of a download; may be repeated.",
+)
+@provider_option
+@threads_option
+@setting("--batch-size", type=COUNT, default=16, help="Images per run of the backbone.")
+@setting("--workers", type=COUNT, help="Threads for decoding images  [default: all cores, at most 4]")
+@setting(
+    "--rescan-s", type=click.FloatRange(min=0.1), default=30.0, help="Seconds between scans for new images."
+)
+@setting(
+    "--strict",
+    is_flag=True,
+    help="Stop if a folder or label is no class of the task, instead of leaving its images out.",
+)
+@setting(
+    "--outbox-mb",
+    type=click.IntRange(1, LARGEST_MB),
+    default=DEFAULT_MB,
+    help="MiB on disk for pending uploads; a larger submission is not uploaded.",
+)
+@setting(
+    "--aggregator-key",
+    metavar="HEX",
+    callback=_public_key,
+    help="Public key of the aggregator, from `aggregator status`  [default: the first key received]",
+)
+@setting(
+    "--max-epsilon",
+    type=click.FloatRange(0, min_open=True),
+    help="Privacy budget (epsilon) for all submissions together; refuses tasks without differential privacy.",
+)
+@verbose_option
+@click.version_option(package_name="protofleet")
+@click.pass_context
+def cli(context: click.Context, /, **options: Any) -> None:
+    """Upload class prototypes of this device's labeled images, and install the classifier head of the fleet.
+
+    Images never leave the device. Runs as a service until interrupted, or until done with --once or --dry-run.
+    """
+    if options["enrollment"] and context.get_parameter_source("fleet") is ParameterSource.DEFAULT:
+        from protocol.enrollment import read_card
+
+        # In the context too, from which a command inherits it.
+        context.params["fleet"] = options["fleet"] = read_card(options["enrollment"]).fleet
+    if context.invoked_subcommand is None:
+        context.exit(_serve(**options))
+
+
+def _serve(  # noqa: PLR0913 - every option of the command line
+    *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
+    state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
+    batch_size: int, workers: int | None, rescan_s: float, strict: bool, outbox_mb: int, aggregator_key: bytes | None,
+    enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
+) -> int:  # fmt: skip
+    from edge_client.agent.state import Mode
+    from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
+    from edge_client.runtime.session import require_runtime
+    from edge_client.service.device import Device
+    from edge_client.storage.stored_values import CurrentTask
+    from protocol.enrollment import read_enrollment
+    from protocol.mqtt.tls import parse_broker, readable_by_others, warnings
+
+    start_logging(verbose=verbose)
+    if once and dry_run:
+        raise click.UsageError("--once and --dry-run cannot be used together")
+    access, identity = read_access(**access_given), dict[str, Any]()
+    if enrollment is not None:
+        enrolled = read_enrollment(enrollment)
+        device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
+        fleet = enrolled_name("fleet", given=fleet, enrolled=enrolled.fleet)
+        broker = broker or enrolled.broker or None
+        access = merged_access(access, enrolled)
+        identity = enrolled_identity(enrolled, aggregator_key=aggregator_key)
+    require_runtime()
+    if not data.exists():
+        raise ConfigError(
+            f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
+            "columns path,label; pass it with --data, or an empty directory to receive heads only"
+        )
+    store = open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
+    device_id = store.device_id(device_id)
+    if broker is None and not (dry_run and store.get(CurrentTask).digest):
+        raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
+    address = parse_broker(broker, tls=access.tls) if broker else None
+    notes = warnings(access, address) if address else []
+    if enrollment is not None:
+        notes.append(readable_by_others(enrollment / "signing.key"))
+    for warning in filter(None, notes):
+        log.warning("%s", warning)
+    settings = Settings(
+        broker=address,
+        access=access,
+        fleet=fleet,
+        device_id=device_id,
+        mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
+        data=data,
+        holdout=holdout,
+        provider=provider,
+        threads=threads,
+        batch_size=batch_size,
+        workers=workers or min(4, os.cpu_count() or 1),
+        max_epsilon=max_epsilon,
+        backbones=backbone,
+        rescan_s=rescan_s,
+        strict=strict,
+        **{"aggregator_key": aggregator_key, **identity},
+    )
+    stop_on_terminate()
+    return Device(settings, store, show=_show_dry_run if dry_run else None).run()
+
+
+def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
+    for entry in prepared.classes:
+        spans = " to ".join(map(str, sorted({min(entry.counts), max(entry.counts)}))) if entry.counts else ""
+        say(
+            f"{entry.name}: {counted(entry.images, 'image')}, {entry.held_out} held out; "
+            f"{counted(len(entry.counts), 'prototype')}"
+            + (f" of {spans} {'image' if spans == '1' else 'images'}" if spans else ", too few images")
+        )
+    rows, size = prepared.prototypes.shape
+    for name, change in prepared.changes.items():
+        shape = " x ".join(map(str, change.shape))
+        say(f"change of {name} in training: {shape} float16 values, in every round")
+    for path, reason in prepared.unusable:
+        say(f"image omitted: {path}: {reason}")
+    if (spent := prepared.privacy) is not None:
+        say(
+            f"epsilon {spent.epsilon:.3f} for this submission, {spent.total_epsilon:.3f} for all {spent.releases} "
+            f"together, at delta {spent.delta:g}; an upload will have other noise"
+        )
+    say(
+        f"{counted(rows, 'prototype')} of {size} float16 values each: {size_bytes} bytes would be uploaded; "
+        "nothing was uploaded"
+    )

@@ -1,0 +1,107 @@
+"""`edge-client status` and `edge-client take-over`: a device's state directory, read and changed by its operator."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from edge_client.cli.options import as_json_text, fleet_option, open_state, state_option
+from protocol.cli import counted, say
+
+if TYPE_CHECKING:
+    from edge_client.storage.device_state import DeviceState
+
+
+@click.command("status")
+@fleet_option
+@state_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
+    """Show the device's images, submission, head and problems."""
+    from edge_client.progress_bar import describe_speed
+
+    summary = device_status(open_state(state, fleet, read_only=True))
+    if as_json:
+        click.echo(as_json_text(summary, indent=2))
+        return
+    head, report, spent = summary["head"], summary["report"] or {"classes": []}, summary["privacy"]
+    say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
+    say(f"task       {(summary['task'] or 'none')[:12]}")
+    say(f"provider   {summary['runtime'] or 'none'}")
+    for entry in report["classes"]:
+        pending = f"; {entry['waiting']} waiting for {entry['more_needed']} more" if entry["waiting"] else ""
+        say(
+            f"class      {entry['name']}: {counted(entry['images'], 'image')}, {entry['held_out']} held out, "
+            f"{counted(len(entry['counts']), 'prototype')}{pending}"
+        )
+    if (extraction := summary["extraction"]) is not None:
+        speed = describe_speed(extraction["images_per_s"], extraction["left_s"]) if summary["running"] else ""
+        say(f"features   {extraction['done']} of {extraction['total']} images{speed and f', {speed}'}")
+    for name in summary["unknown_classes"]:
+        say(f"left out   {name}: no class of the task")
+    for reason, files in summary["skipped_files"].items():
+        say(f"skipped    {counted(files, 'file')}: {reason}")
+    if spent is not None:
+        say(
+            f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
+            f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
+        )
+    for label in filter(summary.get, ("duplicate", "problem")):
+        say(f"{label:10} {summary[label]}")
+    sent = "received by the aggregator" if summary["received"] else "not received yet"
+    say(f"submission {report['size_bytes']} bytes, {sent}" if summary["report"] else "submission none")
+    if head is None:
+        say("head       none")
+        return
+    trained = "" if head["round"] is None else f" of round {head['round']}"
+    correct, total = head["correct"], head["total"]
+    accuracy = f", accuracy {correct / total:.1%} ({correct}/{total})" if total else ""
+    if head["balanced"] is not None:
+        accuracy += f", at least {head['balanced']:.1%} over all {head['known']} classes"
+    say(f"head       version {head['version']}{trained}{accuracy}")
+
+
+@click.command("take-over")
+@fleet_option
+@state_option
+def take_over_command(*, fleet: str, state: Path | None) -> None:
+    """Continue with this state, although another program with the device's key was started later."""
+    open_state(state, fleet, read_only=True)  # raises where there is none, instead of creating one
+    say(open_state(state, fleet).take_over())
+
+
+def device_status(store: "DeviceState") -> dict[str, Any]:
+    """Return what `status` shows, as JSON has it."""
+    from edge_client.storage import stored_values as stored
+    from protocol.wire.presence import Duplicate
+
+    submission = store.outbox.newest_submission()
+    report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
+    left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
+    problems = (
+        store.get(stored.TaskProblem).text,
+        store.get(stored.SpaceProblem).text,
+        store.get(stored.ManifestProblem).text,
+        store.get(stored.BuildProblem).text,
+        store.get(stored.HeadProblem).text,
+        store.get(stored.UploadProblem).text,
+    )
+    return {
+        "device_id": store.get(stored.DeviceName).value or None,
+        "running": store.is_locked(),
+        "task": store.get(stored.CurrentTask).digest.hex() or None,
+        "runtime": store.get(stored.BackboneProvider).name or None,
+        "report": msgspec.to_builtins(report) if report.size_bytes else None,
+        "extraction": {**msgspec.to_builtins(extraction), "left_s": extraction.left_s}
+        if extraction.total
+        else None,
+        "unknown_classes": list(left_out.unknown),
+        "skipped_files": dict(left_out.skipped),
+        "privacy": msgspec.to_builtins(spent) if spent.releases else None,
+        "duplicate": store.get(Duplicate).summary,
+        "problem": next(filter(None, problems), ""),
+        "submission": submission.digest.hex() if submission else None,
+        "received": submission is not None and submission.received,
+        "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),
+    }
