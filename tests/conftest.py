@@ -1,6 +1,8 @@
 """Fixtures of several packages: an address, and real brokers of both kinds."""
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,6 +31,12 @@ LONGEST = (
 """Whole fleets run first, so that no process of pytest is left alone with one at the end."""
 
 Serve = Callable[[BrokerAddress], AbstractContextManager[object]]
+
+
+def pytest_sessionstart() -> None:
+    """End on SIGTERM as on SIGINT, so that fixtures stop their brokers and programs."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

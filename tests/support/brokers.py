@@ -108,7 +108,11 @@ class Mosquitto:
             self._process = subprocess.Popen(
                 [mosquitto_program() or "mosquitto", "-c", str(config)], stdout=log, stderr=log
             )
-        _wait_for(self.address, self._process)
+        try:
+            _wait_for(self.address, self._process)
+        except BaseException:  # nor does an interrupted test leave it running
+            self.kill()
+            raise
 
     def stop(self) -> None:
         self._end(signal.SIGTERM)

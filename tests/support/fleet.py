@@ -24,9 +24,10 @@ import psutil
 from PIL import Image
 from sklearn.datasets import load_digits
 
-import edge_client.cli
 from aggregator.status.collect import collect_status
 from aggregator.storage.store import Store
+from edge_client.cli.options import as_json_text
+from edge_client.cli.status import device_status
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -247,7 +248,7 @@ class Fleet:
         """Return what `edge-client status --json` prints; empty before the state folder exists."""
         with contextlib.suppress(StateError):
             store = DeviceState(self.device_state(name), read_only=True)
-            return dict(json.loads(edge_client.cli._json(edge_client.cli._status(store))))
+            return dict(json.loads(as_json_text(device_status(store))))
         return {}
 
     def predict(self, name: str, image: Path) -> dict[str, Any]:

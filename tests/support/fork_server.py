@@ -100,20 +100,31 @@ class ForkServer:
     def __enter__(self) -> Self:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the process that ends this one
         )
         self._programs: dict[int, Program] = {}
         self._started: queue.SimpleQueue[Program] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._is_abandoned = False
         threading.Thread(target=self._listen, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for program in self._programs.values():
-            program.send(signal.SIGKILL)
+        self.abandon()
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=60)
+
+    def abandon(self) -> None:
+        """Kill all programs, and start none any more."""
+        with self._lock:
+            self._is_abandoned = True
+            for program in list(self._programs.values()):
+                program.send(signal.SIGKILL)
 
     def start(self, module: str, *arguments: str | Path, log: Path) -> Program:
         """Fork a program, whose output is appended to `log`, and whose own processes are forked as well."""
@@ -128,8 +139,11 @@ class ForkServer:
         )
 
     def _fork(self, module: str, arguments: Sequence[str | Path], *, log: Path, **request: Any) -> Program:
+        """Fork a program; raises RuntimeError if the server is abandoned."""
         request |= {"module": module, "arguments": [str(each) for each in arguments], "log": str(log)}
         with self._lock:
+            if self._is_abandoned:
+                raise RuntimeError("the run was interrupted")
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
@@ -214,22 +228,30 @@ def _report(pid: int, status: int | None) -> None:
 
 
 def _serve() -> dict[str, Any] | None:
-    """Fork for each request; returns the request in the child, and None in the server at its end."""
+    """Fork for each request; returns the request in the child, and None in the server at its end.
+
+    It ends with the process that started it, however that ends, and kills the programs.
+    """
+    running: set[int] = set()
     with open(0, "rb", buffering=0, closefd=False) as requests:
         while True:
             if select.select([requests], [], [], 0.02)[0]:
                 line = requests.readline()
                 if not line:
+                    for pid in running:
+                        os.kill(pid, signal.SIGKILL)
                     return None
                 pid = os.fork()
                 if pid == 0:
                     return dict(json.loads(line))
                 os.waitpid(pid, os.WUNTRACED)
+                running.add(pid)
                 _report(pid, None)
-            _reap()
+            _reap(running)
 
 
-def _reap() -> None:
+def _reap(running: set[int]) -> None:
+    """Report the programs that have ended."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -237,6 +259,7 @@ def _reap() -> None:
             return
         if pid == 0:
             return
+        running.discard(pid)
         _report(pid, os.waitstatus_to_exitcode(status))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from protocol.cli import run
+from protocol.cli import run, stop_on_terminate
 from protocol.errors import ProtofleetError
 from tests.support.brokers import mosquitto_program
 from tests.system.injection.lives import Outcome
@@ -57,6 +57,7 @@ def injection(
     keep: Path | None,
 ) -> None:
     """Inject a fault into each system call of the programs; report lives after which something was lost."""
+    stop_on_terminate()  # at the end, all processes are ended
     if reason := unavailable() or ("" if mosquitto_program() else "mosquitto is not installed"):
         raise ProtofleetError(reason)
     with tempfile.TemporaryDirectory() as temporary:

@@ -54,6 +54,9 @@ def run_all(programs: Programs, injections: Iterable[Injection]) -> Iterator[tup
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result().outcome
+        except BaseException:
+            programs.server.abandon()  # else the pool waits for all lives that have begun
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

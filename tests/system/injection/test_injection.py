@@ -1,12 +1,18 @@
 """After a fault in a system call, each program loses nothing: a seeded sample of `python -m tests.system.injection`."""
 
-from collections.abc import Callable, Iterator
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Self, cast
 
+import psutil
 import pytest
 
-from tests.support.brokers import mosquitto_program
+from tests.support import brokers
+from tests.support.brokers import free_address, mosquitto_program
 from tests.system.injection.lives import Outcome
 from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
 from tests.system.injection.programs import PROGRAMS, Programs
@@ -45,6 +51,59 @@ def test_no_fault_of_a_call_loses_anything(
     record_property("injections", [asdict(row) for row in rows_of(calls, outcomes)])
     assert {str(each): outcome.violations for each, outcome in outcomes if outcome.violations} == {}
     assert sum(outcome.injected > 0 for _, outcome in outcomes) > len(sample) / 2
+
+
+def test_an_interrupted_run_ends_its_lives() -> None:
+    """It does not wait until they are complete: whoever interrupts it a second time would leave their brokers."""
+
+    class Waiting:
+        """Programs whose lives last until they are abandoned; one of them has ended before."""
+
+        def __init__(self) -> None:
+            self.server, self.abandoned = self, threading.Event()
+            self.begun = 0
+
+        def abandon(self) -> None:
+            self.abandoned.set()
+
+        def live(self, _: str, injection: Injection) -> Self:
+            self.outcome = Outcome(ended=injection.when == 1 or self.abandoned.wait(30))
+            self.begun += 1
+            return self
+
+    programs = Waiting()
+    planned = [Injection("edge-client", "fsync", "EIO", when) for when in (1, 2, 3)]
+    lives = cast(
+        "Generator[tuple[Injection, Outcome], None, None]", run_all(cast("Programs", programs), planned)
+    )
+    assert next(lives)[0] == planned[0]
+    with pytest.raises(KeyboardInterrupt):
+        lives.throw(KeyboardInterrupt)
+    assert programs.abandoned.is_set()
+    assert programs.outcome.ended
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does() -> None:
+    """`timeout` and service managers send it: fixtures end their brokers, where the default would end pytest alone."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("pytest runs tests in another thread, which gets no signals")
+    assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+
+
+@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+def test_a_broker_ends_that_is_interrupted_as_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def interrupt(_: object, process: subprocess.Popen[bytes]) -> None:
+        started.append(process.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(brokers, "_wait_for", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        brokers.mosquitto(free_address(), tmp_path).start()
+    assert not psutil.pid_exists(started[0])
 
 
 def test_plan_is_of_the_seed() -> None:

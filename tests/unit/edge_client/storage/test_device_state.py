@@ -101,9 +101,8 @@ def test_a_damaged_database_is_not_to_be_deleted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read_only", [False, True])
 def test_an_empty_database_is_damaged(tmp_path: Path, *, read_only: bool) -> None:
     """As a failing disk leaves it; a new one would not know what was spent on privacy, or which images are together."""
-    DeviceState(tmp_path)
-    for file in tmp_path.glob("device.sqlite*"):
-        file.write_bytes(b"")
+    DeviceState(tmp_path)._database.close()  # its other files are mapped while it is open
+    (tmp_path / "device.sqlite").write_bytes(b"")
     with pytest.raises(
         StateError, match=r"damaged: it is empty: keep the folder, .* would spend epsilon again"
     ):
