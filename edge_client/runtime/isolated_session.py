@@ -7,6 +7,7 @@ begin alike.
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -122,6 +123,8 @@ def main(descriptor: int) -> None:
     """Load a graph, and fork for each run that waits, until one fails or the other end is closed."""
     connection = Connection(descriptor)
     session, _, _ = open_session(connection.recv(), provider="cpu", threads=1)  # a fork has no other thread
+    _unpacked(_packed([np.zeros(1)]))  # imports what each fork would import again
+    gc.freeze()
     connection.send_bytes(READY)
     while True:
         connection.poll(None)
