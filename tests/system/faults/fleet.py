@@ -80,6 +80,7 @@ class FaultyFleet(Fleet):
         self._random = random.Random(SEED)
         self._abandoned = abandoned or threading.Event()
         self._expected: set[str] = set()
+        self._connected: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         self.mosquitto.start()
@@ -99,6 +100,7 @@ class FaultyFleet(Fleet):
     def run(self, *names: str) -> None:
         """Start devices by name, the aggregator, or without a name all of them."""
         for name in names or ("aggregator", *DEVICES):
+            self._connected[name] = self.log(name).count(CONNECTED)
             if name == "aggregator":
                 self.start_aggregator(self._inputs / "task.toml")
             else:
@@ -148,7 +150,7 @@ class FaultyFleet(Fleet):
         The named process has to be online since its last start; frames of submissions are a named device's own.
         """
         if name is not None:
-            self.wait_for_log(name, CONNECTED, times=self.starts[name])
+            self.wait_for_log(name, CONNECTED, times=self._connected[name] + 1)
 
         def count() -> int:
             return log.frames_down(head) if head else log.frames_up(name if name in DEVICES else None)
