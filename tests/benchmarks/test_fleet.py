@@ -14,12 +14,12 @@ DEFAULT = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default
 
 @pytest.fixture(scope="module")
 def digits() -> Features:
-    """scikit-learn's real handwritten digits, their 64 pixels as features."""
+    """960 of scikit-learn's real handwritten digits, their 64 pixels as features."""
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     features, labels = (pixels / 16).astype(np.float32)[order], labels[order].astype(np.int64)
     return Features(
-        train=features[360:], train_labels=labels[360:], test=features[:360], test_labels=labels[:360]
+        train=features[360:960], train_labels=labels[360:960], test=features[:360], test_labels=labels[:360]
     )
 
 
