@@ -10,27 +10,35 @@ TIE = 1e-9
 """Cosines closer than this are equal, and a point this much shorter than the longest one has no direction; rounding
 by the order of a sum is a millionth of it."""
 
+NO_CLUSTER = -1
+"""In place of the cluster of a point without direction."""
+
 
 def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:
     """Cluster finite points (p, D), p >= 1, then the means of the clusters, and so on until no clusters join.
 
     Where the paper is not specific, a point with several nearest neighbors is linked to all of them,
-    which keeps the result free of the points' order. Points of length 0 have no direction: they form one cluster,
-    which never joins another. A lone point is a cluster.
+    which keeps the result free of the points' order. Points of length 0 have no direction: they are in no cluster, so
+    that they change no other point's, unless there are no others. Nor have means of length 0: these clusters join each
+    other alone. A lone point is a cluster.
 
     Laws: the order of the points does not matter, nor does a positive factor common to all of them. Each
     partition but the first has fewer clusters than the one before, and splits none of its clusters.
 
     Returns:
         From fine to coarse, at least one: the cluster of each point, int64 (p,), numbered from 0 in the order
-        in which clusters first occur.
+        in which clusters first occur; NO_CLUSTER of a point without direction.
     """
-    precise = points.astype(np.float64)
-    shortest = TIE * np.linalg.norm(precise, axis=1).max()
+    lengths = np.linalg.norm(points.astype(np.float64), axis=1)
+    shortest = TIE * lengths.max()
+    directed = (lengths > shortest) | (lengths.max() == 0)
+    precise = points[directed].astype(np.float64)
     found = [_linked(precise, shortest)]
     while len(coarser := _linked(_means(precise, found[-1]), shortest)) > coarser.max() + 1:
         found.append(coarser[found[-1]])
-    return found
+    of_points = np.full((len(found), len(points)), NO_CLUSTER, dtype=np.int64)
+    of_points[:, directed] = found
+    return list(of_points)
 
 
 def coarsest(points: NDArray[np.floating]) -> NDArray[np.int64]:

@@ -91,11 +91,11 @@ def test_a_tie_links_to_both() -> None:
     assert groups(partitions(on_circle(0, 1, 45, 89, 90))[0]) == {frozenset(range(5))}
 
 
-def test_a_point_without_direction_joins_nothing() -> None:
-    """Zeros lie with zeros, beside the two groups that the other points make."""
-    values = np.concatenate([on_circle(0, 1, 90, 91), np.zeros((2, 2))])
-    assert partitions(values)[0].tolist() == [0, 0, 1, 1, 2, 2]
-    assert groups(coarsest(values)) == {frozenset({0, 1, 2, 3}), frozenset({4, 5})}
+def test_points_without_direction_change_no_cluster() -> None:
+    """Zeros, before and after the two groups that the other points make; a cluster of zeros would be a third one."""
+    values = np.concatenate([np.zeros((1, 2)), on_circle(0, 1, 90, 91), np.zeros((2, 2))])
+    assert partitions(values)[0].tolist() == [-1, 0, 0, 1, 1, -1, -1]
+    assert coarsest(values).tolist() == [-1, 0, 0, 1, 1, -1, -1]
 
 
 @given(points(least=2), st.integers(0, 2**32 - 1))

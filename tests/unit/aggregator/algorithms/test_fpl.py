@@ -76,6 +76,15 @@ def test_clusters_and_unbiased_prototypes_by_hand() -> None:
     assert tensors["present"].tolist() == [0, 1]
 
 
+def test_prototypes_of_length_zero_change_no_cluster() -> None:
+    """A device that sends zeros would otherwise leave one cluster of all others, and halve the unbiased prototype."""
+    angles = np.deg2rad([0, 2, 90, 92])
+    honest = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    zeros = np.zeros((1, 2), dtype=np.float32)
+    np.testing.assert_array_equal(cluster_means(np.concatenate([honest, zeros])), cluster_means(honest))
+    np.testing.assert_array_equal(cluster_means(zeros), zeros)
+
+
 def test_one_prototype_is_its_own_cluster() -> None:
     """Cluster and unbiased prototype equal it."""
     part = device("a", classes=[2])
