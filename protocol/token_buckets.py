@@ -1,6 +1,7 @@
 """Token buckets: how often a device may cause work, such as a download. Pure; the time is an argument."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -13,14 +14,21 @@ class TokenBuckets(Generic[Key]):
     """A bucket of tokens per key: full at first, refilled at a constant rate.
 
     With `capacity` tokens and `per_s` more each second, the tokens taken in any t seconds are at most
-    `capacity + per_s * t`.
+    `capacity + per_s * t`. `left` of an earlier object, kept meanwhile, continues its buckets.
     """
 
-    def __init__(self, *, capacity: float, per_s: float, max_keys: int = MAX_KEYS) -> None:
+    def __init__(
+        self,
+        *,
+        capacity: float,
+        per_s: float,
+        max_keys: int = MAX_KEYS,
+        left: Mapping[Key, tuple[float, float]] = MappingProxyType({}),
+    ) -> None:
         self._capacity = capacity
         self._per_s = per_s
         self._max_keys = max_keys
-        self._left: dict[Key, tuple[float, float]] = {}
+        self._left = dict(left)
         """Tokens left, and when (seconds of any clock that is never set back). Least recently used first."""
 
     def __len__(self) -> int:
@@ -37,6 +45,10 @@ class TokenBuckets(Generic[Key]):
             del self._left[next(iter(self._left))]
         self._left[key] = (left - tokens, now_s)
         return True
+
+    def left(self, key: Key) -> tuple[float, float] | None:
+        """Return the tokens left in a bucket at its last use, and when that was; None if it is full."""
+        return self._left.get(key)
 
     def wait_s(self, key: Key, tokens: float = 1.0, *, now_s: float) -> float:
         """Return the seconds until a bucket has as many tokens; 0 if it has."""

@@ -4,7 +4,7 @@ import logging
 import time
 
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import HeadRateLimit
+from aggregator.storage.stored_values import HeadRateLimit, TrainingTokens
 from aggregator.tasks.task_preparation import Task
 from protocol.log import event
 from protocol.token_buckets import TokenBuckets
@@ -15,22 +15,27 @@ HOUR_S = 3600.0
 
 
 class HeadRate:
-    """A bucket with a token for each training of a task without rounds; the store has what `status` shows of it."""
+    """A bucket with a token for each training of a task without rounds; restarts do not fill it."""
 
     def __init__(self, task: Task, store: Store) -> None:
         hourly = task.file.limits.heads_per_hour
         self._store = store
         self._task = task.digest
         self._is_unlimited = task.file.settings.rounds is not None
-        self._tokens = TokenBuckets[bytes](capacity=hourly, per_s=hourly / HOUR_S)
-        store.facts.delete(HeadRateLimit)
+        stored = store.facts.get(TrainingTokens)
+        self._tokens = TokenBuckets[bytes](
+            capacity=hourly,
+            per_s=hourly / HOUR_S,
+            left={stored.task: (stored.left, stored.at_s)} if stored is not None else {},
+        )
 
     def count(self) -> bool:
         """Count a training that starts now; returns False if no other may start for now. Raises StateError."""
-        now_s = time.monotonic()
+        now_s = self._store.clock.now_s()
         if self._is_unlimited:
             return True
-        self._tokens.take(self._task, now_s=now_s)
+        if self._tokens.take(self._task, now_s=now_s) and (left := self._tokens.left(self._task)):
+            self._store.facts.put(TrainingTokens(self._task, *left))
         wait_s = self._tokens.wait_s(self._task, now_s=now_s)
         if wait_s:
             limit = "limits.heads_per_hour reached: raise it if the fleet needs more heads"
@@ -39,8 +44,8 @@ class HeadRate:
         return not wait_s
 
     def may_train(self) -> bool:
-        """Return True once another training may start; call it after `count` has returned False."""
-        if self._tokens.wait_s(self._task, now_s=time.monotonic()):
+        """Return True if another training may start now; at the start, and after `count` has returned False."""
+        if not self._is_unlimited and self._tokens.wait_s(self._task, now_s=self._store.clock.now_s()):
             return False
         self._store.facts.delete(HeadRateLimit)
         return True

@@ -63,7 +63,7 @@ class HeadTraining:
         self.lost = LostSubmissions(task, store)
         state = store.round_state(task.digest)
         self.lost.remove(round_state.counting(state, self._settings))
-        self.state = store.round_state(task.digest)
+        self.state = replace(store.round_state(task.digest), is_rate_limited=not self._rate.may_train())
         heads = store.heads.all(task.digest)
         self._head = heads[-1] if heads else None
         store.facts.delete(TrainingProgress)

@@ -74,6 +74,14 @@ class HeadRateLimit(msgspec.Struct, frozen=True):
     until_s: float
 
 
+class TrainingTokens(msgspec.Struct, frozen=True):
+    """The bucket of `limits.heads_per_hour`: the trainings left after the last one, and its time (elapsed seconds)."""
+
+    task: bytes
+    left: float
+    at_s: float
+
+
 class LostFiles(msgspec.Struct, frozen=True):
     """Blobs that devices or trainings need and that were damaged and could not be restored, by hex digest."""
 
