@@ -13,6 +13,7 @@ from aggregator.coordination.canary_rollout import (
     Evaluated,
     Event,
     HeadAdded,
+    OfferToCanaries,
     Reject,
     Settings,
     State,
@@ -132,6 +133,31 @@ def test_one_canary_does_not_decide_while_the_third_is_silent(
     if not is_liar_right and isinstance(later, Ticked):
         assert state.trial is not None
         assert play(state, Evaluated(slow, 2, honest), by=by)[0].current == current
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_silent_canary_of_two_waits_for_a_third_device(device: int) -> None:
+    """Both are told to use the candidate meanwhile, and every newer one; with a third, one of them is tolerated."""
+    fleet = ranked(2)[:3]
+    two, silent = frozenset(fleet[:2]), fleet[device]
+    state, done = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(0.0, two, 2), by=QUORUM)
+    assert [type(action) for action in done] == [OfferToCanaries]
+    answer = Evaluated(fleet[1 - device], 2, GOOD)
+    state, done = play(state, answer, *(Ticked(600.0 * n, two, 2) for n in range(1, 9)), by=QUORUM)
+    assert done == []
+    newer, done = play(state, HeadAdded(3, 5000.0), Ticked(5001.0, two, 2), by=QUORUM)
+    assert newer.trial is not None
+    assert set(newer.trial.canaries) == two
+    assert done == [Reject(2, "head 3 has replaced it"), OfferToCanaries(newer.trial)]
+    third = frozenset(fleet)
+    state, done = play(
+        state,
+        *(Ticked(5400.0, third, 3), Evaluated(fleet[2], 2, GOOD), Ticked(6000.0, third, 3)),
+        by=QUORUM,
+    )
+    assert state.current == 2
+    assert isinstance(done[-1], Activate)
+    assert done[-1].reason.endswith(f"; {silent} has not answered")
 
 
 @pytest.mark.parametrize("later", [Ticked(601.0, FLEET, 3), HeadAdded(3, 5.0)], ids=["timeout", "newer head"])
