@@ -4,6 +4,7 @@ A device's mean of a class is compared with the other devices'. It varies with t
 place: an honest device in another place is no outlier among devices in different places.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,9 @@ MAX_SHARE = 0.5
 SIMILAR = 0.5
 """Squared distance of two devices, over the mean of their squared distances from the median, that makes them alike."""
 
+MAX_MALICIOUS = 1 / 3
+"""Share of all devices that may be malicious: where so many agree about a class, they are not all malicious."""
+
 SHOWN_DEVICES = 5
 
 
@@ -45,6 +49,8 @@ class Finding:
     reason: str
     labels: frozenset[int | None] = frozenset()
     """The classes in which it is far from the median; None for what no other place explains: scatter and length."""
+    tested: frozenset[int | None] = frozenset()
+    """The classes of all of its deviations; None for the length of all classes."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Judgment:
     quarantined: Mapping[str, str]
     warning: str = ""
     """Why outliers are not quarantined; empty if all of them are."""
+    disputed: frozenset[int] = frozenset()
+    """Classes of which outliers are not quarantined, since it is unknown which devices are incorrect."""
 
 
 def judge(
@@ -63,7 +71,7 @@ def judge(
     false_alarm_rate: float,
     released: Collection[str] = (),
 ) -> Judgment:
-    """Return the devices to quarantine, except released ones, similar ones, and all if they would be most devices."""
+    """Return the devices to quarantine, except released, similar and disputed ones, and all if they would be most."""
     found = outliers(parts, classes=classes, false_alarm_rate=false_alarm_rate)
     worst = max(found, key=lambda device: found[device].excess, default="")
     if len(found) > MAX_SHARE * len(parts):
@@ -73,16 +81,47 @@ def judge(
             f"{worst}: {found[worst].reason}",
         )
     group = _similar(parts, found, classes=len(classes)) - set(released)
-    warning = ""
-    if group:
-        worst = max(group, key=lambda device: found[device].excess)
-        names = ", ".join(sorted(group)[:SHOWN_DEVICES]) + (" …" if len(group) > SHOWN_DEVICES else "")
-        warning = (
-            f"{len(group)} of {len(parts)} devices are far from the others but resemble each other, as in another "
-            f"place, so they are not quarantined: {names}; {worst}: {found[worst].reason}"
-        )
-    excluded = found.keys() - group - set(released)
-    return Judgment({device: found[device].reason for device in sorted(excluded)}, warning)
+    disputed = _disputed(parts, found) - group - set(released)
+    warnings = (
+        _warning(found, group, "from the others but resemble each other, as in another place", of=len(parts)),
+        _warning(found, disputed, "only in classes in which few devices agree", of=len(parts)),
+    )
+    excluded = found.keys() - group - disputed - set(released)
+    return Judgment(
+        {device: found[device].reason for device in sorted(excluded)},
+        "; ".join(filter(None, warnings)),
+        frozenset(label for device in disputed for label in found[device].tested if label is not None),
+    )
+
+
+def _warning(found: Mapping[str, Finding], devices: Collection[str], where: str, *, of: int) -> str:
+    if not devices:
+        return ""
+    worst = max(sorted(devices), key=lambda device: found[device].excess)
+    names = ", ".join(sorted(devices)[:SHOWN_DEVICES]) + (" …" if len(devices) > SHOWN_DEVICES else "")
+    return (
+        f"{len(devices)} of {of} devices are far {where}, so they are not quarantined: {names}; "
+        f"{worst}: {found[worst].reason}"
+    )
+
+
+def _disputed(parts: Mapping[str, Prototypes], found: Mapping[str, Finding]) -> set[str]:
+    """Return the outliers that deviate only in classes whose other devices may all be malicious.
+
+    In other classes, where they agree with enough devices, they do not deviate: at least one such class is needed.
+    """
+    agreeing = Counter(
+        int(label)
+        for device, part in parts.items()
+        if device not in found
+        for label in np.unique(part.labels)
+    )
+    sure = {label for label, number in agreeing.items() if number >= MAX_MALICIOUS * len(parts)}
+    return {
+        device
+        for device, one in found.items()
+        if one.tested.isdisjoint({*sure, None}) and not sure.isdisjoint(parts[device].labels.tolist())
+    }
 
 
 def outliers(
@@ -107,37 +146,44 @@ def _one_pass(
     parts: Mapping[str, Prototypes], *, classes: Sequence[str], false_alarm_rate: float
 ) -> dict[str, Finding]:
     tests = list(_tests(parts, classes))
-    probability = false_alarm_rate / max(sum(len(test.devices) for _, _, test in tests), 1)
+    probability = false_alarm_rate / max(sum(len(test.devices) for *_, test in tests), 1)
     found: dict[str, Finding] = {}
-    for label, how, test in tests:
+    for label, is_distance, how, test in tests:
         limits = test.limits(probability)
         for device, ratio, limit in zip(test.devices, test.ratios, limits, strict=True):
             if ratio <= limit:
                 continue
             before = found.get(device, Finding(0.0, ""))
-            labels = before.labels | {label}
+            labels = before.labels | {label if is_distance else None}
             excess, reason = float(ratio / limit), before.reason
             if excess > before.excess:
                 factor = float(np.sqrt(ratio))
                 times = f"{factor:.1f}" if factor < MAX_REPORTED else f"over {MAX_REPORTED}"
                 reason = f"{how.format(times)} of {len(test.devices)} devices, limit {np.sqrt(limit):.1f}"
-            found[device] = Finding(max(excess, before.excess), reason, labels)
+            found[device] = Finding(max(excess, before.excess), reason, labels, before.tested | {label})
     return found
 
 
-def _tests(parts: Mapping[str, Prototypes], classes: Sequence[str]) -> Iterator[tuple[int | None, str, Test]]:
-    """Yield each test, with the class if it is one of distances, and a description of the deviation."""
+def _tests(
+    parts: Mapping[str, Prototypes], classes: Sequence[str]
+) -> Iterator[tuple[int | None, bool, str, Test]]:
+    """Yield each test, with its class, if it is of one, whether it is of distances, and a description."""
     for label, name in enumerate(classes):
         one = class_means(parts, label)
         if len(one.devices) < MIN_DEVICES:
             continue
-        yield label, f"class {name!r}: {{}} times as far as expected from the median", distances(one)
+        yield label, True, f"class {name!r}: {{}} times as far as expected from the median", distances(one)
         scatter = scatters(one)
         if len(scatter.devices) >= MIN_DEVICES:
-            yield None, f"class {name!r}: {{}} times as scattered as plausible, by the median", scatter
+            yield (
+                label,
+                False,
+                f"class {name!r}: {{}} times as scattered as plausible, by the median",
+                scatter,
+            )
     length = lengths(parts)
     if len(length.devices) >= MIN_DEVICES:
-        yield None, "all classes: {} times as long as plausible, by the median", length
+        yield None, False, "all classes: {} times as long as plausible, by the median", length
 
 
 def _similar(parts: Mapping[str, Prototypes], found: Mapping[str, Finding], *, classes: int) -> set[str]:

@@ -202,8 +202,8 @@ def test_equal_liars_are_found() -> None:
     assert next(iter(parts.values())).values.shape[1] == FEATURE_SIZE
 
 
-def _elsewhere(device: int, place: NDArray[np.float64]) -> Prototypes:
-    part = honest(device)
+def _elsewhere(device: int, place: NDArray[np.float64], labels: tuple[int, ...] = (0, 1, 2)) -> Prototypes:
+    part = honest(device, labels=labels)
     return Prototypes((part.values + place).astype(np.float32), part.labels, part.counts)
 
 
@@ -252,3 +252,41 @@ def test_honest_devices_are_quarantined_in_one_training_of_a_hundred(
             parts[f"dev{device:03}"] = Prototypes(values.astype(np.float32), labels, np.full(rows, IMAGES))
         alarms += bool(judge(parts, classes=("a", "b"), false_alarm_rate=FALSE_ALARM_RATE).quarantined)
     assert alarms <= 0.01 * fleets
+
+
+@pytest.mark.parametrize("kind", ["distance", "scatter"])
+def test_majority_of_a_rare_class_cannot_have_its_only_honest_device_quarantined(kind: str) -> None:
+    """Four of 14 devices: the honest one agrees with the others about the classes that most devices have."""
+    parts = {f"dev{device:02}": honest(device, labels=(0, 1)) for device in range(9)} | {"alone": honest(9)}
+    place = 3 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
+    for number in range(4):
+        lie = honest(20 + number)
+        if kind == "distance":
+            lie.values[lie.labels == 2] += place.astype(np.float32)
+        else:  # as if all images of a device were nearly the same one
+            mine = lie.labels == 2
+            lie.values[mine] = lie.values[mine].mean(axis=0) + 0.1 * (
+                lie.values[mine] - lie.values[mine].mean(axis=0)
+            )
+        parts[f"liar{number}"] = lie
+    judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
+    assert judgment.quarantined == {}
+    assert judgment.disputed == {2}
+    assert "1 of 14 devices are far only in classes in which few devices agree" in judgment.warning
+    assert ", so they are not quarantined: alone; alone: class 'fox': " in judgment.warning
+
+
+def test_class_on_many_devices_is_not_disputed() -> None:
+    """A device that swaps two of three labels is quarantined, although it is correct about the third."""
+    liar = honest(9)
+    swapped = np.array([0, 2, 1])[liar.labels]
+    found = _judged({**fleet(8), "liar": Prototypes(liar.values, swapped, liar.counts)})
+    assert found.keys() == {"liar"}
+
+
+def test_device_without_classes_of_many_devices_is_quarantined() -> None:
+    """Nothing speaks for it."""
+    parts = {f"dev{device:02}": honest(device, labels=(0, 1)) for device in range(10)}
+    parts |= {f"fox{device}": honest(20 + device, labels=(2,)) for device in range(4)}
+    place = 3 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
+    assert _judged({**parts, "far": _elsewhere(50, place, labels=(2,))}).keys() == {"far"}
