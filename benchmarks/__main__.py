@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl
 from benchmarks.cost import device, ingest, memory, step
-from benchmarks.research import false_alarms, poisoned_rounds, poisoning, privacy
+from benchmarks.research import false_alarms, poisoned_rounds, poisoning, privacy, rare_class
 from protocol.cli import run
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -18,7 +18,10 @@ USER = (
     *(fedpcl.command, fedtc.command, few_images.command, fpl.command),
     *(device.device, ingest.ingest, memory.memory, step.step),
 )
-RESEARCH = (false_alarms.command, poisoned_rounds.command, poisoning.command, privacy.command)
+RESEARCH = (
+    *(false_alarms.command, poisoned_rounds.command, poisoning.command, privacy.command),
+    rare_class.command,
+)
 
 
 @click.group(context_settings=_HELP)

@@ -66,7 +66,7 @@ def run(job: HeadJob) -> Result:
             released=job.released,
         )
     included = [part for device, part in parts.items() if device not in judgment.quarantined]
-    data = combine(included, by=job.robust.combine)
+    data = combine(included, by=job.robust.combine, disputed=judgment.disputed)
     report_progress({"prototypes": len(data.labels)})
     started_s = time.perf_counter()
     trained = train_head(
@@ -74,6 +74,7 @@ def run(job: HeadJob) -> Result:
         data.labels,
         data.counts,
         weights=data.weights,
+        common=data.common,
         num_classes=len(manifest.classes),
         recipe=recipe_of(
             job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory

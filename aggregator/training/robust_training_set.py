@@ -1,6 +1,6 @@
 """The training set of a head, pure: the prototypes of several submissions as one labeled data set."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,10 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
+from aggregator.training.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.weights import MIN_DEVICES, limited, prototype_weights
 
 TRIMMED_SHARE = 0.2
 """Share of each class, by weight, that `trimmed` omits."""
+
+MIN_COMMON_SHARE = 1 / 3
+"""Share of the prototypes, by weight, that classes on COMMON_DEVICES devices need for the others to be limited."""
 
 ROUNDING = 1e-9
 
@@ -22,6 +26,8 @@ class WeightedPrototypes(Prototypes):
 
     weights: NDArray[np.float64]
     """(m,), how much each counts."""
+    common: NDArray[np.bool_]
+    """(m,), False if its class is on so few devices that its effect on the others is limited."""
 
 
 def pool(parts: Sequence[Prototypes]) -> Prototypes:
@@ -41,7 +47,12 @@ def half_of(part: Prototypes) -> Prototypes:
     return Prototypes(part.values[chosen], part.labels[chosen], part.counts[chosen])
 
 
-def combine(parts: Sequence[Prototypes], *, by: Literal["none", "trimmed", "median"]) -> WeightedPrototypes:
+def combine(
+    parts: Sequence[Prototypes],
+    *,
+    by: Literal["none", "trimmed", "median"],
+    disputed: Collection[int] = (),
+) -> WeightedPrototypes:
     """Return the training set of one part per device, optionally with little influence of a few bad prototypes.
 
     No device weighs more than a multiple of the median device. `trimmed` omits the fifth of each class that is farthest
@@ -66,8 +77,26 @@ def combine(parts: Sequence[Prototypes], *, by: Literal["none", "trimmed", "medi
         omitted = np.cumsum(weights[farthest]) <= TRIMMED_SHARE * weights[farthest].sum() + ROUNDING
         included[farthest[omitted]] = False
     return WeightedPrototypes(
-        data.values[included], data.labels[included], data.counts[included], weights=weights[included]
+        data.values[included],
+        data.labels[included],
+        data.counts[included],
+        weights=weights[included],
+        common=_common(parts, weights, disputed)[included],
     )
+
+
+def _common(
+    parts: Sequence[Prototypes], weights: NDArray[np.float64], disputed: Collection[int]
+) -> NDArray[np.bool_]:
+    """Return the prototypes (m,) of undisputed classes on COMMON_DEVICES devices; all, if these are too few.
+
+    Outlier detection checks these classes. Of others, a single device could decide what all classes share.
+    """
+    labels = np.concatenate([part.labels for part in parts])
+    devices = np.bincount(np.concatenate([np.unique(part.labels) for part in parts]))
+    common = (devices[labels] >= COMMON_DEVICES) & ~np.isin(labels, list(disputed))
+    enough = weights[common].sum() >= MIN_COMMON_SHARE * weights.sum() and len(np.unique(labels[common])) > 1
+    return common if enough else np.ones_like(common)
 
 
 def _median(parts: Sequence[Prototypes], label: int) -> NDArray[np.float32] | None:

@@ -209,6 +209,7 @@ def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: st
             data.labels,
             data.counts,
             weights=data.weights if isinstance(data, WeightedPrototypes) else None,
+            common=data.common if isinstance(data, WeightedPrototypes) else None,
             num_classes=features.classes,
             recipe=recipe,
             seed=seed,

@@ -12,7 +12,9 @@ TEMPERATURES = 0.1, 10_000.0
 """Bounds of a temperature."""
 
 
-def calibrate(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> tuple[float, NDArray[np.float32]]:
+def calibrate(
+    logits: NDArray[np.float32], labels: NDArray[np.integer], *, common: NDArray[np.bool_] | None = None
+) -> tuple[float, NDArray[np.float32]]:
     """Return the temperature of least mean cross-entropy, and the cross-entropy of each row (n,) at it.
 
     As if one more row were incorrect (Platt, "Probabilistic outputs for support vector machines", 1999), so that few
@@ -21,10 +23,12 @@ def calibrate(logits: NDArray[np.float32], labels: NDArray[np.integer]) -> tuple
     Args:
         logits: (n, C), of features that the head was not made from.
         labels: (n,).
+        common: (C,), the classes that an incorrect row may be of; None for all with prototypes.
     """
     from scipy.optimize import minimize_scalar
 
-    random = logits.mean(axis=1, where=logits > ABSENT_LOGIT)
+    is_possible = logits > ABSENT_LOGIT
+    random = logits.mean(axis=1, where=is_possible if common is None else is_possible & common)
     lead = logits[np.arange(len(labels)), labels] - random
 
     def cost(exponent: float) -> float:

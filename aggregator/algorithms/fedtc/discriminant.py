@@ -8,12 +8,17 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.head import Dense
 
+TINY = 1e-30
+"""Keeps a divisor above zero."""
+
 
 def discriminants(
     centers: NDArray[np.float32],
     deviations: NDArray[np.float32],
     images: NDArray[np.number],
     shares: Sequence[float],
+    *,
+    common: NDArray[np.bool_] | None = None,
 ) -> Iterator[Dense]:
     """Yield linear discriminants of classes that share a covariance and are equally likely, one for each share.
 
@@ -30,15 +35,21 @@ def discriminants(
     least mean squared error: divided by the degrees of freedom plus 2. A true squared length is not negative: otherwise
     a class that one device states few images of, in the middle of the others, would be predicted for every image.
 
+    A class that is not common may be one device's own. Its mean is shrunk towards the middle of the common ones, by the
+    share of its squared length that chance explains (James and Stein, "Estimation with quadratic loss", 1961): the bias
+    alone would let a mean of few images take whatever lies on its side.
+
     Args:
         centers: (C, L), the mean of each class.
         deviations: (m, L), of features from their class's center, as widely spread as the features of single images.
         images: (C,), the images in each center; a class without any is never predicted.
         shares: from 0 to 1.
+        common: (C,), the classes that several devices have; None if all are.
     """
     present = images > 0
     means = centers[present].astype(np.float64)
-    middle = means.mean(axis=0)
+    is_common = np.ones(len(means), dtype=np.bool_) if common is None else common[present]
+    middle = means[is_common].mean(axis=0)
     means -= middle
     rows = deviations.astype(np.float64)
     size, freedom = rows.shape[1], len(rows) - len(means)
@@ -57,8 +68,12 @@ def discriminants(
         lengths = squared_rows @ (1 / variances)
         trace = float((lengths / (1 - np.minimum(weight * lengths, 1 - 1e-9))).sum()) / (freedom + 2) * known
         squared_lengths = (directions * means).sum(axis=1)
-        constant = np.minimum(trace / images[present] - squared_lengths, 0) / 2
+        true_lengths = np.maximum(squared_lengths - trace / images[present], 0)
+        shrinkage = np.where(is_common, 1.0, true_lengths / np.maximum(squared_lengths, TINY))
+        directions *= shrinkage[:, None]
+        constant = -shrinkage * true_lengths / 2
         # The logits of the classes that are present then add up to 0, so that an absent one is never the highest.
+        directions -= directions.mean(axis=0)
         constant -= constant.mean()
         weights = np.zeros(centers.shape, dtype=np.float32)
         bias = np.full(len(centers), ABSENT_LOGIT, dtype=np.float32)

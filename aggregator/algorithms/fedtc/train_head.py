@@ -63,6 +63,7 @@ def train_head(  # noqa: PLR0913 - four arrays that belong together
     counts: NDArray[np.integer],
     *,
     weights: NDArray[np.float64] | None = None,
+    common: NDArray[np.bool_] | None = None,
     num_classes: int,
     recipe: Recipe,
     seed: int,
@@ -84,6 +85,8 @@ def train_head(  # noqa: PLR0913 - four arrays that belong together
         labels: (m,), in 0 to num_classes - 1.
         counts: (m,), the images in each prototype.
         weights: (m,), how much each prototype counts; None if all count alike.
+        common: (m,), False for prototypes of classes on few devices, whose effect on other classes is limited: they do
+            not count in cross-validation, nor more than others in the covariance; None if there are none.
         num_classes: C, the classes of the task.
         recipe: how to train.
         seed: of the folds, the first weights, the shuffling and the mixing.
@@ -99,7 +102,7 @@ def train_head(  # noqa: PLR0913 - four arrays that belong together
 
         return train_adapter(part.evenly_weighted(), recipe=recipe, seed=seed, device=device, report=report)
 
-    data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore, weights)
+    data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore, weights, common)
     if recipe.closed_form:
         chosen = _choose(data, adapter if recipe.adapter else None, seed)
     else:
@@ -120,7 +123,7 @@ def _choose(
 ) -> _Candidate:
     """Return the linear discriminant, or the adapter, if any, where its loss on held-out prototypes is lower."""
     folds = _folds(data.labels, seed)
-    tested, first = folds >= 0, folds == 0
+    tested, first = (folds >= 0) & data.common_rows, (folds == 0) & data.common_rows
     if not tested.any():
         nearest_mean = tuple(_discriminants(data, (0.0,)))
         temperature, _ = calibrate(logits_of(nearest_mean, data.values), data.labels)
@@ -128,7 +131,8 @@ def _choose(
     logits = _cross_validated(data, folds)
     held_out = data.part(tested)
     rows = held_out.even_rows
-    calibrated = [calibrate(each[tested][rows], held_out.labels[rows]) for each in logits]
+    common = data.common_classes
+    calibrated = [calibrate(each[tested][rows], held_out.labels[rows], common=common) for each in logits]
     best = int(np.argmin([losses.mean() for _, losses in calibrated]))
     temperature, losses = calibrated[best]
     layers = tuple(_discriminants(data, (SHARES[best],)))
@@ -138,8 +142,9 @@ def _choose(
     training, held_out = data.part(~first), data.part(first)
     rows = held_out.even_rows
     trial, _ = adapter(training)
-    temperature, losses = calibrate(logits_of(trial, held_out.extrapolated()[rows]), held_out.labels[rows])
-    gain = calibrate(logits[best, first][rows], held_out.labels[rows])[1] - losses
+    labels, trial_logits = held_out.labels[rows], logits_of(trial, held_out.extrapolated()[rows])
+    temperature, losses = calibrate(trial_logits, labels, common=common)
+    gain = calibrate(logits[best, first][rows], labels, common=common)[1] - losses
     if gain.mean() <= gain.std(ddof=1) / math.sqrt(len(gain)):
         return linear
     return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
@@ -174,7 +179,7 @@ def _cross_validated(data: TrainingSet, folds: NDArray[np.int64]) -> NDArray[np.
 
 def _discriminants(data: TrainingSet, shares: Sequence[float]) -> Iterator[Dense]:
     even = data.evenly_weighted()
-    return discriminants(even.centers, even.deviations, even.samples, shares)
+    return discriminants(even.centers, even.deviations, even.samples, shares, common=even.common_classes)
 
 
 def _divided(head: _Candidate, present: NDArray[np.bool_]) -> tuple[Dense, ...]:

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from protocol.errors import ProtofleetError
 
+TINY = 1e-30
+"""Keeps a divisor above zero."""
+
 
 @dataclass(frozen=True)
 class TrainingSet:
@@ -25,6 +28,7 @@ class TrainingSet:
         num_classes: C, the classes of the task.
         restore: restore the variance that averaging removed.
         weights: (m,), how much each prototype counts, 1 on average; None if all count alike.
+        common: (m,), False in a class on so few devices that one could decide about others; None if none is.
     """
 
     values: NDArray[np.float32]
@@ -33,6 +37,7 @@ class TrainingSet:
     num_classes: int
     restore: bool
     weights: NDArray[np.float64] | None = None
+    common: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         """Check the arrays.
@@ -88,7 +93,18 @@ class TrainingSet:
             labels=self.labels[rows],
             counts=self.counts[rows],
             weights=weights,
+            common=None if self.common is None else self.common[rows],
         )
+
+    @property
+    def common_rows(self) -> NDArray[np.bool_]:
+        """The prototypes (m,) of common classes."""
+        return np.ones(len(self.labels), dtype=np.bool_) if self.common is None else self.common
+
+    @property
+    def common_classes(self) -> NDArray[np.bool_]:
+        """The common classes (C,)."""
+        return np.bincount(self.labels[self.common_rows], minlength=self.num_classes) > 0
 
     @cached_property
     def centers(self) -> NDArray[np.float32]:
@@ -101,9 +117,19 @@ class TrainingSet:
 
     @cached_property
     def deviations(self) -> NDArray[np.float32]:
-        """The deviations (m, L) of the features from their class centers."""
+        """The deviations (m, L) of the features from their class centers.
+
+        Those of a class that is not common are no longer than those of the common ones, by the mean of their squares.
+        """
         spread = np.sqrt(self.counts).astype(np.float32)[:, None] if self.restore else np.float32(1)
-        return np.asarray(spread * (self.values - self.centers[self.labels]))
+        deviations = np.asarray(spread * (self.values - self.centers[self.labels]))
+        rare = ~self.common_rows
+        if rare.any():
+            squares = (deviations.astype(np.float64) ** 2).sum(axis=1)
+            of_class = np.bincount(self.labels, squares) / np.maximum(np.bincount(self.labels), 1)
+            limit = np.sqrt(np.minimum(squares[~rare].mean() / np.maximum(of_class, TINY), 1))
+            deviations[rare] *= limit[self.labels[rare], None].astype(np.float32)
+        return deviations
 
     @cached_property
     def features(self) -> NDArray[np.float32]:

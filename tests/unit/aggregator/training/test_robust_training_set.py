@@ -8,7 +8,7 @@ import pytest
 
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import (
     TRIMMED_SHARE,
@@ -98,19 +98,101 @@ def test_class_of_few_devices_is_unchanged(by: str) -> None:
 def test_flood_of_one_device_does_not_decide(by: Literal["none", "trimmed", "median"]) -> None:
     """A device that sends 3,000 prototypes under false labels, among eight of eighteen."""
     parts = [*fleet(8).values(), flipped(honest(9, prototypes=1000))]
-    assert _accuracy(combine(parts, by=by)) > 0.95
-    assert _accuracy(pool(parts)) < 0.05
+    fresh = honest(20, prototypes=50)
+    assert _accuracy(combine(parts, by=by), fresh) > 0.95
+    assert _accuracy(pool(parts), fresh) < 0.05
 
 
-def _accuracy(data: Prototypes) -> float:
-    """Return the accuracy of the linear head of a training set on new prototypes."""
-    trained = train_head(
+SIZE, RARE, IMAGES = 48, 5, 5
+"""Features, the number of a class that one device alone has, and the images in a prototype."""
+
+
+def _overlapping(seed: int, *, rows: int = 3, images: int = IMAGES) -> Prototypes:
+    """Return the prototypes of a device with five classes whose variance is greatest in few directions."""
+    deviations = np.arange(1, SIZE + 1) ** -0.75
+    centers = 2 + 0.5 * deviations * np.random.default_rng(0).normal(size=(RARE, SIZE))
+    labels = np.repeat(np.arange(RARE), rows)
+    noise = deviations * np.random.default_rng(seed).normal(size=(len(labels), SIZE)) / np.sqrt(images)
+    return Prototypes((centers[labels] + noise).astype(np.float32), labels, np.full(len(labels), images))
+
+
+@pytest.mark.parametrize(("kind", "images"), [("scattered", 9), ("copied", 2), ("far", 2)])
+def test_class_of_one_device_does_not_decide_the_others(kind: str, images: int) -> None:
+    """Its prototypes have ordinary lengths, and hide the other classes, or lie on the side of several of them."""
+    parts = [_overlapping(10 + device) for device in range(10)]
+    values = _false_values(pool(parts), kind)
+    rare = Prototypes(values, np.full(len(values), RARE), np.full(len(values), images))
+    data = combine([pool([parts[0], rare]), *parts[1:]], by="none")
+    assert data.common.tolist() == (data.labels != RARE).tolist()
+    fresh = _overlapping(99, rows=200, images=1)
+    assert _accuracy(data, fresh) > 0.88
+    assert _accuracy(replace(data, common=np.ones_like(data.common)), fresh) < 0.75
+    assert _accuracy(combine(parts, by="none"), fresh) == pytest.approx(0.947, abs=0.01)
+
+
+def _false_values(data: Prototypes, kind: str) -> np.ndarray:
+    means = np.stack([data.values[data.labels == label].mean(axis=0) for label in range(RARE)])
+    if kind == "copied":
+        return means[:1]
+    if kind == "far":
+        away = means[:3] - means.mean(axis=0)
+        far: np.ndarray = (means.mean(axis=0) + away.sum(axis=0))[None]
+        return far
+    steps = np.concatenate([np.diff(means, axis=0), -np.diff(means, axis=0)])
+    length = np.median(np.linalg.norm(data.values, axis=1))
+    values: np.ndarray = steps * length / np.linalg.norm(steps, axis=1, keepdims=True)
+    return values.astype(np.float32)
+
+
+def test_spread_of_a_class_of_one_device_is_limited() -> None:
+    """Three times as wide makes no difference between the other classes."""
+    parts = [_overlapping(10 + device) for device in range(10)]
+    fresh = _overlapping(99).values
+    logits = []
+    for scale in (1, 3):
+        values = 2 + scale * np.random.default_rng(0).normal(size=(10, SIZE))
+        values += 2 - values.mean(axis=0)
+        rare = Prototypes(values.astype(np.float32), np.full(10, RARE), np.full(10, IMAGES))
+        data = combine([pool([parts[0], rare]), *parts[1:]], by="none")
+        of_others = logits_of(_trained(data).layers, fresh)[:, :RARE]
+        logits.append(of_others - of_others.mean(axis=1, keepdims=True))
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("parts", "common"),
+    [
+        (list(fleet(4).values()), {0, 1, 2}),  # no class is on five devices
+        ([*fleet(4).values(), honest(4, labels=(0, 1))], {0, 1}),
+        ([*fleet(4).values(), honest(4, labels=(0,))], {0, 1, 2}),  # only one is
+        ([honest(n, labels=(0, 1)) for n in range(5)] + [honest(5, prototypes=60)], {0, 1}),
+        (
+            [honest(n, labels=(0, 1), prototypes=2) for n in range(5)]
+            + [honest(n, labels=(2,), prototypes=20) for n in range(5, 9)],
+            {0, 1, 2},  # the others have most of the prototypes
+        ),
+    ],
+)
+def test_classes_on_few_devices_count_for_what_all_share_where_they_are_needed(
+    parts: list[Prototypes], common: set[int]
+) -> None:
+    data = combine(parts, by="none")
+    assert set(data.labels[data.common].tolist()) == common
+
+
+def _trained(data: Prototypes) -> TrainedHead:
+    return train_head(
         *(data.values, data.labels, data.counts),
         weights=data.weights if isinstance(data, WeightedPrototypes) else None,
-        num_classes=3,
+        common=data.common if isinstance(data, WeightedPrototypes) else None,
+        num_classes=RARE + 1,
         recipe=replace(RECIPES["default"], adapter=False),
         seed=0,
         device="cpu",
     )
-    fresh = honest(20, prototypes=50)
-    return float((logits_of(trained.layers, fresh.values).argmax(axis=1) == fresh.labels).mean())
+
+
+def _accuracy(data: Prototypes, fresh: Prototypes) -> float:
+    """Return the accuracy of the linear head of a training set on new prototypes."""
+    logits = logits_of(_trained(data).layers, fresh.values)
+    return float((logits.argmax(axis=1) == fresh.labels).mean())
