@@ -102,7 +102,7 @@ def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) ->
         "the refusal", lambda s: len(s["heads"]) == 3 and s["heads"][2]["state"] == "rejected"
     )
     tried = _canary(3, names)
-    assert summary["heads"][2]["reason"].startswith(f"{tried} cannot use it: the head does not give")
+    assert summary["heads"][2]["reason"].startswith(f"{tried} cannot use it: the head gives NaN")
     log = fleet.log(tried)
     assert "head 3 refused, the previous head stays in use" in log
     assert not [name for name in fleet.processes if "Traceback" in fleet.log(name)]
