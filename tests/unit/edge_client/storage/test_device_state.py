@@ -1,5 +1,6 @@
 """A device's state directory."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,14 +113,14 @@ def test_an_empty_database_is_damaged(tmp_path: Path, *, read_only: bool) -> Non
 def test_a_kill_while_the_database_is_made_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written beside its place, and renamed: the next start makes it."""
+    """It is written beside its place first: the next start makes it."""
 
     def kill(*_: object) -> None:
         raise SystemExit
 
     (tmp_path / ".gitignore").write_text("*")
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", kill)
+        patched.setattr(os, "link", kill)
         with pytest.raises(SystemExit):
             DeviceState(tmp_path)
     assert not (tmp_path / "device.sqlite").exists()
