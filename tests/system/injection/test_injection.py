@@ -54,7 +54,7 @@ def test_no_fault_of_a_call_loses_anything(
 
 
 def test_an_interrupted_run_ends_its_lives() -> None:
-    """It does not wait until they are complete: whoever interrupts it a second time would leave their brokers."""
+    """It does not wait until they are complete: a second interrupt would leave their brokers."""
 
     class Waiting:
         """Programs whose lives last until they are abandoned; one of them has ended before."""
