@@ -24,7 +24,7 @@ MAX_PLANES = 5
 _SCALE = 256.0
 """Class means are rounded to this fraction in the prediction."""
 
-_EXACT_ROWS = 2**24 // MAX_VALUE**2
+EXACT_ROWS = 2**24 // MAX_VALUE**2
 """Rows whose products add up to less than 2**24: float32 sums of them are exact."""
 
 _BLOCK = 256
@@ -47,9 +47,9 @@ def add_products(matrix: NDArray[np.int64], rows: NDArray[Any], weights: NDArray
         weights: (n,) integers, at least 1; None for ones. They add up to less than 2**39.
     """
     dtype: type[np.floating[Any]] = np.float32 if weights is None else np.float64
-    for start in range(0, len(rows), _EXACT_ROWS):
-        block = rows[start : start + _EXACT_ROWS].astype(dtype)
-        weighted = block if weights is None else block * weights[start : start + _EXACT_ROWS, None]
+    for start in range(0, len(rows), EXACT_ROWS):
+        block = rows[start : start + EXACT_ROWS].astype(dtype)
+        weighted = block if weights is None else block * weights[start : start + EXACT_ROWS, None]
         for at in range(0, len(matrix), _BLOCK):
             products = weighted[:, at : at + _BLOCK].T @ block[:, at:]
             matrix[at : at + _BLOCK, at:] += products.astype(np.int64)

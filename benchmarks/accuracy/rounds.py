@@ -164,7 +164,7 @@ def _client_round(
             if count
         ),
         unusable=(),
-        changes=made.changes,
+        tensors=made.changes,
         loss=made.loss,
     )
     payload = encode_submission(

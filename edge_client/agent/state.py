@@ -211,6 +211,8 @@ class State:
             return ()
         program, seen = self.manifest.program, self.current_round
         graphs = (program.init, program.step, program.project, program.head) if program else ()
+        if (statistics := self.manifest.statistics) is not None:
+            graphs = (*graphs, statistics.map)
         return (*((seen.tensors,) if seen else ()), *self.manifest.backbones, *graphs)
 
     @property

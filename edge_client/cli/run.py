@@ -195,12 +195,15 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
         spans = " to ".join(map(str, sorted({min(entry.counts), max(entry.counts)}))) if entry.counts else ""
         say(
             f"{entry.name}: {counted(entry.images, 'image')}, {entry.held_out} held out; "
-            f"{counted(len(entry.counts), 'prototype')}"
+            f"{counted(len(entry.counts), prepared.form)}"
             + (f" of {spans} {'image' if spans == '1' else 'images'}" if spans else ", too few images")
         )
     rows, size = prepared.prototypes.shape
-    for name, change in prepared.changes.items():
-        shape = " x ".join(map(str, change.shape))
+    for name, tensor in prepared.tensors.items():
+        if prepared.form == "class sum":
+            say(f"second moment of the features: {len(tensor.data)} bytes")
+            continue
+        shape = " x ".join(map(str, tensor.shape))
         say(f"change of {name} in training: {shape} float16 values, in every round")
     for path, reason in prepared.unusable:
         say(f"image omitted: {path}: {reason}")
@@ -210,6 +213,8 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
             f"together, at delta {spent.delta:g}; an upload will have other noise"
         )
     say(
-        f"{counted(rows, 'prototype')} of {size} float16 values each: {size_bytes} bytes would be uploaded; "
-        "nothing was uploaded"
+        f"{counted(rows, prepared.form)} of {size} {prepared.prototypes.dtype} values each: {size_bytes} bytes "
+        "would be uploaded; nothing was uploaded"
     )
+    if prepared.warning:
+        say(f"warning: {prepared.warning}")

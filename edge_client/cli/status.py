@@ -33,7 +33,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         pending = f"; {entry['waiting']} waiting for {entry['more_needed']} more" if entry["waiting"] else ""
         say(
             f"class      {entry['name']}: {counted(entry['images'], 'image')}, {entry['held_out']} held out, "
-            f"{counted(len(entry['counts']), 'prototype')}{pending}"
+            f"{counted(len(entry['counts']), report['form'])}{pending}"
         )
     if (extraction := summary["extraction"]) is not None:
         speed = describe_speed(extraction["images_per_s"], extraction["left_s"]) if summary["running"] else ""
@@ -47,7 +47,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
             f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
             f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
         )
-    for label in filter(summary.get, ("duplicate", "problem")):
+    for label in filter(summary.get, ("duplicate", "warning", "problem")):
         say(f"{label:10} {summary[label]}")
     sent = "received by the aggregator" if summary["received"] else "not received yet"
     say(f"submission {report['size_bytes']} bytes, {sent}" if summary["report"] else "submission none")
@@ -100,6 +100,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         "skipped_files": dict(left_out.skipped),
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
         "duplicate": store.get(Duplicate).summary,
+        "warning": report.warning,
         "problem": next(filter(None, problems), ""),
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,

@@ -13,13 +13,21 @@ UPLOADS_MORE = "the task asks for perturbed prototypes, and uploads unperturbed 
 BOTH = "the task asks for perturbation and for differential privacy: the two cannot be combined"
 IN_ROUNDS = "the task asks for differential privacy in rounds, where the influence of one image is unbounded"
 FILTERS = "the task asks for differential privacy and filters outliers, which depends on other images"
+STATISTICS_IN_ROUNDS = "the task asks for statistics and for rounds: the two cannot be combined"
+NOISY_STATISTICS = (
+    "the task asks for statistics, and for noise on prototypes or differential privacy, which they lack"
+)
+FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which depends on other images"
 LARGE_DELTA = f"the task asks for differential privacy at a delta above {MAX_DELTA}, which is too weak"
 NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon requires it"
 BUDGET = "the privacy budget is spent: nothing new is uploaded"
 NO_PROTOTYPE = "with its noise, no class has enough images to upload a prototype"
 FAILED = "differential privacy has failed on this device: nothing is uploaded; see the device's log"
 
-TASK_PROBLEMS = (UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE)
+TASK_PROBLEMS = (
+    *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE),
+    *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
+)
 PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, NO_PROTOTYPE, FAILED, LOST, NO_ACCOUNTANT, TOO_LARGE})
 """Problems whose texts reveal nothing about any image."""
 
@@ -30,12 +38,16 @@ HEAD_REFUSED = "the head cannot be used on this device; see its log"
 def check_task(manifest: TaskManifest, *, max_epsilon: float | None = None) -> None:
     """Raise PrivacyRefused unless a task's privacy settings can be honored, and satisfy the device's owner."""
     how, program, wanted = manifest.perturbation, manifest.program, manifest.differential_privacy
+    on_prototypes, statistics = how is not None and how.on == "prototypes", manifest.statistics is not None
     problems = {
-        UPLOADS_MORE: how is not None and how.on == "prototypes" and program is not None and program.uploaded,
+        UPLOADS_MORE: on_prototypes and program is not None and program.uploaded,
         NOT_PRIVATE: wanted is None and max_epsilon is not None,
         BOTH: wanted is not None and how is not None,
         IN_ROUNDS: wanted is not None and program is not None,
         FILTERS: wanted is not None and manifest.alpha != 1,
+        STATISTICS_IN_ROUNDS: statistics and program is not None,
+        NOISY_STATISTICS: statistics and (on_prototypes or wanted is not None),
+        FILTERED_STATISTICS: statistics and manifest.alpha != 1,
         LARGE_DELTA: wanted is not None and wanted.delta > MAX_DELTA,
     }
     for problem, is_there in problems.items():

@@ -4,7 +4,7 @@ Every field has a default, which stands for a fact that was never stored.
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -133,12 +133,20 @@ class LeftOut(msgspec.Struct, frozen=True):
     skipped: Mapping[str, int] = {}
 
 
+SubmissionForm = Literal["prototype", "class sum", "group"]
+"""A submission's rows."""
+
+
 class SubmissionReport(msgspec.Struct, frozen=True):
     """Contents of the newest submission: its classes, unusable images with reasons, and size."""
 
     classes: tuple[ClassReport, ...] = ()
     unusable: tuple[tuple[str, str], ...] = ()
     size_bytes: int = 0
+    form: SubmissionForm = "prototype"
+    """What `counts` of each class count the images of."""
+    warning: str = ""
+    """What the device's owner should know of the upload."""
 
 
 class PrivacySpent(msgspec.Struct, frozen=True):

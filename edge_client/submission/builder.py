@@ -20,6 +20,7 @@ from edge_client.submission.prepared_submission import (
 )
 from edge_client.submission.private_submission import prepare_private
 from edge_client.submission.round_submission import RoundTraining
+from edge_client.submission.statistics_submission import prepare_statistics
 from edge_client.training.trainer import Diverged
 from protocol.cli import plain
 from protocol.errors import (
@@ -100,6 +101,8 @@ class SubmissionBuilder:
                     on_progress=progress.update,
                     should_stop=should_stop,
                 )
+        if manifest.statistics is not None:
+            return prepare_statistics(self._workspace, manifest, manifest.statistics, found, should_stop)
         return prepare_prototypes(self._workspace, manifest, found)
 
     def _put(self, build: BuildSubmission, prepared: PreparedSubmission) -> UploadItem:
@@ -134,7 +137,7 @@ class SubmissionBuilder:
             "submission built",
             task=build.task.hex()[:12],
             round=None if build.round is None else build.round.number,
-            prototypes=len(prepared.counts),
+            **{prepared.form.replace(" ", "_") + "s": len(prepared.counts)},
             images=sum(entry.images for entry in prepared.classes),
             loss=prepared.loss,
             epsilon=cost and cost.epsilon,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edge_client.data.prototype_averaging import average
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
-from edge_client.storage.stored_values import ClassReport, SubmissionReport
+from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.image_grouping import ReleasedImages, group_images
 from edge_client.training.local_round import LocalModel
@@ -30,30 +30,36 @@ class NoPrototype(ProtofleetError):
 class PreparedSubmission:
     """A device's contribution: m prototypes float16 (m, L), their class indices (m,), and the images in each (m,).
 
-    In rounds `changes` are uploaded beside the prototypes, `loss` is the mean over the last epoch of training, if there
-    was one, and `local_model` stays on the device. Under differential privacy `privacy` is the cost.
+    Of a task with statistics they are class sums int32 (p, D) or groups of images int8 (m, D). `tensors` are uploaded
+    beside them: in rounds the changes, with class sums the second moment. In rounds `loss` is the mean over the last
+    epoch of training, if there was one, and `local_model` stays on the device. Under differential privacy `privacy` is
+    the cost.
     """
 
-    prototypes: NDArray[np.float16]
+    prototypes: NDArray[np.float16] | NDArray[np.int32] | NDArray[np.int8]
     labels: NDArray[np.uint32]
     counts: NDArray[np.uint32]
     classes: tuple[ClassReport, ...]
     unusable: tuple[tuple[Path, str], ...]
-    changes: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     loss: float | None = None
     privacy: Privacy | None = None
     local_model: LocalModel | None = None
+    form: SubmissionForm = "prototype"
+    warning: str = ""
+    """What its owner should know of the upload."""
 
     @property
     def fingerprint(self) -> str:
-        """Return a digest that is equal for equal prototypes, labels and counts."""
-        parts = (self.prototypes.tobytes(), self.labels.tobytes(), self.counts.tobytes())
+        """Return a digest that is equal for equal prototypes, labels, counts and tensors."""
+        parts = [self.prototypes.tobytes(), self.labels.tobytes(), self.counts.tobytes()]
+        parts += [self.tensors[name].data for name in sorted(self.tensors)]
         return digest_of(b"".join(map(digest_of, parts))).hex()
 
     def report(self, size_bytes: int) -> SubmissionReport:
         """Return the report that `edge-client status` shows."""
         unusable = tuple((plain(str(path)), plain(reason)) for path, reason in self.unusable)
-        return SubmissionReport(self.classes, unusable, size_bytes)
+        return SubmissionReport(self.classes, unusable, size_bytes, self.form, self.warning)
 
 
 def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundImages) -> PreparedSubmission:
@@ -135,7 +141,7 @@ def encode_submission(
     """
     private = is_private(manifest)
     if private != (prepared.privacy is not None) or (
-        private and (prepared.changes or prepared.loss is not None)
+        private and (prepared.tensors or prepared.loss is not None)
     ):
         raise PrivacyRefused(FAILED)
     images = sum(each.images for each in prepared.classes)
@@ -150,7 +156,7 @@ def encode_submission(
             images=min(int(prepared.counts.sum()) if private else images, MAX_IMAGES),
             omitted_classes=() if private else omitted,
             round=round_number,
-            tensors=dict(prepared.changes),
+            tensors=dict(prepared.tensors),
             loss=prepared.loss,
             privacy=prepared.privacy,
         )

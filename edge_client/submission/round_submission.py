@@ -111,7 +111,7 @@ class RoundTraining:
             counts=result.counts,
             classes=tuple(reports),
             unusable=found.unusable,
-            changes=result.changes,
+            tensors=result.changes,
             loss=result.loss,
             local_model=result.local_model,
         )

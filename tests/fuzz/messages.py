@@ -1,13 +1,16 @@
-"""Decoding of every message, of topics and of signed manifests."""
+"""Decoding of every message, of topics, of signed manifests and of second moments."""
 
 import contextlib
+import zlib
 from collections.abc import Iterable
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
+import numpy as np
 
+from protocol import second_moment
 from protocol.errors import BadSignature, MalformedMessage
-from protocol.wire.codec import decode, encode, message_kind, to_array
+from protocol.wire.codec import decode, encode, message_kind, to_array, to_tensor
 from protocol.wire.messages import MAX_FRAME_BYTES, MAX_SIGNED_BYTES, Frame, Message, Tensor
 from protocol.wire.signing import open_manifest, sign_manifest
 from protocol.wire.topics import device_topic, is_name, parse_device_topic
@@ -120,6 +123,31 @@ def open_signed(data: bytes) -> None:
         assert (signed.release, signed.body) in SIGNED.values()
 
 
+COUNTS = np.array([5, 2], np.uint8)
+SIZES = (1, 3, 30)
+SUMS = {size: np.arange(2 * size, dtype=np.int32).reshape(2, size) for size in SIZES}
+MOMENTS = {size: np.arange(second_moment.triangle_size(size)) * 37 - 99 for size in SIZES}
+
+
+def decode_moment(data: bytes) -> None:
+    """Decode a second moment of the size that the first byte selects, from a stream and from what one expands to."""
+    if not data:
+        return
+    sums = SUMS[SIZES[data[0] % len(SIZES)]]
+    for stream in (data[1:], zlib.compress(data[1:], 1)):
+        with contextlib.suppress(MalformedMessage):
+            tensor = to_tensor(np.frombuffer(stream, np.uint8))
+            triangle = second_moment.decode(tensor, COUNTS, sums)
+            again = second_moment.decode(second_moment.encode(triangle, COUNTS, sums), COUNTS, sums)
+            np.testing.assert_array_equal(triangle, again)
+
+
+def _moments() -> Iterable[bytes]:
+    for number, size in enumerate(SIZES):
+        stream = second_moment.encode(MOMENTS[size], COUNTS, SUMS[size]).data
+        yield from (bytes([number]) + stream, bytes([number]) + zlib.decompress(stream))
+
+
 MESSAGES = Target(
     "messages",
     decode_any,
@@ -138,3 +166,4 @@ TOPICS = Target(
     share=20,
 )
 SIGNATURES = Target("signatures", open_signed, lambda: SIGNED, of_message(), share=8)
+SECOND_MOMENT = Target("second_moment", decode_moment, _moments, share=3)

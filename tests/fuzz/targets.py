@@ -6,7 +6,7 @@ from tests.fuzz.aggregators import AGGREGATOR
 from tests.fuzz.devices import DEVICE
 from tests.fuzz.files import ARRAYS, ENROLLMENT, METADATA
 from tests.fuzz.graphs import GRAPHS
-from tests.fuzz.messages import MESSAGES, SIGNATURES, TOPICS
+from tests.fuzz.messages import MESSAGES, SECOND_MOMENT, SIGNATURES, TOPICS
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
 from tests.fuzz.transfers import ASSEMBLY, REASSEMBLY
@@ -16,7 +16,7 @@ TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         *(MESSAGES, TOPICS, SIGNATURES, ASSEMBLY, REASSEMBLY, DEVICE, AGGREGATOR, UPLOADED, GRAPHS),
-        *(ARRAYS, METADATA, ENROLLMENT),
+        *(ARRAYS, METADATA, ENROLLMENT, SECOND_MOMENT),
     )
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -41,6 +41,7 @@ def class_sums(rows: NDArray[Any], labels: NDArray[Any]) -> tuple[NDArray[np.uin
     return np.array([(labels == each).sum() for each in classes], np.uint32), np.array(sums, np.int32)
 
 
+@settings(max_examples=30)
 @given(ROWS, st.integers(0, 40), st.randoms())
 def test_any_order_and_any_division_gives_the_same_integers(rows: NDArray[Any], at: int, random: Any) -> None:
     shuffled = rows[random.sample(range(len(rows)), len(rows))]
@@ -48,6 +49,7 @@ def test_any_order_and_any_division_gives_the_same_integers(rows: NDArray[Any], 
         np.testing.assert_array_equal(result, direct(rows))
 
 
+@settings(max_examples=30)
 @given(ROWS, st.data())
 def test_row_with_a_weight_is_as_many_rows(rows: NDArray[Any], data: st.DataObject) -> None:
     weights = data.draw(hnp.arrays(np.uint32, len(rows), elements=st.integers(1, 300)))
@@ -63,6 +65,7 @@ def test_sums_of_many_largest_values_are_exact() -> None:
     assert (added(rows) == 2500 * (127**2 + 126**2)).all()
 
 
+@settings(max_examples=30)
 @given(ROWS)
 def test_triangle_of_a_matrix_gives_it_back(rows: NDArray[Any]) -> None:
     triangle, size = direct(rows), rows.shape[1]
@@ -72,6 +75,7 @@ def test_triangle_of_a_matrix_gives_it_back(rows: NDArray[Any]) -> None:
     assert len(triangle) == triangle_size(size)
 
 
+@settings(max_examples=30)
 @given(ROWS, st.data())
 def test_encoding_gives_the_triangle_back(rows: NDArray[Any], data: st.DataObject) -> None:
     labels = data.draw(hnp.arrays(np.uint8, len(rows), elements=st.integers(0, 3)))
@@ -139,6 +143,7 @@ def test_malformed_encoding_is_refused(
         decode(tensor, counts, sums)
 
 
+@settings(max_examples=30)
 @given(st.one_of(st.binary(max_size=40), st.binary(max_size=40).map(zlib.compress)))
 def test_random_bytes_are_refused_or_valid(data: bytes) -> None:
     with contextlib.suppress(MalformedMessage):

@@ -1,0 +1,159 @@
+"""Submissions of statistics: sums of the images' mapped features, or of groups of images (ADR 0029)."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.data.statistics import RowSums, group_rows, to_rows
+from edge_client.progress_bar import Progress
+from edge_client.runtime.program_graph import Graph, open_graph
+from edge_client.storage.stored_values import ClassReport
+from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_grouping import ReleasedImages, group_images
+from edge_client.submission.prepared_submission import PreparedSubmission, require_prototype
+from edge_client.training.trainer import project
+from protocol import second_moment
+from protocol.errors import GraphRefused, Interrupted
+from protocol.log import event
+from protocol.wire.messages import Statistics, TaskManifest
+
+log = logging.getLogger(__name__)
+
+
+def prepare_statistics(
+    workspace: Workspace,
+    task: TaskManifest,
+    wanted: Statistics,
+    found: FoundImages,
+    should_stop: Callable[[], bool],
+) -> PreparedSubmission:
+    """Return class sums and second moment of the mapped features, or rows if the task averages groups of images.
+
+    The images are those that a task with prototypes would average: training images in whole groups.
+
+    Raises:
+        NoPrototype: no class has enough images.
+        GraphRefused: the map cannot be used, or its values are no integers in range.
+        Diverged: the map gives NaN or infinity.
+        Interrupted: `should_stop` returned True.
+    """
+    released = group_images(workspace, task, found)
+    images = sum(len(each.images) for each in released)
+    mapped = _MappedFeatures(workspace, task, wanted, should_stop, images=images)
+    try:
+        if max(task.batch_size, task.min_images) > 1:
+            return _groups(task, found, released, mapped)
+        return _sums(task, found, released, mapped)
+    finally:
+        mapped.progress.close()
+
+
+class _MappedFeatures:
+    """Rows of images: their features from the cache, mapped by the task's graph."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        task: TaskManifest,
+        wanted: Statistics,
+        should_stop: Callable[[], bool],
+        *,
+        images: int,
+    ) -> None:
+        self.size = wanted.size
+        self.progress = Progress("summing features")
+        self._workspace, self._keys, self._should_stop = workspace, training_feature_keys(task), should_stop
+        self._done, self._images = 0, images
+        self._graph = _open_map(workspace, task, wanted)
+
+    def rows(self, released: ReleasedImages) -> Iterator[NDArray[np.int8]]:
+        """Yield the rows of one class's images, int8 (any, D)."""
+        identities = [image.identity for image in released.images]
+        for features in self._workspace.cache.chunks(identities, *self._keys):
+            if self._should_stop():
+                raise Interrupted("the sums were interrupted; they start again")
+            yield to_rows(project(self._graph, features, state={}, tensors={}))
+            self._done += len(features)
+            self.progress.update(self._done, self._images)
+
+
+def _open_map(workspace: Workspace, task: TaskManifest, wanted: Statistics) -> Graph:
+    graph = open_graph(workspace.store.blobs.read(wanted.map.digest), role="project")
+    size = sum(each.metadata.feature_size for each in workspace.backbones(task))
+    expected, got = (size, wanted.size), (graph.metadata.feature_size, graph.metadata.projection_size)
+    if got != expected:
+        raise GraphRefused(
+            f"expected a map of {expected[0]} features to {expected[1]} values, {wanted.map.name} is one of {got[0]} "
+            f"to {got[1]}"
+        )
+    return graph
+
+
+def _sums(
+    task: TaskManifest, found: FoundImages, released: list[ReleasedImages], mapped: _MappedFeatures
+) -> PreparedSubmission:
+    sums = RowSums(mapped.size)
+    for label, each in enumerate(released):
+        for rows in mapped.rows(each):
+            sums.add(label, rows)
+    used: list[tuple[int, ...]] = [(len(each.images),) if each.images else () for each in released]
+    reports = _reports(task, found, released, used)
+    labels, counts, class_sums, triangle = sums.result()
+    warning = ""
+    if (images := int(counts.sum())) < mapped.size:
+        warning = (
+            f"the sums of {images} images reveal features of single ones, as a feature has {mapped.size} values: add "
+            "images, or a task with a larger batch_size"
+        )
+        event(log, logging.WARNING, "sums reveal features of single images", images=images, size=mapped.size)
+    return PreparedSubmission(
+        prototypes=class_sums,
+        labels=labels,
+        counts=counts,
+        classes=reports,
+        unusable=found.unusable,
+        tensors={"second_moment": second_moment.encode(triangle, counts, class_sums)},
+        form="class sum",
+        warning=warning,
+    )
+
+
+def _groups(
+    task: TaskManifest, found: FoundImages, released: list[ReleasedImages], mapped: _MappedFeatures
+) -> PreparedSubmission:
+    made = [
+        group_rows(mapped.rows(each), np.array(each.prototypes, np.intp), size=mapped.size)
+        for each in released
+    ]
+    sizes = [counts for _, counts in made]
+    reports = _reports(task, found, released, [tuple(map(int, counts)) for counts in sizes])
+    return PreparedSubmission(
+        prototypes=np.concatenate([rows for rows, _ in made]),
+        labels=np.repeat(np.arange(len(made), dtype=np.uint32), list(map(len, sizes))),
+        counts=np.concatenate(sizes),
+        classes=reports,
+        unusable=found.unusable,
+        form="group",
+    )
+
+
+def _reports(
+    task: TaskManifest, found: FoundImages, released: list[ReleasedImages], counts: list[tuple[int, ...]]
+) -> tuple[ClassReport, ...]:
+    """Return the report of each class with images; raises NoPrototype if no class has enough."""
+    reports = tuple(
+        ClassReport(
+            task.classes[label],
+            len(members),
+            len(members) - len(found.for_training(label)),
+            counts[label],
+            each.waiting,
+            each.more_needed,
+        )
+        for label, each in enumerate(released)
+        if (members := found.of_class(label))
+    )
+    require_prototype(task, reports, found)
+    return reports
