@@ -37,6 +37,9 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     seed: Natural = 0
 
 
+MAX_MULTIPLE = 5.0
+
+
 class Robust(msgspec.Struct, frozen=True, kw_only=True):
     """`[robust]`: protection against wrong prototypes and, in rounds, wrong changes of parameters."""
 
@@ -46,6 +49,8 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     """Greatest share of trainings of honest devices in which one of them is quarantined."""
     combine: Literal["none", "trimmed", "median"] = "none"
     """How the prototypes of a class, and in rounds the changes of parameters, are combined."""
+    max_multiple: Annotated[float, Meta(ge=0, le=1e6)] = MAX_MULTIPLE
+    """Times the images of the median device that a device's images count at most; 0 is without limit."""
     clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
     """In rounds, distance of values from the others', in those of the median device, to which they are limited."""
 

@@ -66,7 +66,12 @@ def run(job: HeadJob) -> Result:
             released=job.released,
         )
     included = [part for device, part in parts.items() if device not in judgment.quarantined]
-    data = combine(included, by=job.robust.combine, disputed=judgment.disputed)
+    data = combine(
+        included,
+        by=job.robust.combine,
+        max_multiple=job.robust.max_multiple,
+        disputed=judgment.disputed,
+    )
     report_progress({"prototypes": len(data.labels)})
     started_s = time.perf_counter()
     trained = train_head(

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.weights import MIN_DEVICES, limited, prototype_weights
@@ -51,16 +52,17 @@ def combine(
     parts: Sequence[Prototypes],
     *,
     by: Literal["none", "trimmed", "median"],
+    max_multiple: float = MAX_MULTIPLE,
     disputed: Collection[int] = (),
 ) -> WeightedPrototypes:
     """Return the training set of one part per device, optionally with little influence of a few bad prototypes.
 
-    No device weighs more than a multiple of the median device. `trimmed` omits the fifth of each class that is farthest
-    from the median of the devices' means; `median` shifts each device's prototypes of a class so that their mean is
-    that median. A class of fewer than MIN_DEVICES devices is neither trimmed nor shifted.
+    No device weighs more than `max_multiple` times the median device. `trimmed` omits the fifth of each class that is
+    farthest from the median of the devices' means; `median` shifts each device's prototypes of a class so that their
+    mean is that median. A class of fewer than MIN_DEVICES devices is neither trimmed nor shifted.
     """
-    weights = np.concatenate(prototype_weights(parts))
-    parts = limited(parts)
+    weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
+    parts = limited(parts, multiple=max_multiple)
     labels = np.unique(np.concatenate([part.labels for part in parts]))
     medians = {
         int(label): median

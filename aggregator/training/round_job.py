@@ -45,13 +45,14 @@ def run(job: RoundJob) -> Result:
     )
     submissions = dict(job.submissions())
     parts, refused = checked_parts(submissions.items(), expectation)
-    counted = dict(zip(parts, limited(list(parts.values())), strict=True))
+    robust = job.task_file.robust
+    counted = limited(list(parts.values()), multiple=robust.max_multiple)
     tensors, failed = aggregated(
         algorithm,
         robust_contributions(
-            [Contribution(device=device, **vars(part)) for device, part in counted.items()],
-            clip_multiple=job.task_file.robust.clip_multiple,
-            combine=job.task_file.robust.combine,
+            [Contribution(device=device, **vars(part)) for device, part in zip(parts, counted, strict=True)],
+            clip_multiple=robust.clip_multiple,
+            combine=robust.combine,
         ),
         previous,
         num_classes=len(manifest.classes),

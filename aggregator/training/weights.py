@@ -1,9 +1,10 @@
 """How much each device counts: no more than a multiple of the median device. Pure, and the same for all algorithms.
 
-A device states how many images it has, and the aggregator cannot verify it. So a device's images count up to
-MAX_MULTIPLE times those of the median device, and of a class up to MAX_MULTIPLE times those of the median device that
-has the class. Of a class that SHARED_BY devices have, none counts more than one part of PARTS: outlier detection finds
-little among so few devices, of which one would otherwise have more than half. The rest of them does not count.
+A device states how many images it has, and the aggregator cannot verify it. So a device's images count up to a
+multiple of those of the median device (`[robust]` max_multiple), and of a class up to as many times those of the
+median device that has the class. Of a class that SHARED_BY devices have, none counts more than one part of PARTS:
+outlier detection finds little among so few devices, of which one would otherwise have more than half. The rest of them
+does not count. With the multiple 0 all images count.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
-
-MAX_MULTIPLE = 5.0
-"""Times the images of the median device that a device's images count at most."""
 
 PARTS = 4
 """Parts of a class of which a device counts at most one."""
@@ -27,23 +26,25 @@ MIN_DEVICES = 3
 """Devices with a class, or in a fleet, that a median needs to outweigh one of them."""
 
 
-def limited(parts: Sequence[Prototypes]) -> list[Prototypes]:
+def limited(parts: Sequence[Prototypes], *, multiple: float = MAX_MULTIPLE) -> list[Prototypes]:
     """Return one part per device whose prototypes state at most the device's images of their class that count."""
     return [
         replace(part, counts=np.minimum(part.counts, np.maximum(row.astype(np.int64), 1)[part.labels]))
-        for part, row in zip(parts, counted_images(_images(parts)), strict=True)
+        for part, row in zip(parts, counted_images(_images(parts), multiple=multiple), strict=True)
     ]
 
 
-def prototype_weights(parts: Sequence[Prototypes]) -> list[NDArray[np.float64]]:
+def prototype_weights(
+    parts: Sequence[Prototypes], *, multiple: float = MAX_MULTIPLE
+) -> list[NDArray[np.float64]]:
     """Return the weights of each part's prototypes (m,), 1 on average over all parts.
 
-    A class weighs as much as the images of all devices together, each with at most MAX_MULTIPLE times the median
+    A class weighs as much as the images of all devices together, each with at most the multiple of the median
     device's; within the class, each device as much as its images that count.
     """
     images = _images(parts)
-    of_class = _within_totals(images).sum(axis=0)
-    counted = counted_images(images)
+    of_class = (_within_totals(images, multiple) if multiple else images).sum(axis=0)
+    counted = counted_images(images, multiple=multiple)
     share = counted / np.maximum(counted.sum(axis=0), 1)
     of_image = share * of_class / np.maximum(images, 1)
     weights = [row[part.labels] for part, row in zip(parts, of_image, strict=True)]
@@ -51,13 +52,15 @@ def prototype_weights(parts: Sequence[Prototypes]) -> list[NDArray[np.float64]]:
     return [each / mean for each in weights]
 
 
-def counted_images(images: NDArray[np.number]) -> NDArray[np.float64]:
+def counted_images(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
     """Return the images of each device and class (K, C) that count, of those stated (K, C).
 
     Laws: the order of devices does not matter; what a device states beyond the limit changes nothing.
     """
-    columns = _within_totals(images).T
-    return np.array([_limited(column) for column in columns]).reshape(columns.shape).T
+    if not multiple:
+        return images.astype(np.float64)
+    columns = _within_totals(images, multiple).T
+    return np.array([_limited(column, multiple) for column in columns]).reshape(columns.shape).T
 
 
 def _images(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
@@ -66,15 +69,15 @@ def _images(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
     return np.array([np.bincount(part.labels, part.counts, minlength=classes) for part in parts], np.float64)
 
 
-def _within_totals(images: NDArray[np.number]) -> NDArray[np.float64]:
+def _within_totals(images: NDArray[np.number], multiple: float) -> NDArray[np.float64]:
     """Return the images (K, C) without those beyond the limit of a device; its largest classes lose them."""
-    most = _limit(images.sum(axis=1))
+    most = _limit(images.sum(axis=1), multiple)
     return np.array([np.minimum(row, _level(row.astype(np.float64), most)) for row in images], np.float64)
 
 
-def _limited(images: NDArray[np.float64]) -> NDArray[np.float64]:
+def _limited(images: NDArray[np.float64], multiple: float) -> NDArray[np.float64]:
     """Return the images of one class (K,) that count."""
-    limited = np.minimum(images, _limit(images))
+    limited = np.minimum(images, _limit(images, multiple))
     if np.count_nonzero(limited) < SHARED_BY:
         return limited
     descending = np.sort(limited)[::-1]
@@ -84,12 +87,12 @@ def _limited(images: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.minimum(limited, level)
 
 
-def _limit(images: NDArray[np.number]) -> float:
+def _limit(images: NDArray[np.number], multiple: float) -> float:
     """Return how many images of a device count, by those of all devices (K,)."""
     present = np.sort(images[images > 0])
     if len(present) < MIN_DEVICES:
         return np.inf
-    return MAX_MULTIPLE * float(present[(len(present) - 1) // 2])
+    return multiple * float(present[(len(present) - 1) // 2])
 
 
 def _level(images: NDArray[np.float64], most: float) -> float:

@@ -7,7 +7,7 @@ from typing import Literal
 import click
 
 from aggregator.algorithms.fedtc.adapter import torch_device
-from aggregator.config.schema import Training
+from aggregator.config.schema import MAX_MULTIPLE, Training
 from aggregator.training.head_job import recipe_of
 from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
 from benchmarks.data.features import BACKBONES, load_features
@@ -76,6 +76,13 @@ def partitions_of(
     default=None,
     help="Reduce the adapter to a low rank and float16, or not.  [default: the recipe's]",
 )
+@click.option(
+    "--max-multiple",
+    type=click.FloatRange(min=0),
+    default=MAX_MULTIPLE,
+    show_default=True,
+    help="Times the median device's images that a device's count at most; 0 is without limit.",
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @click.option(
     "--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True, help="May be repeated."
@@ -97,6 +104,7 @@ def command(
     recipe: Literal["default", "paper"],
     restore: bool | None,
     compress: bool | None,
+    max_multiple: float,
     epochs: int | None,
     seeds: tuple[int, ...],
     ceiling: bool,
@@ -109,6 +117,7 @@ def command(
         clients=clients,
         alpha=alpha,
         batch_size=batch,
+        max_multiple=max_multiple,
         recipe=configured if compress is None else replace(configured, compress=compress),
         device=torch_device(device),
     )

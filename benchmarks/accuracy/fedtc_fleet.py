@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
+from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust_training_set import WeightedPrototypes, combine, pool
 from benchmarks.data.features import Features, averaged
@@ -34,6 +35,8 @@ class Settings:
     """Share of each class's features that filtering keeps."""
     batch_size: int
     """Images in a prototype, B."""
+    max_multiple: float = MAX_MULTIPLE
+    """Times the median device's images that a device's count at most; 0 is without limit."""
     recipe: Recipe
     device: str
 
@@ -76,7 +79,9 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     """Divide the images, encode every client's submission, train on the decoded ones, and evaluate the head."""
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed).values()
-    taken = combine([decoded(payload, expectation) for payload in payloads], by="none")
+    taken = combine(
+        [decoded(payload, expectation) for payload in payloads], by="none", max_multiple=settings.max_multiple
+    )
     started_s = time.perf_counter()
     trained = train_on(taken, features, recipe=settings.recipe, device=settings.device, seed=seed)
     seconds = time.perf_counter() - started_s

@@ -184,9 +184,10 @@ def _aggregate(
 ) -> BlobRef:
     """Return the tensors that the next round starts from."""
     parts = [falsify(index, decoded(payload, task.expectation)) for index, payload in enumerate(payloads)]
+    counted = limited(parts, multiple=robust.max_multiple)
     pooled = task.algorithm.aggregate(
         robust_contributions(
-            [Contribution(device=str(index), **vars(part)) for index, part in enumerate(limited(parts))],
+            [Contribution(device=str(index), **vars(part)) for index, part in enumerate(counted)],
             clip_multiple=robust.clip_multiple,
             combine=robust.combine,
         ),

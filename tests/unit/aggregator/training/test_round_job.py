@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
-from aggregator.config.schema import TaskFile
+from aggregator.config.schema import MAX_MULTIPLE, TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import Result, RoundJob
 from aggregator.training.round_job import run
-from aggregator.training.weights import MAX_MULTIPLE
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import Submission, Tensors

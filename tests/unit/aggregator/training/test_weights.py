@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
+from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.weights import (
-    MAX_MULTIPLE,
     MIN_DEVICES,
     PARTS,
     SHARED_BY,
@@ -39,11 +39,11 @@ def _lower_median(values: NDArray[np.float64]) -> float:
     return present[(len(present) - 1) // 2] if len(present) >= MIN_DEVICES else np.inf
 
 
-def _shares(parts: list[Prototypes], label: int) -> list[float]:
+def _shares(parts: list[Prototypes], label: int, *, multiple: float = MAX_MULTIPLE) -> list[float]:
     """Return how much of a class's weight each device has."""
     of_class = [
         float(weights[part.labels == label].sum())
-        for part, weights in zip(parts, prototype_weights(parts), strict=True)
+        for part, weights in zip(parts, prototype_weights(parts, multiple=multiple), strict=True)
     ]
     return [weight / sum(of_class) for weight in of_class]
 
@@ -141,3 +141,11 @@ def test_device_without_prototypes_is_possible() -> None:
     parts = [*[_part([20])] * 5, empty]
     assert [len(weights) for weights in prototype_weights(parts)] == [4] * 5 + [0]
     assert len(limited(parts)[-1].labels) == 0
+
+
+def test_all_images_count_without_a_limit() -> None:
+    parts = [*[_part([20, 20]) for _ in range(5)], _part([50_000, 50_000])]
+    np.testing.assert_allclose(_shares(parts, 0, multiple=0), np.array([*[20] * 5, 50_000]) / 50_100)
+    assert [part.counts.tolist() for part in limited(parts, multiple=0)] == [
+        part.counts.tolist() for part in parts
+    ]
