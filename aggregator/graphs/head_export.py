@@ -1,6 +1,6 @@
 """Writes heads as ONNX files, and measures what ONNX Runtime computes differently."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from aggregator.algorithms.fedtc.head import MIN_LENGTH, Dense, logits_of
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.graphs.fused_model import finished
 from protocol.onnx_metadata import HeadMetadata
 
@@ -22,15 +23,18 @@ BATCH_SIZES = (1, 7, 256)
 """Rows with which a file is compared with its layers."""
 
 
-def head_to_onnx(layers: Sequence[Dense], *, metadata: HeadMetadata) -> bytes:
-    """Return a head as an ONNX file.
+def head_to_onnx(
+    layers: Sequence[Dense], *, metadata: HeadMetadata, feature_map: FeatureMap | None = None
+) -> bytes:
+    """Return a head as an ONNX file, of layers that take features, or rows that a map makes of them.
 
     Its input is `feature`, float32 (n, L); its outputs are `logits` and `probabilities`, float32 (n, C).
     """
-    constants: dict[str, NDArray[np.generic]] = {}
+    nodes, constants, value = [], {}, "feature"
+    if feature_map is not None:
+        (nodes, constants), value = feature_map.nodes(), "projection"
     if len(layers) > 1:  # ONNX Runtime warns of constants that no node uses
-        constants = {"axes": np.array([1]), "min_length": np.array(MIN_LENGTH, dtype=np.float32)}
-    nodes, value = [], "feature"
+        constants |= {"axes": np.array([1]), "min_length": np.array(MIN_LENGTH, dtype=np.float32)}
     for number, layer in enumerate(layers):
         dense = "logits" if layer is layers[-1] else f"dense_{number}"
         if layer.projection is not None:
@@ -49,15 +53,39 @@ def head_to_onnx(layers: Sequence[Dense], *, metadata: HeadMetadata) -> bytes:
                 f"{value} = Div(positive_{number}, divisor_{number})",
             ]
     rows = f"float[n, {len(metadata.classes)}]"
+    model = _model(
+        f"head (float[n, {metadata.feature_size}] feature) => ({rows} logits, {rows} probabilities)",
+        [*nodes, "probabilities = Softmax<axis=1>(logits)"],
+        constants,
+    )
+    return finished(model, metadata)
+
+
+def map_to_onnx(feature_map: FeatureMap) -> bytes:
+    """Return a map as an ONNX file: `feature`, float32 (n, L), to `projection`, float32 (n, D), integers."""
+    nodes, constants = feature_map.nodes()
+    sizes = f"float[n, {feature_map.feature_size}] feature) => (float[n, {feature_map.size}] projection"
+    model = _model(f"map ({sizes})", nodes, constants)
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def mapped(feature_map: FeatureMap, features: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the rows (n, D), integers, that ONNX Runtime makes of features (n, L)."""
+    session = onnxruntime.InferenceSession(map_to_onnx(feature_map), providers=["CPUExecutionProvider"])
+    return np.asarray(session.run(None, {"feature": features})[0])
+
+
+def _model(
+    signature: str, nodes: Sequence[str], constants: Mapping[str, NDArray[np.generic]]
+) -> onnx.ModelProto:
     model = onnx.parser.parse_model(
-        f'<ir_version: {IR_VERSION}, opset_import: ["": {OPSET}]>'
-        f"head (float[n, {metadata.feature_size}] feature) => ({rows} logits, {rows} probabilities)"
-        f"{{ {' '.join(nodes)} probabilities = Softmax<axis=1>(logits) }}"
+        f'<ir_version: {IR_VERSION}, opset_import: ["": {OPSET}]> {signature} {{ {" ".join(nodes)} }}'
     )
     model.graph.initializer.extend(
         numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in constants.items()
     )
-    return finished(model, metadata)
+    return model
 
 
 def _matrix(name: str, array: NDArray[np.floating], constants: dict[str, NDArray[np.generic]]) -> list[str]:
@@ -69,7 +97,12 @@ def _matrix(name: str, array: NDArray[np.floating], constants: dict[str, NDArray
     return [f"{name} = Cast<to=1>({name}_float16)"]
 
 
-def max_difference(layers: Sequence[Dense], file: bytes, features: NDArray[np.float32]) -> float:
+def max_difference(
+    layers: Sequence[Dense],
+    file: bytes,
+    features: NDArray[np.float32],
+    feature_map: FeatureMap | None = None,
+) -> float:
     """Return the maximum difference of the file's logits and probabilities in ONNX Runtime from those of its layers.
 
     Logits above 1 are compared relative to the largest of them. `features` is float32 (m, L), m >= 1, repeated for
@@ -79,7 +112,7 @@ def max_difference(layers: Sequence[Dense], file: bytes, features: NDArray[np.fl
     worst = 0.0
     for size in BATCH_SIZES:
         batch = np.resize(features, (size, features.shape[1]))
-        logits = logits_of(layers, batch)
+        logits = logits_of(layers, batch if feature_map is None else mapped(feature_map, batch))
         odds = np.exp(logits - logits.max(axis=1, keepdims=True))
         expected = logits, odds / odds.sum(axis=1, keepdims=True)
         for theirs, ours in zip(expected, session.run(None, {"feature": batch}), strict=True):

@@ -1,0 +1,144 @@
+"""The head of sums is that of the rows, whichever device has them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.statistics.moments import Moments, add, factors, moments_of, no_rows
+from aggregator.algorithms.statistics.ridge import STRENGTHS, TEMPERATURE, solve
+from protocol.errors import ProtofleetError
+
+CLASSES = 4
+SIZE = 12
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def rows_of(
+    seed: int, counts: tuple[int, ...] = (30, 30, 30, 30)
+) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+    """Rows around their class's mean."""
+    random = np.random.default_rng(seed)
+    labels = np.repeat(np.arange(len(counts)), counts)
+    means = random.normal(0, 8, size=(len(counts), SIZE))
+    rows = np.clip(np.rint(means[labels] + random.normal(0, 8, size=(len(labels), SIZE))), -127, 127)
+    order = random.permutation(len(labels))
+    return rows[order].astype(np.int8), labels[order]
+
+
+def moments(rows: NDArray[np.int8], labels: NDArray[np.int64], classes: int = CLASSES) -> Moments:
+    return moments_of(rows, labels, np.ones(len(labels), np.int64), num_classes=classes)
+
+
+def assert_equal(one: Moments, other: Moments) -> None:
+    assert one.rows == other.rows
+    for name in ("counts", "sums", "second_moment"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_sums_are_those_of_the_rows() -> None:
+    rows, labels = rows_of(0)
+    weights = np.random.default_rng(1).integers(1, 9, len(labels))
+    found = moments_of(rows, labels, weights, num_classes=CLASSES)
+    wide = rows.astype(np.int64)
+    np.testing.assert_array_equal(
+        found.second_moment, ((wide * weights[:, None]).T @ wide)[np.triu_indices(SIZE)]
+    )
+    for label in range(CLASSES):
+        mine = labels == label
+        np.testing.assert_array_equal(found.sums[label], (wide * weights[:, None])[mine].sum(axis=0))
+        assert found.counts[label] == weights[mine].sum()
+
+
+@settings(max_examples=30)
+@given(seed=SEEDS, devices=st.integers(1, 9))
+def test_any_split_over_devices_in_any_order_gives_the_same_sums(seed: int, devices: int) -> None:
+    rows, labels = rows_of(seed)
+    random = np.random.default_rng(seed)
+    device_of = random.integers(0, devices, len(labels))
+    total = no_rows(num_classes=CLASSES, size=SIZE)
+    for device in random.permutation(devices):
+        mine = device_of == device
+        total = add(total, moments(rows[mine], labels[mine]))
+    assert_equal(total, moments(rows, labels))
+
+
+@settings(max_examples=30)
+@given(seed=SEEDS)
+def test_device_that_leaves_leaves_nothing(seed: int) -> None:
+    """A replaced submission is one that leaves and another one that comes."""
+    one, other = moments(*rows_of(seed)), moments(*rows_of(seed + 1))
+    total = add(add(add(no_rows(num_classes=CLASSES, size=SIZE), one), other), one, factor=-1)
+    assert_equal(total, other)
+    np.testing.assert_array_equal(solve(total).layer.weight, solve(other).layer.weight)
+
+
+@settings(max_examples=20)
+@given(seed=SEEDS)
+def test_regression_is_that_of_the_rows(seed: int) -> None:
+    rows, labels = rows_of(seed)
+    found = solve(moments(rows, labels))
+    values = rows.astype(np.float64)
+    centered, one_hot = values - values.mean(axis=0), np.eye(CLASSES)[labels]
+    scatter = sum(
+        (each - each.mean(axis=0)).T @ (each - each.mean(axis=0))
+        for each in (values[labels == label] for label in range(CLASSES))
+    )
+    errors, regressions = [], []
+    for strength in STRENGTHS:
+        ridge = strength * np.trace(scatter) / SIZE * np.eye(SIZE)
+        inverse = np.linalg.inv(centered.T @ centered + ridge)
+        weight = inverse @ centered.T @ (one_hot - one_hot.mean(axis=0))
+        residual = centered @ weight - (one_hot - one_hot.mean(axis=0))
+        freedom = np.trace(centered @ inverse @ centered.T)
+        errors.append(len(rows) * (residual**2).sum() / (len(rows) - freedom - 1) ** 2)
+        regressions.append((weight, one_hot.mean(axis=0) - values.mean(axis=0) @ weight, freedom))
+    weight, bias, freedom = regressions[int(np.argmin(errors))]
+    assert found.strength == STRENGTHS[int(np.argmin(errors))]
+    assert found.error == pytest.approx(min(errors), rel=1e-9)
+    assert found.degrees_of_freedom == pytest.approx(freedom, rel=1e-9)
+    # The layer is float32.
+    np.testing.assert_allclose(found.layer.weight, weight.T / TEMPERATURE, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(found.layer.bias, bias / TEMPERATURE, rtol=1e-6, atol=1e-6)
+
+
+def test_rare_class_is_predicted() -> None:
+    """The regression is that of a fleet with as many images of each class."""
+    rows, labels = rows_of(3, (400, 400, 400, 6))
+    layer = solve(moments(rows, labels)).layer
+    found = layer.of(rows.astype(np.float32)).argmax(axis=1)
+    assert (found[labels == 3] == 3).mean() > 0.8
+
+
+def test_class_without_images_is_never_predicted() -> None:
+    rows, labels = rows_of(4)
+    layer = solve(moments(rows, labels, CLASSES + 1)).layer
+    assert layer.bias[CLASSES] == np.float32(ABSENT_LOGIT)
+    assert not layer.weight[CLASSES].any()
+
+
+@pytest.mark.parametrize("counts", [(1, 0, 0, 0), (1, 1, 0, 0), (2, 1, 1, 1)])
+def test_few_rows_give_a_head(counts: tuple[int, ...]) -> None:
+    """One row of a class, or one class, has no scatter."""
+    rows, labels = rows_of(5, counts)
+    layer = solve(moments(rows, labels)).layer
+    assert np.isfinite(layer.weight).all()
+    assert (layer.of(rows.astype(np.float32)).argmax(axis=1) == labels).mean() > 0.5
+
+
+def test_no_rows_give_no_head() -> None:
+    with pytest.raises(ProtofleetError, match="no images"):
+        solve(no_rows(num_classes=CLASSES, size=SIZE))
+
+
+def test_sums_of_no_rows_at_all_are_refused() -> None:
+    """A second moment that is smaller than the class means explain."""
+    honest = moments(*rows_of(6))
+    with pytest.raises(ProtofleetError, match="negative"):
+        solve(Moments(honest.rows, honest.counts, honest.sums, honest.second_moment // 4))
+
+
+def test_factors_are_256ths() -> None:
+    assert factors([100, 100, 300, 0], [100, 200, 100, 0]) == [256, 256, 85, 0]
