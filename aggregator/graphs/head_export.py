@@ -30,7 +30,9 @@ def head_to_onnx(
 
     Its input is `feature`, float32 (n, L); its outputs are `logits` and `probabilities`, float32 (n, C).
     """
-    nodes, constants, value = [], {}, "feature"
+    nodes: list[str] = []
+    constants: dict[str, NDArray[np.generic]] = {}
+    value = "feature"
     if feature_map is not None:
         (nodes, constants), value = feature_map.nodes(), "projection"
     if len(layers) > 1:  # ONNX Runtime warns of constants that no node uses

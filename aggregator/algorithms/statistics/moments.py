@@ -6,8 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 1024
-"""Rows that are multiplied at once."""
+from protocol.errors import ProtofleetError
+from protocol.second_moment import add_products, from_triangle, to_triangle, triangle_size
+
+ROUNDING = 1e-10
+"""Negative eigenvalue of a scatter, relative to the sum of all squares, that rounding explains."""
 
 WHOLE = 256
 """The factor of a device that counts fully: factors are integers, so that sums stay exact."""
@@ -15,7 +18,7 @@ WHOLE = 256
 
 @dataclass(frozen=True)
 class Moments:
-    """What a ridge regression needs of rows (n, D), each of one class and with a weight, its number of images.
+    """The sums that a ridge regression needs of rows (n, D), each of one class and with a weight, its images.
 
     Attributes:
         rows: how many rows there are.
@@ -32,7 +35,7 @@ class Moments:
     @property
     def size(self) -> int:
         """D, the length of a row."""
-        return self.sums.shape[1]
+        return int(self.sums.shape[1])
 
 
 def no_rows(*, num_classes: int, size: int) -> Moments:
@@ -41,7 +44,7 @@ def no_rows(*, num_classes: int, size: int) -> Moments:
         0,
         np.zeros(num_classes, np.int64),
         np.zeros((num_classes, size), np.int64),
-        np.zeros(size * (size + 1) // 2, np.int64),
+        np.zeros(triangle_size(size), np.int64),
     )
 
 
@@ -65,29 +68,46 @@ def moments_of(
 ) -> Moments:
     """Return the moments of rows (n, D), integers of at most 127, of classes (n,), with weights (n,) of at least 1."""
     size = rows.shape[1]
-    total = no_rows(num_classes=num_classes, size=size)
-    np.add.at(total.counts, labels, weights.astype(np.int64))
-    square = np.zeros((size, size))
-    for start in range(0, len(rows), BLOCK):
-        part = slice(start, start + BLOCK)
-        block = rows[part].astype(np.float64)
-        weighted = block * weights[part, None]
-        # Integers of which float64 adds 2^53 exactly.
-        square += weighted.T @ block
-        np.add.at(total.sums, labels[part], weighted.astype(np.int64))
-    total.second_moment[:] = square[np.triu_indices(size)]
-    return Moments(len(rows), total.counts, total.sums, total.second_moment)
+    counts = np.zeros(num_classes, np.int64)
+    np.add.at(counts, labels, weights.astype(np.int64))
+    sums = np.zeros((num_classes, size), np.int64)
+    for label in np.unique(labels):
+        mine = labels == label
+        sums[label] = weights[mine].astype(np.int64) @ rows[mine].astype(np.int64)
+    square = np.zeros((size, size), np.int64)
+    add_products(square, rows, weights)
+    return Moments(len(rows), counts, sums, to_triangle(square))
 
 
 def within_scatter(total: Moments) -> NDArray[np.float64]:
     """Return the sum of the squared deviations of the rows from their class's mean, (D, D)."""
-    size = total.size
-    square = np.zeros((size, size))
-    square[np.triu_indices(size)] = total.second_moment
-    square += np.triu(square, 1).T
+    square = from_triangle(total.second_moment, total.size).astype(np.float64)
     means = class_means(total)
     square -= (means * total.counts[:, None]).T @ means
     return square
+
+
+def require_possible(part: Moments) -> None:
+    """Raise ProtofleetError if the scatter within classes is negative in a direction: that of no rows is.
+
+    Such moments would cancel the scatter of other devices.
+    """
+    scatter = within_scatter(part)
+    allowed = ROUNDING * squares_of(part)
+    scatter.flat[:: part.size + 1] += allowed or 1.0
+    try:
+        np.linalg.cholesky(scatter)
+    except np.linalg.LinAlgError as error:
+        raise ProtofleetError(
+            "the sums are those of no images: a scatter within classes is negative"
+        ) from error
+
+
+def squares_of(part: Moments) -> float:
+    """Return the sum of the squares of all values."""
+    size = part.size
+    rows = np.arange(size)
+    return float(part.second_moment[rows * size - rows * (rows - 1) // 2].sum())
 
 
 def class_means(total: Moments) -> NDArray[np.float64]:

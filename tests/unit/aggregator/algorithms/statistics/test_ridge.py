@@ -1,5 +1,7 @@
 """The head of sums is that of the rows, whichever device has them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,9 +9,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.statistics.moments import Moments, add, factors, moments_of, no_rows
+from aggregator.algorithms.statistics.moments import (
+    Moments,
+    add,
+    factors,
+    moments_of,
+    no_rows,
+    require_possible,
+    within_scatter,
+)
 from aggregator.algorithms.statistics.ridge import STRENGTHS, TEMPERATURE, solve
 from protocol.errors import ProtofleetError
+from protocol.second_moment import from_triangle, to_triangle
 
 CLASSES = 4
 SIZE = 12
@@ -138,6 +149,20 @@ def test_sums_of_no_rows_at_all_are_refused() -> None:
     honest = moments(*rows_of(6))
     with pytest.raises(ProtofleetError, match="negative"):
         solve(Moments(honest.rows, honest.counts, honest.sums, honest.second_moment // 4))
+
+
+@settings(max_examples=20)
+@given(seed=SEEDS, images=st.integers(1, 40))
+def test_sums_of_rows_are_possible_and_others_are_not(seed: int, images: int) -> None:
+    """Rounding never makes those of rows impossible, be they fewer than the values of a row."""
+    rows, labels = rows_of(seed, (images, 1, 0, images))
+    honest = moments(rows, labels)
+    require_possible(honest)
+    square = from_triangle(honest.second_moment, SIZE)
+    largest = np.linalg.eigh(within_scatter(honest))[1][:, -1]
+    square -= np.rint(2 * np.trace(square) * np.outer(largest, largest)).astype(np.int64)
+    with pytest.raises(ProtofleetError, match="negative"):
+        require_possible(replace(honest, second_moment=to_triangle(square)))
 
 
 def test_factors_are_256ths() -> None:
