@@ -61,7 +61,7 @@ def test_every_uploaded_field_has_a_decision() -> None:
         assert fields.keys() == set(message.__struct_fields__), message
     aggregators = {
         "Signed", "KeyCertificate", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program",
-        "Perturbation", "DifferentialPrivacy", "HeadRef", "BlobRef",
+        "Statistics", "Perturbation", "DifferentialPrivacy", "HeadRef", "BlobRef",
     }  # fmt: skip
     sent = {message.__name__ for message in WIRE_TYPES} - aggregators
     assert sent == {message.__name__ for message in DECISIONS}
