@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.statistics.feature_map import MAX_SIZE
 from aggregator.coordination.canary_rollout import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings
 from protocol.wire.messages import MAX_CLASSES, ClassName, Name, Natural, Perturbation
@@ -38,6 +39,13 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_MULTIPLE = 5.0
+
+
+class StatisticsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`[statistics]`: the features whose sums devices upload."""
+
+    features: Annotated[int, Meta(ge=0, le=MAX_SIZE)] = 1024
+    """Random features beside those of the backbones."""
 
 
 class Robust(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +122,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The only devices that may take part; None for any device."""
     client: Client = Client()
     training: Training = Training()
+    statistics: StatisticsSettings = StatisticsSettings()
     robust: Robust = Robust()
     limits: Limits = Limits()
     rounds: Rounds = Rounds()
@@ -122,7 +131,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def learning(self) -> Algorithm | None:
-        """The settings of the algorithm by which devices train in rounds; None for fedtc, which has no rounds."""
+        """The settings of the algorithm by which devices train in rounds; None for others, which have no rounds."""
         found: Algorithm | None = getattr(self, self.algorithm) if self.algorithm in ALGORITHMS else None
         return found
 

@@ -118,6 +118,7 @@ def _contradictions(task: TaskFile, given: Mapping[str, Any], backbones: Sequenc
     """Yield the problems of a decoded file; `given`, its TOML values, distinguishes defaults from written values."""
     yield from _class_names(task.classes)
     yield from _unused(task, given)
+    yield from _statistics(task, given)
     yield from _thresholds(task)
     yield from _privacy(task, given)
     yield from _backbones(backbones)
@@ -134,19 +135,45 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
 
 
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    only_rounds, only_fedtc = {"rounds"}, {"retrain_after"}
-    unused = {*ALGORITHMS, *(only_rounds if task.learning is None else only_fedtc)} - {task.algorithm}
+    has_statistics, other = (
+        task.algorithm == "statistics",
+        {"rounds"} if task.learning is None else {"retrain_after"},
+    )
+    unused = {*ALGORITHMS, "statistics", *other} - {task.algorithm}
     paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
     if task.learning is not None:
         paths += [
             ("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())
         ]
         paths += [("limits", "heads_per_hour")] if "heads_per_hour" in given.get("limits", {}) else []
+    if task.learning is not None or has_statistics:
         paths += [("training", name) for name in sorted(given.get("training", {}).keys() - {"timeout_s"})]
     robust = {"clip_multiple"} if task.learning is None else {"detect_outliers", "false_alarm_rate"}
     paths += [("robust", name) for name in sorted(robust & given.get("robust", {}).keys())]
     for path in paths:
         yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
+
+
+def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
+    if task.algorithm != "statistics":
+        return
+    algorithm = 'algorithm = "statistics"'
+    if given.get("client", {}).get("alpha", 1) != 1:
+        yield (
+            ("client", "alpha"),
+            f"must be 1 with {algorithm}, because whether an image is an outlier depends on other images: remove it",
+        )
+    if task.robust.combine != "none":
+        yield ("robust", "combine"), f"{algorithm} adds sums, which have no median: remove it"
+    if task.client.batch_size == 1 and given.get("robust", {}).get("detect_outliers"):
+        yield (
+            ("robust", "detect_outliers"),
+            f"{algorithm} cannot compare the sums of single images: remove it, or raise client.batch_size",
+        )
+    if task.privacy.dp is not None:
+        yield ("privacy", "dp"), f'{algorithm} uploads sums without noise: use algorithm = "fedtc"'
+    if (perturbation := task.privacy.perturbation) is not None and perturbation.on == "prototypes":
+        yield ("privacy", "perturbation", "on"), f'{algorithm} uploads no prototypes: set on = "images"'
 
 
 def _thresholds(task: TaskFile) -> Iterator[Problem]:

@@ -8,7 +8,14 @@ from google.protobuf.message import Error as ProtobufError
 from onnx import compose, helper, version_converter
 
 from protocol.errors import BackboneMismatch
-from protocol.onnx_metadata import BackboneMetadata, HeadMetadata, ModelMetadata, read_metadata, to_properties
+from protocol.onnx_metadata import (
+    BackboneMetadata,
+    GraphMetadata,
+    HeadMetadata,
+    ModelMetadata,
+    read_metadata,
+    to_properties,
+)
 
 OUTPUTS = ("probabilities", "logits")
 """In this order: without the names, a reader of the file takes the first output."""
@@ -23,7 +30,7 @@ _ERRORS = (
 """Errors of onnx for graphs that it cannot convert, merge or serialize; a file has at most 2 GiB."""
 
 
-def finished(model: onnx.ModelProto, metadata: HeadMetadata | ModelMetadata) -> bytes:
+def finished(model: onnx.ModelProto, metadata: GraphMetadata | HeadMetadata | ModelMetadata) -> bytes:
     """Return a checked graph as a file with metadata."""
     helper.set_model_props(model, to_properties(metadata))
     onnx.checker.check_model(model)

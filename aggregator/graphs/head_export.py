@@ -11,10 +11,13 @@ from onnx import numpy_helper
 from aggregator.algorithms.fedtc.head import MIN_LENGTH, Dense, logits_of
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.graphs.fused_model import finished
-from protocol.onnx_metadata import HeadMetadata
+from protocol.onnx_metadata import GraphMetadata, HeadMetadata
 
 OPSET = 18
-"""ONNX operator set of all graphs; ONNX Runtime supports it since 1.14."""
+"""ONNX operator set of all graphs."""
+
+RUNTIME_MIN = "1.14"
+"""Oldest ONNX Runtime with it."""
 
 IR_VERSION = 8
 """ONNX file format that came with that operator set."""
@@ -63,18 +66,29 @@ def head_to_onnx(
     return finished(model, metadata)
 
 
-def map_to_onnx(feature_map: FeatureMap) -> bytes:
-    """Return a map as an ONNX file: `feature`, float32 (n, L), to `projection`, float32 (n, D), integers."""
+def map_to_onnx(feature_map: FeatureMap, *, num_classes: int) -> bytes:
+    """Return a map as an ONNX file: `feature`, float32 (n, L), to `projection`, float32 (n, D), integers.
+
+    Devices open it as the `project` graph of a task with so many classes.
+    """
     nodes, constants = feature_map.nodes()
     sizes = f"float[n, {feature_map.feature_size}] feature) => (float[n, {feature_map.size}] projection"
-    model = _model(f"map ({sizes})", nodes, constants)
-    onnx.checker.check_model(model)
-    return bytes(model.SerializeToString(deterministic=True))
+    metadata = GraphMetadata(
+        role="project",
+        algorithm="statistics",
+        classes=num_classes,
+        feature_size=feature_map.feature_size,
+        projection_size=feature_map.size,
+        opset=OPSET,
+        runtime_min=RUNTIME_MIN,
+    )
+    return finished(_model(f"map ({sizes})", nodes, constants), metadata)
 
 
 def mapped(feature_map: FeatureMap, features: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the rows (n, D), integers, that ONNX Runtime makes of features (n, L)."""
-    session = onnxruntime.InferenceSession(map_to_onnx(feature_map), providers=["CPUExecutionProvider"])
+    file = map_to_onnx(feature_map, num_classes=1)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     return np.asarray(session.run(None, {"feature": features})[0])
 
 

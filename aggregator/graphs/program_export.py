@@ -14,9 +14,6 @@ from aggregator.algorithms.algorithm import Algorithm
 from protocol.errors import ProtofleetError
 from protocol.onnx_metadata import GraphMetadata, HeadMetadata, to_properties
 
-RUNTIME_MIN = "1.14"
-"""The first ONNX Runtime with the graphs' operator set, 18."""
-
 LOCAL = ("local_prototypes", "local_counts")
 """Inputs of a head that only a device has."""
 
@@ -41,7 +38,7 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
     Raises:
         ProtofleetError: a graph differs from PyTorch.
     """
-    from aggregator.graphs.head_export import OPSET
+    from aggregator.graphs.head_export import OPSET, RUNTIME_MIN
     from aggregator.graphs.parity import check
     from aggregator.graphs.tracing import examples, to_onnx
 

@@ -10,7 +10,7 @@ from aggregator.coordination import round_state, rounds
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import FailedTraining, PendingHead
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import HeadJob, RoundJob
+from aggregator.training.jobs import HeadJob, RoundJob, StatisticsJob
 from protocol.wire.messages import BlobRef
 
 FULL_MEMORY_TRAININGS = 4
@@ -56,17 +56,17 @@ def put_failure(store: Store, task: bytes, state: round_state.State, reason: str
     )
 
 
-def blobs_of(job: HeadJob | RoundJob, task: Task) -> list[bytes]:
+def blobs_of(job: HeadJob | StatisticsJob | RoundJob, task: Task) -> list[bytes]:
     """Return the digests of what a job reads beside the submissions, except for the backbones: it can do without."""
     program = task.manifest.program
-    if program is None or isinstance(job, HeadJob):
+    if program is None or not isinstance(job, RoundJob):
         return [task.digest]
     return [task.digest, bytes.fromhex(job.tensors), program.init.digest, program.head.digest]
 
 
 def job_of(
     train: rounds.Train, task: Task, store: Store, state: round_state.State, *, tensors: BlobRef | None
-) -> HeadJob | RoundJob:
+) -> HeadJob | StatisticsJob | RoundJob:
     """Return the job that makes a head; `tensors` are those of the open round."""
     folder = store.folder / "training"
     shared: dict[str, Any] = {
@@ -83,11 +83,16 @@ def job_of(
             tensors=tensors.digest.hex(),
             folder=str(folder / f"round-{train.version - 1}"),
         )
-    return HeadJob(
-        **shared,
-        released=tuple(sorted(state.decisions.released)),
-        robust=task.file.robust,
-        training=task.file.training,
-        half_memory=has_half_memory(state.failures),
-        folder=str(folder / f"head-{train.version}"),
-    )
+    shared |= {
+        "released": tuple(sorted(state.decisions.released)),
+        "robust": task.file.robust,
+        "folder": str(folder / f"head-{train.version}"),
+    }
+    if (feature_map := task.feature_map) is not None:
+        return StatisticsJob(
+            **shared,
+            random_features=feature_map.random_features,
+            seed=feature_map.seed,
+            timeout_s=task.file.training.timeout_s,
+        )
+    return HeadJob(**shared, training=task.file.training, half_memory=has_half_memory(state.failures))

@@ -10,7 +10,7 @@ from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import HeadJob, Result, RoundJob
+from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ ADD_IMAGES = "add images or devices, or lower batch_size"
 def store_head(
     task: Task,
     store: Store,
-    job: HeadJob | RoundJob,
+    job: HeadJob | StatisticsJob | RoundJob,
     result: Result,
     members: Mapping[str, round_state.Entry],
 ) -> HeadRecord:

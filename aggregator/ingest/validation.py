@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
+from protocol.second_moment import MAX_VALUE
 from protocol.wire.codec import decode, message_kind, to_array
 from protocol.wire.messages import MAX_IMAGES, Evaluation, Reason, Submission, TaskManifest, Tensor
 
@@ -34,7 +35,7 @@ class Expectation:
     """The digest of its manifest."""
     manifest: TaskManifest
     prototype_size: int
-    """L, or with a program D."""
+    """L, or with a program or statistics D."""
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """With a program, the shape of each uploaded tensor."""
     max_norm: float = math.inf
@@ -88,10 +89,41 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
 
 def check_labels(submission: Submission, expectation: Expectation) -> NDArray[np.unsignedinteger[Any]]:
     """Check a submission like `check_submission`, and return its labels (m,) without copies of its prototypes."""
+    if expectation.manifest.statistics is not None:
+        return check_statistics(submission, expectation)[1]
     _check_envelope(submission, expectation)
     _, labels, _ = _check_prototypes(submission, expectation)
     _check_tensors(submission.tensors, expectation.tensors)
     return labels
+
+
+def check_statistics(
+    submission: Submission, expectation: Expectation
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return class sums int32 or rows int8 (m, D), labels (m,) and counts (m,), once they are valid.
+
+    A second moment is not decoded: a short one takes long to decode, so only trainings do, whose number is limited.
+
+    Raises:
+        Refused: as `check_submission`, or several sums of one class, values that no images have, or another form than
+            the task's.
+    """
+    _check_envelope(submission, expectation)
+    has_sums = expectation.manifest.batch_size == 1
+    rows, labels, counts = _check_rows(submission, expectation, dtype="i4" if has_sums else "i1")
+    if has_sums and len(np.unique(labels)) < len(labels):
+        raise Refused("malformed", "expected one sum of each class at most, got several")
+    most = MAX_VALUE * counts.astype(np.int64) if has_sums else MAX_VALUE
+    if (rows.max(axis=1) > most).any() or (rows.min(axis=1) < -most).any():
+        raise Refused("implausible", f"expected values of at most {MAX_VALUE} for each image")
+    _check_images(labels, counts, submission.images, expectation.manifest)
+    names, wanted = sorted(submission.tensors), ["second_moment"] if has_sums else []
+    if names != wanted:
+        got = ", ".join(names)[:120] or "none"
+        raise Refused("malformed", f"expected the tensors {', '.join(wanted) or 'none'}, got {got}")
+    if has_sums:
+        _array(submission.tensors["second_moment"], "second_moment", dtypes="u1", ndim=1)
+    return rows, labels, counts
 
 
 def _check_envelope(submission: Submission, expectation: Expectation) -> None:
@@ -111,8 +143,23 @@ def _check_prototypes(
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return prototypes, labels and counts as they arrived."""
     manifest = expectation.manifest
-    in_rounds = manifest.program is not None
-    prototypes = _array(submission.prototypes, "prototypes", dtypes="f2", ndim=2)
+    prototypes, labels, counts = _check_rows(submission, expectation, dtype="f2")
+    if manifest.program is not None and len(np.unique(labels)) < len(labels):
+        raise Refused("malformed", "expected one prototype of each class at most, got several")
+    if not _all_finite(prototypes):
+        raise Refused("not_finite", "a prototype holds NaN or infinity")
+    if manifest.differential_privacy is None:  # with noise any value is possible
+        _check_images(labels, counts, submission.images, manifest)
+        _check_norms(prototypes, expectation)
+    return prototypes, labels, counts
+
+
+def _check_rows(
+    submission: Submission, expectation: Expectation, *, dtype: str
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return prototypes, labels and counts, whose shapes fit, of known classes and enough images."""
+    manifest = expectation.manifest
+    prototypes = _array(submission.prototypes, "prototypes", dtypes=dtype, ndim=2)
     labels = _array(submission.labels, "labels", dtypes="u", ndim=1)
     counts = _array(submission.counts, "counts", dtypes="u", ndim=1)
     rows, size = prototypes.shape
@@ -122,13 +169,10 @@ def _check_prototypes(
             f"expected (m, {expectation.prototype_size}) prototypes with m labels and counts, "
             f"got {prototypes.shape}, {labels.shape}, {counts.shape}",
         )
-    if not _all_finite(prototypes):
-        raise Refused("not_finite", "a prototype holds NaN or infinity")
     classes = len(manifest.classes)
     if int(labels.max()) >= classes:
         raise Refused("unknown_class", f"expected labels below {classes}, got {int(labels.max())}")
-    if in_rounds and len(np.unique(labels)) < rows:
-        raise Refused("malformed", "expected one prototype of each class at most, got several")
+    in_rounds = manifest.program is not None
     least = manifest.min_images if in_rounds else min(manifest.min_images, manifest.batch_size)
     if int(counts.min()) < least or int(counts.max()) > MAX_IMAGES:
         raise Refused(
@@ -136,9 +180,6 @@ def _check_prototypes(
             f"expected {least} to {MAX_IMAGES} images in every prototype, "
             f"got {int(counts.min())} to {int(counts.max())}",
         )
-    if manifest.differential_privacy is None:  # with noise any value is possible
-        _check_images(labels, counts, submission.images, manifest)
-        _check_norms(prototypes, expectation)
     return prototypes, labels, counts
 
 

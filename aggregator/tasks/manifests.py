@@ -16,6 +16,7 @@ from protocol.wire.messages import (
     HeadRef,
     Program,
     RoundManifest,
+    Statistics,
     TaskManifest,
 )
 
@@ -31,7 +32,11 @@ def program_of(learning: Algorithm, graphs: Mapping[str, BlobRef]) -> Program:
 
 
 def task_manifest(
-    task: TaskFile, backbones: Sequence[BlobRef], *, program: Program | None = None
+    task: TaskFile,
+    backbones: Sequence[BlobRef],
+    *,
+    program: Program | None = None,
+    statistics: Statistics | None = None,
 ) -> TaskManifest:
     """Return the manifest of a task file.
 
@@ -44,11 +49,12 @@ def task_manifest(
         algorithm=task.algorithm,
         classes=task.classes,
         backbones=tuple(backbones),
-        alpha=task.client.alpha if task.privacy.dp is None else 1.0,
+        alpha=task.client.alpha if task.privacy.dp is None and statistics is None else 1.0,
         batch_size=task.client.batch_size,
         min_images=task.client.min_images,
         seed=task.client.seed,
         program=program,
+        statistics=statistics,
         perturbation=task.privacy.perturbation,
         differential_privacy=None if task.privacy.dp is None else _differential_privacy(task.privacy.dp),
     )

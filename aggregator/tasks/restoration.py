@@ -89,6 +89,10 @@ class Restoration:
         """Yield what follows from the task file."""
         file = self._task.file
         yield encode(self._task.manifest)
+        if (feature_map := self._task.feature_map) is not None:
+            from aggregator.graphs.head_export import map_to_onnx
+
+            yield map_to_onnx(feature_map, num_classes=len(file.classes))
         if file.learning is not None:
             yield pack_tensors(
                 file.learning.first_tensors(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aggregator.algorithms.statistics.feature_map import MAX_SIZE, FeatureMap
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
@@ -14,7 +15,7 @@ from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError
 from protocol.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef, TaskManifest
+from protocol.wire.messages import BlobRef, Statistics, TaskManifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +47,22 @@ class Task:
         program = self.manifest.program
         graphs = () if program is None else (program.init, program.step, program.project, program.head)
         first = () if self.first_tensors is None else (self.first_tensors,)
-        return {blob.digest for blob in (*self.manifest.backbones, *graphs, *first)}
+        statistics = self.manifest.statistics
+        maps = () if statistics is None else (statistics.map,)
+        return {blob.digest for blob in (*self.manifest.backbones, *graphs, *first, *maps)}
+
+    @property
+    def feature_map(self) -> FeatureMap | None:
+        """The map of features whose sums devices upload; None without statistics."""
+        return _feature_map(self.file, self.feature_size)
 
 
 def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
     """Store the blobs of a task: backbones, graphs and tensors for rounds, and the manifest.
 
     Raises:
-        ConfigError: a backbone is no ONNX file, the graphs cannot be exported, or the manifest is too large.
+        ConfigError: a backbone is no ONNX file, mapped features are too long, the graphs cannot be exported, or the
+            manifest is too large.
         BackboneMismatch: a backbone was not written by `export-backbone`.
         StateError: the state directory cannot be written.
     """
@@ -71,7 +80,11 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         )
         shapes = {name: tensors[name].shape for name in learning.uploaded}
         first = store.put_blob(pack_tensors(tensors), "tensors-0")
-    manifest = task_manifest(file, references, program=program)
+    statistics = None
+    if (feature_map := _feature_map(file, feature_size)) is not None:
+        statistics = _statistics(feature_map, store, num_classes=len(file.classes))
+        prototype_size = statistics.size
+    manifest = task_manifest(file, references, program=program, statistics=statistics)
     digest = store.blobs.put(encode(manifest))
     return Task(
         file=file,
@@ -83,6 +96,25 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         first_tensors=first,
         backbone_files=tuple(backbones),
     )
+
+
+def _feature_map(file: TaskFile, feature_size: int) -> FeatureMap | None:
+    if file.algorithm != "statistics":
+        return None
+    return FeatureMap(feature_size, file.statistics.features, file.client.seed)
+
+
+def _statistics(feature_map: FeatureMap, store: Store, *, num_classes: int) -> Statistics:
+    """Store the map that devices download."""
+    from aggregator.graphs.head_export import map_to_onnx
+
+    if feature_map.size > MAX_SIZE:
+        given = f"{feature_map.feature_size} features of the backbones and {feature_map.random_features} random ones"
+        raise ConfigError(
+            f"{given} are more than {MAX_SIZE}: lower statistics.features, or use fewer backbones"
+        )
+    graph = map_to_onnx(feature_map, num_classes=num_classes)
+    return Statistics(map=store.put_blob(graph, "map.onnx"), size=feature_map.size)
 
 
 def read_backbone(path: Path) -> BackboneMetadata:

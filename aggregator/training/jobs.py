@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import (
     Expectation,
@@ -101,6 +102,22 @@ class HeadJob(SubmissionsJob, frozen=True, kw_only=True):
         return self.training.timeout_s
 
 
+class StatisticsJob(SubmissionsJob, frozen=True, kw_only=True):
+    """Solve for a head from sums."""
+
+    released: tuple[str, ...] = ()
+    """Devices that are not quarantined, whatever outlier detection finds."""
+    random_features: int
+    seed: int
+    timeout_s: float
+    robust: Robust = Robust()
+
+    @property
+    def feature_map(self) -> FeatureMap:
+        """The map of features whose sums devices upload."""
+        return FeatureMap(self.feature_size, self.random_features, self.seed)
+
+
 class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
     """Close round `version - 1`: also write `tensors.bin`, which the next round starts from."""
 
@@ -133,8 +150,8 @@ OOM_SCORE = "500"
 FEW_PROTOTYPES = 5
 """A class with fewer rests on too few images for a reliable head."""
 
-Job = HeadJob | RoundJob | CompileJob
-J = TypeVar("J", HeadJob, RoundJob, CompileJob)
+Job = HeadJob | StatisticsJob | RoundJob | CompileJob
+J = TypeVar("J", HeadJob, StatisticsJob, RoundJob, CompileJob)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

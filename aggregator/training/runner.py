@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from aggregator.training.jobs import CompileJob, HeadJob, Job, Result, RoundJob
+from aggregator.training.jobs import CompileJob, HeadJob, Job, Result, RoundJob, StatisticsJob
 from protocol.errors import ThreadFailed
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.threads import start_thread
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PROGRAMS: dict[type[Job], str] = {
     HeadJob: "aggregator.training.head_job",
+    StatisticsJob: "aggregator.training.statistics_job",
     RoundJob: "aggregator.training.round_job",
     CompileJob: "aggregator.tasks.graph_cache",
 }

@@ -22,7 +22,7 @@ from aggregator.algorithms.statistics.moments import (
 )
 from protocol.errors import ProtofleetError
 
-STRENGTHS = tuple(10.0**exponent for exponent in np.arange(-4, 1.01, 0.25))
+STRENGTHS = tuple(10.0 ** (quarter / 4) for quarter in range(-16, 5))
 """Ridges to choose from, relative to the mean variance of a row's values within a class."""
 
 TEMPERATURE = 0.12

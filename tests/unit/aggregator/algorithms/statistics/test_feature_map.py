@@ -13,6 +13,9 @@ from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.statistics.feature_map import LARGEST, LEVELS, FeatureMap
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped, max_difference
+from edge_client.data.statistics import to_rows
+from edge_client.runtime.program_graph import open_graph
+from edge_client.training.trainer import project
 from protocol.onnx_metadata import HeadMetadata
 from tests.support.graphs import tiny_backbone
 
@@ -58,7 +61,7 @@ def test_rows_are_integers_of_the_formula(random_features: int) -> None:
 def test_runs_of_any_length_give_the_same_rows(random_features: int) -> None:
     features = features_of(50)
     session = onnxruntime.InferenceSession(
-        map_to_onnx(map_of(random_features)), providers=["CPUExecutionProvider"]
+        map_to_onnx(map_of(random_features), num_classes=3), providers=["CPUExecutionProvider"]
     )
     expected = mapped(map_of(random_features), features)
     for rows in (1, 7):
@@ -69,13 +72,26 @@ def test_runs_of_any_length_give_the_same_rows(random_features: int) -> None:
         np.testing.assert_array_equal(np.concatenate(parts), expected)
 
 
+@pytest.mark.parametrize("random_features", SIZES)
+def test_device_opens_the_map_and_makes_the_same_rows(random_features: int) -> None:
+    feature_map, features = map_of(random_features), features_of(70)
+    graph = open_graph(map_to_onnx(feature_map, num_classes=3), role="project")
+    assert (graph.metadata.feature_size, graph.metadata.projection_size) == (LENGTH, feature_map.size)
+    rows = to_rows(project(graph, features, state={}, tensors={}))
+    np.testing.assert_array_equal(rows, mapped(feature_map, features))
+
+
 def test_image_without_any_feature_has_a_row_of_zeros() -> None:
     assert not mapped(map_of(40), np.zeros((1, LENGTH), np.float32)).any()
 
 
 def test_the_same_map_is_the_same_file() -> None:
-    assert map_to_onnx(FeatureMap(LENGTH, 40, seed=3)) == map_to_onnx(map_of(40))
-    assert map_to_onnx(FeatureMap(LENGTH, 40, seed=4)) != map_to_onnx(map_of(40))
+    assert map_to_onnx(FeatureMap(LENGTH, 40, seed=3), num_classes=3) == map_to_onnx(
+        map_of(40), num_classes=3
+    )
+    assert map_to_onnx(FeatureMap(LENGTH, 40, seed=4), num_classes=3) != map_to_onnx(
+        map_of(40), num_classes=3
+    )
 
 
 @pytest.mark.parametrize("random_features", SIZES)

@@ -1,0 +1,189 @@
+"""A head of sums is the same however the images are divided over devices, and no device's sums can spoil it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from aggregator.config.schema import Robust
+from aggregator.ingest.validation import Expectation, Refused
+from aggregator.training.jobs import Result, StatisticsJob
+from aggregator.training.statistics_job import run, submitted_moments
+from protocol.errors import ProtofleetError
+from protocol.second_moment import decode, from_triangle, to_triangle
+from protocol.second_moment import encode as encode_moment
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import encode, to_array, to_tensor
+from protocol.wire.messages import Submission
+from tests.support.statistics import (
+    FEATURE_MAP,
+    GROUPS_EXPECTATION,
+    SINGLE_EXPECTATION,
+    groups_of,
+    images,
+    sums_of,
+)
+
+
+def made(
+    folder: Path,
+    submissions: Mapping[str, Submission],
+    expectation: Expectation = SINGLE_EXPECTATION,
+    robust: Robust = Robust(),  # noqa: B008 - frozen
+) -> tuple[Result, bytes]:
+    """The result of a job, and its head without its metadata."""
+    blobs = BlobStore(folder / "blobs")
+    job = StatisticsJob(
+        version=1,
+        task=blobs.put(encode(expectation.manifest)).hex(),
+        members={device: blobs.put(encode(each)).hex() for device, each in submissions.items()},
+        blobs=str(blobs.folder),
+        feature_size=FEATURE_MAP.feature_size,
+        random_features=FEATURE_MAP.random_features,
+        seed=FEATURE_MAP.seed,
+        timeout_s=60.0,
+        robust=robust,
+        folder=str(folder),
+    )
+    result = run(job)
+    model = onnx.load(folder / "head.onnx")
+    del model.metadata_props[:]
+    return result, model.SerializeToString()
+
+
+def moment_of(submission: Submission) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    counts, sums = to_array(submission.counts), to_array(submission.prototypes)
+    return (
+        counts,
+        sums,
+        from_triangle(decode(submission.tensors["second_moment"], counts, sums), sums.shape[1]),
+    )
+
+
+def with_moment(submission: Submission, moment: np.ndarray) -> Submission:
+    counts, sums, _ = moment_of(submission)
+    coded = encode_moment(to_triangle(np.rint(moment).astype(np.int64)), counts, sums)
+    return msgspec.structs.replace(submission, tensors={"second_moment": coded})
+
+
+def test_head_does_not_depend_on_who_has_the_images(tmp_path: Path) -> None:
+    """The same bytes: one device with all images, three in any order, and another split with like devices."""
+    features, labels = images(0, 24)
+    heads = set()
+    for number, devices in enumerate((1, 2, 3, 4)):
+        for order in (1, -1):
+            device_of = np.arange(len(labels)) % devices
+            parts = {
+                str(device): sums_of(features[device_of == device], labels[device_of == device])
+                for device in range(devices)[::order]
+            }
+            result, head = made(tmp_path / f"{number}{order}", parts)
+            heads.add(head)
+            assert result.prototypes == len(labels)
+            assert result.metrics["limited_devices"] == 0
+    assert len(heads) == 1
+
+
+@pytest.mark.parametrize("make", [sums_of, groups_of])
+def test_head_predicts(tmp_path: Path, make: type) -> None:
+    expectation = SINGLE_EXPECTATION if make is sums_of else GROUPS_EXPECTATION
+    result, _ = made(
+        tmp_path, {str(device): make(*images(device)) for device in range(3)}, expectation=expectation
+    )
+    assert result.prototypes == (180 if make is sums_of else 36)
+    assert result.metrics["onnx_max_difference"] < 1e-4
+    features, labels = images(50)
+    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+    logits = session.run(["logits"], {"feature": features})[0]
+    assert (logits.argmax(axis=1) == labels).mean() > 0.95
+
+
+def test_groups_are_the_same_statistic_as_their_sums() -> None:
+    """An aggregator squares the rows: of two encodings, one."""
+    features, labels = images(3)
+    found = submitted_moments(groups_of(features, labels), GROUPS_EXPECTATION)
+    rows = to_array(groups_of(features, labels).prototypes).astype(np.int64)
+    np.testing.assert_array_equal(from_triangle(found.second_moment, rows.shape[1]), 5 * rows.T @ rows)
+    assert found.counts.tolist() == [20, 20, 20]
+    assert found.rows == 12
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0])
+def test_scaled_second_moment_is_refused(tmp_path: Path, factor: float) -> None:
+    """Smaller, it is that of no images; larger, the diagonal is above what images can have."""
+    honest = sums_of(*images(7))
+    counts, _, moment = moment_of(honest)
+    if factor > 1:
+        moment = moment + np.diag(np.full(len(moment), 127**2 * counts.sum()))
+    parts = {"a": sums_of(*images(0)), "b": sums_of(*images(1)), "evil": with_moment(honest, factor * moment)}
+    result, head = made(tmp_path / "with", parts)
+    assert list(result.quarantined) == ["evil"]
+    assert "its submission is refused" in result.quarantined["evil"]
+    del parts["evil"]
+    assert made(tmp_path / "without", parts)[1] == head
+
+
+def test_negative_direction_is_refused(tmp_path: Path) -> None:
+    """It would cancel the scatter of all other devices there, and every training would fail."""
+    honest = sums_of(*images(7))
+    _, _, moment = moment_of(honest)
+    axis = np.linalg.eigh(moment.astype(float))[1][:, -1]
+    evil = with_moment(honest, moment - 2 * (axis @ moment @ axis) * np.outer(axis, axis))
+    result, _ = made(tmp_path, {"a": sums_of(*images(0)), "evil": evil})
+    assert "negative" in result.quarantined["evil"]
+    with pytest.raises(Refused, match="negative"):
+        made(tmp_path / "alone", {"evil": evil})
+
+
+def test_device_that_states_many_images_is_limited(tmp_path: Path) -> None:
+    """To a multiple of the median device, by one factor for all that it sends."""
+    parts = {str(device): sums_of(*images(device, 4)) for device in range(4)}
+    parts["large"] = sums_of(*images(9, 400))
+    result, limited = made(tmp_path / "limited", parts)
+    assert result.metrics["limited_devices"] == 1
+    result, unlimited = made(tmp_path / "unlimited", parts, robust=Robust(max_multiple=0))
+    assert result.metrics["limited_devices"] == 0
+    assert limited != unlimited
+
+
+def test_outlier_among_groups_is_quarantined(tmp_path: Path) -> None:
+    """A device that flips labels; sums of single images are not compared."""
+    features, labels = images(30, 40)
+    for make, expectation, found in (
+        (groups_of, GROUPS_EXPECTATION, ["flipped"]),
+        (sums_of, SINGLE_EXPECTATION, []),
+    ):
+        parts = {str(device): make(*images(device, 40)) for device in range(9)}
+        parts["flipped"] = make(np.roll(features, 40, axis=0), labels)
+        result, _ = made(tmp_path / make.__name__, parts, expectation)
+        assert list(result.quarantined) == found
+
+
+def test_few_images_of_a_class_are_named(tmp_path: Path) -> None:
+    features, labels = images(0)
+    few = np.concatenate([np.flatnonzero(labels < 2), np.flatnonzero(labels == 2)[:3]])
+    result, _ = made(tmp_path, {"a": sums_of(features[few], labels[few])})
+    assert result.few_prototypes == {"fox": 3}
+
+
+def test_other_map_makes_no_head(tmp_path: Path) -> None:
+    """As after an update of a library that draws other random numbers."""
+    manifest = SINGLE_EXPECTATION.manifest
+    assert manifest.statistics is not None
+    other = msgspec.structs.replace(manifest.statistics.map, digest=bytes(32))
+    changed = msgspec.structs.replace(
+        manifest, statistics=msgspec.structs.replace(manifest.statistics, map=other)
+    )
+    with pytest.raises(ProtofleetError, match="expected the task's map"):
+        made(tmp_path, {"a": sums_of(*images(0))}, Expectation(bytes(32), changed, FEATURE_MAP.size))
+
+
+def test_hostile_second_moment_is_refused() -> None:
+    noise = to_tensor(np.random.default_rng(0).integers(0, 256, 100).astype(np.uint8))
+    hostile = msgspec.structs.replace(sums_of(*images(0)), tensors={"second_moment": noise})
+    with pytest.raises(Refused, match="zlib"):
+        submitted_moments(hostile, SINGLE_EXPECTATION)
