@@ -163,7 +163,7 @@ else:
     TaskFile = msgspec.defstruct(
         "TaskFile",
         [
-            ("algorithm", Literal["fedtc", *ALGORITHMS], "fedtc"),
+            ("algorithm", Literal["fedtc", "statistics", *ALGORITHMS], "fedtc"),
             *((name, kind, kind()) for name, kind in ALGORITHMS.items()),
         ],
         bases=(CommonSettings,),

@@ -196,6 +196,29 @@ def test_unusable_broker_is_logged_once(tmp_path: Path) -> None:
 
 
 @on_mosquitto
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_fleet_with_statistics_gets_a_head(fleet: Fleet, tmp_path: Path, batch_size: int) -> None:
+    """Sums of single images, and rows of groups: two devices with different classes get one head, and predict."""
+    tables = f"[statistics]\nfeatures = 128\n[client]\nbatch_size = {batch_size}\nmin_images = 1\n"
+    task = write_task(tmp_path, quorum=2, algorithm="statistics", tables=tables)
+    fleet.start_aggregator(task)
+    names = ("device-0", "device-1")
+    for name, share in zip(names, ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9]), strict=True):
+        fleet.start_device(name, write_digits(tmp_path / f"data-{name}", classes=share), "--once")
+    for name in names:
+        fleet.wait_exit(name)
+    summary = fleet.wait_for("stopped devices", lambda s: all(d["state"] == "stopped" for d in s["devices"]))
+    assert (summary["algorithm"], summary["submissions"], summary["refusals"]) == ("statistics", 2, [])
+    (head,) = summary["heads"]
+    assert (head["devices"], head["held_out"]["devices"]) == (2, 2)
+    assert head["metrics"]["onnx_max_difference"] <= 1e-4
+    assert bool(fleet.device_status("device-0")["report"]["warning"]) == (batch_size == 1)
+    fleet.stop("aggregator")
+    predicted = fleet.predict("device-0", next((tmp_path / "data-device-1" / "9").glob("*.png")))
+    assert predicted["label"] in CLASSES
+
+
+@on_mosquitto
 def test_private_fleet_gets_a_head(fleet: Fleet, tmp_path: Path) -> None:
     """Under differential privacy both sides show the privacy loss; exact counts stay on the device."""
     private = (

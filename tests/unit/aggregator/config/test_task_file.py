@@ -294,3 +294,44 @@ def test_unreadable_file_is_an_error(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             load_task(_write(tmp_path, text))
+
+
+STATISTICS = 'algorithm = "statistics"\n'
+
+
+def test_settings_of_statistics_are_read(tmp_path: Path) -> None:
+    task, _ = load_task(_write(tmp_path, MINIMAL + STATISTICS))
+    assert (task.statistics.features, task.client.batch_size, task.learning) == (1024, 5, None)
+    more = "retrain_after = 2\n[statistics]\nfeatures = 0\n[client]\nbatch_size = 1\nmin_images = 1\n"
+    task, _ = load_task(_write(tmp_path, MINIMAL + STATISTICS + more))
+    assert (task.statistics.features, task.settings.retrain_after) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "expected"),
+    [
+        ("[client]\nalpha = 0.9", "client.alpha", "must be 1 with"),
+        ("[statistics]\nfeatures = 4097", "statistics.features", "<= 4096"),
+        ("[training]\nrecipe = 'paper'", "training.recipe", "does not use this setting"),
+        ("[rounds]\nstaleness = 2", "rounds", "does not use this setting"),
+        ("[fpl]\nrounds = 2", "fpl", "does not use this setting"),
+        ("[robust]\ncombine = 'median'", "robust.combine", "have no median"),
+        (
+            "[client]\nbatch_size = 1\nmin_images = 1\n[robust]\ndetect_outliers = true",
+            "robust.detect_outliers",
+            "cannot compare",
+        ),
+        (DP, "privacy.dp", "sums without noise"),
+        ('[privacy.perturbation]\non = "prototypes"\nscale = 1', "privacy.perturbation.on", "no prototypes"),
+    ],
+)
+def test_settings_that_statistics_lack_are_refused(
+    tmp_path: Path, more: str, key: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"`{key}`: .*{expected}"):
+        load_task(_write(tmp_path, MINIMAL + STATISTICS + more + "\n"))
+
+
+def test_table_of_statistics_needs_the_algorithm(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='algorithm = "fedtc" does not use this setting'):
+        load_task(_write(tmp_path, MINIMAL + "[statistics]\nfeatures = 8\n"))
