@@ -1,4 +1,4 @@
-"""A digest of what is shown by an image file: ratings, places and names that programs write into it do not change it.
+"""A digest of what an image file shows: ratings, places and names that programs write into it do not change it.
 
 Such a change would otherwise be another image with the same feature, and the difference of two submissions could be
 the feature of a single one.
@@ -13,15 +13,14 @@ from pathlib import Path
 from PIL import Image
 
 KEY_BYTES = 16
-"""Bytes of the digest that tells one device's images apart."""
+"""Bytes of the digest: it distinguishes the images of one device."""
 
 _ORIENTATION = 0x0112
 
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
 _START_OF_SCAN = 0xDA
-_COMMENT = 0xFE
-_PROFILES = {0xE1, 0xE2, *range(0xE3, 0xEE), 0xEF, _COMMENT}
-"""Segments of a JPEG file that do not change how it is decoded: all application data but JFIF's and Adobe's."""
+_NOT_DECODED = {*range(0xE1, 0xEE), 0xEF, 0xFE}
+"""Segments of a JPEG file that do not change its pixels: comments, and all application data but JFIF's and Adobe's."""
 
 _TEXTS = {b"tEXt", b"zTXt", b"iTXt", b"tIME"}
 """Chunks of a PNG file that do not, unless they have an orientation."""
@@ -53,7 +52,7 @@ def _jpeg_parts(data: bytes) -> Iterator[bytes | memoryview]:
     yield view[:at]
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != _START_OF_SCAN:
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-        if data[at + 1] not in _PROFILES:
+        if data[at + 1] not in _NOT_DECODED:
             yield view[at:end]
         at = end
     yield view[at:]
