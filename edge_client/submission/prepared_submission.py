@@ -1,7 +1,7 @@
 """A submission before it has a sequence number: its prototypes (FedTC eq. 1-4), and its encoding."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -70,25 +70,15 @@ def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundIma
         ProtofleetError: the features exceed float16.
         PrivacyRefused: the task perturbs prototypes, and there is no secret.
     """
-    prototypes, labels, counts, reports = [], [], [], []
-    secret = workspace.secret(task)
-    for label, released in enumerate(group_images(workspace, task, found)):
-        members = found.of_class(label)
-        if not members:
-            continue
-        values, sizes = _class_prototypes(workspace, task, label, released, secret)
-        prototypes.append(values)
-        labels.append(np.full(len(sizes), label, dtype=np.uint32))
-        counts.append(sizes)
-        held = len(members) - len(found.for_training(label))
-        waiting = (released.waiting, released.more_needed)
-        reports.append(ClassReport(task.classes[label], len(members), held, tuple(map(int, sizes)), *waiting))
-    require_prototype(task, reports, found)
+    released, secret = group_images(workspace, task, found), workspace.secret(task)
+    made = [_class_prototypes(workspace, task, label, each, secret) for label, each in enumerate(released)]
+    sizes = [counts for _, counts in made]
+    reports = class_reports(task, found, released, sizes)
     return PreparedSubmission(
-        prototypes=np.concatenate([part for part in prototypes if len(part)]),
-        labels=np.concatenate(labels),
-        counts=np.concatenate(counts),
-        classes=tuple(reports),
+        prototypes=np.concatenate([values for values, _ in made if len(values)]),
+        labels=np.repeat(np.arange(len(sizes), dtype=np.uint32), list(map(len, sizes))),
+        counts=np.concatenate(sizes),
+        classes=reports,
         unusable=found.unusable,
     )
 
@@ -103,12 +93,38 @@ def outgoing_prototypes(
     return values.astype(np.float16)
 
 
-def require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found: FoundImages) -> None:
-    """Check that at least one class has a prototype.
+def class_reports(
+    task: TaskManifest,
+    found: FoundImages,
+    released: Sequence[ReleasedImages],
+    counts: Iterable[Iterable[int]] | None = None,
+) -> tuple[ClassReport, ...]:
+    """Return the report of each class with images.
+
+    `counts` are the images in each row of each class; by default a class has one row of all its released images.
 
     Raises:
-        NoPrototype: none has; the message says how many images are needed.
+        NoPrototype: no class has a row; the message says how many images are needed.
     """
+    if counts is None:
+        counts = [[len(each.images)] if each.images else [] for each in released]
+    reports = tuple(
+        ClassReport(
+            name,
+            len(members),
+            len(members) - len(found.for_training(label)),
+            tuple(map(int, sizes)),
+            each.waiting,
+            each.more_needed,
+        )
+        for label, (name, each, sizes) in enumerate(zip(task.classes, released, counts, strict=True))
+        if (members := found.of_class(label))
+    )
+    _require_prototype(task, reports, found)
+    return reports
+
+
+def _require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found: FoundImages) -> None:
     if any(report.counts for report in reports):
         return
     if not reports:

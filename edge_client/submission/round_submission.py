@@ -10,18 +10,13 @@ from edge_client.agent.state import UploadItem
 from edge_client.data.images import LabeledImage
 from edge_client.storage.disk_space import require_space
 from edge_client.storage.stored_values import (
-    ClassReport,
     StoredInitialModel,
     StoredLocalModel,
     SubmissionSequence,
 )
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
-from edge_client.submission.image_grouping import ReleasedImages, group_images
-from edge_client.submission.prepared_submission import (
-    PreparedSubmission,
-    outgoing_prototypes,
-    require_prototype,
-)
+from edge_client.submission.image_grouping import group_images
+from edge_client.submission.prepared_submission import PreparedSubmission, class_reports, outgoing_prototypes
 from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel
 from edge_client.training.trainer import Checkpoint, TrainingHooks, TrainingSet
@@ -78,8 +73,7 @@ class RoundTraining:
         images = sorted(
             (image for of_class in released for image in of_class.images), key=lambda image: image.relative
         )
-        reports = _class_reports(manifest, found, released)
-        require_prototype(manifest, reports, found)
+        reports = class_reports(manifest, found, released)
         names = "\0".join(f"{image.label} {image.identity}" for image in images)
         images_digest = digest_of(names.encode(errors="surrogateescape")).hex()
         about = (task.hex(), round_manifest.number, round_manifest.tensors.digest.hex(), images_digest)
@@ -109,7 +103,7 @@ class RoundTraining:
             prototypes=outgoing_prototypes(values, result.labels, task=manifest, secret=secret),
             labels=result.labels,
             counts=result.counts,
-            classes=tuple(reports),
+            classes=reports,
             unusable=found.unusable,
             tensors=result.changes,
             loss=result.loss,
@@ -183,15 +177,3 @@ class RoundTraining:
         size = local_round.feature_size(manifest, self._store.blobs)
         features = self._workspace.features(images, training_feature_keys(manifest), size)
         return TrainingSet(features, np.array([image.label for image in images], np.int64))
-
-
-def _class_reports(
-    manifest: TaskManifest, found: FoundImages, released: Sequence[ReleasedImages]
-) -> list[ClassReport]:
-    reports = []
-    for label, (name, of_class) in enumerate(zip(manifest.classes, released, strict=True)):
-        total, held = len(found.of_class(label)), len(found.of_class(label)) - len(found.for_training(label))
-        if total:
-            counts = (len(of_class.images),) if of_class.images else ()
-            reports.append(ClassReport(name, total, held, counts, of_class.waiting, of_class.more_needed))
-    return reports

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from edge_client.data.statistics import RowSums, group_rows, to_rows
 from edge_client.progress_bar import Progress
 from edge_client.runtime.program_graph import Graph, open_graph
-from edge_client.storage.stored_values import ClassReport
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.image_grouping import ReleasedImages, group_images
-from edge_client.submission.prepared_submission import PreparedSubmission, require_prototype
+from edge_client.submission.prepared_submission import PreparedSubmission, class_reports
 from edge_client.training.trainer import project
 from protocol import second_moment
 from protocol.errors import GraphRefused, Interrupted
@@ -98,8 +97,7 @@ def _sums(
     for label, each in enumerate(released):
         for rows in mapped.rows(each):
             sums.add(label, rows)
-    used: list[tuple[int, ...]] = [(len(each.images),) if each.images else () for each in released]
-    reports = _reports(task, found, released, used)
+    reports = class_reports(task, found, released)
     labels, counts, class_sums, triangle = sums.result()
     warning = ""
     if (images := int(counts.sum())) < mapped.size:
@@ -128,7 +126,7 @@ def _groups(
         for each in released
     ]
     sizes = [counts for _, counts in made]
-    reports = _reports(task, found, released, [tuple(map(int, counts)) for counts in sizes])
+    reports = class_reports(task, found, released, sizes)
     return PreparedSubmission(
         prototypes=np.concatenate([rows for rows, _ in made]),
         labels=np.repeat(np.arange(len(made), dtype=np.uint32), list(map(len, sizes))),
@@ -137,23 +135,3 @@ def _groups(
         unusable=found.unusable,
         form="group",
     )
-
-
-def _reports(
-    task: TaskManifest, found: FoundImages, released: list[ReleasedImages], counts: list[tuple[int, ...]]
-) -> tuple[ClassReport, ...]:
-    """Return the report of each class with images; raises NoPrototype if no class has enough."""
-    reports = tuple(
-        ClassReport(
-            task.classes[label],
-            len(members),
-            len(members) - len(found.for_training(label)),
-            counts[label],
-            each.waiting,
-            each.more_needed,
-        )
-        for label, each in enumerate(released)
-        if (members := found.of_class(label))
-    )
-    require_prototype(task, reports, found)
-    return reports
