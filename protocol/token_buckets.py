@@ -22,18 +22,12 @@ class TokenBuckets(Generic[Key]):
         *,
         capacity: float,
         per_s: float,
-        max_keys: int = MAX_KEYS,
         left: Mapping[Key, tuple[float, float]] = MappingProxyType({}),
     ) -> None:
         self._capacity = capacity
         self._per_s = per_s
-        self._max_keys = max_keys
         self._left = dict(left)
         """Tokens left, and when (seconds of any clock that is never set back). Least recently used first."""
-
-    def __len__(self) -> int:
-        """Return the number of buckets in memory."""
-        return len(self._left)
 
     def take(self, key: Key, tokens: float = 1.0, *, now_s: float) -> bool:
         """Take tokens from a bucket; returns False, and takes none, if it has not as many."""
@@ -41,7 +35,7 @@ class TokenBuckets(Generic[Key]):
         if left < tokens:
             return False
         self._left.pop(key, None)
-        if len(self._left) >= self._max_keys:
+        if len(self._left) >= MAX_KEYS:
             del self._left[next(iter(self._left))]
         self._left[key] = (left - tokens, now_s)
         return True

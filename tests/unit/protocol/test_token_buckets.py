@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol import token_buckets
 from protocol.token_buckets import TokenBuckets
 
 _takings = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 6)), max_size=60)
@@ -36,11 +37,10 @@ def test_buckets_are_independent_and_refill() -> None:
     assert not buckets.take("c", 3, now_s=0.0)
 
 
-def test_number_of_buckets_is_bounded() -> None:
-    """The one used least recently is dropped."""
-    buckets = TokenBuckets[int](capacity=1, per_s=1.0, max_keys=3)
-    assert all(buckets.take(key, now_s=0.0) for key in range(3))
-    assert len(buckets) == 3
-    assert buckets.take(3, now_s=0.1)
-    assert len(buckets) == 3
-    assert not buckets.take(2, now_s=0.1)
+def test_number_of_buckets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one used least recently is dropped, and full again."""
+    monkeypatch.setattr(token_buckets, "MAX_KEYS", 3)
+    buckets = TokenBuckets[int](capacity=1, per_s=1.0)
+    assert all(buckets.take(key, now_s=0.0) for key in range(4))
+    assert buckets.left(0) is None
+    assert not any(buckets.take(key, now_s=0.0) for key in (1, 2, 3))
