@@ -144,9 +144,9 @@ class SubmissionReport(msgspec.Struct, frozen=True):
     unusable: tuple[tuple[str, str], ...] = ()
     size_bytes: int = 0
     form: SubmissionForm = "prototype"
-    """What `counts` of each class count the images of."""
+    """The rows of which `counts` are the images, for each class."""
     warning: str = ""
-    """What the device's owner should know of the upload."""
+    """A warning about the upload, for the device's owner; empty if there is none."""
 
 
 class PrivacySpent(msgspec.Struct, frozen=True):

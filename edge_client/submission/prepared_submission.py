@@ -47,7 +47,7 @@ class PreparedSubmission:
     local_model: LocalModel | None = None
     form: SubmissionForm = "prototype"
     warning: str = ""
-    """What its owner should know of the upload."""
+    """A warning about the upload, for the device's owner; empty if there is none."""
 
     @property
     def fingerprint(self) -> str:
