@@ -19,6 +19,7 @@ from aggregator.config.schema import (
     PrivacySettings,
     Robust,
     Rounds,
+    StatisticsSettings,
     TaskFile,
     Training,
 )
@@ -41,6 +42,7 @@ DEFAULTS = {
     "": TaskFile(classes=("a", "b"), backbones=("b.onnx",)),
     "client": Client(),
     "training": Training(),
+    "statistics": StatisticsSettings(),
     "rounds": Rounds(),
     "rollout": Settings(),
     "robust": Robust(),
