@@ -37,13 +37,18 @@ READY = b"ready"
 class IsolatedSession:
     """Runs a graph that was validated, on the CPU; `file` is its path or its bytes.
 
-    The program that forks is started by the first run, and by the first one after `close` or a failure.
+    `start` starts the program that forks: before the first run, and before the first one after `close` or a failure.
     """
 
     def __init__(self, file: Path | bytes) -> None:
         self._file = file
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+
+    @property
+    def is_started(self) -> bool:
+        """Return whether the program that forks is there."""
+        return self._connection is not None
 
     def run(
         self, names: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any
@@ -52,9 +57,11 @@ class IsolatedSession:
 
         Raises:
             RuntimeError: it fails, or has ended its process.
-            StateError: the program that forks cannot be started.
+            StateError: the program that forks was not started.
         """
-        connection = self._connection or self._start(options)
+        connection = self._connection
+        if connection is None:
+            raise StateError("the process that runs a graph was not started")
         try:
             ends = np.array(json.dumps([list(names), list(feeds)]))
             connection.send_bytes(_packed([ends, *feeds.values()]))
@@ -76,7 +83,14 @@ class IsolatedSession:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _start(self, options: Any) -> Connection:
+    def start(self, options: Any) -> None:
+        """Start the program that forks; `options.terminate` ends that.
+
+        It takes none of a run's time: one image's failure would otherwise leave the next one less.
+
+        Raises:
+            StateError: it cannot be started.
+        """
         try:
             here, there = Pipe()
             with there:
@@ -98,7 +112,6 @@ class IsolatedSession:
         except BaseException:
             self.close()
             raise
-        return here
 
 
 def _answer(connection: Connection, options: Any) -> bytes:

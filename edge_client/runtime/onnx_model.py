@@ -31,6 +31,9 @@ MAX_RUN_S = 120.0
 MAX_LOAD_S = 120.0
 """Time limit for loading one, likewise. ONNX Runtime cannot be interrupted there: the program ends."""
 
+MAX_START_S = 1200.0
+"""Time limit for starting the program of isolated runs: it loads what this one has loaded in half of that time."""
+
 GRACE_S = 60.0
 """How long a run may go on after its time limit, in an operator that cannot be interrupted, before the program ends."""
 
@@ -96,6 +99,8 @@ class OnnxModel:
             GraphRefused: it fails on these inputs, or exceeds the time limit.
         """
         names = list(self.outputs if outputs is None else outputs)
+        if isinstance(self._session, IsolatedSession) and not self._session.is_started:
+            self._guarded(self._session.start, MAX_START_S)
         given = self._guarded(lambda options: self._session.run(names, dict(feeds), options), limit_s)
         return dict(zip(names, given, strict=True))
 

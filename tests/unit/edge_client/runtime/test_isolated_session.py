@@ -3,14 +3,17 @@
 import os
 import signal
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from edge_client.runtime import onnx_model
-from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.runtime.backbone import MAX_IMAGE_S, Backbone, open_backbone
 from edge_client.runtime.isolated_session import IsolatedSession
+from edge_client.runtime.onnx_model import MAX_START_S
 from protocol.errors import ProtofleetError, StateError
 from tests.support.graphs import EDGE
 from tests.support.hostile_backbones import fails_on_white
@@ -43,6 +46,26 @@ def test_an_image_that_ends_its_process_is_refused_and_later_ones_are_not(backbo
         finally:
             onnx_model.allow_runs(threading.get_ident())
     assert process.returncode is not None
+
+
+def test_an_image_that_ends_its_process_takes_no_time_from_the_next_one(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program starts again, with a time limit of its own: otherwise one image decides about another's feature."""
+    limits: list[float] = []
+    limited = onnx_model._time_limit
+
+    def recorded(limit_s: float) -> AbstractContextManager[Any]:
+        limits.append(limit_s)
+        return limited(limit_s)
+
+    monkeypatch.setattr(onnx_model, "_time_limit", recorded)
+    with backbone.isolated() as isolated:
+        isolated.features(GRAY)
+        with pytest.raises(ProtofleetError, match="ends its process"):
+            isolated.features(WHITE)
+        isolated.features(GRAY)
+    assert limits == [MAX_START_S, MAX_IMAGE_S, MAX_IMAGE_S, MAX_START_S, MAX_IMAGE_S]
 
 
 def test_a_program_that_does_not_start_is_no_fault_of_the_image(tmp_path: Path, backbone: Backbone) -> None:
