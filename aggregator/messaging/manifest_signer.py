@@ -132,5 +132,5 @@ class ManifestSigner:
 
 
 def _is_due(last: _Last, now_s: int) -> bool:
-    """Return whether a manifest is a day old, or dated in the future by a clock that has been corrected since."""
+    """Return True if a manifest is a day old, or dated in the future by a clock that has been corrected since."""
     return not -MAX_CLOCK_SKEW_S <= now_s - last.issued_s < REFRESH_S

@@ -224,6 +224,6 @@ def _similar(parts: Mapping[str, Prototypes], found: Mapping[str, Finding], *, c
 
 
 def _is_mislabeled(mean: Floats, label: int, medians: Mapping[int, Floats]) -> bool:
-    """Return whether a device's mean of a class is much nearer to the median of another class."""
+    """Return True if a device's mean of a class is much nearer to the median of another class."""
     squares = {other: float(((mean - median) ** 2).sum()) for other, median in medians.items()}
     return min(squares.values()) < SIMILAR * squares[label]
