@@ -69,20 +69,17 @@ def _clipped_changes(parts: Sequence[Contribution], *, multiple: float) -> list[
     """Scale down each device's changes to a multiple of the median device's length."""
     if not multiple or len(parts) < MIN_DEVICES:
         return list(parts)
-    lengths = np.array(
-        [np.sqrt(sum(float(np.vdot(each, each)) for each in _changes(part))) for part in parts]
-    )
-    factors = _factors(lengths, multiple)
+    lengths = [
+        np.linalg.norm([np.linalg.norm(each.astype(np.float64)) for each in part.tensors.values()])
+        for part in parts
+    ]
+    factors = _factors(np.array(lengths), multiple)
     return [
         part
         if factor == 1
         else replace(part, tensors={name: np.float32(factor) * each for name, each in part.tensors.items()})
         for part, factor in zip(parts, factors, strict=True)
     ]
-
-
-def _changes(part: Contribution) -> list[NDArray[np.float64]]:
-    return [each.astype(np.float64) for each in part.tensors.values()]
 
 
 def _combined_changes(parts: Sequence[Contribution], *, by: Combine) -> list[Contribution]:

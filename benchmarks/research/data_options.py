@@ -26,6 +26,10 @@ class DataOptions:
             self.data, backbone=self.backbone, image_size=self.image_size, at_most=self.images
         )
 
+    def title(self, clients: int) -> str:
+        """Return the title of a table about a fleet of so many clients."""
+        return f"{self.data}, {self.backbone} at {self.image_size}x{self.image_size}, {clients} clients"
+
 
 def data_options(
     *, names: Sequence[str], images: int

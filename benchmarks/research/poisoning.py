@@ -127,10 +127,7 @@ def command(
     features = source.load()
     methods = METHODS if train else ()
     columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "wronged": ">9"}
-    table = Table(
-        {**columns, **dict.fromkeys(methods, ">14")},
-        title=f"{source.data}, {source.backbone} at {source.image_size}x{source.image_size}, {clients} clients",
-    )
+    table = Table({**columns, **dict.fromkeys(methods, ">14")}, title=source.title(clients))
     results: list[Result] = []
     for partition in partitions:
         for share in shares:

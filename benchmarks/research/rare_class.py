@@ -16,10 +16,11 @@ from aggregator.training.head_job import recipe_of
 from aggregator.training.outlier_detection import judge
 from aggregator.training.robust_training_set import combine, pool
 from benchmarks.accuracy.fedtc_fleet import Settings, fleet_prototypes
-from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.features import Features
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import parse_partition
 from benchmarks.report import Table, json_option, write_json
+from benchmarks.research.data_options import DataOptions, data_options
 
 BATCH = 5
 
@@ -54,10 +55,7 @@ class Result:
 
 
 @click.command("rare-class")
-@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
-@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option("--images", type=click.IntRange(min=1), default=2_000, show_default=True, help="Of each part.")
+@data_options(names=NAMES, images=2_000)
 @click.option("--clients", type=click.IntRange(min=2), default=10, show_default=True)
 @click.option(
     "--adapter/--no-adapter", default=False, show_default=True, help="Or only linear discriminants."
@@ -66,10 +64,7 @@ class Result:
 @json_option
 def command(
     *,
-    data: str,
-    backbone: str,
-    image_size: int,
-    images: int,
+    source: DataOptions,
     clients: int,
     adapter: bool,
     seeds: tuple[int, ...],
@@ -78,7 +73,7 @@ def command(
     """Measure what one device can do with a class that no other device has."""
     recipe = dataclasses.replace(recipe_of(Training()), adapter=adapter)
     settings = Settings(clients=clients, alpha=0.99, batch_size=BATCH, recipe=recipe, device="cpu")
-    features = load_features(data, backbone=backbone, image_size=image_size, at_most=images)
+    features = source.load()
     columns = {
         "its class": "<18",
         "unlimited": ">10.1%",
@@ -86,7 +81,7 @@ def command(
         "taken": ">7.1%",
         "quarantined": ">12",
     }
-    table = Table(columns, title=f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients")
+    table = Table(columns, title=source.title(clients))
     results: list[Result] = []
     for attack in ATTACKS:
         runs = [run(features, settings, attack=attack, seed=seed) for seed in seeds]
@@ -94,7 +89,7 @@ def command(
         shown = ("unlimited", "accuracy", "taken")
         means = (float(np.mean([getattr(one, name) for one in runs])) for name in shown)
         table.row(attack, *means, f"{sum(one.is_quarantined for one in runs)} of {len(runs)}")
-    write_json(json_file, "rare-class", data=data, runs=[dataclasses.asdict(one) for one in results])
+    write_json(json_file, "rare-class", data=source.data, runs=[dataclasses.asdict(one) for one in results])
 
 
 def run(features: Features, settings: Settings, *, attack: str, seed: int) -> Result:
