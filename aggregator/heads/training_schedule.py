@@ -4,10 +4,10 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from aggregator.coordination import round_state, rounds
+from aggregator.heads.accepted_submissions import AcceptedSubmissions
 from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.pending_training import (
@@ -24,19 +24,15 @@ from aggregator.storage.stored_values import FailedTraining, PendingHead, Traini
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import Restoration
-from aggregator.tasks.retention import delete_carried_submissions, needed_blobs
+from aggregator.tasks.retention import delete_carried_submissions
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CompileJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
-from protocol.log import DeviceEvents, event
-from protocol.storage.blobstore import WriteBatch
+from protocol.log import event
 from protocol.wire.messages import BlobRef, RoundManifest
 
 log = logging.getLogger(__name__)
-
-MAX_REPLACED_BYTES = 512 * 1024**2
-"""Size of replaced submissions at which their blobs are deleted, since a device can upload all day."""
 
 
 class HeadTraining:
@@ -50,12 +46,9 @@ class HeadTraining:
         self._store = store
         self._on_event = on_event
         self._settings = task.file.settings
-        self._device_log = DeviceEvents(log)
-        self._accepted: list[Callable[[], None]] = []
         self._due: list[rounds.Train] = []
         self._data_version = store.data_version()
-        self._writing = WriteBatch()
-        self._replaced_bytes = 0
+        self.accepted = AcceptedSubmissions(task, store)
         self._rate = HeadRate(task, store)
         self.restoration = Restoration(task, store)
         self._trainer = Trainer(store.folder / "training", on_event=on_event)
@@ -108,12 +101,10 @@ class HeadTraining:
         due, self._due = self._due, []
         for train in due:
             self._start(train)
-        if self._replaced_bytes > MAX_REPLACED_BYTES:
-            self._replaced_bytes = 0
-            self._store.blobs.keep_only(needed_blobs(self._task, self._store))
+        self.accepted.delete_replaced()
 
     def submit(self, record: SubmissionRecord, payload: bytes) -> rounds.SubmissionVerdict:
-        """Apply a validated submission; it is stored once `flush` and a commit of the store have returned.
+        """Apply a validated submission; it is stored once `accepted.flush` and a commit of the store have returned.
 
         Raises StateError if it cannot be stored.
         """
@@ -122,24 +113,14 @@ class HeadTraining:
         state, actions = rounds.step(self.state, received, settings=self._settings)
         verdict = next(action for action in actions if isinstance(action, rounds.SubmissionVerdict))
         if verdict.verdict == "new":
-            self._store_submission(replace(record, entry=verdict.counted_entry or record.entry), payload)
+            stored = replace(record, entry=verdict.counted_entry or record.entry)
+            self.accepted.add(stored, payload, self.state)
         self._enter(state, actions)
         return verdict
 
-    def flush(self) -> None:
-        """Make submitted payloads durable; raises StateError if they cannot be stored."""
-        self._writing.finish()
-
-    def log_accepted(self) -> None:
-        """Log the submissions that were accepted and are durable now."""
-        accepted, self._accepted = self._accepted, []
-        for log_each in accepted:
-            log_each()
-
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
-        self._accepted.clear()
-        self._writing.discard()
+        self.accepted.discard()
         stored = self._store.round_state(self._task.digest)
         # The store may still name a training that has failed since.
         running = None if self._due else self.state.training
@@ -199,27 +180,6 @@ class HeadTraining:
     def _enter(self, state: round_state.State, actions: tuple[rounds.Action, ...]) -> None:
         self.state = state
         self._due += [action for action in actions if isinstance(action, rounds.Train)]
-
-    def _store_submission(self, record: SubmissionRecord, payload: bytes) -> None:
-        self._store.blobs.put_in_batch(payload, digest=record.entry.digest, batch=self._writing)
-        submissions = self.state.submissions
-        is_known = record.device in submissions
-        if is_known:
-            self._replaced_bytes += record.size_bytes
-        self._store.submissions.put(self._task.digest, record)
-        in_rounds = self._settings.rounds is not None
-        log_accepted = partial(
-            self._device_log.event,
-            *(logging.INFO, "submission accepted"),
-            device=record.device,
-            round=record.entry.round if in_rounds else None,
-            prototypes=record.prototypes,
-            images=record.images,
-            bytes=record.size_bytes,
-            devices=sum(map(self.state.decisions.counts, {*submissions, record.device})),
-            quorum=self._settings.quorum,
-        )
-        self._accepted.append(log_accepted)
 
     def _start(self, train: rounds.Train) -> None:
         job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)

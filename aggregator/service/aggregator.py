@@ -166,8 +166,8 @@ class Aggregator:
             with self._store.transaction():
                 for message in messages:
                     self._handle_message(message)
-                self._training.flush()
-            self._training.log_accepted()
+                self._training.accepted.flush()
+            self._training.accepted.log()
             self._receiver.commit()
         except Replaced as replaced:
             with self._receiver.guard():

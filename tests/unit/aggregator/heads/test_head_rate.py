@@ -60,7 +60,7 @@ class World:
         data = b"%s %d" % (device.encode(), sequence)
         entry = Entry(sequence, digest_of(data), self.now_s)
         self.training.submit(SubmissionRecord(device, entry, len(data), 10, 2, {0: 2}), data)
-        self.training.flush()
+        self.training.accepted.flush()
 
     def run(self, seconds: int, upload: Callable[[int], None] = lambda _: None, *, every_s: int = 1) -> None:
         """Let time pass, with an upload now and then."""

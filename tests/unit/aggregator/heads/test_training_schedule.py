@@ -16,7 +16,7 @@ from msgspec import structs
 from aggregator.config.schema import TaskFile, Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
-from aggregator.heads import training_schedule
+from aggregator.heads import accepted_submissions
 from aggregator.heads.pending_training import FULL_MEMORY_TRAININGS, job_of
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.store import Store
@@ -59,7 +59,7 @@ def _submit(
 def _take(training: HeadTraining, task: Task, device: str, *, number: int = 0) -> rounds.SubmissionVerdict:
     """Submit, make it durable, and start what is due."""
     verdict = _submit(training, task, device, number=number)
-    training.flush()
+    training.accepted.flush()
     training.tick()
     return verdict
 
@@ -93,13 +93,13 @@ def test_submission_is_logged_as_accepted_once_it_is_durable(
         _submit(training, task, "a")
         raise StateError("the disk is full")
     training.reload()
-    training.log_accepted()
+    training.accepted.log()
     assert "submission accepted" not in caplog.text
     with store.transaction():
         _submit(training, task, "a")
-        training.flush()
-    training.log_accepted()
-    training.log_accepted()
+        training.accepted.flush()
+    training.accepted.log()
+    training.accepted.log()
     assert caplog.text.count("submission accepted") == 1
 
 
@@ -183,7 +183,7 @@ def test_damaged_submission_is_moved_apart_and_requested(task: Task, store: Stor
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
     _submit(training, task, "a")
-    training.flush()
+    training.accepted.flush()
     blob = store.blobs.path(training.state.submissions["a"].digest)
     blob.write_bytes(bytes([blob.read_bytes()[0] ^ 1]) + blob.read_bytes()[1:])
     _take(training, task, "b")
@@ -320,10 +320,10 @@ def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch:
     training = HeadTraining(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, shapes=task.expectation.tensors)
-    monkeypatch.setattr(training_schedule, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
+    monkeypatch.setattr(accepted_submissions, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
     for number in range(1, 30):
         verdict = _submit(training, task, "a", sequence=number)
-        training.flush()
+        training.accepted.flush()
         training.tick()
         left = set(store.blobs.digests())
         assert verdict.counted_entry is not None
