@@ -35,7 +35,7 @@ from protocol.wire.messages import Submission
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What of all valid submissions is kept.
+    """The parts of all valid submissions that are kept.
 
     Attributes:
         images: each device's images of each class, int64 (C,).
