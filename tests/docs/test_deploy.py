@@ -208,7 +208,9 @@ def test_task_files_name_every_setting_and_its_default(
             assert getattr(default, setting) in (None, getattr(getattr(full, table), setting)), setting
     if name == "task.toml":
         default = TaskFile(classes=("a",), backbones=("b",))
-        assert set(default.__struct_fields__) - {"privacy", "rounds", *ALGORITHMS} == set(written)
+        assert set(default.__struct_fields__) - {"privacy", "rounds", "statistics", *ALGORITHMS} == set(
+            written
+        )
         for setting in commented & set(written):
             assert getattr(default, setting) in (None, getattr(full, setting)), setting
 
