@@ -232,6 +232,14 @@ def _next_epoch(task: Task, store: Store) -> int:
     epoch = max(before.epoch + 1 if before is not None else 1, int(time.time()))
     file = task.file
     store.facts.put(
-        ServedTask(task.digest, epoch, file.fleet, file.algorithm, tuple(file.classes), file.settings)
+        ServedTask(
+            task.digest,
+            epoch,
+            file.fleet,
+            file.algorithm,
+            tuple(file.classes),
+            settings=file.settings,
+            rollout=file.rollout,
+        )
     )
     return epoch

@@ -64,7 +64,12 @@ def _collect(store: Store) -> model.Status:
         closes_at_s=None if closes_s is None else store.clock.unix_s(closes_s),
         rate_limited_until_s=limit.until_s if limit is not None else None,
         round=_round(state, settings),
-        rollout=_rollout(used, store.clock, requested=operator_commands.commanded_version(store, task)),
+        rollout=_rollout(
+            used,
+            served.rollout,
+            store.clock,
+            requested=operator_commands.commanded_version(store, task),
+        ),
         devices=tuple(_devices(store, task, submissions, used, known if is_personal else ())),
         coverage=_coverage(served.classes, counted),
         quarantine=tuple(store.quarantine.all(task).values()),
@@ -105,7 +110,13 @@ def _round(state: round_state.State, settings: round_state.Settings) -> model.Ro
     )
 
 
-def _rollout(state: canary_rollout.State, clock: ElapsedClock, *, requested: int | None) -> model.Rollout:
+def _rollout(
+    state: canary_rollout.State,
+    settings: canary_rollout.Settings,
+    clock: ElapsedClock,
+    *,
+    requested: int | None,
+) -> model.Rollout:
     trial, candidate = state.trial, None
     if trial is not None:
         candidate = model.Candidate(
@@ -113,7 +124,7 @@ def _rollout(state: canary_rollout.State, clock: ElapsedClock, *, requested: int
             canaries=trial.canaries,
             awaited=trial.awaited,
             since_s=clock.unix_s(trial.since_s),
-            summary=canary_rollout.summary_of(trial, canary_rollout.Settings()),
+            summary=canary_rollout.summary_of(trial, settings),
         )
     return model.Rollout(current=state.current, candidate=candidate, requested=requested)
 

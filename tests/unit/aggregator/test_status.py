@@ -51,7 +51,7 @@ def _started(folder: Path, task: TaskFile = TASK_FILE) -> Store:
     store = Store(folder, lock=True)
     store.clock = FakeClock(1e6)
     served = (TASK, 1, task.fleet, task.algorithm, task.classes)
-    store.facts.put(ServedTask(*served, settings=task.settings))
+    store.facts.put(ServedTask(*served, settings=task.settings, rollout=task.rollout))
     return store
 
 
@@ -286,6 +286,24 @@ def test_heads_and_the_devices_that_use_them(tmp_path: Path) -> None:
         "head not used by idle: it is [NaN]",
     ):
         assert piece in text
+
+
+@pytest.mark.parametrize(("tolerated", "canaries"), [(0.0, "on 3 canaries"), (0.2, "on 1 ")])
+def test_candidate_is_compared_by_the_settings_of_the_task(
+    tmp_path: Path, tolerated: float, canaries: str
+) -> None:
+    """The best and the worst comparison do not count if one of three canaries is tolerated."""
+    rollout = msgspec.structs.replace(TASK_FILE.rollout, tolerated_fraction=tolerated)
+    store = _started(tmp_path, msgspec.structs.replace(TASK_FILE, rollout=rollout))
+    _add_head(store, 1)
+    _add_head(store, 2)
+    answers = {device: CanaryResult(correct, 10, 5) for device, correct in (("a", 1), ("b", 5), ("c", 9))}
+    trial = Trial(2, 70.0, ("a", "b", "c"), 2**32, answers)
+    store.heads.put_rollout(TASK, State(newest=2, current=1, trial=trial))
+    rollout_status = collect_status(store).rollout
+    assert rollout_status is not None
+    assert rollout_status.candidate is not None
+    assert canaries in rollout_status.candidate.summary
 
 
 def test_waiting_candidate_and_pending_command(tmp_path: Path) -> None:
