@@ -51,7 +51,7 @@ class Publisher:
             subscriptions=[*device_filters(fleet), *self._own_topics],
             on_event=on_event,
             access=access,
-            will=presence.outgoing("offline"),
+            will=lambda: presence.outgoing("offline"),
             manual_ack=True,
         )
         self._unacknowledged: list[mqtt.Received] = []

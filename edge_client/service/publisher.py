@@ -148,5 +148,5 @@ class Publisher:
             ],
             on_event=on_event,
             access=settings.access,
-            will=None if self._is_dry_run else self.presence.outgoing("offline"),
+            will=None if self._is_dry_run else lambda: self.presence.outgoing("offline"),
         )

@@ -70,8 +70,8 @@ class ConnectionOptions:
     """Unique on the broker, which may use the name in the client's certificate instead."""
     subscriptions: tuple[str, ...]
     """Topic filters, subscribed at QoS 1."""
-    will: Outgoing | None
-    """The message that the broker publishes if this client disappears."""
+    will: Callable[[], Outgoing] | None
+    """Makes the message that the broker publishes if this client disappears, anew for each connection."""
     window: int
     """Maximum number of publications in flight, unless the broker accepts fewer."""
     manual_ack: bool
@@ -186,7 +186,8 @@ class Connection:
         if options.access.username is not None:
             client.username_pw_set(options.access.username, options.access.password)
         if options.will is not None and not self.is_probe:
-            client.will_set(options.will.topic, options.will.payload, qos=1, retain=options.will.retain)
+            will = options.will()
+            client.will_set(will.topic, will.payload, qos=1, retain=will.retain)
         client.on_crash = self._on_crash
         client.on_connect = self._on_connect
         client.on_subscribe = self._on_subscribe

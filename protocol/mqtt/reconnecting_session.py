@@ -82,7 +82,7 @@ class Session:
         subscriptions: Sequence[str],
         on_event: Callable[[Event], None],
         access: BrokerAccess = NO_AUTHENTICATION,
-        will: Outgoing | None = None,
+        will: Callable[[], Outgoing] | None = None,
         window: int = 8,
         manual_ack: bool = False,
     ) -> None:

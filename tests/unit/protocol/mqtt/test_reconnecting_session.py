@@ -108,7 +108,7 @@ def test_will_message_is_delivered_when_a_socket_dies(broker: BrokerAddress) -> 
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
         before = set(_own_socket(broker.port))
-        with running(broker, "a", will=Outgoing("state", b"offline", retain=True)) as (says, ear):
+        with running(broker, "a", will=lambda: Outgoing("state", b"offline", retain=True)) as (says, ear):
             ear.wait(Connected)
             (dying,) = set(_own_socket(broker.port)) - before
             with socket.socket(fileno=os.dup(dying)) as victim:
@@ -123,7 +123,7 @@ def test_will_message_is_delivered_when_a_socket_dies(broker: BrokerAddress) -> 
 def test_stop_sends_final_message_instead_of_will(broker: BrokerAddress) -> None:
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
-        with running(broker, "a", will=Outgoing("state", b"offline"), window=2) as (says, ear):
+        with running(broker, "a", will=lambda: Outgoing("state", b"offline"), window=2) as (says, ear):
             ear.wait(Connected)
             for number in range(20):
                 says.send(Outgoing("state", str(number).encode()))

@@ -92,7 +92,7 @@ def test_replaced_broker_is_tried_in_both_versions() -> None:
 def test_amqtt_connects_without_timeout(address: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reconnecting_session, "CONNECT_TIMEOUT_S", 3600.0)
     will = Outgoing("state", b"offline", retain=True)
-    with amqtt(address), running(address, "a" * 23, "t", will=will) as (made, ear):
+    with amqtt(address), running(address, "a" * 23, "t", will=lambda: will) as (made, ear):
         says = Outgoing("t", b"sent while connecting")
         made.send(says)
         assert ear.wait(Received) == Received("t", says.payload)
@@ -102,7 +102,10 @@ def test_amqtt_connects_without_timeout(address: BrokerAddress, monkeypatch: pyt
 
 @needs_mosquitto
 def test_mosquitto_connects_in_mqtt_5_with_will(address: BrokerAddress, tmp_path: Path) -> None:
-    with mosquitto(address, tmp_path), running(address, "a", will=Outgoing("state", b"")) as (made, ear):
+    with (
+        mosquitto(address, tmp_path),
+        running(address, "a", will=lambda: Outgoing("state", b"")) as (made, ear),
+    ):
         ear.wait(Connected)
         assert made._version is V5
 

@@ -72,7 +72,7 @@ def test_valid_certificate_connects(
     with (
         closed(address, made),
         running(address, "b", "t", access=made.access("shed-1"), manual_ack=True) as (receiver, hears),
-        running(address, "a", access=made.access("shed-2"), will=Outgoing("w", b"")) as (says, ear),
+        running(address, "a", access=made.access("shed-2"), will=lambda: Outgoing("w", b"")) as (says, ear),
     ):
         hears.wait(Connected)
         ear.wait(Connected)
