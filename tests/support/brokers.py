@@ -134,6 +134,11 @@ class Mosquitto:
 
     def _end(self, number: signal.Signals) -> None:
         if self._process is not None:
+            if (code := self._process.poll()) is not None:
+                self._process = None
+                raise RuntimeError(
+                    f"mosquitto on {self.address} ended by itself with {code}: {self.log()[-2000:]}"
+                )
             self._process.send_signal(number)
             self._process.wait(timeout=120)
             self._process = None
