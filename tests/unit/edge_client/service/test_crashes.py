@@ -35,11 +35,6 @@ def die(*_: object, **__: object) -> Any:
     raise EndedError
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> HeadBench:
-    return HeadBench(tmp_path)
-
-
 def build(bench: HeadBench | RoundsBench, build: events.BuildSubmission) -> events.SubmissionBuilt:
     bench.worker.task = build.task
     bench.worker.round = None if build.round is None else build.round.number

@@ -29,7 +29,7 @@ from tests.support.device_factory import (
 )
 from tests.support.simulated_fleet import reference
 from tests.support.worker_benches import WANTED, HeadBench
-from tests.unit.edge_client.service.test_device import capture
+from tests.unit.edge_client.service.devices import capture
 
 GIB = 1024**3
 HUGE = tuple(

@@ -25,16 +25,6 @@ from tests.support.round_factory import make_task, stored
 from tests.support.worker_benches import CONSTANT, HeadBench, RoundsBench
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> HeadBench:
-    return HeadBench(tmp_path)
-
-
-@pytest.fixture
-def rounds(tmp_path: Path) -> RoundsBench:
-    return RoundsBench(tmp_path)
-
-
 def _totals(evaluation: Evaluation) -> list[int]:
     return [r + w for r, w in zip(evaluation.correct, evaluation.incorrect, strict=True)]
 

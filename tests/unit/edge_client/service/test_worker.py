@@ -19,16 +19,6 @@ from tests.support.round_factory import look_at, open_round, take_images
 from tests.support.worker_benches import CONSTANT, HeadBench, RoundsBench
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> HeadBench:
-    return HeadBench(tmp_path)
-
-
-@pytest.fixture
-def rounds(tmp_path: Path) -> RoundsBench:
-    return RoundsBench(tmp_path)
-
-
 def test_unknown_folders_do_not_stop_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are logged once, stored for `status`, and noticed while the device runs; `strict` refuses them."""
     bench = HeadBench(tmp_path)

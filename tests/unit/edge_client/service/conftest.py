@@ -1,0 +1,23 @@
+"""A device's state and workers, for every test here."""
+
+from pathlib import Path
+
+import pytest
+
+from edge_client.storage.device_state import DeviceState
+from tests.support.worker_benches import HeadBench, RoundsBench
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DeviceState:
+    return DeviceState(tmp_path / "state")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> HeadBench:
+    return HeadBench(tmp_path)
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> RoundsBench:
+    return RoundsBench(tmp_path)
