@@ -18,7 +18,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import InstalledHead
 from edge_client.training.local_round import LocalModel, read_tensors, unpack
 from protocol.errors import BackboneMismatch, BlobLost, ConfigError, GraphRefused, StateError
-from protocol.onnx_metadata import HeadMetadata, read_metadata
+from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import BlobRef
 

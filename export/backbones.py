@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from export.to_onnx import first_words
 from protocol.errors import ConfigError
-from protocol.onnx_metadata import BackboneMetadata
-from protocol.preprocessing import Preprocessing
+from protocol.models.onnx_metadata import BackboneMetadata
+from protocol.models.preprocessing import Preprocessing
 from protocol.storage.blobstore import file_digest
 
 SHOWN_KEYS = 5

@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.cli import config_option, require_packages, run, start_logging, verbose_option
 from protocol.errors import RuntimeMissing
-from protocol.onnx_metadata import BackboneMetadata
+from protocol.models.onnx_metadata import BackboneMetadata
 from protocol.storage.blobstore import state_errors
 
 if TYPE_CHECKING:

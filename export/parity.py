@@ -13,8 +13,8 @@ from PIL import Image
 from torch import nn
 
 from protocol.errors import ConfigError
-from protocol.onnx_metadata import Parity
-from protocol.preprocessing import Preprocessing, preprocess
+from protocol.models.onnx_metadata import Parity
+from protocol.models.preprocessing import Preprocessing, preprocess
 
 BATCH = 16
 """Photos in memory at a time."""

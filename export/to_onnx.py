@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from export.parity import Reference, compare, sample_photos
 from protocol.errors import ProtofleetError
 from protocol.log import warnings_suppressed
-from protocol.onnx_metadata import BackboneMetadata, delete_notes, to_properties
-from protocol.preprocessing import preprocess
+from protocol.models.onnx_metadata import BackboneMetadata, delete_notes, to_properties
+from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import write_atomically
 
 OPSET = 18

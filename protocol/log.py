@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from protocol.token_buckets import TokenBuckets
+from protocol.rates.token_buckets import TokenBuckets
 
 LINES_AT_ONCE = 100
 """Lines about one device with the same message, after a pause."""

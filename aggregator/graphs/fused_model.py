@@ -8,7 +8,7 @@ from google.protobuf.message import Error as ProtobufError
 from onnx import compose, helper, version_converter
 
 from protocol.errors import BackboneMismatch
-from protocol.onnx_metadata import (
+from protocol.models.onnx_metadata import (
     BackboneMetadata,
     GraphMetadata,
     HeadMetadata,

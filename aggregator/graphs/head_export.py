@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from aggregator.algorithms.fedtc.head import MIN_LENGTH, Dense, logits_of
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.graphs.fused_model import finished
-from protocol.onnx_metadata import GraphMetadata, HeadMetadata
+from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata
 
 OPSET = 18
 """ONNX operator set of all graphs."""

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from aggregator.algorithms.algorithm import Algorithm
 from protocol.errors import ProtofleetError
-from protocol.onnx_metadata import GraphMetadata, HeadMetadata, to_properties
+from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, to_properties
 
 LOCAL = ("local_prototypes", "local_counts")
 """Inputs of a head that only a device has."""

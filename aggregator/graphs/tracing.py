@@ -17,7 +17,7 @@ from aggregator.graphs.head_export import OPSET
 from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError
 from protocol.log import warnings_suppressed
-from protocol.onnx_metadata import GraphMetadata, delete_notes, to_properties
+from protocol.models.onnx_metadata import GraphMetadata, delete_notes, to_properties
 
 Examples = Mapping[str, Tensor]
 

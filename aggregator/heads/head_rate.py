@@ -7,7 +7,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, TrainingTokens
 from aggregator.tasks.task_preparation import Task
 from protocol.log import event
-from protocol.token_buckets import TokenBuckets
+from protocol.rates.token_buckets import TokenBuckets
 
 log = logging.getLogger(__name__)
 

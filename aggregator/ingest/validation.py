@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
-from protocol.second_moment import MAX_VALUE
+from protocol.statistics.second_moment import MAX_VALUE
 from protocol.wire.codec import decode, message_kind, to_array
 from protocol.wire.messages import MAX_IMAGES, Evaluation, Reason, Submission, TaskManifest, Tensor
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from aggregator.messaging.publisher import Publisher
 from protocol.errors import StateError
 from protocol.log import event
+from protocol.rates.token_buckets import TokenBuckets
 from protocol.storage.blobstore import BlobStore, state_errors
-from protocol.token_buckets import TokenBuckets
 from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRequest, Frame
 
 log = logging.getLogger(__name__)

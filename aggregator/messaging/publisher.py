@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from protocol.mqtt import reconnecting_session as mqtt
+from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
-from protocol.presence import OwnPresence
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message, PresenceState
 from protocol.wire.topics import (

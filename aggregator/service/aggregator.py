@@ -23,8 +23,8 @@ from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
+from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
-from protocol.presence import OwnPresence, Replaced, require_not_replaced
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import chunk_bytes

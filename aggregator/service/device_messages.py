@@ -25,7 +25,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.log import DeviceEvents
-from protocol.token_buckets import TokenBuckets
+from protocol.rates.token_buckets import TokenBuckets
 from protocol.wire.codec import FrameView, decode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,

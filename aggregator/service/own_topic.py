@@ -14,7 +14,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from protocol.errors import ConfigError, MalformedMessage
 from protocol.log import event
-from protocol.presence import Replaced, duplicate_of
+from protocol.mqtt.own_presence import Replaced, duplicate_of
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, Reason
 from protocol.wire.presence import Duplicate, Reaction, is_newer

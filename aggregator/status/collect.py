@@ -17,7 +17,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, LostFiles, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
-from protocol.balanced_accuracy import balanced_accuracy
+from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.wire.messages import Evaluation, Reason
 from protocol.wire.presence import Duplicate
 

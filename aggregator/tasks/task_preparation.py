@@ -13,7 +13,7 @@ from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError
-from protocol.onnx_metadata import BackboneMetadata, read_metadata
+from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Statistics, TaskManifest
 

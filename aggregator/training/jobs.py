@@ -20,7 +20,7 @@ from aggregator.ingest.validation import (
 )
 from aggregator.storage.store import open_blobs
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
-from protocol.onnx_metadata import HeadMetadata
+from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Submission, TaskManifest

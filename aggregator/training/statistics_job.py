@@ -28,7 +28,7 @@ from aggregator.training.jobs import FEW_PROTOTYPES, Result, StatisticsJob, repo
 from aggregator.training.outlier_detection import Judgment, judge
 from aggregator.training.weights import counted_images
 from protocol.errors import MalformedMessage, ProtofleetError
-from protocol.second_moment import decode
+from protocol.statistics.second_moment import decode
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Submission
 

@@ -153,8 +153,8 @@ def loop_once(*, data: str, backbone: str, batch_size: int, workers: int) -> dic
     import onnxruntime
 
     from edge_client.data.images import decode, find_images
-    from protocol.onnx_metadata import BackboneMetadata, read_metadata
-    from protocol.preprocessing import preprocess
+    from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
+    from protocol.models.preprocessing import preprocess
 
     session = onnxruntime.InferenceSession(backbone, providers=["CPUExecutionProvider"])
     spec = read_metadata(session.get_modelmeta().custom_metadata_map, BackboneMetadata).preprocessing

@@ -17,7 +17,7 @@ from benchmarks.data.images import load_data, sample, weights_folder
 from edge_client.data.prototype_averaging import batch_prototypes
 from edge_client.runtime.backbone import Backbone, open_backbone
 from protocol.errors import ConfigError
-from protocol.preprocessing import preprocess
+from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
 
 IMAGES_PER_RUN = 128

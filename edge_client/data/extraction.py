@@ -23,7 +23,7 @@ from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted, PrivacyRefused, ProtofleetError, StateError, UnreadableImage
 from protocol.log import event
-from protocol.preprocessing import Preprocessing, preprocess
+from protocol.models.preprocessing import Preprocessing, preprocess
 
 log = logging.getLogger(__name__)
 

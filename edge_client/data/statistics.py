@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import GraphRefused
-from protocol.second_moment import EXACT_ROWS, MAX_VALUE, add_products, to_triangle
+from protocol.statistics.second_moment import EXACT_ROWS, MAX_VALUE, add_products, to_triangle
 
 
 class RowSums:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.privacy.noise import KEY_BYTES, NOISES, subkey
 from protocol.errors import PrivacyRefused
-from protocol.preprocessing import Preprocessing
+from protocol.models.preprocessing import Preprocessing
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Perturbation
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edge_client.runtime.onnx_model import OnnxModel, Slot, describe, open_model
 from edge_client.runtime.session import Provider
 from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError
-from protocol.onnx_metadata import BackboneMetadata, read_metadata
+from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
 from protocol.wire.messages import MAX_BLOB_BYTES
 

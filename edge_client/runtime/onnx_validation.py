@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 
 from protocol.errors import GraphRefused
-from protocol.onnx_metadata import PROPERTY
+from protocol.models.onnx_metadata import PROPERTY
 
 MAX_GRAPH_BYTES = 64 * 1024**2
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from edge_client.runtime.onnx_model import OnnxModel, Slot, Tensors, describe, fit, open_model
 from edge_client.runtime.session import require_runtime
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.onnx_metadata import GraphMetadata, read_metadata
+from protocol.models.onnx_metadata import GraphMetadata, read_metadata
 
 Role = Literal["init", "step", "project", "head"]
 

@@ -11,7 +11,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Epoch
 from protocol.errors import BadSignature, ConfigError
 from protocol.log import event
-from protocol.presence import Replaced, duplicate_of, require_not_replaced
+from protocol.mqtt.own_presence import Replaced, duplicate_of, require_not_replaced
 from protocol.wire.messages import Presence
 from protocol.wire.presence import Duplicate, Reaction, is_newer
 

@@ -11,7 +11,7 @@ from edge_client.privacy import policy
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import BackboneProvider, Epoch, Heads, SubmissionReport
 from protocol.mqtt import reconnecting_session as mqtt
-from protocol.presence import OwnPresence
+from protocol.mqtt.own_presence import OwnPresence
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.codec import encode
 from protocol.wire.messages import (

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from edge_client.data.images import find_images
 from edge_client.inference import Head, evaluate
 from edge_client.submission.image_features import Workspace, backbone_digests
-from protocol.balanced_accuracy import balanced_accuracy
 from protocol.errors import ConfigError, Interrupted
 from protocol.log import event
+from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.wire.messages import Evaluation, TaskManifest
 
 log = logging.getLogger(__name__)

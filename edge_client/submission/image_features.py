@@ -28,7 +28,7 @@ from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.extraction_progress import ProgressReporter
 from protocol.errors import Interrupted, PrivacyFailed
 from protocol.log import event
-from protocol.preprocessing import Preprocessing
+from protocol.models.preprocessing import Preprocessing
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
 

@@ -13,9 +13,9 @@ from edge_client.submission.image_features import FoundImages, Workspace, traini
 from edge_client.submission.image_grouping import ReleasedImages, group_images
 from edge_client.submission.prepared_submission import PreparedSubmission, class_reports
 from edge_client.training.trainer import project
-from protocol import second_moment
 from protocol.errors import GraphRefused, Interrupted
 from protocol.log import event
+from protocol.statistics import second_moment
 from protocol.wire.messages import Statistics, TaskManifest
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from edge_client.training.trainer import (
     train,
 )
 from protocol.errors import GraphRefused, MalformedMessage, StateError
-from protocol.onnx_metadata import GraphMetadata
+from protocol.models.onnx_metadata import GraphMetadata
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, digest_of, to_array, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor

@@ -26,7 +26,7 @@ from edge_client.data.images import decode as decode_image
 from edge_client.runtime.backbone import Backbone, open_backbone
 from examples.quickstart.digits import CLASSES
 from examples.quickstart.folder import Folder
-from protocol.preprocessing import preprocess
+from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, to_array
 from protocol.wire.messages import Submission

@@ -23,8 +23,8 @@ from examples.quickstart.folder import BACKBONE
 from export.to_onnx import Exported, export_module
 from protocol.cli import run
 from protocol.errors import ConfigError
-from protocol.onnx_metadata import BackboneMetadata
-from protocol.preprocessing import Preprocessing
+from protocol.models.onnx_metadata import BackboneMetadata
+from protocol.models.preprocessing import Preprocessing
 
 DATA = Path(os.environ.get("PROTOFLEET_BENCH_DATA", "../shared/data")) / "fashion_mnist.npz"
 THREADS = 2

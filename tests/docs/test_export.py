@@ -19,8 +19,8 @@ from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx
 from edge_client.inference import open_head, predict
 from edge_client.runtime.backbone import open_backbone
-from protocol.onnx_metadata import HeadMetadata
-from protocol.preprocessing import Preprocessing
+from protocol.models.onnx_metadata import HeadMetadata
+from protocol.models.preprocessing import Preprocessing
 from tests.support.graphs import tiny_backbone
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")

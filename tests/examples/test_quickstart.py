@@ -26,7 +26,7 @@ from examples.quickstart.fleet import Fleet, peak_memory_bytes
 from examples.quickstart.folder import BACKBONE, Folder, device_names, prepare
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError
-from protocol.preprocessing import preprocess
+from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
 from tests.support.fleet import aggregator_status, wait_until
 

@@ -19,7 +19,7 @@ from edge_client.training.local_round import LocalModel, pack, pack_checkpoint, 
 from edge_client.training.trainer import Checkpoint
 from protocol.enrollment import read_enrollment
 from protocol.errors import BackboneMismatch, ConfigError, StateError
-from protocol.onnx_metadata import (
+from protocol.models.onnx_metadata import (
     PROPERTY,
     BackboneMetadata,
     GraphMetadata,

@@ -12,7 +12,13 @@ from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from edge_client.runtime.onnx_validation import check_graph
 from edge_client.runtime.program_graph import Role
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.onnx_metadata import BackboneMetadata, GraphMetadata, HeadMetadata, ModelMetadata, read_metadata
+from protocol.models.onnx_metadata import (
+    BackboneMetadata,
+    GraphMetadata,
+    HeadMetadata,
+    ModelMetadata,
+    read_metadata,
+)
 from tests.fuzz.mutations import of_protobuf
 from tests.fuzz.target import Target
 from tests.support.step_graphs import file, model

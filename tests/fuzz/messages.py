@@ -8,8 +8,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 
-from protocol import second_moment
 from protocol.errors import BadSignature, MalformedMessage
+from protocol.statistics import second_moment
 from protocol.wire.codec import decode, encode, message_kind, to_array, to_tensor
 from protocol.wire.messages import MAX_FRAME_BYTES, MAX_SIGNED_BYTES, Frame, Message, Tensor
 from protocol.wire.signing import open_manifest, sign_manifest

@@ -17,7 +17,7 @@ from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.image_features import Workspace
-from protocol.onnx_metadata import HeadMetadata, to_properties
+from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
 from tests.support.graphs import tiny_backbone

@@ -7,7 +7,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, parser
 
-from protocol.onnx_metadata import GraphMetadata, to_properties
+from protocol.models.onnx_metadata import GraphMetadata, to_properties
 
 NEGATED = """
     eight = Constant<value_float = 8.0>()

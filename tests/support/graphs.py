@@ -6,8 +6,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper, parser
 
-from protocol.onnx_metadata import BackboneMetadata, to_properties
-from protocol.preprocessing import Preprocessing
+from protocol.models.onnx_metadata import BackboneMetadata, to_properties
+from protocol.models.preprocessing import Preprocessing
 
 EDGE = 8
 """Height and width of its images, pixels."""

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from protocol.onnx_metadata import BackboneMetadata
-from protocol.preprocessing import Preprocessing
+from protocol.models.onnx_metadata import BackboneMetadata
+from protocol.models.preprocessing import Preprocessing
 
 EDGE = 16
 FEATURE_SIZE = 12

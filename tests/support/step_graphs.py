@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import helper, parser
 
 from edge_client.runtime.program_graph import Graph, Role, open_graph
-from protocol.onnx_metadata import GraphMetadata, to_properties
+from protocol.models.onnx_metadata import GraphMetadata, to_properties
 
 FEATURES, CLASSES, PROJECTION = 4, 3, 2
 MOMENTUM = 0.5

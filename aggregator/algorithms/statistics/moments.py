@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import ProtofleetError
-from protocol.second_moment import add_products, from_triangle, to_triangle, triangle_size
+from protocol.statistics.second_moment import add_products, from_triangle, to_triangle, triangle_size
 
 ROUNDING = 1e-10
 """Negative eigenvalue of a scatter, relative to the sum of all squares, that rounding explains."""

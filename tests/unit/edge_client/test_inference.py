@@ -15,7 +15,7 @@ from edge_client.runtime import onnx_model
 from edge_client.runtime.backbone import Backbone
 from edge_client.training.local_round import LocalModel
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.preprocessing import preprocess
+from protocol.models.preprocessing import preprocess
 from tests.support import step_graphs
 from tests.support.device_factory import CLASSES, choosy, linear_head, tiny, write_images
 from tests.system.attacks.malicious_graphs import changed, infinite_loop

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from export import cli, to_onnx
 from protocol.cli import run
-from protocol.onnx_metadata import BackboneMetadata, read_metadata
+from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
 
 MODEL = "test_efficientnet"

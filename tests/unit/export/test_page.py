@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from protocol.onnx_metadata import BackboneMetadata
+from protocol.models.onnx_metadata import BackboneMetadata
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")

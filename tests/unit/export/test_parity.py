@@ -22,7 +22,7 @@ def reference_of(file: bytes, *, wrong_at: int, factor: float) -> Reference:
     """Return the features that the file itself computes, changed for one photo."""
     import onnxruntime
 
-    from protocol.preprocessing import preprocess
+    from protocol.models.preprocessing import preprocess
 
     session = onnxruntime.InferenceSession(file)
 

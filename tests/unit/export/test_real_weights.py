@@ -15,7 +15,7 @@ from PIL import Image
 from export.backbones import Choice, load_backbone
 from export.parity import photos_in, timm_reference
 from export.to_onnx import Exported, export_module
-from protocol.preprocessing import Preprocessing, preprocess
+from protocol.models.preprocessing import Preprocessing, preprocess
 
 SHARED = Path(__file__).resolve().parents[4] / "shared"
 WEIGHTS = Path(os.environ.get("PROTOFLEET_BENCH_WEIGHTS", SHARED / "weights"))

@@ -21,7 +21,7 @@ from aggregator.coordination.rounds import (
     resumed,
     step,
 )
-from protocol.retry_delay import MAX_DELAY_S
+from protocol.rates.retry_delay import MAX_DELAY_S
 from tests.unit.aggregator.coordination.round_events import submitted
 
 Happening = tuple[str, int, int] | float | str

@@ -17,8 +17,8 @@ from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import OPSET, head_to_onnx, max_difference
 from protocol.errors import BackboneMismatch
-from protocol.onnx_metadata import HeadMetadata, ModelMetadata, read_metadata
-from protocol.preprocessing import Preprocessing
+from protocol.models.onnx_metadata import HeadMetadata, ModelMetadata, read_metadata
+from protocol.models.preprocessing import Preprocessing
 from tests.support.graphs import EDGE, tiny_backbone
 
 FEATURE_SIZE = 16

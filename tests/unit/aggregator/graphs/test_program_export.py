@@ -19,7 +19,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.graphs.parity import check
 from aggregator.graphs.program_export import Graphs, bind, build, untrained
 from protocol.errors import ProtofleetError
-from protocol.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
+from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
 from tests.support.exported_graphs import exported
 
 ROLES = ("init", "step", "project", "head")

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from aggregator.messaging.publisher import MAX_BACKLOG, Publisher
+from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
-from protocol.presence import OwnPresence
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame
 from protocol.wire.topics import fleet_topic

@@ -22,8 +22,8 @@ from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.errors import ThreadFailed
+from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
-from protocol.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
 from protocol.wire.messages import Receipt, Submission, TaskManifest
 from protocol.wire.topics import device_topic, fleet_topic

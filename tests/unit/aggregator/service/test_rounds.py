@@ -16,8 +16,8 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.heads.operator_commands import submit_command
 from aggregator.storage.store import Store
+from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRequest, HeadManifest, Receipt, Submission, TaskManifest
 from protocol.wire.topics import fleet_topic

@@ -14,8 +14,8 @@ from aggregator.ingest.validation import Expectation, Refused
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.statistics_job import run, submitted_moments
 from protocol.errors import ProtofleetError
-from protocol.second_moment import decode, from_triangle, to_triangle
-from protocol.second_moment import encode as encode_moment
+from protocol.statistics.second_moment import decode, from_triangle, to_triangle
+from protocol.statistics.second_moment import encode as encode_moment
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode, to_array, to_tensor
 from protocol.wire.messages import Submission

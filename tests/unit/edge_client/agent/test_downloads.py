@@ -11,7 +11,7 @@ from edge_client.agent import downloads
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, WINDOW_BYTES
 from edge_client.agent.events import AppendBlob, RequestBlob
 from edge_client.agent.state import Download, Mode, State
-from protocol.retry_delay import retry_delay_s
+from protocol.rates.retry_delay import retry_delay_s
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRef, Frame
 from protocol.wire.transfer import frames_of
 from tests.support.simulated_fleet import reference

@@ -8,7 +8,7 @@ from edge_client.agent import events, uploads
 from edge_client.agent.state import Mode, State, Upload, UploadItem
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
-from protocol.retry_delay import MAX_DELAY_S
+from protocol.rates.retry_delay import MAX_DELAY_S
 from protocol.wire.messages import MAX_CHUNK_BYTES, Receipt
 from protocol.wire.transfer import ENVELOPE_BYTES, Ranges
 from tests.support.simulated_fleet import item_of

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from edge_client.data.statistics import RowSums, group_rows, to_rows
 from protocol.errors import GraphRefused
-from protocol.second_moment import add_products, to_triangle
+from protocol.statistics.second_moment import add_products, to_triangle
 
 SIZE = 5
 PIECES = st.lists(

@@ -17,7 +17,7 @@ from edge_client.storage.stored_values import Secret
 from edge_client.submission.image_features import Workspace, backbone_digests, training_feature_keys
 from edge_client.submission.prepared_submission import PreparedSubmission, prepare_prototypes
 from protocol.errors import PrivacyRefused
-from protocol.preprocessing import Preprocessing
+from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import Perturbation, Program, TaskManifest
 from tests.support.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
 

@@ -16,7 +16,7 @@ import edge_client
 from edge_client.runtime.backbone import open_backbone
 from edge_client.runtime.session import Provider
 from protocol.errors import BackboneMismatch, ProtofleetError
-from protocol.onnx_metadata import BackboneMetadata, read_metadata, to_properties
+from protocol.models.onnx_metadata import BackboneMetadata, read_metadata, to_properties
 from protocol.storage.blobstore import file_digest
 from tests.support.device_factory import tiny
 from tests.support.graphs import tiny_backbone

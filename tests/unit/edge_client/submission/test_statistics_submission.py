@@ -25,7 +25,7 @@ from edge_client.submission.prepared_submission import (
 from edge_client.submission.statistics_submission import prepare_statistics
 from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, Interrupted, PrivacyRefused
-from protocol.second_moment import decode, from_triangle
+from protocol.statistics.second_moment import decode, from_triangle
 from protocol.wire.codec import to_array
 from protocol.wire.messages import (
     BlobRef,

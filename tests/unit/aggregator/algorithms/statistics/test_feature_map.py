@@ -16,7 +16,7 @@ from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped, max
 from edge_client.data.statistics import to_rows
 from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import project
-from protocol.onnx_metadata import HeadMetadata
+from protocol.models.onnx_metadata import HeadMetadata
 from tests.support.graphs import tiny_backbone
 
 LENGTH = 24

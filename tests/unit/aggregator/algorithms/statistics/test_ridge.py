@@ -20,7 +20,7 @@ from aggregator.algorithms.statistics.moments import (
 )
 from aggregator.algorithms.statistics.ridge import STRENGTHS, TEMPERATURE, solve
 from protocol.errors import ProtofleetError
-from protocol.second_moment import from_triangle, to_triangle
+from protocol.statistics.second_moment import from_triangle, to_triangle
 
 CLASSES = 4
 SIZE = 12

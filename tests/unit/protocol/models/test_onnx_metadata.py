@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BackboneMismatch
-from protocol.onnx_metadata import (
+from protocol.models.onnx_metadata import (
     PROPERTY,
     BackboneMetadata,
     GraphMetadata,
@@ -18,7 +18,7 @@ from protocol.onnx_metadata import (
     read_metadata,
     to_properties,
 )
-from protocol.preprocessing import Preprocessing
+from protocol.models.preprocessing import Preprocessing
 
 BACKBONE = BackboneMetadata(
     model="resnet18",

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import BackboneMismatch
-from protocol.preprocessing import Preprocessing
+from protocol.models.preprocessing import Preprocessing
 
 if TYPE_CHECKING:
     import onnx

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.balanced_accuracy import balanced_accuracy
+from protocol.statistics.balanced_accuracy import balanced_accuracy
 
 
 def test_every_class_counts_alike() -> None:

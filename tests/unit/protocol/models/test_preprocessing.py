@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from protocol.errors import UnreadableImage
-from protocol.preprocessing import CropMode, Interpolation, Preprocessing, preprocess
+from protocol.models.preprocessing import CropMode, Interpolation, Preprocessing, preprocess
 
 
 def random_image(width: int, height: int, *, mode: str = "RGB", seed: int = 0) -> Image.Image:

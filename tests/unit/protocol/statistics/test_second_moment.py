@@ -13,7 +13,14 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage
-from protocol.second_moment import add_products, decode, encode, from_triangle, to_triangle, triangle_size
+from protocol.statistics.second_moment import (
+    add_products,
+    decode,
+    encode,
+    from_triangle,
+    to_triangle,
+    triangle_size,
+)
 from protocol.wire.codec import to_tensor
 from protocol.wire.messages import Tensor
 

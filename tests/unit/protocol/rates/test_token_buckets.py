@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import token_buckets
-from protocol.token_buckets import TokenBuckets
+from protocol.rates import token_buckets
+from protocol.rates.token_buckets import TokenBuckets
 
 _takings = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 6)), max_size=60)
 

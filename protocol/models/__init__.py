@@ -1,0 +1,1 @@
+"""ONNX files of backbones, graphs and heads: their metadata, and the preprocessing that it defines."""

@@ -1,0 +1,1 @@
+"""Figures that devices and the aggregator compute alike. Imports `wire` and `errors`."""
