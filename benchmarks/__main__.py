@@ -9,7 +9,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl
 from benchmarks.cost import device, ingest, memory, step
-from benchmarks.research import false_alarms, poisoned_rounds, poisoning, privacy, rare_class
+from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
+from benchmarks.research.privacy import measurement
 from protocol.cli import run
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -19,8 +20,8 @@ USER = (
     *(device.device, ingest.ingest, memory.memory, step.step),
 )
 RESEARCH = (
-    *(false_alarms.command, poisoned_rounds.command, poisoning.command, privacy.command),
-    rare_class.command,
+    *(false_alarms.command, prototypes.command, rare_class.command, rounds.command),
+    measurement.command,
 )
 
 

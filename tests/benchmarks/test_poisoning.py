@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from aggregator.ingest.validation import Prototypes
 from benchmarks.__main__ import cli
-from benchmarks.research.poisoning import METHODS, VOLUME, falsified
+from benchmarks.research.poisoning.prototypes import METHODS, VOLUME, falsified
 from tests.benchmarks.feature_factory import domain, fill_cache
 
 

@@ -11,9 +11,9 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.__main__ import cli
 from benchmarks.data.features import Features
 from benchmarks.data.images import DataSet, Labeled
-from benchmarks.research.decoder import as_values, decode, train_decoder
-from benchmarks.research.differencing import added_feature, resubmit, submit, unmix
-from benchmarks.research.leakage import (
+from benchmarks.research.privacy.decoder import as_values, decode, train_decoder
+from benchmarks.research.privacy.differencing import added_feature, resubmit, submit, unmix
+from benchmarks.research.privacy.leakage import (
     Release,
     best_ssim,
     by_cosine,
@@ -22,8 +22,8 @@ from benchmarks.research.leakage import (
     release_prototypes,
     study,
 )
-from benchmarks.research.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
-from benchmarks.research.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
+from benchmarks.research.privacy.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
+from benchmarks.research.privacy.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from protocol.wire.messages import Perturbation
 from tests.benchmarks.feature_factory import features_of_digits, fill_cache, fill_data, pixels_of_digits
@@ -70,7 +70,7 @@ def test_decoder_loss_is_the_measured_similarity() -> None:
     import torch
     from skimage.metrics import structural_similarity
 
-    from benchmarks.research.decoder import _mean_ssim
+    from benchmarks.research.privacy.decoder import _mean_ssim
 
     one, other = RNG.random((2, 12, 12)).astype(np.float64)
     ours = _mean_ssim(*(torch.from_numpy(each)[None, None] for each in (one, other))).item()

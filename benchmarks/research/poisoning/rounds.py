@@ -20,7 +20,7 @@ from benchmarks.data.features import Features
 from benchmarks.data.images import DIGITS, NAMES
 from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.data_options import DataOptions, data_options
+from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
 ATTACKS = ("", "flip", "scale", "reverse")
 """None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes."""

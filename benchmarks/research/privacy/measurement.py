@@ -13,9 +13,9 @@ from benchmarks.accuracy.comparison import repeated
 from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.differencing import Resubmitted, resubmit
-from benchmarks.research.privacy_plots import Rows, draw_accuracies, draw_images, rows_of
-from benchmarks.research.private_fleet import (
+from benchmarks.research.privacy.differencing import Resubmitted, resubmit
+from benchmarks.research.privacy.plots import Rows, draw_accuracies, draw_images, rows_of
+from benchmarks.research.privacy.private_fleet import (
     PAPER,
     Accuracy,
     Fleet,
@@ -23,7 +23,14 @@ from benchmarks.research.private_fleet import (
     noise_multiplier,
     run_private,
 )
-from benchmarks.research.reconstruction import PRIVATE_BATCH, Leak, attack, forms_of, learn_decoder, set_scene
+from benchmarks.research.privacy.reconstruction import (
+    PRIVATE_BATCH,
+    Leak,
+    attack,
+    forms_of,
+    learn_decoder,
+    set_scene,
+)
 from edge_client.privacy.gaussian_mechanism import Mechanism
 
 BATCHES = (2, 5, 25, 100)

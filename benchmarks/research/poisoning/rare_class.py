@@ -20,7 +20,7 @@ from benchmarks.data.features import Features
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import parse_partition
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.data_options import DataOptions, data_options
+from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
 BATCH = 5
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from benchmarks.data.features import Features
 from benchmarks.data.images import DataSet
-from benchmarks.research.decoder import Decoder, as_values, decode, train_decoder
-from benchmarks.research.leakage import (
+from benchmarks.research.privacy.decoder import Decoder, as_values, decode, train_decoder
+from benchmarks.research.privacy.leakage import (
     CANDIDATES,
     Knowledge,
     Linkage,
@@ -22,7 +22,7 @@ from benchmarks.research.leakage import (
     release_prototypes,
     study,
 )
-from benchmarks.research.private_fleet import PAPER, noise_multiplier
+from benchmarks.research.privacy.private_fleet import PAPER, noise_multiplier
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of

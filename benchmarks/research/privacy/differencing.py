@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.data.features import averaged
-from benchmarks.research.decoder import Decoder, decode
-from benchmarks.research.leakage import CANDIDATES, best_ssim
-from benchmarks.research.reconstruction import Scene
+from benchmarks.research.privacy.decoder import Decoder, decode
+from benchmarks.research.privacy.leakage import CANDIDATES, best_ssim
+from benchmarks.research.privacy.reconstruction import Scene
 
 
 def submit(

@@ -1,0 +1,1 @@
+"""Attacks on what devices upload, and the accuracy that protection costs."""
