@@ -1,1 +1,1 @@
-"""A broker connection that reconnects by itself, and the presence of a program on it. The only room that imports paho."""
+"""A broker connection that reconnects by itself, and a program's presence on it. The only room that imports paho."""
