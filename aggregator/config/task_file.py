@@ -171,7 +171,10 @@ def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             f"{algorithm} cannot compare the sums of single images: remove it, or raise client.batch_size",
         )
     if task.privacy.dp is not None:
-        yield ("privacy", "dp"), f'{algorithm} uploads sums without noise: use algorithm = "fedtc"'
+        yield (
+            ("privacy", "dp"),
+            f'{algorithm} has no noise, and no differential privacy: use algorithm = "fedtc"',
+        )
     if (perturbation := task.privacy.perturbation) is not None and perturbation.on == "prototypes":
         yield ("privacy", "perturbation", "on"), f'{algorithm} uploads no prototypes: set on = "images"'
 

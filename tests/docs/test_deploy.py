@@ -17,7 +17,16 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.config.schema import Client, Limits, PrivacyBudget, Robust, Rounds, TaskFile, Training
+from aggregator.config.schema import (
+    Client,
+    Limits,
+    PrivacyBudget,
+    Robust,
+    Rounds,
+    StatisticsSettings,
+    TaskFile,
+    Training,
+)
 from aggregator.config.task_file import load_task
 from aggregator.coordination.canary_rollout import Settings
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list
@@ -227,6 +236,17 @@ def test_task_file_example_has_every_privacy_setting(
     assert set(kind.__struct_fields__) == set(given)
     task = task_in(tmp_path, text + lines[1].replace("#   ", ""))
     assert getattr(task.privacy, table) == kind(**given)
+
+
+def test_task_file_example_has_every_setting_of_statistics(tmp_path: Path) -> None:
+    """The commented table of deploy/task.toml loads with its algorithm, and names every setting and its default."""
+    text = (DEPLOY / "task.toml").read_text(encoding="utf-8")
+    lines = re.search(r"(?m)^# (\[statistics\]\n(#   .*\n)+)", text)
+    assert lines
+    table = lines[1].replace("#   ", "")
+    assert set(StatisticsSettings.__struct_fields__) == set(tomllib.loads(table)["statistics"])
+    chosen = text.replace('# algorithm = "fedtc"', 'algorithm = "statistics"')
+    assert task_in(tmp_path, chosen + table).statistics == StatisticsSettings()
 
 
 def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,7 +321,7 @@ def test_settings_of_statistics_are_read(tmp_path: Path) -> None:
             "robust.detect_outliers",
             "cannot compare",
         ),
-        (DP, "privacy.dp", "sums without noise"),
+        (DP, "privacy.dp", 'no differential privacy: use algorithm = "fedtc"'),
         ('[privacy.perturbation]\non = "prototypes"\nscale = 1', "privacy.perturbation.on", "no prototypes"),
     ],
 )

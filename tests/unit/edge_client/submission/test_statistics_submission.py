@@ -249,8 +249,12 @@ def test_status_and_dry_run_show_sums(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"warning    {warning}" in output
 
 
-def test_status_shows_groups(tmp_path: Path) -> None:
+def test_status_and_dry_run_show_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = _Bench(tmp_path, batch_size=2, min_images=2)
+    _show_dry_run(bench.dry_run(bench.manifest), 1234)
+    shown = capsys.readouterr().out
+    assert "cat: 6 images, 1 held out; 2 groups of 2 to 3 images\n" in shown
+    assert "4 groups of 32 int8 values each: 1234 bytes would be uploaded" in shown
     assert bench.upload().prototypes.dtype == "i1"
     DeviceState(tmp_path / "state").set(DeviceName("shed-1"))
     output = CliRunner().invoke(cli, ["status", "--state", str(tmp_path / "state")]).output
