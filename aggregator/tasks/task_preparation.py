@@ -54,7 +54,7 @@ class Task:
     @property
     def feature_map(self) -> FeatureMap | None:
         """The map of features whose sums devices upload; None without statistics."""
-        return _feature_map(self.file, self.feature_size)
+        return feature_map_of(self.file, self.feature_size)
 
 
 def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
@@ -81,7 +81,7 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         shapes = {name: tensors[name].shape for name in learning.uploaded}
         first = store.put_blob(pack_tensors(tensors), "tensors-0")
     statistics = None
-    if (feature_map := _feature_map(file, feature_size)) is not None:
+    if (feature_map := feature_map_of(file, feature_size)) is not None:
         statistics = _statistics(feature_map, store, num_classes=len(file.classes))
         prototype_size = statistics.size
     manifest = task_manifest(file, references, program=program, statistics=statistics)
@@ -98,7 +98,8 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
     )
 
 
-def _feature_map(file: TaskFile, feature_size: int) -> FeatureMap | None:
+def feature_map_of(file: TaskFile, feature_size: int) -> FeatureMap | None:
+    """Return the map whose rows devices sum up or average; None for tasks without statistics."""
     if file.algorithm != "statistics":
         return None
     return FeatureMap(feature_size, file.statistics.features, file.client.seed)

@@ -15,12 +15,13 @@ import click
 import msgspec
 from rich.console import Console
 from rich.live import Live
+from threadpoolctl import threadpool_limits
 
 from aggregator.status.collect import collect_status
 from aggregator.storage.store import Store
 from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet, Usage, accuracy_of, predict
-from examples.quickstart.folder import Folder, device_names, prepare
+from examples.quickstart.folder import ALGORITHMS, Folder, device_names, prepare
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError, StateError
 
@@ -43,6 +44,13 @@ if TYPE_CHECKING:
     help="Write the result to this file as well.",
 )
 @click.option(
+    "--algorithm",
+    type=click.Choice(ALGORITHMS),
+    default="fedtc",
+    show_default=True,
+    help="How the head is made.",
+)
+@click.option(
     "--devices",
     type=click.IntRange(data.FEWEST_DEVICES, 50),
     default=10,
@@ -63,19 +71,26 @@ if TYPE_CHECKING:
     show_default=True,
     help="Give up on the fleet after so many seconds.",
 )
-def cli(*, out: Path, json_file: Path | None, devices: int, seed: int, timeout_s: float) -> None:
+def cli(
+    *, out: Path, json_file: Path | None, algorithm: str, devices: int, seed: int, timeout_s: float
+) -> None:
     """Train one classifier of ten digits on devices that have images of two each."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"no folder {json_file.parent} to write {json_file.name} in: make it first")
     folder = Folder(out.resolve())
-    result = _demo(folder, devices=devices, seed=seed, timeout_s=timeout_s, console=Console(stderr=True))
+    console = Console(stderr=True)
+    result = _demo(
+        folder, algorithm=algorithm, devices=devices, seed=seed, timeout_s=timeout_s, console=console
+    )
     if json_file is not None:
         _write(json_file, result)
     show(result, folder, Console())
 
 
-def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console: Console) -> Result:
+def _demo(
+    folder: Folder, *, algorithm: str, devices: int, seed: int, timeout_s: float, console: Console
+) -> Result:
     """Run a fleet in a folder from its start to its evaluation.
 
     Raises:
@@ -87,7 +102,7 @@ def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console:
     names = device_names(devices)
     digits = data.load()
     deal = data.deal(digits.labels, devices=devices, seed=seed)
-    prepare(folder, digits, deal, names=names, seed=seed)
+    prepare(folder, digits, deal, names=names, seed=seed, algorithm=algorithm)
     _print(
         console,
         f"{len(digits.labels):,} handwritten digits: {len(digits.labels) - len(deal.held_out):,} on {devices} "
@@ -103,6 +118,7 @@ def _demo(folder: Folder, *, devices: int, seed: int, timeout_s: float, console:
         others = _compare(folder, status.update)
     alone = others.alone
     return Result(
+        algorithm=summary["algorithm"],
         accuracy=accuracy,
         nearest_mean_accuracy=others.nearest_mean,
         logistic_regression_accuracy=others.logistic_regression,
@@ -158,7 +174,8 @@ def _status(folder: Folder) -> dict[str, Any]:
 def _compare(folder: Folder, on_step: Callable[[str], None]) -> "Comparison":
     from examples.quickstart.measure import compare  # brings ONNX Runtime, which the fleet must not wait for
 
-    return compare(folder, on_step)
+    with threadpool_limits(1):  # the matrices are small: more threads take longer on a busy machine
+        return compare(folder, on_step)
 
 
 def _device(folder: Folder, row: dict[str, Any], usage: Usage, alone: float) -> DeviceResult:

@@ -10,6 +10,7 @@ from examples.quickstart.digits import CLASSES, Deal, Digits, write_images
 from protocol.errors import ConfigError, StateError
 
 BACKBONE = Path(__file__).with_name("backbone.onnx")
+ALGORITHMS = ("fedtc", "statistics")
 FLEET = "quickstart"
 _MARK = "# Written by the protofleet quickstart, which replaces this folder when it runs again.\n"
 
@@ -63,7 +64,9 @@ def device_names(number: int) -> tuple[str, ...]:
     return tuple(f"device-{index:0{digits}}" for index in range(1, number + 1))
 
 
-def prepare(folder: Folder, digits: Digits, deal: Deal, *, names: Sequence[str], seed: int) -> None:
+def prepare(
+    folder: Folder, digits: Digits, deal: Deal, *, names: Sequence[str], seed: int, algorithm: str = "fedtc"
+) -> None:
     """Write every device's images and the task, and remove the files of an earlier run.
 
     Raises:
@@ -73,7 +76,7 @@ def prepare(folder: Folder, digits: Digits, deal: Deal, *, names: Sequence[str],
     try:
         _clear(folder)
         folder.logs.mkdir(parents=True)
-        folder.task.write_text(_task(len(names), seed), encoding="utf-8")
+        folder.task.write_text(_task(algorithm, devices=len(names), seed=seed), encoding="utf-8")
         shutil.copyfile(BACKBONE, folder.root / BACKBONE.name)
         write_images(folder.held_out, digits, deal.held_out)
         for name, share in zip(names, deal.shares, strict=True):
@@ -91,19 +94,20 @@ def _clear(folder: Folder) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _task(devices: int, seed: int) -> str:
+def _task(algorithm: str, *, devices: int, seed: int) -> str:
+    training = f"""
+[training]
+seed = {seed}
+"""
     return f"""{_MARK}
 fleet = "{FLEET}"
+algorithm = "{algorithm}"
 classes = {json.dumps(CLASSES)}
 backbones = ["{BACKBONE.name}"]
 quorum = {devices}
 deadline_s = 600
 
 [client]
-alpha = 0.99
 batch_size = 5
 seed = {seed}
-
-[training]
-seed = {seed}
-"""
+{training if algorithm == "fedtc" else ""}"""

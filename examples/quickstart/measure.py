@@ -11,15 +11,18 @@ from sklearn.metrics import pairwise_distances_argmin
 from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from threadpoolctl import threadpool_limits
 
-from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.config.schema import Training
+from aggregator.algorithms.statistics.moments import moments_of
+from aggregator.algorithms.statistics.ridge import solve
+from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
+from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import Store
+from aggregator.tasks.task_preparation import feature_map_of
 from aggregator.training.head_job import recipe_of
 from aggregator.training.robust_training_set import pool
 from edge_client.data.images import decode as decode_image
@@ -71,12 +74,13 @@ def compare(folder: Folder, on_step: Callable[[str], None]) -> Comparison:
     pooled = features_of(folder.device_images(), backbone)
     on_step("training logistic regression on the features of all devices' images")
     logistic_regression = accuracy_of_logistic_regression(pooled, held_out)
+    averaged = as_averaged(held_out, task)
     alone = {}
     for device, prototypes in sent.items():
         on_step(f"training a head on the prototypes of {device} alone")
-        alone[device] = accuracy_alone(prototypes, held_out, training=task.training)
+        alone[device] = accuracy_alone(prototypes, averaged, task=task)
     return Comparison(
-        nearest_mean=accuracy_of_nearest_mean(pool(list(sent.values())), held_out),
+        nearest_mean=accuracy_of_nearest_mean(pool(list(sent.values())), averaged),
         logistic_regression=logistic_regression,
         alone=alone,
     )
@@ -95,24 +99,32 @@ def accuracy_of_logistic_regression(training: Images, held_out: Images) -> float
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
     search = GridSearchCV(model, {"logisticregression__C": REGULARIZATIONS}, cv=folds)
-    with threadpool_limits(1):  # the matrices are small: more threads take longer on a busy machine
-        search.fit(training.features, training.labels)
+    search.fit(training.features, training.labels)
     return float(search.score(held_out.features, held_out.labels))
 
 
-def accuracy_alone(prototypes: Prototypes, held_out: Images, *, training: Training) -> float:
-    """Return the accuracy of a head trained on the prototypes of one device."""
-    trained = train_head(
-        prototypes.values,
-        prototypes.labels,
-        prototypes.counts,
-        num_classes=len(CLASSES),
-        recipe=recipe_of(training),
-        seed=training.seed,
-        device="cpu",
-    )
-    predicted = logits_of(trained.layers, held_out.features).argmax(axis=1)
+def as_averaged(images: Images, task: TaskFile) -> Images:
+    """Return what the task's devices average: the images' features, or what the task's map makes of them."""
+    feature_map = feature_map_of(task, images.features.shape[1])
+    return images if feature_map is None else Images(mapped(feature_map, images.features), images.labels)
+
+
+def accuracy_alone(prototypes: Prototypes, held_out: Images, *, task: TaskFile) -> float:
+    """Return the accuracy of a head made of the prototypes of one device."""
+    predicted = logits_of(_head_of(prototypes, task), held_out.features).argmax(axis=1)
     return float((predicted == held_out.labels).mean())
+
+
+def _head_of(prototypes: Prototypes, task: TaskFile) -> Sequence[Dense]:
+    values, labels, counts = prototypes.values, prototypes.labels, prototypes.counts
+    if task.algorithm == "statistics":
+        total = moments_of(values.astype(np.int64), labels, counts, num_classes=len(CLASSES))
+        return [solve(total).layer]
+    recipe, seed = recipe_of(task.training), task.training.seed
+    trained = train_head(
+        values, labels, counts, num_classes=len(CLASSES), recipe=recipe, seed=seed, device="cpu"
+    )
+    return trained.layers
 
 
 def features_of(paths: Sequence[Path], backbone: Backbone) -> Images:

@@ -44,6 +44,7 @@ class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The result, as `--json` writes it."""
 
+    algorithm: str
     accuracy: float
     """Accuracy of the fleet's head on the images of no device."""
     nearest_mean_accuracy: float
@@ -58,7 +59,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     bytes_up: int
     """Bytes of all submissions."""
     onnx_max_difference: float
-    """Largest difference between head.onnx and the head in torch."""
+    """Largest difference between head.onnx and its layers in NumPy."""
     seconds: float
     held_out_images: int
     head: str

@@ -17,13 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
+from aggregator.ingest.validation import Prototypes
 from aggregator.tasks.task_preparation import read_backbone
+from aggregator.training.robust_training_set import pool
 from edge_client.data.images import decode, find_images
+from edge_client.data.statistics import group_rows
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet, peak_memory_bytes
-from examples.quickstart.folder import BACKBONE, Folder, device_names, prepare
+from examples.quickstart.folder import ALGORITHMS, BACKBONE, Folder, device_names, prepare
+from examples.quickstart.measure import Images, accuracy_alone, accuracy_of_nearest_mean, as_averaged
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.models.preprocessing import preprocess
@@ -33,10 +38,10 @@ from tests.support.fleet import aggregator_status, wait_until
 DIGITS = data.load()
 
 
-def filled(root: Path, *, devices: int = 5) -> Folder:
+def filled(root: Path, *, devices: int = 5, algorithm: str = "fedtc") -> Folder:
     folder = Folder(root)
     deal = data.deal(DIGITS.labels, devices=devices, seed=0)
-    prepare(folder, DIGITS, deal, names=device_names(devices), seed=0)
+    prepare(folder, DIGITS, deal, names=device_names(devices), seed=0, algorithm=algorithm)
     return folder
 
 
@@ -87,10 +92,11 @@ def test_images_on_disk_are_the_digits(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(decode(image.path)), DIGITS.images[number])
 
 
-def test_task_file_is_valid(tmp_path: Path) -> None:
-    """The task file waits for every device, and names the backbone beside it."""
-    task, (backbone,) = load_task(filled(tmp_path, devices=7).task)
-    assert (task.quorum, task.classes) == (7, data.CLASSES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_task_file_is_valid(tmp_path: Path, algorithm: str) -> None:
+    """The task file waits for every device, and names the algorithm and the backbone beside it."""
+    task, (backbone,) = load_task(filled(tmp_path, devices=7, algorithm=algorithm).task)
+    assert (task.quorum, task.classes, task.algorithm) == (7, data.CLASSES, algorithm)
     assert backbone == tmp_path / BACKBONE.name
     assert read_backbone(backbone).feature_size == 256
 
@@ -202,6 +208,25 @@ def test_json_file_without_a_folder_is_refused_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_statistics_are_compared_as_they_were_averaged() -> None:
+    """The head of a device's groups, and the means of all groups, are evaluated on mapped features."""
+    task = TaskFile(classes=data.CLASSES, backbones=("b.onnx",), algorithm="statistics")
+    pixels = (DIGITS.images.reshape(len(DIGITS.labels), -1) / 255).astype(np.float32)
+    held_out = as_averaged(Images(pixels[-300:], DIGITS.labels[-300:]), task)
+    assert held_out.features.shape == (300, 64 + 1024)
+    rows = as_averaged(Images(pixels[:-300], DIGITS.labels[:-300]), task).features.astype(np.int8)
+    groups = []
+    for label in range(10):
+        mine = rows[DIGITS.labels[:-300] == label]
+        values, counts = group_rows([mine], np.arange(len(mine)) % (len(mine) // 5), size=rows.shape[1])
+        labels = np.full(len(counts), label)
+        groups.append(Prototypes(values.astype(np.float32), labels, counts.astype(np.int64)))
+    assert accuracy_of_nearest_mean(pool(groups), held_out) > 0.8
+    of_two_digits = accuracy_alone(pool(groups[3:5]), held_out, task=task)
+    assert 0.15 < of_two_digits <= np.isin(held_out.labels, [3, 4]).mean()
+    assert accuracy_alone(pool(groups), held_out, task=task) > 0.9
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
     """A whole run with five devices: its folder, what it printed and its JSON."""
@@ -284,6 +309,7 @@ def test_table_fits_80_columns(tmp_path: Path) -> None:
         cpu_s=2.34, peak_memory_bytes=91_000_000, correct=29, incorrect=0, alone_accuracy=0.2,
     )  # fmt: skip
     result = Result(
+        algorithm="fedtc",
         accuracy=0.981, nearest_mean_accuracy=0.961, logistic_regression_accuracy=0.992, alone_accuracy=0.2,
         devices=10, submissions=10, prototypes=230, bytes_up=119690,
         onnx_max_difference=1e-6, seconds=40.0, held_out_images=359, head="/h.onnx", model="/m.onnx",
