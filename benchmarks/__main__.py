@@ -7,7 +7,7 @@ import click
 # Read by OpenMP when torch is first imported: spinning idle threads slow other processes down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl
+from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.cost import device, ingest, memory, step
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.privacy import measurement
@@ -16,7 +16,7 @@ from protocol.cli import run
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
-    *(fedpcl.command, fedtc.command, few_images.command, fpl.command),
+    *(fedpcl.command, fedtc.command, few_images.command, fpl.command, statistics.command),
     *(device.device, ingest.ingest, memory.memory, step.step),
 )
 RESEARCH = (

@@ -1,0 +1,208 @@
+"""Statistics in process: the devices' sums and messages, and the aggregator's job, without a network."""
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.config.schema import MAX_MULTIPLE, Robust
+from aggregator.graphs.head_export import map_to_onnx, mapped
+from aggregator.training.jobs import StatisticsJob
+from aggregator.training.statistics_job import run
+from benchmarks.accuracy.fedtc_fleet import calibration_error, task_manifest
+from benchmarks.data.features import Features
+from edge_client.data.statistics import RowSums, group_rows, to_rows
+from protocol.statistics import second_moment
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
+
+ROWS_PER_RUN = 4096
+
+
+@dataclass(frozen=True)
+class MappedFeatures:
+    """A data set and the rows of its training images, int8 (n, D), by a map."""
+
+    features: Features
+    feature_map: FeatureMap
+    rows: NDArray[np.int8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One fleet's head."""
+
+    accuracy: float
+    calibration_error: float
+    devices: int
+    """Clients that had something to send."""
+    rows: int
+    """That count: groups, or images where these are not grouped."""
+    bytes_up: int
+    """Of all submissions, as encoded for the wire."""
+    head_bytes: int
+    """Of the file, with the map."""
+    solve_seconds: float
+
+
+def map_features(features: Features, *, random_features: int, seed: int) -> MappedFeatures:
+    """Map a data set's training features by the graph that a task with these settings has."""
+    feature_map = FeatureMap(features.train.shape[1], random_features, seed)
+    starts = range(0, len(features.train), ROWS_PER_RUN)
+    rows = [to_rows(mapped(feature_map, features.train[start : start + ROWS_PER_RUN])) for start in starts]
+    return MappedFeatures(features, feature_map, np.concatenate(rows))
+
+
+def run_fleet(
+    data: MappedFeatures,
+    owners: NDArray[np.int64],
+    *,
+    batch_size: int,
+    seed: int,
+    max_multiple: float = MAX_MULTIPLE,
+) -> Result:
+    """Encode every client's submission, make the head of them as the aggregator does, and evaluate its ONNX file.
+
+    Outliers are not looked for, as in the benchmark of FedTC.
+
+    Args:
+        data: the features of all clients.
+        owners: the client of each training image, (n,).
+        batch_size: images in a group; 1 for sums of single images.
+        seed: of the groups.
+        max_multiple: times the median device's images that a device's count at most; 0 is without limit.
+    """
+    manifest = _manifest(data, batch_size=batch_size)
+    task = digest_of(encode(manifest))
+    with tempfile.TemporaryDirectory() as folder:
+        blobs = BlobStore(Path(folder) / "blobs")
+        sizes, members = [], {}
+        for client, submission in _submissions(data, owners, manifest, task=task, seed=seed):
+            payload = encode(submission)
+            sizes.append(len(payload))
+            members[client] = blobs.put(payload).hex()
+        job = StatisticsJob(
+            version=1,
+            task=blobs.put(encode(manifest)).hex(),
+            members=members,
+            blobs=str(blobs.folder),
+            feature_size=data.feature_map.feature_size,
+            random_features=data.feature_map.random_features,
+            seed=data.feature_map.seed,
+            timeout_s=3600.0,
+            robust=Robust(detect_outliers=False, max_multiple=max_multiple),
+            folder=folder,
+        )
+        with contextlib.redirect_stdout(io.StringIO()):  # the job reports its progress there
+            solved = run(job)
+        head = (Path(folder) / "head.onnx").read_bytes()
+    logits, truth = _logits(head, data.features.test), data.features.test_labels
+    return Result(
+        accuracy=float((logits.argmax(axis=1) == truth).mean()),
+        calibration_error=calibration_error(logits, truth),
+        devices=len(members),
+        rows=solved.prototypes,
+        bytes_up=sum(sizes),
+        head_bytes=len(head),
+        solve_seconds=solved.metrics["seconds"],
+    )
+
+
+def run_ceiling(data: MappedFeatures) -> Result:
+    """Make the head of all features in one place: a fleet of one client that sums single images."""
+    return run_fleet(data, np.zeros(len(data.rows), np.int64), batch_size=1, seed=0)
+
+
+def _manifest(data: MappedFeatures, *, batch_size: int) -> TaskManifest:
+    graph = map_to_onnx(data.feature_map, num_classes=data.features.classes)
+    reference = BlobRef(digest=digest_of(graph), size_bytes=len(graph), name="map.onnx")
+    return task_manifest(
+        "statistics",
+        data.features.classes,
+        alpha=1.0,
+        batch_size=batch_size,
+        min_images=min(2, batch_size),
+        seed=0,
+        statistics=Statistics(map=reference, size=data.feature_map.size),
+    )
+
+
+def _submissions(
+    data: MappedFeatures, owners: NDArray[np.int64], manifest: TaskManifest, *, task: bytes, seed: int
+) -> Iterator[tuple[str, Submission]]:
+    """Yield each client that has something to send, and its submission."""
+    labels = data.features.train_labels
+    for client in np.unique(owners):
+        mine = owners == client
+        of_class = {
+            label: rows
+            for label in range(data.features.classes)
+            if len(rows := data.rows[mine & (labels == label)]) >= manifest.min_images
+        }
+        if not of_class:
+            continue
+        images = int(np.count_nonzero(mine))
+        if manifest.batch_size == 1:
+            yield str(client), _sums(of_class, task=task, images=images)
+        else:
+            rng = np.random.default_rng([seed, int(client)])
+            yield (
+                str(client),
+                _groups(of_class, task=task, images=images, batch_size=manifest.batch_size, rng=rng),
+            )
+
+
+def _sums(of_class: dict[int, NDArray[np.int8]], *, task: bytes, images: int) -> Submission:
+    sums = RowSums(next(iter(of_class.values())).shape[1])
+    for label, rows in of_class.items():
+        sums.add(label, rows)
+    labels, counts, class_sums, triangle = sums.result()
+    return Submission(
+        task=task,
+        sequence=1,
+        prototypes=to_tensor(class_sums),
+        labels=to_unsigned(labels),
+        counts=to_unsigned(counts),
+        images=images,
+        tensors={"second_moment": second_moment.encode(triangle, counts, class_sums)},
+    )
+
+
+def _groups(
+    of_class: dict[int, NDArray[np.int8]],
+    *,
+    task: bytes,
+    images: int,
+    batch_size: int,
+    rng: np.random.Generator,
+) -> Submission:
+    made = []
+    for rows in of_class.values():
+        groups = max(len(rows) // batch_size, 1)  # the remainder joins the last one
+        numbers = rng.permutation(np.minimum(np.arange(len(rows)) // batch_size, groups - 1))
+        made.append(group_rows([rows], numbers, size=rows.shape[1]))
+    return Submission(
+        task=task,
+        sequence=1,
+        prototypes=to_tensor(np.concatenate([rows for rows, _ in made])),
+        labels=to_unsigned(np.repeat(list(of_class), [len(counts) for _, counts in made])),
+        counts=to_unsigned(np.concatenate([counts for _, counts in made])),
+        images=images,
+    )
+
+
+def _logits(head: bytes, features: NDArray[np.float32]) -> NDArray[np.float32]:
+    session = onnxruntime.InferenceSession(head, providers=["CPUExecutionProvider"])
+    starts = range(0, len(features), ROWS_PER_RUN)
+    made = [
+        session.run(["logits"], {"feature": features[start : start + ROWS_PER_RUN]})[0] for start in starts
+    ]
+    return np.concatenate(made)
