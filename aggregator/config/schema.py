@@ -10,10 +10,9 @@ from msgspec import Meta
 
 from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.algorithms.statistics.feature_map import MAX_SIZE
 from aggregator.coordination.canary_rollout import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings
-from protocol.wire.messages import MAX_CLASSES, ClassName, Name, Natural, Perturbation
+from protocol.wire.messages import MAX_CLASSES, MAX_MAPPED_SIZE, ClassName, Name, Natural, Perturbation
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +43,7 @@ MAX_MULTIPLE = 5.0
 class StatisticsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`[statistics]`: the features whose sums devices upload."""
 
-    features: Annotated[int, Meta(ge=0, le=MAX_SIZE)] = 1024
+    features: Annotated[int, Meta(ge=0, le=MAX_MAPPED_SIZE)] = 1024
     """Random features beside those of the backbones."""
 
 

@@ -93,6 +93,5 @@ def job_of(
             **shared,
             random_features=feature_map.random_features,
             seed=feature_map.seed,
-            timeout_s=task.file.training.timeout_s,
         )
     return HeadJob(**shared, training=task.file.training, half_memory=has_half_memory(state.failures))

@@ -51,7 +51,9 @@ class HeadTraining:
         self.accepted = AcceptedSubmissions(task, store)
         self._rate = HeadRate(task, store)
         self.restoration = Restoration(task, store)
-        self._trainer = Trainer(store.folder / "training", on_event=on_event)
+        self._trainer = Trainer(
+            store.folder / "training", timeout_s=task.file.training.timeout_s, on_event=on_event
+        )
         delete_carried_submissions(task, store)
         self.lost = LostSubmissions(task, store)
         state = store.round_state(task.digest)

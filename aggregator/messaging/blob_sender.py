@@ -45,7 +45,7 @@ class BlobSender:
         publisher: Publisher,
         *,
         downloads_per_hour: int,
-        verify: Callable[[list[bytes]], None] = lambda _: None,
+        verify: Callable[[list[bytes]], None],
     ) -> None:
         self._blobs = blobs
         self._verify = verify

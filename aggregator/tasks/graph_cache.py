@@ -101,7 +101,7 @@ def _run_job(job: CompileJob, folder: Path) -> Result:
 
 def _run_once(job: CompileJob, folder: Path) -> Finished:
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-    trainer = Trainer(folder, on_event=events.put)
+    trainer = Trainer(folder, timeout_s=job.task_file.training.timeout_s, on_event=events.put)
     try:
         trainer.start(job)
         while not isinstance(outcome := events.get(), Finished):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aggregator.algorithms.statistics.feature_map import MAX_SIZE, FeatureMap
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
@@ -15,7 +15,7 @@ from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef, Statistics, TaskManifest
+from protocol.wire.messages import MAX_MAPPED_SIZE, BlobRef, Statistics, TaskManifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +109,10 @@ def _statistics(feature_map: FeatureMap, store: Store, *, num_classes: int) -> S
     """Store the map that devices download."""
     from aggregator.graphs.head_export import map_to_onnx
 
-    if feature_map.size > MAX_SIZE:
+    if feature_map.size > MAX_MAPPED_SIZE:
         given = f"{feature_map.feature_size} features of the backbones and {feature_map.random_features} random ones"
         raise ConfigError(
-            f"{given} are more than {MAX_SIZE}: lower statistics.features, or use fewer backbones"
+            f"{given} are more than {MAX_MAPPED_SIZE}: lower statistics.features, or use fewer backbones"
         )
     graph = map_to_onnx(feature_map, num_classes=num_classes)
     return Statistics(map=store.put_blob(graph, "map.onnx"), size=feature_map.size)

@@ -13,7 +13,7 @@ from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
-from aggregator.ingest.validation import Expectation
+from aggregator.ingest.validation import Expectation, Prototypes, check_submission
 from aggregator.training.jobs import (
     FEW_PROTOTYPES,
     HeadJob,
@@ -25,6 +25,7 @@ from aggregator.training.jobs import (
 from aggregator.training.outlier_detection import Judgment, judge
 from aggregator.training.robust_training_set import combine, half_of
 from protocol.errors import ProtofleetError
+from protocol.wire.messages import Submission
 
 MAX_ONNX_DIFFERENCE = 1e-4
 
@@ -53,10 +54,12 @@ def run(job: HeadJob) -> Result:
     """
     manifest = job.manifest()
     expectation = Expectation(bytes.fromhex(job.task), manifest, job.feature_size)
-    if job.half_memory:
-        parts, invalid = checked_parts(job.submissions(), expectation, reduce=half_of)
-    else:
-        parts, invalid = checked_parts(job.submissions(), expectation)
+
+    def check(submission: Submission) -> Prototypes:
+        part = check_submission(submission, expectation)
+        return half_of(part) if job.half_memory else part
+
+    parts, invalid = checked_parts(job.submissions(), check)
     judgment = Judgment({})
     if job.robust.detect_outliers:
         judgment = judge(

@@ -11,13 +11,7 @@ import msgspec
 
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust, TaskFile, Training
-from aggregator.ingest.validation import (
-    Expectation,
-    Prototypes,
-    Refused,
-    check_submission,
-    read_message,
-)
+from aggregator.ingest.validation import Refused, read_message
 from aggregator.storage.store import open_blobs
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.models.onnx_metadata import HeadMetadata
@@ -96,11 +90,6 @@ class HeadJob(SubmissionsJob, frozen=True, kw_only=True):
     half_memory: bool = False
     """Make a linear discriminant of half of each device's prototypes."""
 
-    @property
-    def timeout_s(self) -> float:
-        """The time limit."""
-        return self.training.timeout_s
-
 
 class StatisticsJob(SubmissionsJob, frozen=True, kw_only=True):
     """Solve for a head from sums."""
@@ -109,7 +98,6 @@ class StatisticsJob(SubmissionsJob, frozen=True, kw_only=True):
     """Devices that are not quarantined, whatever outlier detection finds."""
     random_features: int
     seed: int
-    timeout_s: float
     robust: Robust = Robust()
 
     @property
@@ -125,11 +113,6 @@ class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
     tensors: str
     """Hex digest of the round's tensors, a blob."""
 
-    @property
-    def timeout_s(self) -> float:
-        """The time limit."""
-        return self.task_file.training.timeout_s
-
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     """Build the graphs that devices run: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
@@ -137,11 +120,6 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     task_file: TaskFile
     feature_size: int
     folder: str
-
-    @property
-    def timeout_s(self) -> float:
-        """The time limit."""
-        return self.task_file.training.timeout_s
 
 
 OOM_SCORE = "500"
@@ -152,6 +130,7 @@ FEW_PROTOTYPES = 5
 
 Job = HeadJob | StatisticsJob | RoundJob | CompileJob
 J = TypeVar("J", HeadJob, StatisticsJob, RoundJob, CompileJob)
+Part = TypeVar("Part")
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,24 +147,21 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def checked_parts(
-    submissions: Iterable[tuple[str, Submission]],
-    expectation: Expectation,
-    *,
-    reduce: Callable[[Prototypes], Prototypes] = lambda part: part,
-) -> tuple[dict[str, Prototypes], dict[str, str]]:
-    """Return the prototypes of each device, and the devices whose submissions are invalid, with reasons.
+    submissions: Iterable[tuple[str, Submission]], check: Callable[[Submission], Part]
+) -> tuple[dict[str, Part], dict[str, str]]:
+    """Return what `check` makes of each device's submission, and the devices whose are invalid, with reasons.
 
-    They were valid when they arrived, perhaps by the rules of an older version of this program. Each is passed through
-    `reduce`, before the next one is read.
+    They were valid when they arrived, perhaps by the rules of an older version of this program. Each is checked before
+    the next one is read; `check` raises Refused for one that is invalid.
 
     Raises:
         Refused: none is valid.
     """
-    parts: dict[str, Prototypes] = {}
+    parts: dict[str, Part] = {}
     refused: dict[str, Refused] = {}
     for device, submission in submissions:
         try:
-            parts[device] = reduce(check_submission(submission, expectation))
+            parts[device] = check(submission)
         except Refused as error:
             refused[device] = error
     if refused and not parts:

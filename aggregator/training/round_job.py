@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_tensors
 from aggregator.graphs.program_export import bind, untrained
-from aggregator.ingest.validation import Expectation, Prototypes
+from aggregator.ingest.validation import Expectation, Prototypes, check_submission
 from aggregator.storage.store import open_blobs
 from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
 from aggregator.training.robust_rounds import robust_contributions
@@ -44,7 +44,7 @@ def run(job: RoundJob) -> Result:
         {name: previous[name].shape for name in algorithm.uploaded},
     )
     submissions = dict(job.submissions())
-    parts, refused = checked_parts(submissions.items(), expectation)
+    parts, refused = checked_parts(submissions.items(), lambda each: check_submission(each, expectation))
     robust = job.task_file.robust
     counted = limited(list(parts.values()), multiple=robust.max_multiple)
     tensors, failed = aggregated(

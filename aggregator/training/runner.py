@@ -51,13 +51,16 @@ class Finished:
 
 
 class Trainer:
-    """Runs at most one job at a time, each in a folder inside `folder`, and kills it after its time limit.
+    """Runs at most one job at a time, each in a folder inside `folder`, and kills it after `timeout_s`.
 
     `on_event` is called from a thread with Progress and, whatever happens, one Finished; it must only enqueue them.
     """
 
-    def __init__(self, folder: Path, *, on_event: Callable[[Progress | Finished], None]) -> None:
+    def __init__(
+        self, folder: Path, *, timeout_s: float, on_event: Callable[[Progress | Finished], None]
+    ) -> None:
         self._folder = folder
+        self._timeout_s = timeout_s
         self._on_event = on_event
         self._process: subprocess.Popen[str] | None = None
 
@@ -114,7 +117,7 @@ class Trainer:
             is_late.set()
             _kill(process)
 
-        limit = threading.Timer(job.timeout_s, end)
+        limit = threading.Timer(self._timeout_s, end)
         limit.daemon = True
         limit.start()
         try:
@@ -126,8 +129,11 @@ class Trainer:
             data = (Path(job.folder) / "result.json").read_bytes()
             self._on_event(Finished(job, msgspec.json.decode(data, type=Result)))
         except (OSError, msgspec.MsgspecError):
-            reason = _too_late(job) if is_late.is_set() else _reason(job, code)
+            reason = self._too_late() if is_late.is_set() else _reason(job, code)
             self._on_event(Finished(job, None, reason, is_killed=code < 0 and not is_late.is_set()))
+
+    def _too_late(self) -> str:
+        return f"not finished within `[training]` timeout_s, {self._timeout_s:g} s: raise it, or use fewer epochs"
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         """Report the progress until the end of the output."""
@@ -143,10 +149,6 @@ def _kill(process: subprocess.Popen[str]) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def _too_late(job: Job) -> str:
-    return f"not finished within `[training]` timeout_s, {job.timeout_s:g} s: raise it, or use fewer epochs"
 
 
 def _reason(job: Job, code: int) -> str:

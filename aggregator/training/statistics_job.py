@@ -24,7 +24,14 @@ from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, Prototypes, Refused, check_statistics
 from aggregator.training.head_job import MAX_ONNX_DIFFERENCE
-from aggregator.training.jobs import FEW_PROTOTYPES, Result, StatisticsJob, report_progress, run_as_program
+from aggregator.training.jobs import (
+    FEW_PROTOTYPES,
+    Result,
+    StatisticsJob,
+    checked_parts,
+    report_progress,
+    run_as_program,
+)
 from aggregator.training.outlier_detection import Judgment, judge
 from aggregator.training.weights import counted_images
 from protocol.errors import MalformedMessage, ProtofleetError
@@ -95,20 +102,14 @@ def run(job: StatisticsJob) -> Result:
 
 def check_all(job: StatisticsJob, expectation: Expectation) -> Checked:
     """Check all submissions; raises Refused if none is valid."""
-    checked, last = Checked({}, {}, {}), None
-    for device, submission in job.submissions():
-        try:
-            moments = submitted_moments(submission, expectation)
-            if not submission.tensors:
-                checked.groups[device] = _groups(submission, expectation)
-        except Refused as error:
-            last = error
-            checked.invalid[device] = f"its submission is refused: {error.detail}"
-        else:
-            checked.images[device] = moments.counts
-    if last is not None and not checked.images:
-        raise last
-    return checked
+
+    def check(submission: Submission) -> tuple[NDArray[np.int64], Prototypes | None]:
+        counts = submitted_moments(submission, expectation).counts
+        return counts, None if submission.tensors else _groups(submission, expectation)
+
+    parts, invalid = checked_parts(job.submissions(), check)
+    images = {device: counts for device, (counts, _) in parts.items()}
+    return Checked(images, {name: group for name, (_, group) in parts.items() if group is not None}, invalid)
 
 
 def added(

@@ -79,14 +79,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
     submission = store.outbox.newest_submission()
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
-    problems = (
-        store.get(stored.TaskProblem).text,
-        store.get(stored.SpaceProblem).text,
-        store.get(stored.ManifestProblem).text,
-        store.get(stored.BuildProblem).text,
-        store.get(stored.HeadProblem).text,
-        store.get(stored.UploadProblem).text,
-    )
+    problems = (store.get(kind).text for kind in stored.PROBLEMS)
     return {
         "device_id": store.get(stored.DeviceName).value or None,
         "running": store.is_locked(),

@@ -56,40 +56,38 @@ class BackboneProvider(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class TaskProblem(msgspec.Struct, frozen=True):
+class Problem(msgspec.Struct, frozen=True):
+    """A problem that the device reports; empty if there is none."""
+
+    text: str = ""
+
+
+class TaskProblem(Problem, frozen=True):
     """Why the device keeps its previous task; empty if it follows the fleet's."""
 
-    text: str = ""
 
-
-class ManifestProblem(msgspec.Struct, frozen=True):
+class ManifestProblem(Problem, frozen=True):
     """Why the device takes no new work from its manifests; empty if they are valid."""
 
-    text: str = ""
 
-
-class BuildProblem(msgspec.Struct, frozen=True):
+class BuildProblem(Problem, frozen=True):
     """Why no submission could be built; empty if one was."""
 
-    text: str = ""
 
-
-class HeadProblem(msgspec.Struct, frozen=True):
+class HeadProblem(Problem, frozen=True):
     """Why the newest head is not in use; empty if it is."""
 
-    text: str = ""
 
-
-class SpaceProblem(msgspec.Struct, frozen=True):
+class SpaceProblem(Problem, frozen=True):
     """The reason why a job waits for space on the disk; empty if none does."""
 
-    text: str = ""
 
-
-class UploadProblem(msgspec.Struct, frozen=True):
+class UploadProblem(Problem, frozen=True):
     """Why the device cannot upload; empty if it can."""
 
-    text: str = ""
+
+PROBLEMS = (TaskProblem, SpaceProblem, ManifestProblem, BuildProblem, HeadProblem, UploadProblem)
+"""Of several, the first is shown."""
 
 
 class ClassReport(msgspec.Struct, frozen=True):

@@ -6,14 +6,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.statistics.second_moment import MAX_VALUE
+
 LEVELS = 8
 """Integers for one standard deviation of a value."""
-
-LARGEST = 127
-"""Largest integer in a row, and its smallest, negative."""
-
-MAX_SIZE = 4096
-"""Longest row."""
 
 MIN_LENGTH = 1e-12
 
@@ -80,8 +76,8 @@ class FeatureMap:
             "map_axes": np.array([1]),
             "map_min_length": np.array(MIN_LENGTH, np.float32),
             "map_scale": np.array(self._scale),
-            "map_smallest": np.array(-LARGEST, np.float32),
-            "map_largest": np.array(LARGEST, np.float32),
+            "map_smallest": np.array(-MAX_VALUE, np.float32),
+            "map_largest": np.array(MAX_VALUE, np.float32),
         }
         if not self.random_features:
             return [*_IDENTITY, "projection = Clip(row_rounded, map_smallest, map_largest)"], constants

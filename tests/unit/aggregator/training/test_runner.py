@@ -3,6 +3,7 @@
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,15 @@ def _job(folder: Path, *payloads: bytes) -> HeadJob:
     )
 
 
-def _end(job: HeadJob, folder: Path) -> tuple[Finished, list[Progress]]:
+def _trainer(
+    folder: Path, on_event: Callable[[Progress | Finished], None], *, timeout_s: float = TIMEOUT_S
+) -> Trainer:
+    return Trainer(folder / "training", timeout_s=timeout_s, on_event=on_event)
+
+
+def _end(job: HeadJob, folder: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[Finished, list[Progress]]:
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-    Trainer(folder / "training", on_event=events.put).start(job)
+    _trainer(folder, events.put, timeout_s=timeout_s).start(job)
     said: list[Progress] = []
     while not isinstance(event := events.get(timeout=TIMEOUT_S), Finished):
         said.append(event)
@@ -84,7 +91,7 @@ def test_head_that_cannot_be_fused_is_written(tmp_path: Path) -> None:
 def test_stopped_process_is_a_failed_job(tmp_path: Path) -> None:
     """Stopping waits for its end."""
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-    trainer = Trainer(tmp_path / "training", on_event=events.put)
+    trainer = _trainer(tmp_path, events.put)
     trainer.stop()
     trainer.start(_job(tmp_path, encode(submission())))
     trainer.stop()
@@ -129,8 +136,7 @@ def test_killed_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_job_is_ended_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its children, which keep its output open."""
     _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nsleep 1000 & sleep 1000\n")
-    job = structs.replace(_job(tmp_path), training=Training(timeout_s=0.1))
-    finished, _ = _end(job, tmp_path)
+    finished, _ = _end(_job(tmp_path), tmp_path, timeout_s=0.1)
     assert (finished.result, finished.is_killed) == (None, False)
     assert finished.reason.startswith("not finished within `[training]` timeout_s, 0.1 s: raise it")
 
@@ -139,13 +145,13 @@ def test_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     """No process is started."""
     (tmp_path / "training").write_text("a file")
     with pytest.raises(StateError, match="cannot use"):
-        Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
+        _trainer(tmp_path, lambda _: None).start(_job(tmp_path))
 
 
 def test_process_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _replace_python(tmp_path, monkeypatch, "no program", mode=0o644)
     with pytest.raises(StateError, match="Permission denied"):
-        Trainer(tmp_path / "training", on_event=lambda _: None).start(_job(tmp_path))
+        _trainer(tmp_path, lambda _: None).start(_job(tmp_path))
 
 
 def test_output_that_is_not_utf8_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +175,7 @@ def test_job_that_cannot_be_watched_is_killed_and_reported(
             raise MemoryError  # noqa: TRY004
         events.put(event)
 
-    trainer = Trainer(tmp_path / "training", on_event=take)
+    trainer = _trainer(tmp_path, take)
     trainer.start(_job(tmp_path))
     finished = events.get(timeout=TIMEOUT_S)
     assert isinstance(finished, Finished)
@@ -187,7 +193,7 @@ def test_job_without_a_thread_to_watch_it_is_killed(tmp_path: Path, monkeypatch:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
-    trainer = Trainer(tmp_path / "training", on_event=lambda _: None)
+    trainer = _trainer(tmp_path, lambda _: None)
     with pytest.raises(ThreadFailed):
         trainer.start(_job(tmp_path))
     assert trainer._process is not None

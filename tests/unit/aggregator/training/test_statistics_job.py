@@ -45,7 +45,6 @@ def made(
         feature_size=FEATURE_MAP.feature_size,
         random_features=FEATURE_MAP.random_features,
         seed=FEATURE_MAP.seed,
-        timeout_s=60.0,
         robust=robust,
         folder=str(folder),
     )

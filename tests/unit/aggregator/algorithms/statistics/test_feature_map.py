@@ -10,13 +10,14 @@ import pytest
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.statistics.feature_map import LARGEST, LEVELS, FeatureMap
+from aggregator.algorithms.statistics.feature_map import LEVELS, FeatureMap
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped, max_difference
 from edge_client.data.statistics import to_rows
 from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import project
 from protocol.models.onnx_metadata import HeadMetadata
+from protocol.statistics.second_moment import MAX_VALUE
 from tests.support.graphs import tiny_backbone
 
 LENGTH = 24
@@ -37,9 +38,9 @@ def features_of(rows: int) -> NDArray[np.float32]:
 def formula(feature_map: FeatureMap, features: NDArray[np.float32]) -> NDArray[np.float64]:
     roots = np.sign(features) * np.sqrt(np.abs(features.astype(np.float64)))
     normal = (roots - roots.mean(axis=1, keepdims=True)) / roots.std(axis=1, keepdims=True)
-    identity = np.clip(np.rint(LEVELS * normal), -LARGEST, LARGEST)
+    identity = np.clip(np.rint(LEVELS * normal), -MAX_VALUE, MAX_VALUE)
     positive = np.maximum(identity @ feature_map.signs, 0) / np.sqrt(LENGTH)
-    return np.concatenate([identity, np.minimum(np.rint(positive), LARGEST)], axis=1)
+    return np.concatenate([identity, np.minimum(np.rint(positive), MAX_VALUE)], axis=1)
 
 
 @pytest.mark.parametrize("random_features", SIZES)
@@ -50,7 +51,7 @@ def test_rows_are_integers_of_the_formula(random_features: int) -> None:
     assert rows.dtype == np.float32
     assert rows.shape == (200, feature_map.size)
     np.testing.assert_array_equal(rows, np.rint(rows))
-    assert np.abs(rows).max() <= LARGEST
+    assert np.abs(rows).max() <= MAX_VALUE
     # float32 and float64 round a value at a half differently, and then the sums with it.
     away = np.abs(rows - formula(feature_map, features))
     assert away.max() <= 1
