@@ -18,6 +18,7 @@ from aggregator.algorithms.statistics.moments import (
     factors,
     moments_of,
     no_rows,
+    of_all_classes,
     require_possible,
 )
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
@@ -138,9 +139,7 @@ def submitted_moments(submission: Submission, expectation: Expectation) -> Momen
         second_moment = decode(submission.tensors["second_moment"], counts, values)
     except MalformedMessage as error:
         raise Refused("malformed", str(error)) from error
-    every, sums = np.zeros(classes, np.int64), np.zeros((classes, values.shape[1]), np.int64)
-    every[labels], sums[labels] = counts, values
-    moments = Moments(int(counts.sum()), every, sums, second_moment)
+    moments = of_all_classes(int(counts.sum()), labels, counts, values, second_moment, num_classes=classes)
     try:
         require_possible(moments)
     except ProtofleetError as error:

@@ -1,4 +1,4 @@
-"""Statistics of integer rows: counts, class sums and second moment, or one row for each group of images. Pure."""
+"""Integer rows of mapped features: one for each image, or for each group of images. Pure."""
 
 import math
 from collections.abc import Iterable
@@ -7,44 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import GraphRefused
-from protocol.statistics.second_moment import EXACT_ROWS, MAX_VALUE, add_products, to_triangle
-
-
-class RowSums:
-    """Counts, class sums and second moment of rows that are added piece by piece.
-
-    Law: any order of the rows and any division into pieces gives the same integers, and so does the sum over devices
-    however the rows are divided over them. Memory grows with D**2 and the classes, not with the rows.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._matrix = np.zeros((size, size), np.int64)
-        self._counts: dict[int, int] = {}
-        self._sums: dict[int, NDArray[np.int64]] = {}
-        self._pending: list[NDArray[np.int8]] = []
-
-    def add(self, label: int, rows: NDArray[np.int8]) -> None:
-        """Add rows int8 (n, D) of a class."""
-        if not len(rows):
-            return
-        self._counts[label] = self._counts.get(label, 0) + len(rows)
-        self._sums[label] = rows.sum(axis=0, dtype=np.int64) + self._sums.get(label, 0)
-        self._pending.append(rows)
-        if sum(map(len, self._pending)) >= EXACT_ROWS:
-            self._add_products()
-
-    def result(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.int64]]:
-        """Return the p classes with rows in ascending order, their counts (p,), sums (p, D), and the triangle."""
-        self._add_products()
-        labels = sorted(self._counts)
-        counts = np.array([self._counts[label] for label in labels], np.uint32)
-        sums = np.array([self._sums[label] for label in labels], np.int32).reshape(-1, len(self._matrix))
-        return np.array(labels, np.uint32), counts, sums, to_triangle(self._matrix)
-
-    def _add_products(self) -> None:
-        if self._pending:
-            add_products(self._matrix, np.concatenate(self._pending))
-            self._pending = []
+from protocol.statistics.second_moment import MAX_VALUE
 
 
 def to_rows(projection: NDArray[np.float32]) -> NDArray[np.int8]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.statistics import RowSums, group_rows, to_rows
+from edge_client.data.statistics import group_rows, to_rows
 from edge_client.progress_bar import Progress
 from edge_client.runtime.program_graph import Graph, open_graph
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
@@ -16,6 +16,7 @@ from edge_client.training.trainer import project
 from protocol.errors import GraphRefused, Interrupted
 from protocol.log import event
 from protocol.statistics import second_moment
+from protocol.statistics.row_sums import RowSums
 from protocol.wire.messages import Statistics, TaskManifest
 
 log = logging.getLogger(__name__)

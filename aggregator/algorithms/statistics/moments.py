@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import ProtofleetError
-from protocol.statistics.second_moment import add_products, from_triangle, to_triangle, triangle_size
+from protocol.statistics.row_sums import RowSums
+from protocol.statistics.second_moment import from_triangle, triangle_size
 
 ROUNDING = 1e-10
 """Negative eigenvalue of a scatter, relative to the sum of all squares, that rounding explains."""
@@ -67,16 +68,27 @@ def moments_of(
     rows: NDArray[np.integer], labels: NDArray[np.integer], weights: NDArray[np.integer], *, num_classes: int
 ) -> Moments:
     """Return the moments of rows (n, D), integers of at most 127, of classes (n,), with weights (n,) of at least 1."""
-    size = rows.shape[1]
-    counts = np.zeros(num_classes, np.int64)
-    np.add.at(counts, labels, weights.astype(np.int64))
-    sums = np.zeros((num_classes, size), np.int64)
+    sums = RowSums(rows.shape[1])
     for label in np.unique(labels):
         mine = labels == label
-        sums[label] = weights[mine].astype(np.int64) @ rows[mine].astype(np.int64)
-    square = np.zeros((size, size), np.int64)
-    add_products(square, rows, weights)
-    return Moments(len(rows), counts, sums, to_triangle(square))
+        sums.add(int(label), rows[mine], weights[mine])
+    return of_all_classes(len(rows), *sums.result(), num_classes=num_classes)
+
+
+def of_all_classes(
+    rows: int,
+    labels: NDArray[np.integer],
+    counts: NDArray[np.integer],
+    sums: NDArray[np.integer],
+    second_moment: NDArray[np.int64],
+    *,
+    num_classes: int,
+) -> Moments:
+    """Return the moments of rows in p of the C classes: their labels (p,), counts (p,) and sums (p, D)."""
+    every_count = np.zeros(num_classes, np.int64)
+    every_sum = np.zeros((num_classes, sums.shape[1]), np.int64)
+    every_count[labels], every_sum[labels] = counts, sums
+    return Moments(rows, every_count, every_sum, second_moment)
 
 
 def within_scatter(total: Moments) -> NDArray[np.float64]:
